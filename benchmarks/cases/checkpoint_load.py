@@ -142,11 +142,11 @@ def verify_blocks(folder: Path) -> None:
     """Verifies in turn with reading and hashing by hand."""
     import xxhash
 
-    from accelerate.checkpoint import manifest as manifests
+    from accelerate.checkpoint import layout
+    from accelerate.checkpoint.load import verify_files as verify_files
     from accelerate.checkpoint.rank_group import CheckpointRankGroup
-    from accelerate.checkpoint.state_reader import verify_files as verify_files
 
-    manifest: Any = manifests.read(folder)
+    manifest: Any = layout.decode_manifest((folder / "manifest.json").read_bytes(), folder)
     pieces = [(path, at) for path in folder.iterdir() for at in range(0, path.stat().st_size, 2**26)]
     threads = len(os.sched_getaffinity(0))
 

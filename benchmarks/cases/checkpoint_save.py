@@ -102,13 +102,13 @@ CASES = (
 
 def announced() -> Any:
     """The accelerator of a training whose project saves in the background, after the first step."""
-    from accelerate.checkpoint import snapshot
+    from accelerate.checkpoint import async_save
     from accelerate.utils import ProjectConfiguration
     from benchmarks.checkpoints import training
 
     accelerator, _, optimizer = training(full=True, project_config=ProjectConfiguration(async_save=True))
     optimizer.step()
-    toucher = snapshot.staging._prepare_thread
+    toucher = async_save.staging._prepare_thread
     assert toucher is not None, "no memory is made ready"
     toucher.join()  # a training does other work for so long
     return accelerator

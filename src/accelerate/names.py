@@ -183,7 +183,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "load_and_quantize_model quantize_and_offload_8bit replace_with_bnb_layers",
     ),
     "accelerate.utils.constants": exports(
-        "checkpoint.names: MODEL_NAME OPTIMIZER_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME "
+        "checkpoint.layout: MODEL_NAME OPTIMIZER_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME "
         "SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME "
         "WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME"
     )
@@ -233,7 +233,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | exports("facade.fp8: AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs")
     | exports("facade.compilation: TorchDynamoPlugin")
     | exports("facade.module_queries: get_module_class_from_name")
-    | exports("checkpoint.project: ProjectConfiguration")
+    | exports("checkpoint.discovery: ProjectConfiguration")
     | exports("watch.profile: ProfileKwargs")
     | not_built("models quantized by bitsandbytes", "BnbQuantizationConfig")
     | exports("strategy.deepspeed.plugin: DeepSpeedPlugin")
@@ -276,7 +276,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | exports(
         "facade.fsdp_checkpoint: load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer"
     )
-    | exports("checkpoint.merge: merge_fsdp_weights"),
+    | exports("checkpoint.weight_files: merge_fsdp_weights"),
     "accelerate.utils.imports": package_checks(
         "aim=aim<4 amdsmi boto3 clearml comet_ml datasets deepspeed dvclive import_timer lomo=lomo_optim "
         "matplotlib mlflow msamp pandas peft pippy=torch>=2.4 pynvml pytest sagemaker schedulefree swanlab "
@@ -347,8 +347,8 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "fallback_allocate get_balanced_memory get_max_memory infer_auto_device_map"
     )
     | exports("facade.precision_functions: get_grad_scaler get_mixed_precision_context_manager")
-    | exports("checkpoint.names: WEIGHTS_INDEX_NAME")
-    | exports("checkpoint.weight_file_io: load_state_dict id_tensor_storage")
+    | exports("checkpoint.layout: WEIGHTS_INDEX_NAME")
+    | exports("checkpoint.weight_files: load_state_dict id_tensor_storage")
     | exports("facade.big_model_loading: load_checkpoint_in_model")
     | exports(
         "offload.module_tensors: align_module_device check_device_same get_state_dict_from_offload "
@@ -387,7 +387,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | exports("core.units: convert_bytes=show_bytes")
     | exports("world.ports: get_free_port is_port_in_use")
     | exports("world.collective: wait_for_everyone=barrier")
-    | exports("checkpoint.weight_file_io: TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors load save"),
+    | exports("checkpoint.weight_files: TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors load save"),
     "accelerate.utils.random": exports("world.rng: set_seed synchronize_rng_state synchronize_rng_states"),
     "accelerate.utils.torch_xla": not_built("training on TPU", "install_xla"),
     "accelerate.utils.tqdm": exports("watch.console: tqdm"),

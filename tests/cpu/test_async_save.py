@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator, InitProcessGroupKwargs
-from accelerate.checkpoint import async_save, state, store_channel
+from accelerate.checkpoint import async_save, discovery, rank_group
 from accelerate.checkpoint.storage import FileRecord, LocalCheckpointStorage
 from accelerate.core.errors import CheckpointError
 from accelerate.utils import ProjectConfiguration
@@ -268,7 +268,7 @@ def test_a_failure_that_one_rank_has_heard_of_is_still_raised_together(
 def be_killed(folder: str) -> str:
     run = TrainingRun(folder)
     run.accelerator.save_state()
-    store_channel.DEAD_AFTER, store_channel.HEARTBEAT = 1.0, 0.1
+    rank_group.DEAD_AFTER, rank_group.HEARTBEAT = 1.0, 0.1
     patch = pytest.MonkeyPatch()
     if run.accelerator.process_index == 1:
         on(deadly, patch)
@@ -284,7 +284,7 @@ def test_a_killed_rank_is_missed_and_the_checkpoint_before_is_whole(
     assert "SIGKILL" in one.message
     assert zero.value is not None, zero
     assert "rank 1 is gone" in pickle.loads(zero.value)
-    newest = state.latest_checkpoint(tmp_path / "checkpoints")
+    newest = discovery.latest_checkpoint(tmp_path / "checkpoints")
     assert newest.candidate.name.endswith("checkpoint_0")
 
 
@@ -301,15 +301,15 @@ def leaves_at_once(folder: str) -> str | None:
     """Rank 1 is slow to read that all have committed; rank 0, which holds the store, ends right after."""
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(torch.nn.Linear(2, 1))
-    read = store_channel.CheckpointStoreChannel._answer
+    read = rank_group.CheckpointStoreChannel._answer
 
-    def slowly(self: store_channel.CheckpointStoreChannel, doing: str, key: str) -> list[Any]:
+    def slowly(self: rank_group.CheckpointStoreChannel, doing: str, key: str) -> list[Any]:
         threading.Event().wait(0.5)
         return read(self, doing, key)
 
     with pytest.MonkeyPatch.context() as patch:
         if accelerator.process_index == 1:
-            patch.setattr(store_channel.CheckpointStoreChannel, "_answer", slowly)
+            patch.setattr(rank_group.CheckpointStoreChannel, "_answer", slowly)
         accelerator.save_state(folder, async_save=True)
         path = accelerator.wait_for_checkpoint()
     if accelerator.process_index == 0:

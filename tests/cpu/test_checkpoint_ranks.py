@@ -14,10 +14,10 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 
-from accelerate.checkpoint import state
-from accelerate.checkpoint.project import ProjectConfiguration
+from accelerate.checkpoint import load, save
+from accelerate.checkpoint.discovery import ProjectConfiguration
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
-from accelerate.checkpoint.state import CheckpointContents, StatefulAdapter
+from accelerate.checkpoint.stateful import CheckpointContents, StatefulAdapter
 from accelerate.checkpoint.storage import FileRecord, LocalCheckpointStorage
 from accelerate.core.errors import CheckpointError
 from accelerate.world import collective, rng
@@ -57,14 +57,14 @@ def outcome(call: Callable[[], object]) -> str:
 
 def save_here(folder: str) -> tuple[str, tuple[float, float]]:
     world = open_world()
-    path = state.save(parts(3, world.rank), folder if world.is_main else f"{folder}-of-rank-{world.rank}")
+    path = save.save(parts(3, world.rank), folder if world.is_main else f"{folder}-of-rank-{world.rank}")
     return str(path), draws()
 
 
 def load_here(folder: str) -> tuple[int, torch.Tensor, float, tuple[float, float], tuple[str, ...]]:
     world = open_world()
     fresh = parts(8, world.rank)
-    loaded = state.load(fresh, folder)
+    loaded = load.load(fresh, folder)
     lr = fresh.optimizers[0].param_groups[0]["lr"]
     return loaded.step, fresh.models[0].weight.detach(), lr, draws(), loaded.notes
 
@@ -103,11 +103,11 @@ def test_another_number_of_ranks_keeps_what_it_can_and_says_so(ranks: RankServer
 def save_numbered(folder: str) -> list[str]:
     world = open_world()
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
-    names = [state.save(parts(step, world.rank), project=project).name for step in range(4)]
+    names = [save.save(parts(step, world.rank), project=project).name for step in range(4)]
     again = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
-    loaded = state.load(parts(9, world.rank), project=again)
+    loaded = load.load(parts(9, world.rank), project=again)
     names.append(f"{loaded.path.name} {loaded.step} {again.iteration}")
-    names.append(state.save(parts(5, world.rank), project=again).name)
+    names.append(save.save(parts(5, world.rank), project=again).name)
     return names
 
 
@@ -146,9 +146,9 @@ class PerRank:
 
 def states_of_ranks(folder: str) -> tuple[int, int, dict[str, int]]:
     rank = open_world().rank
-    path = state.save(CheckpointContents(stateful_loaders=[PerRank(rank)], own_files=[PerRank(rank)]), folder)
+    path = save.save(CheckpointContents(stateful_loaders=[PerRank(rank)], own_files=[PerRank(rank)]), folder)
     loader, engine = PerRank(), PerRank()
-    loaded = state.load(CheckpointContents(stateful_loaders=[loader], own_files=[engine]), path)
+    loaded = load.load(CheckpointContents(stateful_loaders=[loader], own_files=[engine]), path)
     assert loaded.manifest is not None
     return loader.value, engine.value, {name: r.rank for name, r in loaded.manifest.files.items()}
 
@@ -188,11 +188,11 @@ def fail_on(fail_to_write: int, how: str, folder: str) -> tuple[str, list[str]]:
         mine.schedulers = [StatefulAdapter("mine", refuse, dict)]
     if rank == fail_to_write and how == "engine":
         mine.own_files = [FailingOwnFiles()]
-    text = outcome(lambda: state.save(mine, folder, store=store))
+    text = outcome(lambda: save.save(mine, folder, store=store))
     collective.barrier()
     left = sorted(os.listdir(Path(folder).parent))
     # All is in order afterwards: the same ranks save again.
-    assert outcome(lambda: state.save(parts(5, rank), folder)) == "fine"
+    assert outcome(lambda: save.save(parts(5, rank), folder)) == "fine"
     return text, left
 
 
@@ -225,7 +225,7 @@ def save_too_much(folder: str, safe: bool, optimizer: bool) -> str:
     model = torch.nn.Linear(1000, 1000, bias=False)
     mine = CheckpointContents([torch.nn.Linear(1, 1)], [model]) if optimizer else CheckpointContents([model])
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
-    return outcome(lambda: state.save(mine, folder, safe_serialization=safe))
+    return outcome(lambda: save.save(mine, folder, safe_serialization=safe))
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_a_file_system_that_takes_no_more_is_an_error_that_names_the_file(
 
 def save_in(folder: str) -> str:
     rank = open_world().rank
-    return outcome(lambda: state.save(parts(1, rank), folder))
+    return outcome(lambda: save.save(parts(1, rank), folder))
 
 
 def test_a_folder_that_takes_no_files_is_named(ranks: RankServer) -> None:
@@ -259,7 +259,7 @@ def load_damaged(folder: str) -> tuple[str, bool]:
     rank = open_world().rank
     fresh = parts(8, rank)
     weight = fresh.models[0].weight.detach().clone()
-    text = outcome(lambda: state.load(fresh, folder))
+    text = outcome(lambda: load.load(fresh, folder))
     return text, torch.equal(fresh.models[0].weight, weight)
 
 
@@ -290,7 +290,7 @@ def test_damage_is_the_same_error_on_all_ranks(
 def only_rank_0(folder: str) -> str:
     world = open_world(seconds=2)
     if world.rank == 0:
-        return outcome(lambda: state.save(parts(), folder))
+        return outcome(lambda: save.save(parts(), folder))
     return "not called"
 
 
@@ -341,12 +341,12 @@ class Deadly(LocalCheckpointStorage):
 def save_and_die(folder: str, victim: int, at: int) -> str:
     rank = open_world().rank
     Deadly.left = at if rank == victim else 0
-    return outcome(lambda: state.save(parts(5, rank), folder, store=Deadly))
+    return outcome(lambda: save.save(parts(5, rank), folder, store=Deadly))
 
 
 def value_in(folder: Path) -> tuple[int, float]:
     fresh = parts(8)
-    loaded = state.load(fresh, folder, ranks=CheckpointRankGroup())
+    loaded = load.load(fresh, folder, ranks=CheckpointRankGroup())
     return loaded.step, fresh.optimizers[0].param_groups[0]["lr"]
 
 
@@ -355,7 +355,7 @@ def test_a_process_killed_at_any_write_loses_nothing(ranks: RankServer, tmp_path
     folder = tmp_path / "c"
     seen = set()
     for at in range(1, 100):
-        state.save(parts(3), folder, ranks=CheckpointRankGroup())
+        save.save(parts(3), folder, ranks=CheckpointRankGroup())
         (end,) = ranks.outcomes(1, save_and_die, str(folder), 0, at)
         value = value_in(folder)
         seen.add(value)
@@ -405,12 +405,12 @@ def each_node(folder: str, mixed: bool) -> tuple[list[str], str]:
     rank = open_world().rank
     mine = Path(folder) / f"node{rank}"
     project = ProjectConfiguration(str(mine), save_on_each_node=True, automatic_checkpoint_naming=True)
-    path = state.save(parts(3, rank), project=project, ranks=machine(rank))
+    path = save.save(parts(3, rank), project=project, ranks=machine(rank))
     if mixed and rank == 1:
-        state.save(parts(4), path, ranks=CheckpointRankGroup())
+        save.save(parts(4), path, ranks=CheckpointRankGroup())
     if rank == 0:
-        return sorted(os.listdir(path)), outcome(lambda: state.load(parts(8, 0), path, ranks=machine(0)))
-    return sorted(os.listdir(path)), outcome(lambda: state.load(parts(8, 1), path, ranks=machine(1)))
+        return sorted(os.listdir(path)), outcome(lambda: load.load(parts(8, 0), path, ranks=machine(0)))
+    return sorted(os.listdir(path)), outcome(lambda: load.load(parts(8, 1), path, ranks=machine(1)))
 
 
 def test_each_machine_may_have_a_whole_checkpoint(ranks: RankServer, tmp_path: Path) -> None:

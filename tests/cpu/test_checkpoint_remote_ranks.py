@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.checkpoint import state
-from accelerate.checkpoint.project import ProjectConfiguration
+from accelerate.checkpoint import load, save
+from accelerate.checkpoint.discovery import ProjectConfiguration
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
-from accelerate.checkpoint.state import CheckpointContents
+from accelerate.checkpoint.stateful import CheckpointContents
 from accelerate.world import collective
 from tests.cpu import test_checkpoint_ranks as local
 from tests.support.objects import ObjectFileSystem, Objects, serving
@@ -88,8 +88,8 @@ def test_another_number_of_ranks_fetches_what_it_has_use_for(
 def on_two_machines(url: str, folder: str) -> tuple[int, str]:
     rank = local.open_world().rank
     tempfile.tempdir = folder
-    loaded = state.load(local.parts(8, rank), url, ranks=local.machine(rank))
-    return loaded.step, local.outcome(lambda: state.load(CheckpointContents([torch.nn.Linear(5, 5)]), url))
+    loaded = load.load(local.parts(8, rank), url, ranks=local.machine(rank))
+    return loaded.step, local.outcome(lambda: load.load(CheckpointContents([torch.nn.Linear(5, 5)]), url))
 
 
 def test_each_machine_fetches_for_its_own_ranks(ranks: RankServer, objects: Objects, tmp_path: Path) -> None:
@@ -105,10 +105,10 @@ def test_each_machine_fetches_for_its_own_ranks(ranks: RankServer, objects: Obje
 def save_numbered(url: str) -> list[str]:
     rank = local.open_world().rank
     settings = ProjectConfiguration(url, automatic_checkpoint_naming=True, total_limit=2)
-    paths = [state.save(local.parts(step, rank), project=settings) for step in range(4)]
+    paths = [save.save(local.parts(step, rank), project=settings) for step in range(4)]
     again = ProjectConfiguration(url, automatic_checkpoint_naming=True, total_limit=2)
-    loaded = state.load(local.parts(9, rank), project=again)
-    paths += [loaded.path, state.save(local.parts(5, rank), project=again)]
+    loaded = load.load(local.parts(9, rank), project=again)
+    paths += [loaded.path, save.save(local.parts(5, rank), project=again)]
     return [str(path).rpartition("/")[2] for path in paths]
 
 
@@ -139,7 +139,7 @@ def save_with_hook(url: str, same: bool) -> str:
     def hook(weights: Any, folder: Path) -> None:
         (folder / "config.json").write_text("{}" if same else f"{rank}")
 
-    return local.outcome(lambda: state.save(local.parts(1, rank), url, before=hook))
+    return local.outcome(lambda: save.save(local.parts(1, rank), url, before=hook))
 
 
 def test_a_file_that_two_ranks_write_differently_is_refused(ranks: RankServer, objects: Objects) -> None:
@@ -177,7 +177,7 @@ def test_damage_is_the_same_error_on_all_ranks(
 
 def save_in(url: str) -> str:
     rank = local.open_world().rank
-    return local.outcome(lambda: state.save(local.parts(5, rank), url))
+    return local.outcome(lambda: save.save(local.parts(5, rank), url))
 
 
 @pytest.mark.parametrize("at", [2, 5, 6])
@@ -199,7 +199,7 @@ def test_a_store_that_goes_away_is_the_same_error_on_all_ranks(
 
 def value_at(url: str) -> tuple[int, float]:
     fresh = local.parts(8)
-    loaded = state.load(fresh, url, ranks=CheckpointRankGroup())
+    loaded = load.load(fresh, url, ranks=CheckpointRankGroup())
     return loaded.step, fresh.optimizers[0].param_groups[0]["lr"]
 
 
@@ -207,7 +207,7 @@ def save_and_die(url: str, victim: int, at: int) -> str:
     rank = local.open_world().rank
     if rank == victim:
         _die_at(at)
-    return local.outcome(lambda: state.save(local.parts(5, rank), url))
+    return local.outcome(lambda: save.save(local.parts(5, rank), url))
 
 
 def _die_at(at: int) -> None:

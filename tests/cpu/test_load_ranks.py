@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from accelerate import init_empty_weights, load_checkpoint_in_model
-from accelerate.checkpoint import weight_file_io
+from accelerate.checkpoint import weight_files
 from accelerate.world import world
 from tests.support.ranks import RankServer
 
@@ -44,7 +44,7 @@ def loaded(folder: str, how: str, broadcast: bool) -> dict[str, Any]:
 def test_all_ranks_get_the_weights(tmp_path: Path, ranks: RankServer, how: str, broadcast: bool) -> None:
     """With ``broadcast_from_rank0`` the files are on the machine of rank 0 only."""
     expected = net().state_dict()
-    weight_file_io.save_weights(expected, tmp_path, max_shard_size=100)
+    weight_files.save_weights(expected, tmp_path, max_shard_size=100)
     for found in ranks(2, loaded, str(tmp_path), how, broadcast):
         torch.testing.assert_close(found, dict(expected))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.checkpoint import snapshot
+from accelerate.checkpoint import async_save
 from accelerate.checkpoint.storage import LocalCheckpointStorage
 from accelerate.device.base import Device
 
@@ -44,7 +44,7 @@ def test_the_checkpoint_has_the_values_at_the_call(
 
     monkeypatch.setattr(LocalCheckpointStorage, "write", held)
     accelerator, model, optimizer = training()
-    snapshot.staging.release()
+    async_save.staging.release()
     for number in range(2):  # into new memory, and into memory that was used
         go.clear()
         train(accelerator, model, optimizer, 20)
@@ -61,7 +61,7 @@ def test_the_checkpoint_has_the_values_at_the_call(
             assert torch.equal(value, expected[name]), name
         for state, moment in zip(fresh_optimizer.state.values(), moments, strict=True):
             assert torch.equal(state["exp_avg"], moment)
-    blocks = snapshot.staging._blocks[device.type]
+    blocks = async_save.staging._blocks[device.type]
     assert all(block.is_pinned() == device.pins_memory for block in blocks)
     accelerator.free_memory()
-    assert snapshot.staging.size == 0
+    assert async_save.staging.size == 0

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import DataLoaderConfiguration
-from accelerate.checkpoint.project import ProjectConfiguration
+from accelerate.checkpoint.discovery import ProjectConfiguration
 from accelerate.core.errors import PrepareError, SettingError, UnknownNameError
 from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.data.active_loaders import ActiveLoaders

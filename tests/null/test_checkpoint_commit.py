@@ -17,11 +17,11 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 
-from accelerate.checkpoint import commit, discovery, manifest, state
+from accelerate.checkpoint import commit, discovery, layout, load, save
+from accelerate.checkpoint.discovery import ProjectConfiguration
 from accelerate.checkpoint.errors import CheckpointNotFoundError
-from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
-from accelerate.checkpoint.state import CheckpointContents, StatefulAdapter
+from accelerate.checkpoint.stateful import CheckpointContents, StatefulAdapter
 from accelerate.checkpoint.storage import FileRecord, LocalCheckpointStorage
 from accelerate.core.errors import CheckpointError, SettingError
 
@@ -110,7 +110,7 @@ def box(value: float = 0.0) -> CheckpointContents:
     return CheckpointContents([Box(value)], [Box(value)], [Box(value)], custom=[Box(value)], step=int(value))
 
 
-def value_of(loaded: Callable[[CheckpointContents], state.CheckpointLoadResult]) -> float:
+def value_of(loaded: Callable[[CheckpointContents], load.CheckpointLoadResult]) -> float:
     """The number in a checkpoint; all parts must agree about it."""
     parts = box(-1)
     step = loaded(parts).step
@@ -138,27 +138,27 @@ class Scenario:
         self.name, self.root = name, root
         self.limit = 1 if name == "limited" else None
         if name in ("fresh", "replaced"):
-            state.save(box(1), root / "old" if name == "fresh" else root / "run")
+            save.save(box(1), root / "old" if name == "fresh" else root / "run")
             if name == "replaced":
                 (root / "run" / "notes.txt").write_text("mine")
         else:
-            state.save(box(1), project=project(root, self.limit))
+            save.save(box(1), project=project(root, self.limit))
 
     def save(self, store: Callable[[Path], Any] = LocalCheckpointStorage) -> None:
         if self.name in ("fresh", "replaced"):
-            state.save(box(2), self.root / "run", store=store)
+            save.save(box(2), self.root / "run", store=store)
         else:
-            state.save(box(2), project=project(self.root, self.limit, iteration=1), store=store)
+            save.save(box(2), project=project(self.root, self.limit, iteration=1), store=store)
 
     def load(self) -> float:
         if self.name == "fresh":
             try:
-                return value_of(lambda parts: state.load(parts, self.root / "run"))
+                return value_of(lambda parts: load.load(parts, self.root / "run"))
             except CheckpointNotFoundError:
-                return value_of(lambda parts: state.load(parts, self.root / "old"))
+                return value_of(lambda parts: load.load(parts, self.root / "old"))
         if self.name == "replaced":
-            return value_of(lambda parts: state.load(parts, self.root / "run"))
-        return value_of(lambda parts: state.load(parts, project=project(self.root, self.limit)))
+            return value_of(lambda parts: load.load(parts, self.root / "run"))
+        return value_of(lambda parts: load.load(parts, project=project(self.root, self.limit)))
 
     def leftovers(self) -> list[str]:
         folder = self.root / "checkpoints" if self.name in ("numbered", "limited") else self.root
@@ -178,7 +178,7 @@ def test_a_save_that_stops_at_any_write_leaves_the_old_or_the_new_checkpoint(
         stores: list[Faulty] = []
 
         def store(folder: Path, faulty: Faulty = faulty, stores: list[Faulty] = stores) -> Faulty:
-            faulty._root = folder
+            faulty.root = folder
             stores.append(faulty)
             return faulty
 
@@ -207,7 +207,7 @@ def test_a_save_that_stops_at_any_write_leaves_the_old_or_the_new_checkpoint(
         if name in ("fresh", "replaced"):
             scenario.save()
         else:
-            state.save(box(3), project=project(root, scenario.limit, iteration=2))
+            save.save(box(3), project=project(root, scenario.limit, iteration=2))
         assert scenario.leftovers() == []
     assert at >= 20
     assert seen == {1.0, 2.0}
@@ -215,14 +215,14 @@ def test_a_save_that_stops_at_any_write_leaves_the_old_or_the_new_checkpoint(
 
 def test_the_error_of_a_full_disk_says_how_much_is_free(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"(?s)cannot write .*No space left.*are free there"):
-        state.save(box(), tmp_path / "c", store=lambda root: Faulty(root, 3, dies=False))
+        save.save(box(), tmp_path / "c", store=lambda root: Faulty(root, 3, dies=False))
     assert os.listdir(tmp_path) == []
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot make the folder .*file"):
-        state.save(box(), tmp_path / "file" / "c")
+        save.save(box(), tmp_path / "file" / "c")
 
 
 # ---------------------------------------------------------------- newest, retention, numbers
@@ -236,20 +236,20 @@ def test_the_oldest_go_by_number_and_only_after_the_new_one_is_there(tmp_path: P
     """D5: 9, 10, 11 are numbers, not text."""
     settings = project(tmp_path, limit=3)
     for step in range(12):
-        path = state.save(box(step), project=settings)
+        path = save.save(box(step), project=settings)
         assert path == tmp_path / "checkpoints" / f"checkpoint_{step}"
         assert settings.iteration == step + 1
         assert numbers(tmp_path) == list(range(max(0, step - 2), step + 1))
-    assert value_of(lambda parts: state.load(parts, project=project(tmp_path))) == 11
+    assert value_of(lambda parts: load.load(parts, project=project(tmp_path))) == 11
 
 
 def test_the_last_committed_checkpoint_outlives_a_failing_save(tmp_path: Path) -> None:
     settings = project(tmp_path, limit=1)
-    state.save(box(1), project=settings)
+    save.save(box(1), project=settings)
     with pytest.raises(CheckpointError):
-        state.save(box(2), project=settings, store=lambda root: Faulty(root, 12, dies=False))
+        save.save(box(2), project=settings, store=lambda root: Faulty(root, 12, dies=False))
     assert settings.iteration == 1
-    assert value_of(lambda parts: state.load(parts, project=project(tmp_path))) == 1
+    assert value_of(lambda parts: load.load(parts, project=project(tmp_path))) == 1
 
 
 def test_what_cannot_be_removed_does_not_stop_the_training(
@@ -260,40 +260,40 @@ def test_what_cannot_be_removed_does_not_stop_the_training(
             raise CheckpointError(f"cannot remove {name}")
 
     settings = project(tmp_path, limit=1)
-    state.save(box(1), project=settings)
-    state.save(box(2), project=settings, store=Stubborn)
+    save.save(box(1), project=settings)
+    save.save(box(2), project=settings, store=Stubborn)
     assert "checkpoint_1 is committed, but an older one could not be removed" in caplog.text
-    assert value_of(lambda parts: state.load(parts, project=project(tmp_path))) == 2
-    state.save(box(3), project=settings)
+    assert value_of(lambda parts: load.load(parts, project=project(tmp_path))) == 2
+    save.save(box(3), project=settings)
     assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_2"]
 
 
 def test_numbering_goes_on_after_a_resume(tmp_path: Path) -> None:
     """D4: save, save, new process, load, save."""
     settings = project(tmp_path)
-    state.save(box(1), project=settings)
-    state.save(box(2), project=settings)
+    save.save(box(1), project=settings)
+    save.save(box(2), project=settings)
     again = project(tmp_path)
-    loaded = state.load(box(), project=again)
+    loaded = load.load(box(), project=again)
     assert (loaded.iteration, again.iteration) == (1, 2)
-    assert state.save(box(3), project=again).name == "checkpoint_2"
+    assert save.save(box(3), project=again).name == "checkpoint_2"
 
 
 def test_resuming_from_an_older_one_numbers_after_all_that_are_there(tmp_path: Path) -> None:
     settings = project(tmp_path)
     for step in range(3):
-        state.save(box(step), project=settings)
+        save.save(box(step), project=settings)
     again = project(tmp_path)
-    assert state.load(box(), tmp_path / "checkpoints" / "checkpoint_0", project=again).step == 0
+    assert load.load(box(), tmp_path / "checkpoints" / "checkpoint_0", project=again).step == 0
     assert again.iteration == 3
 
 
 def test_a_taken_number_is_refused_with_the_way_out(tmp_path: Path) -> None:
     """A ValueError, as in the public package; nothing of the other run is touched."""
-    state.save(box(1), project=project(tmp_path))
+    save.save(box(1), project=project(tmp_path))
     with pytest.raises(ValueError, match=r"(?s)checkpoint_0 exists already.*load_state\(\).*iteration=1"):
-        state.save(box(2), project=project(tmp_path))
-    assert value_of(lambda parts: state.load(parts, project=project(tmp_path))) == 1
+        save.save(box(2), project=project(tmp_path))
+    assert value_of(lambda parts: load.load(parts, project=project(tmp_path))) == 1
 
 
 def test_what_an_interrupted_save_left_does_not_take_the_number(tmp_path: Path) -> None:
@@ -301,8 +301,8 @@ def test_what_an_interrupted_save_left_does_not_take_the_number(tmp_path: Path) 
     half = tmp_path / "checkpoints" / "checkpoint_0"
     half.mkdir(parents=True)
     (half / "model.safetensors").write_bytes(b"half")
-    state.save(box(1), project=project(tmp_path))
-    assert value_of(lambda parts: state.load(parts, project=project(tmp_path))) == 1
+    save.save(box(1), project=project(tmp_path))
+    assert value_of(lambda parts: load.load(parts, project=project(tmp_path))) == 1
 
 
 def test_the_newest_committed_one_is_taken_and_the_others_are_named(
@@ -312,7 +312,7 @@ def test_the_newest_committed_one_is_taken_and_the_others_are_named(
     settings = project(tmp_path)
     for step in (9, 10, 11, 12, 13):
         settings.iteration = step
-        state.save(box(step), project=settings)
+        save.save(box(step), project=settings)
     folder = tmp_path / "checkpoints"
     (folder / "checkpoint_13" / "manifest.json").unlink()
     (folder / "checkpoint_13" / "random_states_0.pkl").unlink(missing_ok=True)
@@ -321,7 +321,7 @@ def test_the_newest_committed_one_is_taken_and_the_others_are_named(
     (folder / ".checkpoint_14.tmp-0123456789ab").mkdir()
     (folder / "checkpoint_15").mkdir()
     (folder / "logs").mkdir()
-    loaded = state.load(box(), project=project(tmp_path))
+    loaded = load.load(box(), project=project(tmp_path))
     assert (loaded.step, loaded.path.name) == (10, "checkpoint_10")
     reasons = {text.partition(" ")[0]: text for text in loaded.ignored}
     assert set(reasons) == {
@@ -337,28 +337,28 @@ def test_the_newest_committed_one_is_taken_and_the_others_are_named(
 
 def test_no_complete_checkpoint_is_an_error_that_says_what_is_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="no folder that looks like one"):
-        state.load(box(), project=project(tmp_path))
+        load.load(box(), project=project(tmp_path))
     (tmp_path / "checkpoints" / "checkpoint_0").mkdir(parents=True)
     with pytest.raises(CheckpointNotFoundError, match=r"checkpoint_0 \(it holds no part"):
-        state.load(box(), project=project(tmp_path))
+        load.load(box(), project=project(tmp_path))
 
 
 def save_at(folder: Path, name: str, value: float, day: int) -> None:
     """A checkpoint saved on a given day."""
-    path = state.save(box(value), folder / name)
-    committed = manifest.read(path)
+    path = save.save(box(value), folder / name)
+    committed = layout.decode_manifest((path / "manifest.json").read_bytes(), path)
     assert committed is not None
     then = datetime(2030, 1, day, tzinfo=timezone.utc).isoformat()
-    (path / "manifest.json").write_bytes(manifest.encode(replace(committed, saved=then)))
+    (path / "manifest.json").write_bytes(layout.encode_manifest(replace(committed, saved=then)))
 
 
 def test_folders_with_other_names_are_ordered_by_the_time_of_saving(tmp_path: Path) -> None:
     save_at(tmp_path, "epoch_9", 1, day=2)
     save_at(tmp_path, "epoch_10", 2, day=1)
-    assert state.latest_checkpoint(tmp_path).candidate.name == "epoch_10"
+    assert discovery.latest_checkpoint(tmp_path).candidate.name == "epoch_10"
     save_at(tmp_path, "best", 3, day=4)
     save_at(tmp_path, "step_500", 4, day=3)
-    assert state.latest_checkpoint(tmp_path).candidate.name == "best"
+    assert discovery.latest_checkpoint(tmp_path).candidate.name == "best"
     assert [c.name for c in discovery.candidates(LocalCheckpointStorage(tmp_path))] == [
         "epoch_10",
         "epoch_9",
@@ -374,21 +374,21 @@ def test_a_folder_of_the_public_package_counts_only_if_nothing_is_torn(
     from accelerate.world import rng
 
     settings = project(tmp_path)
-    state.save(box(1), project=settings)
+    save.save(box(1), project=settings)
     parts = box(2)
     parts.rng = rng
-    path = state.save(parts, project=settings)
+    path = save.save(parts, project=settings)
     (path / "manifest.json").unlink()
     if torn:
         data = (path / torn).read_bytes()
         (path / torn).write_bytes(data[: len(data) - 40])
-    newest = state.latest_checkpoint(tmp_path / "checkpoints")
+    newest = discovery.latest_checkpoint(tmp_path / "checkpoints")
     assert newest.candidate.name == ("checkpoint_0" if torn else "checkpoint_1")
     assert bool(newest.ignored) == bool(torn)
     if torn:
         assert torn in newest.ignored[0]
     else:
-        assert state.load(parts, project=project(tmp_path)).step == 2
+        assert load.load(parts, project=project(tmp_path)).step == 2
         assert "has no manifest" in caplog.text
 
 
@@ -399,31 +399,31 @@ def test_retention_counts_folders_of_the_public_package_and_leaves_half_ones(tmp
     for step in range(2):
         parts = box(step)
         parts.rng = rng
-        (state.save(parts, project=settings) / "manifest.json").unlink()
+        (save.save(parts, project=settings) / "manifest.json").unlink()
     half = tmp_path / "checkpoints" / "checkpoint_2"
     half.mkdir()
     (half / "model.safetensors").write_bytes(b"half")
     settings.iteration = 3
-    state.save(box(3), project=settings)
+    save.save(box(3), project=settings)
     assert numbers(tmp_path) == [1, 2, 3]
 
 
 def test_retention_never_removes_what_was_just_committed(tmp_path: Path) -> None:
     """A run that is numbered from the start again beside higher numbers."""
     settings = project(tmp_path, limit=1, iteration=7)
-    state.save(box(7), project=settings)
+    save.save(box(7), project=settings)
     settings.iteration = 3
-    state.save(box(3), project=settings)
+    save.save(box(3), project=settings)
     assert numbers(tmp_path) == [3, 7]
 
 
 def test_a_manifest_of_a_newer_format_is_not_guessed_at(tmp_path: Path) -> None:
-    path = state.save(box(1), tmp_path / "c")
-    committed = manifest.read(path)
+    path = save.save(box(1), tmp_path / "c")
+    committed = layout.decode_manifest((path / "manifest.json").read_bytes(), path)
     assert committed is not None
-    (path / "manifest.json").write_bytes(manifest.encode(replace(committed, format=2)))
+    (path / "manifest.json").write_bytes(layout.encode_manifest(replace(committed, format=2)))
     with pytest.raises(CheckpointError, match="has format 2, this version reads 1"):
-        state.load(box(), path)
+        load.load(box(), path)
 
 
 # ---------------------------------------------------------------- a folder per machine
@@ -446,7 +446,7 @@ def test_machines_that_share_a_folder_may_not_each_commit_it(tmp_path: Path) -> 
         stage.write("x", lambda file: file.write(b"1"))
     with pytest.raises(CheckpointError, match="save_on_each_node=True, but the machines share"):
         stages[0].write_manifest(
-            [stage.rank_report() for stage in stages], lambda files: manifest.Manifest("aa", 0, 2, files)
+            [stage.rank_report() for stage in stages], lambda files: layout.Manifest("aa", 0, 2, files)
         )
 
 
@@ -462,7 +462,7 @@ def test_a_file_that_another_machine_wrote_elsewhere_is_named(tmp_path: Path) ->
         CheckpointError, match=r"(?s)rank 1 wrote random_states_1.pkl .*does not see it.*save_on_each_node"
     ):
         here.write_manifest(
-            [here.rank_report(), there.rank_report()], lambda files: manifest.Manifest("aa", 0, 2, files)
+            [here.rank_report(), there.rank_report()], lambda files: layout.Manifest("aa", 0, 2, files)
         )
 
 
@@ -483,20 +483,20 @@ def test_the_project_configuration_is_the_public_one() -> None:
 
 def test_automatic_naming_needs_a_project_folder() -> None:
     with pytest.raises(SettingError, match="needs a project_dir"):
-        state.save(box(), project=ProjectConfiguration(automatic_checkpoint_naming=True))
+        save.save(box(), project=ProjectConfiguration(automatic_checkpoint_naming=True))
 
 
 def test_a_replacement_that_died_between_its_renames_is_finished_by_a_load(tmp_path: Path) -> None:
     """D1: forward if the new one is whole, back if it is not."""
     for whole in (True, False):
         root = tmp_path / str(whole)
-        old, new = state.save(box(1), root / "run"), state.save(box(2), root / "new")
+        old, new = save.save(box(1), root / "run"), save.save(box(2), root / "new")
         (old / "notes.txt").write_text("mine")
         if not whole:
             (new / "manifest.json").unlink()
         old.rename(root / ".run.old-ab")
         new.rename(root / ".run.tmp-ab")
-        assert value_of(lambda parts, run=root / "run": state.load(parts, run)) == (2 if whole else 1)
+        assert value_of(lambda parts, run=root / "run": load.load(parts, run)) == (2 if whole else 1)
         assert (root / "run" / "notes.txt").read_text() == "mine"
         shutil.rmtree(root)
 
@@ -510,26 +510,26 @@ def test_a_part_failing_to_give_its_state_leaves_nothing(
         raise KeyError("moment")
 
     with pytest.raises(CheckpointError, match=r"(?s)could not save the checkpoint .*KeyError: 'moment'"):
-        state.save(CheckpointContents(optimizers=[StatefulAdapter("odd", fail, dict)]), tmp_path / "c")
+        save.save(CheckpointContents(optimizers=[StatefulAdapter("odd", fail, dict)]), tmp_path / "c")
     assert os.listdir(tmp_path) == []
 
 
 THREADS_READ_FIRST = """if True:
     import importlib.util, json, sys, threading
-    from accelerate.checkpoint import manifest
+    from accelerate.checkpoint import layout
 
     sys.setswitchinterval(1e-6)
-    entry = manifest.ManifestEntry("model.safetensors", "Linear", {"weight": ("float32", [1, 2])})
-    data = manifest.encode(manifest.Manifest("a", 1, 1, {}, {"models": [entry]}))
+    entry = layout.ManifestEntry("model.safetensors", "Linear", {"weight": ("float32", [1, 2])})
+    data = layout.encode_manifest(layout.Manifest("a", 1, 1, {}, {"models": [entry]}))
     for number in range(100):
-        spec = importlib.util.spec_from_file_location(f"fresh_{number}", manifest.__file__)
+        spec = importlib.util.spec_from_file_location(f"fresh_{number}", layout.__file__)
         fresh = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(fresh)
         barrier, read = threading.Barrier(4), []
 
         def work():
             barrier.wait()
-            read.append(fresh.decode(data, "manifest.json"))
+            read.append(fresh.decode_manifest(data, "manifest.json"))
 
         threads = [threading.Thread(target=work) for _ in range(4)]
         for thread in threads:

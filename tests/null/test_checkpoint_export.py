@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from accelerate.checkpoint import accelerator_state, names, weight_file_io
+from accelerate.checkpoint import accelerator_state, layout, weight_files
 from accelerate.core.errors import CheckpointError
 from accelerate.world import rng
 
@@ -34,15 +34,15 @@ def assert_same(one: Any, two: Any) -> None:
 
 @pytest.mark.parametrize("safe", [True, False])
 def test_small_weights_are_one_file(tmp_path: Path, safe: bool) -> None:
-    files = weight_file_io.save_weights(weights(), tmp_path / "a" / "b", safe_serialization=safe)
+    files = weight_files.save_weights(weights(), tmp_path / "a" / "b", safe_serialization=safe)
     assert files == ["model.safetensors" if safe else "pytorch_model.bin"]
     assert os.listdir(tmp_path / "a" / "b") == files
-    assert_same(weight_file_io.load_state_dict(tmp_path / "a" / "b" / files[0]), weights())
+    assert_same(weight_files.load_state_dict(tmp_path / "a" / "b" / files[0]), weights())
 
 
 @pytest.mark.parametrize("safe", [True, False])
 def test_large_weights_are_shards_with_an_index(tmp_path: Path, safe: bool) -> None:
-    files = weight_file_io.save_weights(weights(), tmp_path, max_shard_size="2KB", safe_serialization=safe)
+    files = weight_files.save_weights(weights(), tmp_path, max_shard_size="2KB", safe_serialization=safe)
     pattern = "model-0000{}-of-00002.safetensors" if safe else "pytorch_model-0000{}-of-00002.bin"
     assert files == [pattern.format(1), pattern.format(2)]
     index_name = "model.safetensors.index.json" if safe else "pytorch_model.bin.index.json"
@@ -56,7 +56,7 @@ def test_large_weights_are_shards_with_an_index(tmp_path: Path, safe: bool) -> N
     assert text == json.dumps(index, indent=2, sort_keys=True) + "\n"
     together: dict[str, torch.Tensor] = {}
     for file in files:
-        together.update(weight_file_io.load_state_dict(tmp_path / file))
+        together.update(weight_files.load_state_dict(tmp_path / file))
     assert_same(together, weights())
 
 
@@ -66,13 +66,13 @@ def test_what_an_earlier_save_left_is_removed_and_the_rest_stays(tmp_path: Path,
     keep = ["config.json", "model_card.safetensors", "my-00001-of-00002.bin"]
     for name in keep:
         (tmp_path / name).write_text("")
-    weight_file_io.save_weights(weights(6), tmp_path, max_shard_size="1KB", safe_serialization=safe)
-    shards = weight_file_io.save_weights(weights(4), tmp_path, max_shard_size="2KB", safe_serialization=safe)
+    weight_files.save_weights(weights(6), tmp_path, max_shard_size="1KB", safe_serialization=safe)
+    shards = weight_files.save_weights(weights(4), tmp_path, max_shard_size="2KB", safe_serialization=safe)
     index = "model.safetensors.index.json" if safe else "pytorch_model.bin.index.json"
     assert sorted(os.listdir(tmp_path)) == sorted([*shards, index, *keep])
-    one = weight_file_io.save_weights(weights(4), tmp_path, safe_serialization=safe)
+    one = weight_files.save_weights(weights(4), tmp_path, safe_serialization=safe)
     assert sorted(os.listdir(tmp_path)) == sorted([*one, *keep])
-    again = weight_file_io.save_weights(weights(4), tmp_path, max_shard_size="2KB", safe_serialization=safe)
+    again = weight_files.save_weights(weights(4), tmp_path, max_shard_size="2KB", safe_serialization=safe)
     assert sorted(os.listdir(tmp_path)) == sorted([*again, index, *keep])
 
 
@@ -80,7 +80,7 @@ def test_tied_weights_are_counted_and_written_once(tmp_path: Path) -> None:
     """D6: in shards too, the alias is told beside its tensor."""
     state = weights()
     state["tied.weight"] = state["layer.3.weight"]
-    files = weight_file_io.save_weights(state, tmp_path, max_shard_size="2KB")
+    files = weight_files.save_weights(state, tmp_path, max_shard_size="2KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert "tied.weight" not in index["weight_map"]
     assert index["metadata"]["total_size"] == 4000
@@ -91,34 +91,34 @@ def test_tied_weights_are_counted_and_written_once(tmp_path: Path) -> None:
 
 
 def test_weights_without_data_are_refused_and_the_old_ones_stay(tmp_path: Path) -> None:
-    weight_file_io.save_weights(weights(), tmp_path)
+    weight_files.save_weights(weights(), tmp_path)
     with pytest.raises(CheckpointError, match="weight has no data to save"):
-        weight_file_io.save_weights(nn.Linear(2, 2, device="meta").state_dict(), tmp_path)
+        weight_files.save_weights(nn.Linear(2, 2, device="meta").state_dict(), tmp_path)
     assert_same(load_file(tmp_path / "model.safetensors"), weights())
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot make the folder"):
-        weight_file_io.save_weights(weights(), tmp_path / "file")
+        weight_files.save_weights(weights(), tmp_path / "file")
 
 
 def test_clean_state_dict_names_what_it_leaves_out() -> None:
     shared = torch.arange(6.0)
     state = {"a": shared, "b": shared, "turned": torch.ones(2, 3).t(), "view": shared[2:4]}
     with pytest.warns(UserWarning, match=r"b \(is a\)"):
-        cleaned = weight_file_io.clean_state_dict_for_safetensors(state)
+        cleaned = weight_files.clean_state_dict_for_safetensors(state)
     assert list(cleaned) == ["a", "turned", "view"]
     assert all(tensor.is_contiguous() for tensor in cleaned.values())
     assert cleaned["a"] is not cleaned["view"]
-    assert weight_file_io.id_tensor_storage(cleaned["view"]) != weight_file_io.id_tensor_storage(cleaned["a"])
-    assert weight_file_io.id_tensor_storage(shared[1:]) == weight_file_io.id_tensor_storage(shared)
+    assert weight_files.id_tensor_storage(cleaned["view"]) != weight_files.id_tensor_storage(cleaned["a"])
+    assert weight_files.id_tensor_storage(shared[1:]) == weight_files.id_tensor_storage(shared)
 
 
 def test_state_dict_files_load_to_the_device_map(tmp_path: Path) -> None:
-    weight_file_io.save_weights(weights(3), tmp_path)
-    state = weight_file_io.load_state_dict(
+    weight_files.save_weights(weights(3), tmp_path)
+    state = weight_files.load_state_dict(
         tmp_path / "model.safetensors", {"layer": "cpu", "layer.1": "meta", "layer.2": "disk"}
     )
     assert [t.device.type for t in state.values()] == ["cpu", "meta", "cpu"]
-    assert weight_file_io.load_state_dict(tmp_path / "model.safetensors", {"": "meta"})[
+    assert weight_files.load_state_dict(tmp_path / "model.safetensors", {"": "meta"})[
         "layer.0.weight"
     ].is_meta
 
@@ -129,36 +129,36 @@ def test_state_dict_files_load_to_the_device_map(tmp_path: Path) -> None:
 @pytest.mark.parametrize("safe", [True, False])
 def test_save_and_load_a_path_and_a_stream(tmp_path: Path, safe: bool) -> None:
     path, stream = tmp_path / "w", io.BytesIO()
-    weight_file_io.save(weights(), path, safe_serialization=safe)
-    weight_file_io.save(weights(), stream, safe_serialization=safe)
+    weight_files.save(weights(), path, safe_serialization=safe)
+    weight_files.save(weights(), stream, safe_serialization=safe)
     assert os.listdir(tmp_path) == ["w"]
     stream.seek(0)
     if safe:
         assert_same(load_file(path), weights())
         assert stream.getvalue() == path.read_bytes()
     else:
-        assert_same(weight_file_io.load(path), weights())
-        assert_same(weight_file_io.load(stream), weights())
-        assert weight_file_io.load(str(path), map_location="meta")["layer.0.weight"].is_meta
+        assert_same(weight_files.load(path), weights())
+        assert_same(weight_files.load(stream), weights())
+        assert weight_files.load(str(path), map_location="meta")["layer.0.weight"].is_meta
 
 
 def test_load_takes_numpy_and_refuses_code(tmp_path: Path) -> None:
-    weight_file_io.save({"state": np.random.get_state(), "score": np.float64(0.5)}, tmp_path / "a.bin")
-    assert weight_file_io.load(tmp_path / "a.bin")["score"] == 0.5
-    weight_file_io.save({"model": nn.Linear(1, 1)}, tmp_path / "b.bin")
+    weight_files.save({"state": np.random.get_state(), "score": np.float64(0.5)}, tmp_path / "a.bin")
+    assert weight_files.load(tmp_path / "a.bin")["score"] == 0.5
+    weight_files.save({"model": nn.Linear(1, 1)}, tmp_path / "b.bin")
     with pytest.raises(CheckpointError, match=r"(?s)could run code.*torch.nn.modules.linear.Linear"):
-        weight_file_io.load(tmp_path / "b.bin")
-    assert weight_file_io.load(tmp_path / "b.bin", weights_only=False)["model"].in_features == 1
+        weight_files.load(tmp_path / "b.bin")
+    assert weight_files.load(tmp_path / "b.bin", weights_only=False)["model"].in_features == 1
 
 
 def test_a_save_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
-    weight_file_io.save({"a": 1}, tmp_path / "a.bin")
+    weight_files.save({"a": 1}, tmp_path / "a.bin")
     with pytest.raises(CheckpointError, match=r"cannot write .*a.bin"):
-        weight_file_io.save({"a": lambda: 1}, tmp_path / "a.bin")
-    assert weight_file_io.load(tmp_path / "a.bin") == {"a": 1}
+        weight_files.save({"a": lambda: 1}, tmp_path / "a.bin")
+    assert weight_files.load(tmp_path / "a.bin") == {"a": 1}
     assert os.listdir(tmp_path) == ["a.bin"]
     with pytest.raises(CheckpointError, match=r"(?s)cannot write .*No such file or directory"):
-        weight_file_io.save({"a": 1}, tmp_path / "gone" / "a.bin")
+        weight_files.save({"a": 1}, tmp_path / "gone" / "a.bin")
 
 
 # ---------------------------------------------------------------- loose functions
@@ -218,10 +218,10 @@ def test_the_loose_functions_write_and_read_the_same_files(tmp_path: Path) -> No
          "load_kwargs=None **load_model_func_kwargs"),
         (accelerator_state.save_custom_state, "obj path index=0 save_on_each_node=False"),
         (accelerator_state.load_custom_state, "obj path index=0 load_kwargs=None"),
-        (weight_file_io.save, "obj f save_on_each_node=False safe_serialization=False"),
-        (weight_file_io.load, "f map_location=None **kwargs"),
-        (weight_file_io.load_state_dict, "checkpoint_file device_map=None"),
-        (weight_file_io.clean_state_dict_for_safetensors, "state_dict"),
+        (weight_files.save, "obj f save_on_each_node=False safe_serialization=False"),
+        (weight_files.load, "f map_location=None **kwargs"),
+        (weight_files.load_state_dict, "checkpoint_file device_map=None"),
+        (weight_files.clean_state_dict_for_safetensors, "state_dict"),
     ],
 )  # fmt: skip
 def test_signatures_are_those_of_the_public_api(function: Any, signature: str) -> None:
@@ -234,14 +234,15 @@ def test_signatures_are_those_of_the_public_api(function: Any, signature: str) -
 
 
 def test_the_names_are_those_of_the_public_format() -> None:
-    assert [names.model_file(i, safe=True) for i in (0, 1)] == ["model.safetensors", "model_1.safetensors"]
-    assert [names.model_file(i, safe=False) for i in (0, 2)] == ["pytorch_model.bin", "pytorch_model_2.bin"]
+    assert [layout.model_file(i, safe=True) for i in (0, 1)] == ["model.safetensors", "model_1.safetensors"]
+    assert [layout.model_file(i, safe=False) for i in (0, 2)] == ["pytorch_model.bin", "pytorch_model_2.bin"]
     assert (
-        names.SAFE_WEIGHTS_PATTERN_NAME.format(suffix="-00001-of-00002") == "model-00001-of-00002.safetensors"
+        layout.SAFE_WEIGHTS_PATTERN_NAME.format(suffix="-00001-of-00002")
+        == "model-00001-of-00002.safetensors"
     )
-    assert names.WEIGHTS_PATTERN_NAME.format(suffix="") == names.WEIGHTS_NAME == "pytorch_model.bin"
+    assert layout.WEIGHTS_PATTERN_NAME.format(suffix="") == layout.WEIGHTS_NAME == "pytorch_model.bin"
     own = """model.safetensors pytorch_model_fsdp_0 optimizer_0 optimizer_1.bin pytorch_model manifest.json
         random_states_12.pkl scaler.pt dl_state_dict_1.bin sampler.bin"""
     foreign = "model-00001-of-00002.safetensors notes.txt optimizer.txt models logs config.json"
-    assert all(map(names.is_checkpoint_name, own.split()))
-    assert not any(map(names.is_checkpoint_name, foreign.split()))
+    assert all(map(layout.is_checkpoint_name, own.split()))
+    assert not any(map(layout.is_checkpoint_name, foreign.split()))

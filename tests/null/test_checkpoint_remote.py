@@ -19,12 +19,11 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from accelerate import Accelerator
-from accelerate.checkpoint import checkpoint_location, discovery, state
+from accelerate.checkpoint import discovery, load, save
+from accelerate.checkpoint.discovery import ProjectConfiguration, parse_address, split_address
 from accelerate.checkpoint.errors import CheckpointExistsError, CheckpointNotFoundError
-from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
-from accelerate.checkpoint.state import CheckpointContents
-from accelerate.checkpoint.storage_urls import parse_address, split_address
+from accelerate.checkpoint.stateful import CheckpointContents
 from accelerate.core.errors import CheckpointError, MissingExtraError, SettingError
 from tests.null.test_checkpoint_commit import Box, box, value_of
 from tests.support.objects import Objects, serving
@@ -142,28 +141,28 @@ class Scenario:
         self.url = f"{remote.url}/{root}"
         self.limit = 1 if name == "limited" else None
         if name in ("fresh", "replaced"):
-            state.save(box(1), f"{self.url}/{'old' if name == 'fresh' else 'run'}")
+            save.save(box(1), f"{self.url}/{'old' if name == 'fresh' else 'run'}")
             remote.fs.pipe_file(remote.key(f"{root}/run/notes.txt"), b"mine")
         else:
-            state.save(box(1), project=project(self.url, self.limit))
+            save.save(box(1), project=project(self.url, self.limit))
 
     def save(self, value: float = 2) -> None:
         if self.name in ("fresh", "replaced"):
-            state.save(box(value), f"{self.url}/run")
+            save.save(box(value), f"{self.url}/run")
         else:
             settings = project(self.url, self.limit, iteration=1)
-            state.load(box(), project=settings)
-            state.save(box(value), project=settings)
+            load.load(box(), project=settings)
+            save.save(box(value), project=settings)
 
     def load(self) -> float:
         if self.name == "fresh":
             try:
-                return value_of(lambda parts: state.load(parts, f"{self.url}/run"))
+                return value_of(lambda parts: load.load(parts, f"{self.url}/run"))
             except CheckpointNotFoundError:
-                return value_of(lambda parts: state.load(parts, f"{self.url}/old"))
+                return value_of(lambda parts: load.load(parts, f"{self.url}/old"))
         if self.name == "replaced":
-            return value_of(lambda parts: state.load(parts, f"{self.url}/run"))
-        return value_of(lambda parts: state.load(parts, project=project(self.url, self.limit)))
+            return value_of(lambda parts: load.load(parts, f"{self.url}/run"))
+        return value_of(lambda parts: load.load(parts, project=project(self.url, self.limit)))
 
     def leftovers(self) -> list[str]:
         """Folders of files that no manifest names."""
@@ -214,11 +213,11 @@ def test_a_save_that_stops_at_any_change_leaves_the_old_or_the_new_checkpoint(
 
 def test_a_folder_of_files_that_a_manifest_names_is_never_removed(remote: Remote) -> None:
     """Also by a save that was told that its last request had failed."""
-    url = state.save(box(1), f"{remote.url}/a")
-    store, name = checkpoint_location.locate(url)
+    url = save.save(box(1), f"{remote.url}/a")
+    store, name = discovery.locate(url)
     with pytest.raises(CheckpointError, match="it is a committed checkpoint"):
         store.remove(remote.files_folder("a"))
-    assert value_of(lambda parts: state.load(parts, url)) == 1
+    assert value_of(lambda parts: load.load(parts, url)) == 1
     assert store.leftovers(name) == []
 
 
@@ -227,44 +226,44 @@ def test_a_folder_of_files_that_a_manifest_names_is_never_removed(remote: Remote
 
 def test_a_checkpoint_is_its_url(remote: Remote) -> None:
     url = f"{remote.url}/run/last"
-    assert state.save(box(1), url + "/") == url
-    assert state.save(box(2), url) == url
-    loaded = state.load(box(), url)
+    assert save.save(box(1), url + "/") == url
+    assert save.save(box(2), url) == url
+    loaded = load.load(box(), url)
     assert (loaded.path, loaded.step) == (url, 2)
     folder = remote.files_folder("run/last")
     assert [n for n in remote.names() if not n.startswith(folder)] == ["run/last/manifest.json"]
     assert f"{folder}/model.safetensors" in remote.names()
     assert f"{folder}/manifest.json" in remote.names()
     # The folder of files is a checkpoint in itself.
-    assert state.load(box(), f"{remote.url}/{folder}").step == 2
+    assert load.load(box(), f"{remote.url}/{folder}").step == 2
 
 
 def test_numbers_go_on_and_the_oldest_go(remote: Remote) -> None:
     """D4, D5: 9, 10, 11 are numbers, not text."""
     settings = project(remote.url, limit=3)
     for step in range(12):
-        assert state.save(box(step), project=settings) == f"{remote.url}/checkpoints/checkpoint_{step}"
+        assert save.save(box(step), project=settings) == f"{remote.url}/checkpoints/checkpoint_{step}"
     owners = {name.split("/")[1] for name in remote.names()}
     assert owners == {"checkpoint_9", "checkpoint_10", "checkpoint_11"}
     again = project(remote.url, limit=3)
-    loaded = state.load(box(), project=again)
+    loaded = load.load(box(), project=again)
     assert (loaded.step, loaded.iteration, again.iteration) == (11, 11, 12)
     with pytest.raises(CheckpointExistsError, match=r"checkpoint_9 exists already"):
-        state.save(box(), project=project(remote.url, iteration=9))
+        save.save(box(), project=project(remote.url, iteration=9))
 
 
 def test_the_newest_committed_one_is_taken_and_the_others_are_named(remote: Remote) -> None:
     """D1: a removed manifest, a damaged one, a missing and a short file, and a stranger's folder."""
     settings = project(remote.url, iteration=8)
     for step in range(8, 13):
-        state.save(box(step), project=settings)
+        save.save(box(step), project=settings)
     base = "checkpoints/checkpoint_"
     remote.fs.rm(remote.key(f"{base}12/manifest.json"))
     remote.fs.pipe_file(remote.key(f"{base}11/manifest.json"), b"{}")
     remote.fs.rm(remote.key(f"{remote.files_folder(f'{base}10')}/optimizer.bin"))
     remote.fs.pipe_file(remote.key(f"{remote.files_folder(f'{base}9')}/optimizer.bin"), b"half")
     remote.fs.pipe_file(remote.key("checkpoints/logs/a.txt"), b"mine")
-    loaded = state.load(box(), project=project(remote.url))
+    loaded = load.load(box(), project=project(remote.url))
     assert loaded.step == 8
     reasons = {text.partition(" ")[0]: text for text in loaded.ignored}
     assert set(reasons) == {f"checkpoint_{n}" for n in (9, 10, 11, 12)}
@@ -276,30 +275,30 @@ def test_the_newest_committed_one_is_taken_and_the_others_are_named(remote: Remo
 
 def test_a_copy_of_a_remote_checkpoint_is_a_checkpoint(remote: Remote, tmp_path: Path) -> None:
     """A checkpoint as ``aws s3 cp --recursive`` uploads it; replacing it leaves only the user's file."""
-    state.save(box(3), f"{remote.url}/a")
+    save.save(box(3), f"{remote.url}/a")
     remote.fs.pipe_file(remote.key("a/notes.txt"), b"mine")
     for name in remote.names():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(remote.fs.cat_file(remote.key(name)))
-    loaded = state.load(box(), tmp_path / "a")
+    loaded = load.load(box(), tmp_path / "a")
     assert (loaded.path, loaded.step) == (tmp_path / "a", 3)
-    assert state.latest_checkpoint(tmp_path).candidate.name == "a"
-    state.save(box(4), tmp_path / "a")
+    assert discovery.latest_checkpoint(tmp_path).candidate.name == "a"
+    save.save(box(4), tmp_path / "a")
     assert not [name for name in os.listdir(tmp_path / "a") if name.startswith("files-")]
     assert (tmp_path / "a" / "notes.txt").read_text() == "mine"
-    assert state.load(box(), tmp_path / "a").step == 4
+    assert load.load(box(), tmp_path / "a").step == 4
 
 
 def test_a_local_checkpoint_that_was_uploaded_is_one(remote: Remote, tmp_path: Path) -> None:
     """It is replaced like any other, and nothing of it stays."""
-    path = state.save(box(3), tmp_path / "a")
+    path = save.save(box(3), tmp_path / "a")
     assert isinstance(path, Path)
     for file in path.iterdir():
         remote.fs.pipe_file(remote.key(f"up/{file.name}"), file.read_bytes())
-    assert value_of(lambda parts: state.load(parts, f"{remote.url}/up")) == 3
-    state.save(box(4), f"{remote.url}/up")
-    assert value_of(lambda parts: state.load(parts, f"{remote.url}/up")) == 4
+    assert value_of(lambda parts: load.load(parts, f"{remote.url}/up")) == 3
+    save.save(box(4), f"{remote.url}/up")
+    assert value_of(lambda parts: load.load(parts, f"{remote.url}/up")) == 4
     folder = remote.files_folder("up")
     assert [n for n in remote.names() if not n.startswith(folder)] == ["up/manifest.json"]
 
@@ -311,13 +310,13 @@ def test_without_a_manifest_a_remote_folder_counts_only_when_it_is_named(
 
     parts = box(3)
     parts.rng = rng
-    path = state.save(parts, tmp_path / "a")
+    path = save.save(parts, tmp_path / "a")
     for file in Path(path).iterdir():
         if file.name != "manifest.json":
             remote.fs.pipe_file(remote.key(f"up/checkpoint_0/{file.name}"), file.read_bytes())
-    assert state.load(parts, f"{remote.url}/up/checkpoint_0").step == 3
+    assert load.load(parts, f"{remote.url}/up/checkpoint_0").step == 3
     with pytest.raises(CheckpointNotFoundError, match="without which it is not known to be whole"):
-        state.latest_checkpoint(f"{remote.url}/up")
+        discovery.latest_checkpoint(f"{remote.url}/up")
 
 
 # ---------------------------------------------------------------- reading
@@ -325,14 +324,14 @@ def test_without_a_manifest_a_remote_folder_counts_only_when_it_is_named(
 
 def test_a_flipped_byte_is_found_and_nothing_is_changed(remote: Remote) -> None:
     """D2: the error names the URL of the file, not a temporary copy."""
-    url = state.save(box(1), f"{remote.url}/a")
+    url = save.save(box(1), f"{remote.url}/a")
     file = f"{remote.files_folder('a')}/optimizer.bin"
     data = bytearray(remote.fs.cat_file(remote.key(file)))
     data[len(data) // 2] ^= 1
     remote.fs.pipe_file(remote.key(file), bytes(data))
     fresh = box(7)
     with pytest.raises(CheckpointError, match="is damaged") as caught:
-        state.load(fresh, url)
+        load.load(fresh, url)
     assert caught.value.what == f"{remote.url}/{file} is damaged"
     assert "its digest is" in caught.value.why
     assert fresh.models[0].value == 7
@@ -340,18 +339,18 @@ def test_a_flipped_byte_is_found_and_nothing_is_changed(remote: Remote) -> None:
 
 def test_a_missing_object_is_named(remote: Remote) -> None:
     """D2"""
-    url = state.save(box(1), f"{remote.url}/a")
+    url = save.save(box(1), f"{remote.url}/a")
     remote.fs.rm(remote.key(f"{remote.files_folder('a')}/model.safetensors"))
     with pytest.raises(CheckpointError, match=r"(?s)/a is damaged.*model.safetensors is missing"):
-        state.load(box(), url)
+        load.load(box(), url)
 
 
 def test_a_checkpoint_that_is_not_there_is_named(remote: Remote) -> None:
-    state.save(box(1), f"{remote.url}/run/a")
+    save.save(box(1), f"{remote.url}/run/a")
     with pytest.raises(CheckpointNotFoundError, match=r"(?s)no folder .*/run/b.*/run holds: a"):
-        state.load(box(), f"{remote.url}/run/b")
+        load.load(box(), f"{remote.url}/run/b")
     with pytest.raises(CheckpointNotFoundError, match=r"(?s)/run is not a checkpoint.*newest.*/run/a"):
-        state.load(box(), f"{remote.url}/run")
+        load.load(box(), f"{remote.url}/run")
 
 
 def test_what_is_fetched_is_what_is_needed_and_goes_again(
@@ -362,13 +361,13 @@ def test_what_is_fetched_is_what_is_needed_and_goes_again(
 
     parts = box(1)
     parts.rng = rng
-    url = str(state.save(parts, f"{objects.url}/a"))
+    url = str(save.save(parts, f"{objects.url}/a"))
     folder = f"a/{json.loads(objects.stored['bucket/a/manifest.json'])['folder']}"
     _add_rank(objects, folder)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     seen: list[str] = []
     objects.log.clear()
-    state.load(parts, url, before=lambda path: seen.extend(os.listdir(path)))
+    load.load(parts, url, before=lambda path: seen.extend(os.listdir(path)))
     fetched = {line.rpartition("/")[2] for line in objects.log if line.startswith(f"GET bucket/{folder}/")}
     assert "random_states_0.pkl" in fetched
     assert "random_states_1.pkl" not in fetched
@@ -376,7 +375,7 @@ def test_what_is_fetched_is_what_is_needed_and_goes_again(
     assert os.listdir(tmp_path) == []
     objects.log.clear()
     weights = CheckpointContents([Box()], custom=[Box()])
-    state.load(weights, url)
+    load.load(weights, url)
     assert weights.models[0].value == 1
     assert not any("optimizer.bin" in line for line in objects.log)
     assert os.listdir(tmp_path) == []
@@ -386,24 +385,24 @@ def _add_rank(objects: Objects, folder: str) -> None:
     """A file of another rank, in both manifests."""
     from dataclasses import replace
 
-    from accelerate.checkpoint import manifest
+    from accelerate.checkpoint import layout
 
     data = objects.stored[f"bucket/{folder}/random_states_0.pkl"]
     objects.stored[f"bucket/{folder}/random_states_1.pkl"] = data
     for name in ("bucket/a/manifest.json", f"bucket/{folder}/manifest.json"):
-        committed = manifest.decode(objects.stored[name], name)
+        committed = layout.decode_manifest(objects.stored[name], name)
         files = {**committed.files, "random_states_1.pkl": committed.files["random_states_0.pkl"]}
-        objects.stored[name] = manifest.encode(replace(committed, files=files))
+        objects.stored[name] = layout.encode_manifest(replace(committed, files=files))
 
 
 def test_a_local_disk_that_is_too_small_is_told_before_anything_is_fetched(
     objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = state.save(box(1), f"{objects.url}/a")
+    url = save.save(box(1), f"{objects.url}/a")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
     with pytest.raises(CheckpointError, match=r"(?s)are needed in .*are free there.*set TMPDIR"):
-        state.load(box(), url)
+        load.load(box(), url)
     assert os.listdir(tmp_path) == []
 
 
@@ -427,9 +426,9 @@ def test_files_of_hooks_and_parts_are_uploaded(remote: Remote, tmp_path: Path) -
 
     engine, parts, seen = Engine(), box(1), []
     parts.own_files = [engine]
-    url = state.save(parts, f"{remote.url}/a", before=hook)
+    url = save.save(parts, f"{remote.url}/a", before=hook)
     parts.own_files = [other := Engine()]
-    loaded = state.load(parts, url, before=lambda folder: seen.append((folder / "config.json").read_text()))
+    loaded = load.load(parts, url, before=lambda folder: seen.append((folder / "config.json").read_text()))
     assert (other.text, seen) == ("state", ["{}"])
     assert loaded.manifest is not None
     assert {"engine/a.txt", "config.json"} <= loaded.manifest.files.keys()
@@ -448,7 +447,7 @@ def test_files_of_hooks_and_parts_are_uploaded(remote: Remote, tmp_path: Path) -
 def test_an_error_of_the_store_names_the_url(objects: Objects, how: str, why: str, fix: str) -> None:
     objects.fail(1, how)
     with pytest.raises(CheckpointError) as caught:
-        state.save(box(1), f"{objects.url}/a")
+        save.save(box(1), f"{objects.url}/a")
     assert caught.value.what.startswith(f"cannot write {objects.url}/a/files-")
     assert why in caught.value.why
     assert fix in caught.value.fix
@@ -459,7 +458,7 @@ def test_a_store_that_is_not_reached_is_named() -> None:
     from tests.support.ranks import free_port
 
     url = f"objects://127.0.0.1:{free_port()}/bucket/a"
-    for call in (lambda: state.save(box(1), url), lambda: state.load(box(1), url)):
+    for call in (lambda: save.save(box(1), url), lambda: load.load(box(1), url)):
         with pytest.raises(CheckpointError, match=r"(?s)cannot .*objects://.*ConnectionRefused") as caught:
             call()
         assert "look at the connection" in caught.value.fix
@@ -468,9 +467,9 @@ def test_a_store_that_is_not_reached_is_named() -> None:
 def test_a_bucket_that_is_not_there_is_not_made(objects: Objects) -> None:
     url = objects.url.replace("/bucket", "/bukcet")
     with pytest.raises(CheckpointError, match=r"(?s)cannot make the folder .*/bukcet/a.*typing error"):
-        state.save(box(1), f"{url}/a")
+        save.save(box(1), f"{url}/a")
     with pytest.raises(CheckpointNotFoundError, match="no folder"):
-        state.load(box(1), f"{url}/a")
+        load.load(box(1), f"{url}/a")
 
 
 def test_a_driver_that_is_not_installed_is_named_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,62 +477,62 @@ def test_a_driver_that_is_not_installed_is_named_with_what_to_type(monkeypatch: 
         monkeypatch.setitem(sys.modules, package, None)
     for url, package in (("s3://b/a", "s3fs"), ("gs://b/a", "gcsfs"), ("sftp://host/a", "paramiko")):
         with pytest.raises(MissingExtraError) as caught:
-            state.save(box(1), url)
+            save.save(box(1), url)
         assert caught.value.fix == f"pip install {package}"
         assert url.partition("://")[0] in caught.value.what
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(MissingExtraError) as caught:
-        state.load(box(1), "s3://b/a")
+        load.load(box(1), "s3://b/a")
     assert caught.value.fix == "pip install fsspec"
 
 
 def test_an_unknown_kind_of_url_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"(?s)cannot open s4://b.*not known.*typing error"):
-        state.save(box(1), "s4://b/a")
+        save.save(box(1), "s4://b/a")
 
 
 def test_a_url_that_became_a_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be a local folder named ``s3:``."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SettingError, match=r"(?s)s3:/bucket/run is a URL that has become a path"):
-        state.save(box(1), Path("s3://bucket/run"))
+        save.save(box(1), Path("s3://bucket/run"))
     assert os.listdir(tmp_path) == []
 
 
 def test_a_url_without_a_folder_is_refused() -> None:
     with pytest.raises(CheckpointNotFoundError, match="names no folder"):
-        state.save(box(1), "s3://")
+        save.save(box(1), "s3://")
 
 
 def test_files_are_local_whatever_they_are_called(tmp_path: Path) -> None:
-    path = state.save(box(5), f"file://{tmp_path}/a")
+    path = save.save(box(5), f"file://{tmp_path}/a")
     assert path == tmp_path / "a"
     assert "model.safetensors" in os.listdir(tmp_path / "a")
-    assert state.load(box(), f"file://{tmp_path}/a").step == 5
-    assert state.latest_checkpoint(f"file://{tmp_path}").candidate.name == "a"
+    assert load.load(box(), f"file://{tmp_path}/a").step == 5
+    assert discovery.latest_checkpoint(f"file://{tmp_path}").candidate.name == "a"
     assert split_address(parse_address("~/a")) == (Path.home().resolve(), "a")
 
 
 def test_a_machine_has_no_remote_store_of_its_own(remote: Remote) -> None:
     settings = ProjectConfiguration(save_on_each_node=True)
     with pytest.raises(CheckpointError, match=r"(?s)one place for all machines.*leave out save_on_each_node"):
-        state.save(box(1), f"{remote.url}/a", project=settings)
+        save.save(box(1), f"{remote.url}/a", project=settings)
     assert remote.names() == []
 
 
 def test_damage_to_what_is_replaced_is_no_hindrance(remote: Remote, caplog: pytest.LogCaptureFixture) -> None:
-    url = state.save(box(1), f"{remote.url}/a")
+    url = save.save(box(1), f"{remote.url}/a")
     remote.fs.pipe_file(remote.key("a/manifest.json"), b"{}")
     with caplog.at_level(logging.WARNING):
-        state.save(box(2), url)
-    assert value_of(lambda parts: state.load(parts, url)) == 2
+        save.save(box(2), url)
+    assert value_of(lambda parts: load.load(parts, url)) == 2
     assert len({name.split("/")[1] for name in remote.names()}) == 2
 
 
 def test_candidates_of_a_remote_folder_are_listed(remote: Remote) -> None:
     for step in (2, 10):
-        state.save(box(step), f"{remote.url}/run/step_{step}", ranks=CheckpointRankGroup())
-    store, name = checkpoint_location.locate(f"{remote.url}/run")
+        save.save(box(step), f"{remote.url}/run/step_{step}", ranks=CheckpointRankGroup())
+    store, name = discovery.locate(f"{remote.url}/run")
     checkpoints = discovery.candidates(store, name)
     assert [(c.path, c.manifest and c.manifest.step) for c in checkpoints] == [
         (f"{remote.url}/run/step_{step}", step) for step in (2, 10)

@@ -25,8 +25,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.checkpoint import accelerator_state, pickles, state, weight_file_io
-from accelerate.checkpoint.state import CheckpointContents
+from accelerate.checkpoint import accelerator_state, load, save, torch_files, weight_files
+from accelerate.checkpoint.stateful import CheckpointContents
 from accelerate.core.errors import CheckpointError
 
 SPRUNG = "ACCELERATE_TESTS_TRAP"
@@ -102,9 +102,9 @@ PLAIN = [
 def test_plain_objects_come_back(value: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """D8: what people keep in the state of their objects needs no trust."""
     path = tmp_path / "c"
-    state.save(CheckpointContents(custom=[Holder(value)]), path)
+    save.save(CheckpointContents(custom=[Holder(value)]), path)
     fresh = Holder()
-    state.load(CheckpointContents(custom=[fresh]), path)
+    load.load(CheckpointContents(custom=[fresh]), path)
     assert type(fresh.value) is type(value)
     assert fresh.value == value
     assert "refuses" not in caplog.text
@@ -113,8 +113,8 @@ def test_plain_objects_come_back(value: Any, tmp_path: Path, caplog: pytest.LogC
 
 
 def test_a_limited_deque_and_a_default_keep_what_they_are(tmp_path: Path) -> None:
-    weight_file_io.save({"d": PLAIN[1], "f": PLAIN[0]}, tmp_path / "x.bin")
-    loaded = weight_file_io.load(tmp_path / "x.bin")
+    weight_files.save({"d": PLAIN[1], "f": PLAIN[0]}, tmp_path / "x.bin")
+    loaded = weight_files.load(tmp_path / "x.bin")
     assert loaded["d"].maxlen == 4
     assert loaded["f"]["new"] == []
 
@@ -125,7 +125,7 @@ def test_an_unknown_class_is_told_when_it_is_saved_and_refused_when_it_is_loaded
     """D8: nobody finds out at the resume; and it is said once, not at every save."""
     path = tmp_path / "c"
     for _ in range(2):
-        state.save(CheckpointContents(custom=[Holder(), Holder(Colour.RED)]), path)
+        save.save(CheckpointContents(custom=[Holder(), Holder(Colour.RED)]), path)
     told = [record.getMessage() for record in caplog.records if "refuses" in record.getMessage()]
     assert len(told) == 1
     assert "custom_checkpoint_1.pkl (Holder) saves" in told[0]
@@ -133,17 +133,17 @@ def test_an_unknown_class_is_told_when_it_is_saved_and_refused_when_it_is_loaded
     assert "load_kwargs={'weights_only': False}" in told[0]
     fresh = CheckpointContents(custom=[Holder("as it was"), Holder("as it was")])
     with pytest.raises(CheckpointError) as caught:
-        state.load(fresh, path)
+        load.load(fresh, path)
     assert "custom_checkpoint_1.pkl" in caught.value.what
     assert f"{__name__}.Colour" in caught.value.why
     assert "load_state(..., load_kwargs={'weights_only': False})" in caught.value.fix
     assert f"add_safe_globals([{__name__}.Colour])" in caught.value.fix
     assert [item.value for item in fresh.custom] == ["as it was"] * 2
     with torch.serialization.safe_globals([Colour]):
-        state.load(fresh, path)
+        load.load(fresh, path)
     assert fresh.custom[1].value is Colour.RED
     fresh.custom[1].value = None
-    state.load(fresh, path, load_kwargs={"weights_only": False})
+    load.load(fresh, path, load_kwargs={"weights_only": False})
     assert fresh.custom[1].value is Colour.RED
 
 
@@ -187,18 +187,18 @@ def test_a_pickle_that_would_run_code_is_refused_wherever_it_lies(
         )
 
     path = tmp_path / "c"
-    state.save(parts(), path, safe_serialization=False)
+    save.save(parts(), path, safe_serialization=False)
     (path / "manifest.json").unlink()
     poison(path / file)
     with pytest.raises(CheckpointError, match=rf"(?s){file}.*could run code.*(putenv|operand).*weights_only"):
-        state.load(parts(), path)
+        load.load(parts(), path)
     assert_not_sprung()
 
 
 @pytest.mark.parametrize("poison", [poison_torch, poison_legacy, poison_pickle])
 def test_files_of_weights_are_refused_too(tmp_path: Path, poison: Any) -> None:
     poison(tmp_path / "w.bin")
-    for read in (weight_file_io.load_state_dict, weight_file_io.load):
+    for read in (weight_files.load_state_dict, weight_files.load):
         with pytest.raises(CheckpointError, match=r"(?s)could run code.*load\(.*weights_only=False\)"):
             read(tmp_path / "w.bin")
     assert_not_sprung()
@@ -208,13 +208,13 @@ def test_metadata_of_a_safetensors_file_is_text(tmp_path: Path) -> None:
     """A pickle in it stays text; an alias that names nothing in the file is no alias."""
     text = pickle.dumps(Trap(), 0).decode("latin1")
     save_file({"weight": torch.ones(1)}, tmp_path / "m.safetensors", metadata={"a": text, "../x": "../y"})
-    assert list(weight_file_io.load_state_dict(tmp_path / "m.safetensors")) == ["weight"]
+    assert list(weight_files.load_state_dict(tmp_path / "m.safetensors")) == ["weight"]
     assert_not_sprung()
 
 
 AUDIT = """
 import itertools, sys
-from accelerate.checkpoint import pickles
+from accelerate.checkpoint import torch_files
 harmful = "open exec compile os. subprocess. socket. ctypes. shutil. import code."
 harmful = tuple(harmful.split())
 seen, watched = [], False
@@ -225,7 +225,7 @@ def hook(event, args):
         seen.append((event, args))
 
 values = ["/etc/passwd", "os.system", b"exit 1", 5, {"a": "b"}, ["x"], None, ("a", 1), "U", "utf-8"]
-allowed = pickles.safe_globals()
+allowed = torch_files.safe_globals()
 for call in allowed:  # once unwatched: what is imported lazily is imported
     for value in values:
         try: call(value)
@@ -247,12 +247,14 @@ def test_everything_that_may_be_built_only_keeps_data() -> None:
     done = subprocess.run([sys.executable, "-c", AUDIT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     count, _, seen = done.stdout.strip().partition(" ")
-    assert int(count) == len(pickles.safe_globals()) > 40
+    assert int(count) == len(torch_files.safe_globals()) > 40
     assert seen == "[]"
 
 
 def test_the_list_holds_no_function_but_those_that_make_numpy_data() -> None:
-    functions = {f"{f.__module__}.{f.__name__}" for f in pickles.safe_globals() if not isinstance(f, type)}
+    functions = {
+        f"{f.__module__}.{f.__name__}" for f in torch_files.safe_globals() if not isinstance(f, type)
+    }
     assert len(functions) == 3
     assert functions <= {
         *("numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct"),
@@ -265,8 +267,8 @@ def test_looking_for_what_would_be_refused_costs_nothing_for_plain_states(
 ) -> None:
     """The pickle is read again only if a class is in it that is not known to be plain."""
     looked: list[str] = []
-    monkeypatch.setattr(pickles, "_warn_refused", lambda what, pickled: looked.append(what))
+    monkeypatch.setattr(torch_files, "_warn_refused", lambda what, pickled: looked.append(what))
     weights = nn.Linear(2, 2).state_dict()
-    pickles.write({"ema": weights, "all": PLAIN[:3], "array": np.ones(3)}, io.BytesIO(), what="plain")
-    pickles.write({"ema": weights, "colour": Colour.RED}, io.BytesIO(), what="coloured")
+    torch_files.write({"ema": weights, "all": PLAIN[:3], "array": np.ones(3)}, io.BytesIO(), what="plain")
+    torch_files.write({"ema": weights, "colour": Colour.RED}, io.BytesIO(), what="coloured")
     assert looked == ["coloured"]

@@ -1,4 +1,4 @@
-"""Round trips, file names and the refusals of ``checkpoint.state``, in one process."""
+"""Round trips, file names and the refusals of saving and loading, in one process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from accelerate.checkpoint import pickles, state
+from accelerate.checkpoint import load, save, torch_files
+from accelerate.checkpoint.discovery import ProjectConfiguration
 from accelerate.checkpoint.errors import CheckpointNotFoundError
-from accelerate.checkpoint.project import ProjectConfiguration
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
-from accelerate.checkpoint.state import CheckpointContents, StatefulAdapter
+from accelerate.checkpoint.stateful import CheckpointContents, StatefulAdapter
 from accelerate.core.errors import CheckpointError
 from accelerate.world import rng
 
@@ -118,9 +118,9 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, safe: bool) -
     expected = train(straight, 3)
 
     first = training(steps=3)
-    path = state.save(first, tmp_path / "c", safe_serialization=safe)
+    path = save.save(first, tmp_path / "c", safe_serialization=safe)
     resumed = training(seed=7, steps=1)
-    loaded = state.load(resumed, path)
+    loaded = load.load(resumed, path)
     resumed.step = loaded.step
     assert train(resumed, 3) == expected
     assert resumed.step == 6
@@ -133,7 +133,7 @@ def test_the_files_are_those_of_the_public_format(tmp_path: Path) -> None:
     parts.models += [second, third]
     parts.optimizers += [torch.optim.SGD(second.parameters(), lr=1.0)]
     parts.custom += [Counter(5)]
-    path = state.save(parts, tmp_path / "c")
+    path = save.save(parts, tmp_path / "c")
     assert path == tmp_path / "c"
     assert sorted(os.listdir(path)) == [
         "custom_checkpoint_0.pkl", "custom_checkpoint_1.pkl", "manifest.json", "model.safetensors",
@@ -146,11 +146,11 @@ def test_the_files_are_those_of_the_public_format(tmp_path: Path) -> None:
     plain = torch.load(path / "optimizer.bin", weights_only=True)
     assert_same(plain, parts.optimizers[0].state_dict())
     assert torch.load(path / "custom_checkpoint_1.pkl")["count"] == 5
-    random_states = pickles.read(path / "random_states_0.pkl")
+    random_states = torch_files.read(path / "random_states_0.pkl")
     assert {"step", "random_state", "numpy_random_seed", "torch_manual_seed"} <= random_states.keys()
     assert random_states["step"] == 2
 
-    path = state.save(parts, tmp_path / "c", safe_serialization=False)
+    path = save.save(parts, tmp_path / "c", safe_serialization=False)
     assert {"pytorch_model.bin", "pytorch_model_1.bin"} < set(os.listdir(path))
     assert not list(path.glob("*.safetensors"))
     weights = torch.load(path / "pytorch_model.bin", weights_only=True)
@@ -161,7 +161,7 @@ def test_the_files_are_those_of_the_public_format(tmp_path: Path) -> None:
 def test_the_manifest_says_what_is_there(tmp_path: Path) -> None:
     parts = training(steps=2)
     parts.metadata = {"epoch": 3, "best": float("inf"), "shape": (1, 2)}
-    path = state.save(parts, tmp_path / "c")
+    path = save.save(parts, tmp_path / "c")
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["format"] == 1
     assert manifest["step"] == 2
@@ -176,24 +176,24 @@ def test_the_manifest_says_what_is_there(tmp_path: Path) -> None:
     model = manifest["parts"]["models"][0]
     assert model["kind"] == "Sequential"
     assert model["tensors"]["0.weight"] == ["float32", [4, 3]]
-    loaded = state.load(training(), path)
+    loaded = load.load(training(), path)
     assert loaded.metadata == {"epoch": 3, "best": float("inf"), "shape": [1, 2]}
     assert (loaded.step, loaded.world_size, loaded.iteration, loaded.notes) == (2, 1, None, ())
 
 
 def test_only_what_is_asked_for_is_loaded(tmp_path: Path) -> None:
     parts = training(steps=2)
-    path = state.save(parts, tmp_path / "c")
+    path = save.save(parts, tmp_path / "c")
     fresh = training(seed=1)
     model_only = CheckpointContents(models=fresh.models, custom=[Counter()])
-    state.load(model_only, path)
+    load.load(model_only, path)
     assert_same(fresh.models[0].state_dict(), parts.models[0].state_dict())
     assert fresh.optimizers[0].state_dict()["state"] == {}
 
 
 def test_nothing_is_saved_as_an_empty_but_complete_checkpoint(tmp_path: Path) -> None:
-    path = state.save(CheckpointContents(metadata={"epoch": 1}), tmp_path / "c")
-    assert state.load(CheckpointContents(), path).metadata == {"epoch": 1}
+    path = save.save(CheckpointContents(metadata={"epoch": 1}), tmp_path / "c")
+    assert load.load(CheckpointContents(), path).metadata == {"epoch": 1}
 
 
 # ---------------------------------------------------------------- tied and wrapped models
@@ -203,7 +203,7 @@ def test_nothing_is_saved_as_an_empty_but_complete_checkpoint(tmp_path: Path) ->
 def test_tied_weights_come_back_tied(tmp_path: Path, safe: bool) -> None:
     """D6: one tensor in the file, an alias in the manifest, one parameter after loading."""
     model = TiedEmbedding()
-    path = state.save(CheckpointContents([model]), tmp_path / "c", safe_serialization=safe)
+    path = save.save(CheckpointContents([model]), tmp_path / "c", safe_serialization=safe)
     if safe:
         assert sorted(load_file(path / "model.safetensors")) == ["body.bias", "body.weight", "embed.weight"]
         with safe_open(path / "model.safetensors", framework="pt") as file:
@@ -211,7 +211,7 @@ def test_tied_weights_come_back_tied(tmp_path: Path, safe: bool) -> None:
         manifest = json.loads((path / "manifest.json").read_text())
         assert manifest["parts"]["models"][0]["aliases"] == {"head.weight": "embed.weight"}
     fresh = TiedEmbedding()
-    loaded = state.load(CheckpointContents([fresh]), path)
+    loaded = load.load(CheckpointContents([fresh]), path)
     assert loaded.notes == ()
     assert fresh.head.weight is fresh.embed.weight
     assert_same(fresh.state_dict(), model.state_dict())
@@ -222,9 +222,9 @@ def test_tied_weights_fill_a_model_that_is_not_tied_and_say_so(
 ) -> None:
     """D6."""
     model = TiedEmbedding()
-    path = state.save(CheckpointContents([model]), tmp_path / "c")
+    path = save.save(CheckpointContents([model]), tmp_path / "c")
     apart = TiedEmbedding(tie=False)
-    loaded = state.load(CheckpointContents([apart]), path)
+    loaded = load.load(CheckpointContents([apart]), path)
     assert_same(apart.head.weight, model.embed.weight)
     assert "head.weight tied to embed.weight" in loaded.notes[0]
     assert "head.weight tied to embed.weight" in caplog.text
@@ -233,13 +233,13 @@ def test_tied_weights_fill_a_model_that_is_not_tied_and_say_so(
 def test_tied_weights_without_an_alias_table_follow_the_model(tmp_path: Path) -> None:
     """D6: a file of the public package drops the tied name and says nothing."""
     model, fresh = TiedEmbedding(), TiedEmbedding()
-    path = state.save(CheckpointContents([model]), tmp_path / "c")
+    path = save.save(CheckpointContents([model]), tmp_path / "c")
     (path / "manifest.json").unlink()
     from safetensors.torch import save_file
 
     weights = {n: t for n, t in model.state_dict().items() if n != "embed.weight"}
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    state.load(CheckpointContents([fresh]), path)
+    load.load(CheckpointContents([fresh]), path)
     assert fresh.head.weight is fresh.embed.weight
     assert_same(fresh.state_dict(), model.state_dict())
 
@@ -249,9 +249,9 @@ def test_views_that_overlap_are_saved_each(tmp_path: Path) -> None:
     views = {"all": big, "row": big[1], "column": big[:, 2], "again": big, "turned": big.t()}
     saved: dict[str, torch.Tensor] = {}
     part = StatefulAdapter("views", lambda: views, saved.update)
-    path = state.save(CheckpointContents([part]), tmp_path / "c")
+    path = save.save(CheckpointContents([part]), tmp_path / "c")
     assert sorted(load_file(path / "model.safetensors")) == ["all", "column", "row", "turned"]
-    state.load(CheckpointContents([part]), path)
+    load.load(CheckpointContents([part]), path)
     assert_same({k: v.clone() for k, v in saved.items()}, {k: v.clone() for k, v in views.items()})
 
 
@@ -263,10 +263,10 @@ def test_a_compiled_model_is_saved_by_its_own_names(tmp_path: Path) -> None:
     regional.load_state_dict({n.replace("0.", "0._orig_mod.", 1): t for n, t in model.state_dict().items()})
     whole = torch.compile(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
     assert all("_orig_mod" in n for n in whole.state_dict())
-    path = state.save(CheckpointContents([regional]), tmp_path / "c")
+    path = save.save(CheckpointContents([regional]), tmp_path / "c")
     assert set(load_file(path / "model.safetensors")) == names
     for target in (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), whole):
-        state.load(CheckpointContents([target]), path)
+        load.load(CheckpointContents([target]), path)
         assert_same(list(target.parameters()), list(model.parameters()))
 
 
@@ -274,20 +274,20 @@ def test_names_under_a_wrapper_fit_the_bare_model_and_back(tmp_path: Path) -> No
     model, bare = nn.Linear(2, 2), nn.Linear(2, 2)
     wrapped = nn.Module()
     wrapped.add_module("module", model)
-    state.load(CheckpointContents([bare]), state.save(CheckpointContents([wrapped]), tmp_path / "wrapped"))
+    load.load(CheckpointContents([bare]), save.save(CheckpointContents([wrapped]), tmp_path / "wrapped"))
     assert_same(bare.state_dict(), model.state_dict())
     other = nn.Module()
     other.add_module("module", nn.Linear(2, 2))
-    state.load(CheckpointContents([other]), state.save(CheckpointContents([bare]), tmp_path / "bare"))
+    load.load(CheckpointContents([other]), save.save(CheckpointContents([bare]), tmp_path / "bare"))
     assert_same(other.get_submodule("module").state_dict(), model.state_dict())
 
 
 def test_a_model_with_a_part_called_module_keeps_its_names(tmp_path: Path) -> None:
     model = nn.ModuleDict({"module": nn.Linear(1, 1), "other": nn.Linear(1, 1)})
     fresh = nn.ModuleDict({"module": nn.Linear(1, 1), "other": nn.Linear(1, 1)})
-    path = state.save(CheckpointContents([model]), tmp_path / "c")
+    path = save.save(CheckpointContents([model]), tmp_path / "c")
     assert "module.weight" in load_file(path / "model.safetensors")
-    state.load(CheckpointContents([fresh]), path)
+    load.load(CheckpointContents([fresh]), path)
     assert_same(fresh.state_dict(), model.state_dict())
 
 
@@ -302,7 +302,7 @@ def test_every_dtype_and_shape_comes_back(tmp_path: Path, dtype: torch.dtype) ->
     }
     back: dict[str, torch.Tensor] = {}
     part = StatefulAdapter("x", lambda: saved, back.update)
-    state.load(CheckpointContents([part]), state.save(CheckpointContents([part]), tmp_path / "c"))
+    load.load(CheckpointContents([part]), save.save(CheckpointContents([part]), tmp_path / "c"))
     assert {n: (t.dtype, t.shape) for n, t in back.items()} == {
         n: (t.dtype, t.shape) for n, t in saved.items()
     }
@@ -321,7 +321,7 @@ def test_a_save_hook_writes_files_and_takes_models_out(tmp_path: Path) -> None:
         assert len(weights) == 2
         weights.pop(0)
 
-    path = state.save(CheckpointContents([first, second]), tmp_path / "c", before=hook)
+    path = save.save(CheckpointContents([first, second]), tmp_path / "c", before=hook)
     assert sorted(os.listdir(path)) == ["manifest.json", "model.safetensors", "unet"]
     assert load_file(path / "model.safetensors")["weight"].shape == (2, 2)
     manifest = json.loads((path / "manifest.json").read_text())
@@ -334,13 +334,13 @@ def test_a_save_hook_writes_files_and_takes_models_out(tmp_path: Path) -> None:
         seen.append(folder)
         parts.models.pop(0)
 
-    state.load(parts, path, before=load_hook)
+    load.load(parts, path, before=load_hook)
     assert seen == [path]
     assert_same(parts.models[0].state_dict(), second.state_dict())
 
     (path / "unet" / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"unet/config.json is damaged"):
-        state.load(CheckpointContents([second]), path)
+        load.load(CheckpointContents([second]), path)
 
 
 class Engine:
@@ -361,25 +361,25 @@ class Engine:
 
 
 def test_a_part_may_write_files_of_its_own(tmp_path: Path) -> None:
-    path = state.save(CheckpointContents(own_files=[Engine("weights")]), tmp_path / "c")
+    path = save.save(CheckpointContents(own_files=[Engine("weights")]), tmp_path / "c")
     fresh = Engine()
-    state.load(CheckpointContents(own_files=[fresh]), path)
+    load.load(CheckpointContents(own_files=[fresh]), path)
     assert fresh.value == "weights"
     (path / "pytorch_model" / "deep" / "rank0.pt").write_text("Weights")
     with pytest.raises(CheckpointError, match=r"rank0.pt is damaged"):
-        state.load(CheckpointContents(own_files=[fresh]), path)
+        load.load(CheckpointContents(own_files=[fresh]), path)
 
 
 def test_saving_over_a_checkpoint_replaces_it_and_keeps_what_is_not_its_own(tmp_path: Path) -> None:
     target = tmp_path / "out"
     first = training(steps=1)
-    state.save(first, target, safe_serialization=False)
+    save.save(first, target, safe_serialization=False)
     (target / "notes.txt").write_text("mine")
     (target / "logs").mkdir()
     (target / "logs" / "events").write_text("mine too")
     second = training(steps=2)
     second.custom = []
-    state.save(second, target)
+    save.save(second, target)
     assert (target / "notes.txt").read_text() == "mine"
     assert (target / "logs" / "events").read_text() == "mine too"
     assert not (target / "pytorch_model.bin").exists()
@@ -387,7 +387,7 @@ def test_saving_over_a_checkpoint_replaces_it_and_keeps_what_is_not_its_own(tmp_
     assert os.listdir(tmp_path) == ["out"]
     fresh = training(seed=4)
     fresh.custom = []
-    assert state.load(fresh, target).step == 2
+    assert load.load(fresh, target).step == 2
 
 
 def test_an_existing_empty_folder_a_link_and_a_tilde_are_fine(
@@ -395,42 +395,42 @@ def test_an_existing_empty_folder_a_link_and_a_tilde_are_fine(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "empty").mkdir()
-    assert state.save(training(), "~/empty") == tmp_path / "empty"
+    assert save.save(training(), "~/empty") == tmp_path / "empty"
     (tmp_path / "link").symlink_to("empty")
-    assert state.save(training(steps=1), tmp_path / "link") == tmp_path / "link"
+    assert save.save(training(steps=1), tmp_path / "link") == tmp_path / "link"
     assert (tmp_path / "link").is_symlink()
-    assert state.load(training(), "~/link").step == 1
+    assert load.load(training(), "~/link").step == 1
     assert os.listdir(tmp_path / "empty") == os.listdir(tmp_path / "link")
     monkeypatch.chdir(tmp_path)
-    assert state.save(training(), "here") == Path("here")
-    assert state.load(training(), "here").path == tmp_path / "here"
+    assert save.save(training(), "here") == Path("here")
+    assert load.load(training(), "here").path == tmp_path / "here"
 
 
 def test_folders_that_cannot_be_replaced_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=r"(?s)current directory.*checkpoint"):
-        state.save(training(), ".")
+        save.save(training(), ".")
     (tmp_path / "file").write_text("mine")
     with pytest.raises(CheckpointError, match="it is a file"):
-        state.save(training(), tmp_path / "file")
+        save.save(training(), tmp_path / "file")
     with pytest.raises(CheckpointError, match="root of a file system"):
-        state.save(training(), "/proc")
+        save.save(training(), "/proc")
     assert (tmp_path / "file").read_text() == "mine"
     assert os.listdir(tmp_path) == ["file"]
 
 
 def test_no_folder_is_a_value_error_as_in_the_public_package(tmp_path: Path) -> None:
-    for call in (state.save, state.load):
+    for call in (save.save, load.load):
         with pytest.raises(ValueError, match="no folder is given"):
             call(training())
     (tmp_path / "neighbour").mkdir()
     with pytest.raises(ValueError, match=r"(?s)there is no folder .*gone.*neighbour"):
-        state.load(training(), tmp_path / "gone")
-    state.save(training(), tmp_path / "run" / "epoch_3")
+        load.load(training(), tmp_path / "gone")
+    save.save(training(), tmp_path / "run" / "epoch_3")
     with pytest.raises(
         CheckpointNotFoundError, match=r"(?s)not a checkpoint.*newest checkpoint is .*epoch_3"
     ):
-        state.load(training(), tmp_path / "run")
+        load.load(training(), tmp_path / "run")
 
 
 # ---------------------------------------------------------------- damage and absence
@@ -459,30 +459,30 @@ def test_any_damage_is_an_error_that_names_the_file_and_changes_nothing(
     tmp_path: Path, name: str, how: str
 ) -> None:
     """D2."""
-    path = state.save(training(steps=2), tmp_path / "c")
+    path = save.save(training(steps=2), tmp_path / "c")
     damage(path / name, how)
     fresh = training(seed=3)
     before = all_states(fresh)
     draws = torch.get_rng_state()
     if (name, how) == ("manifest.json", "missing"):
         fresh.loaders = []  # positions are in the manifest: what is left is a folder of the public format
-        assert state.load(fresh, path).manifest is None
+        assert load.load(fresh, path).manifest is None
         return
     with pytest.raises(CheckpointError, match=name):
-        state.load(fresh, path)
+        load.load(fresh, path)
     assert_same(all_states(fresh), before)
     assert torch.equal(torch.get_rng_state(), draws)
 
 
 def test_sizes_are_compared_even_without_digests(tmp_path: Path) -> None:
-    path = state.save(training(steps=2), tmp_path / "c")
+    path = save.save(training(steps=2), tmp_path / "c")
     damage(path / "optimizer.bin", "truncated")
     with pytest.raises(CheckpointError, match=r"optimizer.bin has \d+ bytes, expected \d+"):
-        state.load(training(), path, check_digests=False)
+        load.load(training(), path, check_digests=False)
 
 
 def test_every_byte_of_the_manifest_is_guarded(tmp_path: Path) -> None:
-    path = state.save(CheckpointContents(metadata={"epoch": 3}), tmp_path / "c")
+    path = save.save(CheckpointContents(metadata={"epoch": 3}), tmp_path / "c")
     file = path / "manifest.json"
     whole = file.read_bytes()
     for place in range(0, len(whole), 7):
@@ -490,7 +490,7 @@ def test_every_byte_of_the_manifest_is_guarded(tmp_path: Path) -> None:
         if json_or_none(file) == json.loads(whole):
             continue  # white space
         with pytest.raises(CheckpointError, match=r"manifest.json"):
-            state.load(CheckpointContents(), path)
+            load.load(CheckpointContents(), path)
 
 
 def json_or_none(file: Path) -> Any:
@@ -505,14 +505,14 @@ def test_a_part_that_was_not_saved_is_an_error_or_listed(
 ) -> None:
     saved = training(steps=2)
     saved.schedulers, saved.loaders, saved.rng, saved.scaler = [], [], None, None
-    path = state.save(saved, tmp_path / "c")
+    path = save.save(saved, tmp_path / "c")
     fresh = training(seed=2)
     with pytest.raises(
         CheckpointError, match=r"(?s)scheduler.bin is missing.*scheduler 0 \(MultiStepLR\).*strict=False"
     ):
-        state.load(fresh, path)
+        load.load(fresh, path)
     scheduler = fresh.schedulers[0].state_dict()
-    loaded = state.load(fresh, path, strict=False)
+    loaded = load.load(fresh, path, strict=False)
     assert [entry.partition(" ")[0] for entry in loaded.missing] == [
         "scheduler.bin", "scaler.pt", "manifest.json", "random_states_0.pkl",
     ]  # fmt: skip
@@ -523,35 +523,35 @@ def test_a_part_that_was_not_saved_is_an_error_or_listed(
 
 def test_the_number_of_registered_objects_must_match(tmp_path: Path) -> None:
     """A RuntimeError, as in the public package."""
-    path = state.save(training(), tmp_path / "c")
+    path = save.save(training(), tmp_path / "c")
     fresh = training()
     fresh.custom.append(Counter())
     with pytest.raises(RuntimeError, match=r"holds 1 registered object\(s\), but 2 are registered"):
-        state.load(fresh, path)
-    assert state.load(fresh, path, strict=False).missing == (
+        load.load(fresh, path)
+    assert load.load(fresh, path, strict=False).missing == (
         "custom_checkpoint_1.pkl (registered object 1 (Counter))",
     )
 
 
 def test_a_model_that_does_not_fit_is_named(tmp_path: Path) -> None:
-    path = state.save(CheckpointContents([nn.Linear(2, 2)]), tmp_path / "c")
+    path = save.save(CheckpointContents([nn.Linear(2, 2)]), tmp_path / "c")
     with pytest.raises(
         CheckpointError, match=r"(?s)could not load model 0 \(Linear\).*size mismatch for weight"
     ):
-        state.load(CheckpointContents([nn.Linear(3, 2)]), path)
+        load.load(CheckpointContents([nn.Linear(3, 2)]), path)
     with pytest.raises(CheckpointError, match=r"(?s)model 0 \(Sequential\).*Missing key"):
-        state.load(CheckpointContents([nn.Sequential(nn.Linear(2, 2))]), path)
+        load.load(CheckpointContents([nn.Sequential(nn.Linear(2, 2))]), path)
     wider = nn.Linear(2, 2)
     wider.extra = nn.Parameter(torch.zeros(1))
     with pytest.raises(CheckpointError, match="extra"):
-        state.load(CheckpointContents([wider]), path)
-    state.load(CheckpointContents([wider]), path, model_kwargs={"strict": False})
+        load.load(CheckpointContents([wider]), path)
+    load.load(CheckpointContents([wider]), path, model_kwargs={"strict": False})
 
 
 def test_an_object_without_state_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     """D8."""
     with pytest.raises(CheckpointError, match=r"registered object 1 cannot be saved: it is a object"):
-        state.save(CheckpointContents(custom=[Counter(), object()]), tmp_path / "c")
+        save.save(CheckpointContents(custom=[Counter(), object()]), tmp_path / "c")
     assert os.listdir(tmp_path) == []
 
 
@@ -565,7 +565,7 @@ def test_metadata_that_would_change_on_the_way_is_refused(
     tmp_path: Path, metadata: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(CheckpointError, match=text):
-        state.save(CheckpointContents(metadata=metadata), tmp_path / "c")
+        save.save(CheckpointContents(metadata=metadata), tmp_path / "c")
     assert os.listdir(tmp_path) == []
 
 
@@ -574,9 +574,9 @@ def test_a_state_that_safetensors_cannot_hold_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"(?s)extra in a model's state is a list.*safe_serialization=False"
     ):
-        state.save(CheckpointContents([odd]), tmp_path / "c")
+        save.save(CheckpointContents([odd]), tmp_path / "c")
     with pytest.raises(CheckpointError, match=r"weight has no data to save"):
-        state.save(CheckpointContents([nn.Linear(1, 1, device="meta")]), tmp_path / "c")
+        save.save(CheckpointContents([nn.Linear(1, 1, device="meta")]), tmp_path / "c")
     assert os.listdir(tmp_path) == []
 
 
@@ -588,13 +588,13 @@ class Trap:
 
 
 def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
-    path = state.save(training(steps=1), tmp_path / "c")
+    path = save.save(training(steps=1), tmp_path / "c")
     (path / "manifest.json").unlink()
     torch.save({"state": Trap()}, path / "optimizer.bin")
     fresh = training()
     fresh.loaders = []
     with pytest.raises(CheckpointError, match=r"(?s)optimizer.bin.*could run code.*putenv.*weights_only"):
-        state.load(fresh, path)
+        load.load(fresh, path)
 
 
 class UnknownClass(SimpleNamespace):
@@ -612,20 +612,20 @@ def test_load_kwargs_override(tmp_path: Path) -> None:
             self.got = value
 
     plain = Plain()
-    path = state.save(CheckpointContents(schedulers=[plain]), tmp_path / "c")
+    path = save.save(CheckpointContents(schedulers=[plain]), tmp_path / "c")
     with pytest.raises(CheckpointError, match="UnknownClass"):
-        state.load(CheckpointContents(schedulers=[plain]), path)
-    state.load(CheckpointContents(schedulers=[plain]), path, load_kwargs={"weights_only": False})
+        load.load(CheckpointContents(schedulers=[plain]), path)
+    load.load(CheckpointContents(schedulers=[plain]), path, load_kwargs={"weights_only": False})
     assert plain.got == {"set": UnknownClass(a=1)}
 
 
 def test_map_location_reaches_torch_files(tmp_path: Path) -> None:
     holder: dict[str, torch.Tensor] = {}
     part = StatefulAdapter("x", lambda: {"t": torch.ones(2)}, holder.update)
-    path = state.save(CheckpointContents(optimizers=[part]), tmp_path / "c")
-    state.load(CheckpointContents(optimizers=[part]), path, map_location="meta")
+    path = save.save(CheckpointContents(optimizers=[part]), tmp_path / "c")
+    load.load(CheckpointContents(optimizers=[part]), path, map_location="meta")
     assert holder["t"].device.type == "meta"
-    state.load(
+    load.load(
         CheckpointContents(optimizers=[part]),
         path,
         load_kwargs={"map_location": "cpu"},
@@ -633,10 +633,10 @@ def test_map_location_reaches_torch_files(tmp_path: Path) -> None:
     )
     assert holder["t"].device.type == "cpu"
     model = nn.Linear(2, 2)
-    state.save(CheckpointContents([model]), path, safe_serialization=False)
-    state.load(CheckpointContents([model]), path, load_kwargs={"map_location": "cpu", "mmap": False})
-    state.save(CheckpointContents(optimizers=[part]), path)
-    state.load(CheckpointContents(optimizers=[part]), path, map_location="on_device")
+    save.save(CheckpointContents([model]), path, safe_serialization=False)
+    load.load(CheckpointContents([model]), path, load_kwargs={"map_location": "cpu", "mmap": False})
+    save.save(CheckpointContents(optimizers=[part]), path)
+    load.load(CheckpointContents(optimizers=[part]), path, map_location="on_device")
     assert holder["t"].device.type == "cpu"
 
 
@@ -645,7 +645,7 @@ def test_map_location_reaches_torch_files(tmp_path: Path) -> None:
 
 def public_checkpoint(folder: Path, parts: CheckpointContents, ranks: int = 1) -> Path:
     """A folder as the public package writes it: the same files, no manifest."""
-    path = state.save(parts, folder)
+    path = save.save(parts, folder)
     (path / "manifest.json").unlink()
     for rank in range(1, ranks):
         (path / f"random_states_{rank}.pkl").write_bytes((path / "random_states_0.pkl").read_bytes())
@@ -658,7 +658,7 @@ def test_a_checkpoint_of_the_public_package_loads_by_name_and_says_so(
     saved = training(steps=3)
     path = public_checkpoint(tmp_path / "c", saved)
     fresh = training(seed=5)
-    loaded = state.load(fresh, path)
+    loaded = load.load(fresh, path)
     assert loaded.step == 3
     assert loaded.manifest is None
     assert "has no manifest" in caplog.text
@@ -672,18 +672,20 @@ def test_a_rank_without_random_states_gets_derived_ones(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, manifest: bool
 ) -> None:
     """More processes than saved: the same numbers on every load, others on every rank; said in one line."""
-    path = state.save(training(steps=1), tmp_path / "c")
+    path = save.save(training(steps=1), tmp_path / "c")
     if not manifest:
         (path / "manifest.json").unlink()
 
     def draws(rank: int, size: int) -> tuple[float, float, float]:
         torch.manual_seed(99)
         reader_ranks = CheckpointRankGroup(rank, size)
-        from accelerate.checkpoint import manifest as manifests
-        from accelerate.checkpoint.state_reader import TrainingStateReader
+        from accelerate.checkpoint import layout
+        from accelerate.checkpoint.load import TrainingStateReader
 
         parts = CheckpointContents(rng=rng)
-        reader = TrainingStateReader(path, manifests.read(path), reader_ranks)
+        reader = TrainingStateReader(
+            path, layout.decode_manifest((path / "manifest.json").read_bytes(), path), reader_ranks
+        )
         reader.read(parts)
         reader.finish(parts)
         assert len(reader.notes) == (1 if size > 1 else 0)
@@ -697,7 +699,7 @@ def test_a_rank_without_random_states_gets_derived_ones(
 
 def test_a_gap_in_the_ranks_is_missing_not_derived(tmp_path: Path) -> None:
     """D2: a rank's file that should be there and is not."""
-    from accelerate.checkpoint.state_reader import TrainingStateReader
+    from accelerate.checkpoint.load import TrainingStateReader
 
     path = public_checkpoint(tmp_path / "c", training(steps=1), ranks=3)
     (path / "random_states_1.pkl").unlink()
@@ -710,6 +712,6 @@ def test_no_hook_is_left_in_the_logger(tmp_path: Path, caplog: pytest.LogCapture
     caplog.set_level(logging.DEBUG)
     project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
     for _ in range(2):
-        state.save(training(), project=project)
-    state.load(training(), project=project)
+        save.save(training(), project=project)
+    load.load(training(), project=project)
     assert [r for r in caplog.records if r.name.startswith("accelerate")] == []

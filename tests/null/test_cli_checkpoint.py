@@ -19,10 +19,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from accelerate.checkpoint import state, weight_file_io
+from accelerate.checkpoint import save, weight_files
+from accelerate.checkpoint.discovery import ProjectConfiguration
 from accelerate.checkpoint.lazy_weights import open_weights
-from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.checkpoint.state import CheckpointContents, StatefulAdapter
+from accelerate.checkpoint.stateful import CheckpointContents, StatefulAdapter
 from accelerate.cli.main import run
 from accelerate.core.errors import CheckpointError
 from accelerate.world import rng
@@ -57,7 +57,7 @@ def project(tmp_path: Path) -> Path:
     """A run with the checkpoints 0 to 3."""
     configuration = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
     for step in (10, 20, 30, 40):
-        state.save(parts(step, step), project=configuration)
+        save.save(parts(step, step), project=configuration)
     return tmp_path
 
 
@@ -130,7 +130,7 @@ def test_ls_says_what_is_wrong_with_each(cli: Run, project: Path) -> None:
 
 
 def test_ls_knows_checkpoints_of_other_libraries(cli: Run, tmp_path: Path) -> None:
-    path = Path(state.save(parts(), tmp_path / "c"))
+    path = Path(save.save(parts(), tmp_path / "c"))
     (path / "manifest.json").unlink()
     (row,) = cli("ls", path).rows
     assert (row["format"], row["step"], row["status"]) == ("full, no manifest", "", "complete, newest")
@@ -208,7 +208,7 @@ def test_verify_names_the_file_and_what_was_expected(
 
 
 def test_verify_says_what_it_cannot_check(cli: Run, tmp_path: Path) -> None:
-    path = Path(state.save(parts(), tmp_path / "c"))
+    path = Path(save.save(parts(), tmp_path / "c"))
     (path / "manifest.json").unlink()
     result = cli("verify", path)
     assert result.code == 0
@@ -222,7 +222,7 @@ def test_verify_says_what_it_cannot_check(cli: Run, tmp_path: Path) -> None:
 def test_files_of_many_pieces_are_checked_by_pieces(cli: Run, tmp_path: Path) -> None:
     """A byte anywhere counts, also behind the first 64 MiB."""
     big = StatefulAdapter("big", lambda: {"w": torch.zeros(18 * 2**20)}, lambda state: None)
-    path = Path(state.save(CheckpointContents([big]), tmp_path / "c"))
+    path = Path(save.save(CheckpointContents([big]), tmp_path / "c"))
     assert cli("verify", path).code == 0
     with (path / "model.safetensors").open("r+b") as file:
         file.seek(70 * 2**20)
@@ -266,7 +266,7 @@ def test_prune_leaves_a_save_that_may_be_going_on(cli: Run, project: Path, when:
         body = json.loads(path.read_text())
         body.pop("digest")
         body["saved"] = "2020-01-01T00:00:00.000+00:00"
-        from accelerate.checkpoint.manifest import _manifest_digest
+        from accelerate.checkpoint.layout import _manifest_digest
 
         path.write_text(json.dumps({"digest": _manifest_digest(body), **body}))
         old(folder)
@@ -296,7 +296,7 @@ def test_remote_checkpoints_are_listed_verified_and_pruned(cli: Run, tmp_path: P
     url = f"memory://{tmp_path.name}/run"
     configuration = ProjectConfiguration(url, str(tmp_path), automatic_checkpoint_naming=True)
     for step in (1, 2, 3):
-        state.save(parts(step), project=configuration)
+        save.save(parts(step), project=configuration)
     assert [row["step"] for row in cli("ls", url).rows] == ["1", "2", "3"]
     assert {row["result"] for row in cli("verify", url).rows} == {"as saved"}
     assert cli("prune", url, "--keep", "1", "--yes").code == 0
@@ -324,13 +324,11 @@ class WrappedNet(nn.Module):
 
 def save_wrapped(path: Path, model: WrappedNet, *, safe: bool, world: int = 2) -> Path:
     part = StatefulAdapter("Wrapped", model.state_as_saved, lambda state: None)
-    path = Path(
-        state.save(CheckpointContents([part], rng=rng, strategy="ddp"), path, safe_serialization=safe)
-    )
+    path = Path(save.save(CheckpointContents([part], rng=rng, strategy="ddp"), path, safe_serialization=safe))
     manifest = path / "manifest.json"
     text = manifest.read_text()
     if world > 1:
-        from accelerate.checkpoint.manifest import _manifest_digest
+        from accelerate.checkpoint.layout import _manifest_digest
 
         body = {**json.loads(text), "world_size": world}
         body.pop("digest")
@@ -380,7 +378,7 @@ def test_export_keeps_a_module_of_that_name(cli: Run, tmp_path: Path) -> None:
     """One process puts no prefix in front: ``module.`` is the user's own."""
     model = nn.Module()
     model.module = nn.Linear(1, 1)
-    path = Path(state.save(CheckpointContents([model], rng=rng), tmp_path / "c"))
+    path = Path(save.save(CheckpointContents([model], rng=rng), tmp_path / "c"))
     cli("export", path, tmp_path / "out")
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"module.weight", "module.bias"}
 
@@ -390,7 +388,7 @@ def test_export_takes_the_newest_complete_checkpoint_and_the_model_asked_for(cli
     assert cli("export", project, project / "out").code == 0
     assert load_file(project / "out" / "model.safetensors")["weight"].unique() == 30.0
     two = [nn.Linear(1, 1), nn.Linear(2, 2)]
-    path = Path(state.save(CheckpointContents(two, rng=rng), project / "two"))
+    path = Path(save.save(CheckpointContents(two, rng=rng), project / "two"))
     assert cli("export", path, project / "second", "--model", "1").code == 0
     assert load_file(project / "second" / "model.safetensors")["weight"].shape == (2, 2)
     result = cli("export", path, project / "third", "--model", "2")
@@ -436,13 +434,13 @@ def test_a_crash_never_leaves_an_index_over_mixed_shards(
     fatal = 0
     for fatal in range(1, 40):
         out = tmp_path / str(fatal)
-        weight_file_io.save_weights(weights[0], out, max_shard_size=600)
+        weight_files.save_weights(weights[0], out, max_shard_size=600)
         steps = 0
         with monkeypatch.context() as patch:
             patch.setattr(Path, "replace", count_calls(Path.replace, fatal))
             patch.setattr(Path, "unlink", count_calls(Path.unlink, fatal))
             try:
-                weight_file_io.save_weights(weights[1], out, max_shard_size=600)
+                weight_files.save_weights(weights[1], out, max_shard_size=600)
             except KeyboardInterrupt:
                 pass
             else:
@@ -450,7 +448,7 @@ def test_a_crash_never_leaves_an_index_over_mixed_shards(
         if (out / "model.safetensors.index.json").exists():
             values = {float(t.read()[0]) for t in open_weights(out).tensors.values()}
             assert len(values) == 1, fatal
-        weight_file_io.save_weights(weights[1], out, max_shard_size=600)
+        weight_files.save_weights(weights[1], out, max_shard_size=600)
         assert {float(t.read()[0]) for t in open_weights(out).tensors.values()} == {1.0}
         assert not [name for name in os.listdir(out) if name.startswith(".")]
     assert fatal > 4
@@ -459,14 +457,14 @@ def test_a_crash_never_leaves_an_index_over_mixed_shards(
 def test_a_killed_process_leaves_nothing_that_the_next_export_does_not_clear(tmp_path: Path) -> None:
     (tmp_path / ".model-00001-of-00002.safetensors.tmp-abc0").write_bytes(b"half")
     (tmp_path / ".notes.tmp-abc0").write_bytes(b"the user's")
-    weight_file_io.save_weights({"w": torch.ones(2)}, tmp_path)
+    weight_files.save_weights({"w": torch.ones(2)}, tmp_path)
     assert sorted(os.listdir(tmp_path)) == [".notes.tmp-abc0", "model.safetensors"]
 
 
 MEMORY = """
 import resource, sys
 from pathlib import Path
-from accelerate.checkpoint.checkpoint_export import export_weights
+from accelerate.checkpoint.weight_files import export_weights
 from accelerate.checkpoint.checkpoint_maintenance import open_checkpoints, select_checkpoint
 
 def peak():
@@ -486,13 +484,13 @@ def test_export_holds_one_shard_in_memory_at_most(tmp_path: Path, safe: bool) ->
     """A model several times larger than the limit of a shard, from both formats, while its dtype changes."""
     every = {f"layer.{i}": torch.randn(4 * 2**20) for i in range(24)}  # 16 MiB each, 384 MiB in all
     big = Path(
-        state.save(
+        save.save(
             CheckpointContents([StatefulAdapter("big", lambda: every, print)]),
             tmp_path / "b",
             safe_serialization=safe,
         )
     )
-    small = Path(state.save(CheckpointContents([nn.Linear(2, 2)]), tmp_path / "s", safe_serialization=safe))
+    small = Path(save.save(CheckpointContents([nn.Linear(2, 2)]), tmp_path / "s", safe_serialization=safe))
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, str(big), str(small), str(tmp_path)], capture_output=True, text=True
     )

@@ -11,26 +11,22 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.checkpoint import mapped_optimizer_state
+from accelerate.checkpoint import torch_files
 from accelerate.core.errors import CheckpointError
 
-pytestmark = pytest.mark.skipif(
-    not mapped_optimizer_state._can_populate(), reason="this system cannot copy pages ahead"
-)
+pytestmark = pytest.mark.skipif(not torch_files._can_populate(), reason="this system cannot copy pages ahead")
 SIZE = 2**19
 
 
 @pytest.fixture(autouse=True)
 def small_files_count(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(mapped_optimizer_state, "LARGE", 1)
-    monkeypatch.setattr(
-        mapped_optimizer_state, "_file_system", lambda path: "ext4"
-    )  # wherever the tests' folder lies
+    monkeypatch.setattr(torch_files, "LARGE", 1)
+    monkeypatch.setattr(torch_files, "_file_system", lambda path: "ext4")  # wherever the tests' folder lies
     yield
     while (
-        mapped_optimizer_state.MappedOptimizerState._open
+        torch_files.MappedOptimizerState._open
     ):  # a failure that a test has not asked for must not reach the next
-        mapped_optimizer_state.MappedOptimizerState._open.pop()
+        torch_files.MappedOptimizerState._open.pop()
 
 
 def training(dtype: torch.dtype = torch.float32) -> tuple[Accelerator, torch.nn.Module, Any]:
@@ -66,14 +62,14 @@ def overwrite(folder: Path) -> None:
 
 def hold_copying(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
     """Events: the copying has come to its turn; it may go on."""
-    ready, go, whole = threading.Event(), threading.Event(), mapped_optimizer_state.populate_pages
+    ready, go, whole = threading.Event(), threading.Event(), torch_files.populate_pages
 
     def slow(address: int, size: int) -> None:
         ready.set()
         assert go.wait(60)
         whole(address, size)
 
-    monkeypatch.setattr(mapped_optimizer_state, "populate_pages", slow)
+    monkeypatch.setattr(torch_files, "populate_pages", slow)
     return ready, go
 
 
@@ -84,8 +80,8 @@ def same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 def test_what_is_loaded_does_not_depend_on_its_file(saved_training: tuple[Path, list[torch.Tensor]]) -> None:
     accelerator, _, optimizer = training()
     accelerator.load_state(saved_training[0])
-    assert mapped_optimizer_state.MappedOptimizerState._open, "nothing was mapped"
-    mapped_optimizer_state.MappedOptimizerState.wait_copied()
+    assert torch_files.MappedOptimizerState._open, "nothing was mapped"
+    torch_files.MappedOptimizerState.wait_copied()
     overwrite(saved_training[0])
     assert same(moments(optimizer), saved_training[1])
 
@@ -141,7 +137,7 @@ def test_training_goes_on_while_pages_are_copied(
     step(accelerator, model, optimizer, 2.0)
     after = moments(optimizer)
     go.set()
-    mapped_optimizer_state.MappedOptimizerState.wait_copied()
+    torch_files.MappedOptimizerState.wait_copied()
     overwrite(saved_training[0])
     assert same(moments(optimizer), after)
 
@@ -172,11 +168,11 @@ def test_what_the_optimizer_does_not_keep_is_not_copied(
     wide = {k: {n: v.float() for n, v in s.items()} for k, s in state["state"].items()}
     torch.save({**state, "state": wide}, folder / "wide.bin")
     copied: list[int] = []
-    monkeypatch.setattr(mapped_optimizer_state, "populate_pages", lambda address, size: copied.append(size))
-    mapped_optimizer_state.MappedOptimizerState(folder / "wide.bin", map_location="cpu").load_into(
+    monkeypatch.setattr(torch_files, "populate_pages", lambda address, size: copied.append(size))
+    torch_files.MappedOptimizerState(folder / "wide.bin", map_location="cpu").load_into(
         optimizer.load_state_dict
     )
-    mapped_optimizer_state.MappedOptimizerState.wait_copied()
+    torch_files.MappedOptimizerState.wait_copied()
     assert sum(copied) < 64 * 1024, "the counters of steps at most; the moments have 4 MB"
 
 
@@ -185,14 +181,14 @@ def test_elsewhere_files_are_read_at_once(
     saved_training: tuple[Path, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     if what == "system":
-        monkeypatch.setattr(mapped_optimizer_state, "_can_populate", lambda: False)
+        monkeypatch.setattr(torch_files, "_can_populate", lambda: False)
     if what == "disk":
-        monkeypatch.setattr(mapped_optimizer_state, "_file_system", lambda path: "nfs4")
+        monkeypatch.setattr(torch_files, "_file_system", lambda path: "nfs4")
     accelerator, _, optimizer = training()
     if what == "device":
-        assert not mapped_optimizer_state.can_map(saved_training[0] / "optimizer.bin", torch.device("meta"))
+        assert not torch_files.can_map(saved_training[0] / "optimizer.bin", torch.device("meta"))
         return
     accelerator.load_state(saved_training[0])
-    assert not mapped_optimizer_state.MappedOptimizerState._open
+    assert not torch_files.MappedOptimizerState._open
     overwrite(saved_training[0])
     assert same(moments(optimizer), saved_training[1])

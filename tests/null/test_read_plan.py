@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.checkpoint.tensor_read_plan import FileSlice, ReadPlan, TensorLocation, TensorLocator
+from accelerate.checkpoint.dcp_files import FileSlice, TensorLocator
+from accelerate.checkpoint.file_reads import ReadPlan, TensorLocation
 from accelerate.core.errors import CheckpointError
 
 LARGE = torch.arange(3_000_000.0).view(1500, 2000)  # several parts of 4 MiB

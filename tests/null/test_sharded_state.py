@@ -19,14 +19,14 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from accelerate import Accelerator
-from accelerate.checkpoint import merge, sharded_save
-from accelerate.checkpoint.dcp_shard_reader import ShardFolderReader, lazy_tensors
+from accelerate.checkpoint import dcp_files, weight_files
+from accelerate.checkpoint.dcp_files import ShardFolderReader, lazy_tensors
 from accelerate.checkpoint.sharded_state import (
     ShardedModelState,
     ShardedOptimizerState,
     optimizer_state_by_index,
 )
-from accelerate.checkpoint.stateful_protocols import CheckpointLoadContext
+from accelerate.checkpoint.stateful import CheckpointLoadContext
 from accelerate.cli.main import run
 from accelerate.cli.merge_weights import merge_command, merge_command_parser
 from accelerate.core.errors import CheckpointError, SettingError
@@ -461,7 +461,7 @@ def test_parts_that_make_no_whole_are_refused() -> None:
     object.__setattr__(entry.tensor_data, "size", torch.Size([5, 2]))
     with pytest.raises(CheckpointError, match="do not make a whole"):
         spread.shard_writer(
-            [plan, sharded_save.LocalSavePlan.create({}, dedup_to_lowest_rank=False).local_plan], 0, 0
+            [plan, dcp_files.LocalSavePlan.create({}, dedup_to_lowest_rank=False).local_plan], 0, 0
         )
 
 
@@ -502,7 +502,7 @@ def test_merging_into_shards_with_an_index(tmp_path: Path) -> None:
     folder = save(ShardedModelState(model), tmp_path / "m")
     for safe, stem in ((True, "model"), (False, "pytorch_model")):
         out = tmp_path / stem
-        written = merge.write_merged(lazy_tensors(folder), out, safe=safe, limit=2 * 8 * 8 * 4)
+        written = weight_files.write_merged(lazy_tensors(folder), out, safe=safe, limit=2 * 8 * 8 * 4)
         assert len(written) == 3
         (index,) = out.glob("*.index.json")
         content = json.loads(index.read_text())
@@ -527,20 +527,20 @@ def test_merging_reads_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.
     assert reads == []
     assert torch.equal(saved_tensors["1.bias"].read(), saved_tensors["1.bias"].read())
     assert reads == ["model.1.bias"] * 2
-    merge.write_merged(saved_tensors, tmp_path / "out")
+    weight_files.write_merged(saved_tensors, tmp_path / "out")
     assert len(reads) == 2 + 4
 
 
 def test_the_checkpoint_is_removed_only_after_and_only_apart(tmp_path: Path) -> None:
     _, checkpoint = big(tmp_path)
     with pytest.raises(SettingError, match="is to be removed"):
-        merge.merge_fsdp_weights(str(checkpoint), str(checkpoint / "out"), remove_checkpoint_dir=True)
+        weight_files.merge_fsdp_weights(str(checkpoint), str(checkpoint / "out"), remove_checkpoint_dir=True)
     with pytest.raises(CheckpointError, match="there is no sharded model"):
-        merge.merge_fsdp_weights(
+        weight_files.merge_fsdp_weights(
             str(checkpoint / "optimizer_0"), str(tmp_path / "o"), remove_checkpoint_dir=True
         )
     assert (checkpoint / "optimizer_0").exists()
-    merge.merge_fsdp_weights(str(checkpoint), str(tmp_path / "o"), remove_checkpoint_dir=True)
+    weight_files.merge_fsdp_weights(str(checkpoint), str(tmp_path / "o"), remove_checkpoint_dir=True)
     assert not checkpoint.exists()
     assert (tmp_path / "o" / "model.safetensors").is_file()
 

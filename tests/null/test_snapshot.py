@@ -12,22 +12,21 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from accelerate.checkpoint import async_save, snapshot, state
-from accelerate.checkpoint.rank_file_contents import CollectedStates
-from accelerate.checkpoint.stateful_protocols import CheckpointContents
+from accelerate.checkpoint import async_save, save
+from accelerate.checkpoint.stateful import CheckpointContents, CollectedStates
 from accelerate.core.errors import CheckpointError
 
 
 @pytest.fixture(autouse=True)
-def staging() -> Iterator[snapshot.SnapshotHostMemory]:
-    snapshot.staging.release()
-    yield snapshot.staging
-    snapshot.staging.release()
+def staging() -> Iterator[async_save.SnapshotHostMemory]:
+    async_save.staging.release()
+    yield async_save.staging
+    async_save.staging.release()
 
 
 def copy_of(value: Any) -> Any:
     """``value`` as a snapshot has it."""
-    taken = snapshot.take_snapshot(CollectedStates([{"x": value}]), replicated=True)
+    taken = async_save.take_snapshot(CollectedStates([{"x": value}]), replicated=True)
     taken.wait()
     return taken.states.model_states[0]["x"]
 
@@ -106,7 +105,7 @@ def test_a_copy_brings_no_more_than_its_own_memory_into_a_file(tmp_path: Path) -
     assert (tmp_path / "x").stat().st_size < 10_000
 
 
-def test_memory_is_used_again(staging: snapshot.SnapshotHostMemory) -> None:
+def test_memory_is_used_again(staging: async_save.SnapshotHostMemory) -> None:
     values = [torch.ones(1000), torch.ones(20)]
     first = {one.data_ptr() for one in copy_of(values)}
     kept = staging.size
@@ -119,25 +118,25 @@ def test_memory_is_used_again(staging: snapshot.SnapshotHostMemory) -> None:
     assert staging.size == 0
 
 
-def test_memory_can_be_ready_before_it_is_needed(staging: snapshot.SnapshotHostMemory) -> None:
+def test_memory_can_be_ready_before_it_is_needed(staging: async_save.SnapshotHostMemory) -> None:
     values = [torch.ones(50_000), torch.ones(20)]
-    staging.prepare(snapshot.snapshot_sizes(values))
+    staging.prepare(async_save.snapshot_sizes(values))
     assert torch.equal(copy_of(values)[0], values[0])
     size = staging.size
     copy_of(values)
     assert staging.size == size  # whether or not it was ready in time
-    staging.prepare(snapshot.snapshot_sizes(values))
+    staging.prepare(async_save.snapshot_sizes(values))
     assert staging.size == size
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_forked_process_leaves_the_memory_alone(staging: snapshot.SnapshotHostMemory) -> None:
+def test_a_forked_process_leaves_the_memory_alone(staging: async_save.SnapshotHostMemory) -> None:
     """Workers of a loader are forked at any time, also while a copy is written."""
     before = copy_of(torch.ones(1_000_000))
     pid = os.fork()
     if pid == 0:
-        fine = snapshot.staging.size == 0
-        snapshot.staging.release()
+        fine = async_save.staging.size == 0
+        async_save.staging.release()
         fine = fine and copy_of(torch.ones(1000)).sum() == 1000
         os._exit(0 if fine else 1)
     assert os.waitpid(pid, 0)[1] == 0
@@ -167,9 +166,9 @@ def advance(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def test_the_files_are_those_of_a_save_that_was_waited_for(tmp_path: Path, safe: bool) -> None:
     model, optimizer, parts = training(0)
     advance(model, optimizer)
-    state.save(parts, tmp_path / "now", safe_serialization=safe)
+    save.save(parts, tmp_path / "now", safe_serialization=safe)
     path = tmp_path / "later"
-    assert state.save(parts, path, safe_serialization=safe, in_background=True) == path
+    assert save.save(parts, path, safe_serialization=safe, in_background=True) == path
     assert async_save.wait() == path
     assert async_save.wait() is None
     names = sorted(os.listdir(tmp_path / "now"))
@@ -184,7 +183,7 @@ def test_hooks_may_write_and_take_models_away(tmp_path: Path) -> None:
         weights.pop()
 
     _, _, parts = training(0)
-    state.save(parts, tmp_path / "c", before=before, in_background=True)
+    save.save(parts, tmp_path / "c", before=before, in_background=True)
     async_save.wait()
     assert (tmp_path / "c/extra.txt").read_text() == "mine"
     assert not (tmp_path / "c/model.safetensors").exists()
@@ -200,6 +199,6 @@ class Uncopyable:
 
 def test_a_state_that_cannot_be_copied_is_an_error_at_the_call(tmp_path: Path) -> None:
     with pytest.raises((CheckpointError, TypeError), match="TextIOWrapper"):
-        state.save(CheckpointContents(custom=[Uncopyable()]), tmp_path / "c", in_background=True)
+        save.save(CheckpointContents(custom=[Uncopyable()]), tmp_path / "c", in_background=True)
     assert os.listdir(tmp_path) == []
     assert async_save.wait() is None

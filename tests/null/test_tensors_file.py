@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from accelerate.checkpoint import parallel_file_reads, pickles, state_dict_files
+from accelerate.checkpoint import file_reads, state_dict_files, torch_files
 from accelerate.core.errors import CheckpointError
 
 DTYPES = sorted(state_dict_files._CODES, key=str)
@@ -75,8 +75,8 @@ def test_mixed_dtypes_are_aligned_and_complete(tmp_path: Path) -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts so small that every tensor has several."""
-    monkeypatch.setattr(parallel_file_reads, "CHUNK", 1000)
-    monkeypatch.setattr(parallel_file_reads, "_LARGE", 500)
+    monkeypatch.setattr(file_reads, "CHUNK", 1000)
+    monkeypatch.setattr(file_reads, "_LARGE", 500)
 
 
 @pytest.mark.usefixtures("small")
@@ -91,7 +91,7 @@ def test_a_torch_file_is_read_in_parts_as_torch_reads_it(tmp_path: Path, dtype: 
         "n": [1, None],
     }
     torch.save(value, tmp_path / "file.bin")
-    loaded = pickles.read(tmp_path / "file.bin")
+    loaded = torch_files.read(tmp_path / "file.bin")
     assert all(same(loaded[name], value[name]) for name in ("whole", "row", "turned", "small"))
     assert loaded["turned"].stride() == base.t().stride()
     assert loaded["whole"].untyped_storage().data_ptr() == loaded["row"].untyped_storage().data_ptr()
@@ -102,8 +102,8 @@ def test_a_torch_file_is_read_in_parts_as_torch_reads_it(tmp_path: Path, dtype: 
 def test_a_torch_file_of_the_old_format_is_read_too(tmp_path: Path) -> None:
     value = {"a": torch.randn(50, 50)}
     torch.save(value, tmp_path / "file.bin", _use_new_zipfile_serialization=False)
-    assert torch.equal(pickles.read(tmp_path / "file.bin", mmap=True)["a"], value["a"])
-    assert torch.equal(pickles.read(tmp_path / "file.bin")["a"], value["a"])
+    assert torch.equal(torch_files.read(tmp_path / "file.bin", mmap=True)["a"], value["a"])
+    assert torch.equal(torch_files.read(tmp_path / "file.bin")["a"], value["a"])
 
 
 @pytest.mark.usefixtures("small")
@@ -116,7 +116,7 @@ def test_what_was_read_does_not_depend_on_the_file(tmp_path: Path) -> None:
     path = tmp_path / "file.bin"
     torch.save(value, path)
     with config.patch({"load.mmap": True}):
-        loaded = pickles.read(path)
+        loaded = torch_files.read(path)
     path.write_bytes(b"\0" * path.stat().st_size)
     os.truncate(path, 0)
     assert torch.equal(loaded["a"], value["a"])
@@ -126,7 +126,7 @@ def test_a_parallel_file_reads_like_a_file(tmp_path: Path, small: None) -> None:
     data = bytes(range(256)) * 40
     path = tmp_path / "file"
     path.write_bytes(data)
-    with parallel_file_reads.ParallelReadFile(path) as file:
+    with file_reads.ParallelReadFile(path) as file:
         assert file.read(3) == data[:3]
         assert file.seek(-5000, os.SEEK_END) == len(data) - 5000 == file.tell()
         assert file.read(4000) == data[-5000:-1000]
@@ -151,9 +151,9 @@ class Net(nn.Module):
 def load_mapped(path: Path, model: nn.Module, **kwargs: Any) -> dict[str, Any]:
     """Loads a file into a model; returns the mapped state."""
     state, aliases = state_dict_files.read_safetensors(path)
-    files = [parallel_file_reads.MappedTensorAddresses.create(path, state)]
+    files = [file_reads.MappedTensorAddresses.create(path, state)]
     state = state_dict_files.fit_names(state, aliases, model.state_dict())
-    parallel_file_reads.load_from_mapped(files, model.load_state_dict, state, **kwargs)
+    file_reads.load_from_mapped(files, model.load_state_dict, state, **kwargs)
     return state
 
 
@@ -162,8 +162,8 @@ def test_a_model_is_filled_from_its_file(tmp_path: Path, monkeypatch: pytest.Mon
     source, target = Net(), Net()
     path = write_state(tmp_path / "model.safetensors", dict(source.state_dict()))
     read: list[int] = []
-    real = parallel_file_reads.read_parallel
-    monkeypatch.setattr(parallel_file_reads, "read_parallel", lambda *a: (read.append(len(a[2])), real(*a)))
+    real = file_reads.read_parallel
+    monkeypatch.setattr(file_reads, "read_parallel", lambda *a: (read.append(len(a[2])), real(*a)))
     versions = {name: value._version for name, value in target.named_parameters()}
     places = {name: value.data_ptr() for name, value in target.state_dict().items()}
     load_mapped(path, target)
@@ -193,10 +193,10 @@ def test_a_file_that_got_shorter_meanwhile_is_an_error(tmp_path: Path) -> None:
     model = nn.Linear(40, 40)
     path = write_state(tmp_path / "model.safetensors", dict(model.state_dict()))
     state, _ = state_dict_files.read_safetensors(path)
-    files = [parallel_file_reads.MappedTensorAddresses.create(path, state)]
+    files = [file_reads.MappedTensorAddresses.create(path, state)]
     os.truncate(path, 3000)
     try:
-        parallel_file_reads.load_from_mapped(files, model.load_state_dict, state)
+        file_reads.load_from_mapped(files, model.load_state_dict, state)
         text = ""
     except CheckpointError as error:
         text = str(error)
@@ -215,6 +215,4 @@ def test_copies_elsewhere_are_left_alone(tmp_path: Path) -> None:
         assert torch.equal(torch.zeros(500).copy_(state["a"][:500]), torch.ones(500))
         assert torch.equal(torch.zeros(500).copy_(state["a"][::2]), torch.ones(500))
 
-    parallel_file_reads.load_from_mapped(
-        [parallel_file_reads.MappedTensorAddresses.create(path, state)], load
-    )
+    file_reads.load_from_mapped([file_reads.MappedTensorAddresses.create(path, state)], load)

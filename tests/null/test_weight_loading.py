@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate import load_checkpoint_in_model
-from accelerate.checkpoint import state, weight_file_io
-from accelerate.checkpoint.state import CheckpointContents
+from accelerate.checkpoint import save, weight_files
+from accelerate.checkpoint.stateful import CheckpointContents
 from accelerate.checkpoint.weight_loading import WeightsMismatchError
 from accelerate.core.errors import CheckpointError, FeatureNotBuiltError, MissingExtraError, SettingError
 
@@ -47,11 +47,11 @@ def saved_model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[TiedNet
     model, kind = TiedNet(), request.param
     if "checkpoint" in kind:
         path = Path(
-            state.save(CheckpointContents([model]), tmp_path / "c", safe_serialization="bin" not in kind)
+            save.save(CheckpointContents([model]), tmp_path / "c", safe_serialization="bin" not in kind)
         )
         return model, path
     limit, safe = (100 if "index" in kind else "5GB"), "bin" not in kind
-    files = weight_file_io.save_weights(
+    files = weight_files.save_weights(
         model.state_dict(), tmp_path, max_shard_size=limit, safe_serialization=safe
     )
     if "index" in kind:
@@ -77,7 +77,7 @@ def test_names_of_wrappers_do_not_matter(tmp_path: Path) -> None:
     """D9."""
     model = TiedNet()
     state_dict = {f"module._orig_mod.{name}": value for name, value in model.state_dict().items()}
-    weight_file_io.save(state_dict, tmp_path / "m.safetensors", safe_serialization=True)
+    weight_files.save(state_dict, tmp_path / "m.safetensors", safe_serialization=True)
     fresh = hollow()
     load_checkpoint_in_model(fresh, tmp_path / "m.safetensors")
     torch.testing.assert_close(dict(fresh.state_dict()), dict(model.state_dict()))
@@ -168,7 +168,7 @@ def test_dtypes(tmp_path: Path, make: Any, wanted: Any) -> None:
 
 
 def test_devices_of_a_map(tmp_path: Path) -> None:
-    weight_file_io.save_weights(TiedNet().state_dict(), tmp_path)
+    weight_files.save_weights(TiedNet().state_dict(), tmp_path)
     model = hollow()
     load_checkpoint_in_model(model, tmp_path, device_map={"": "cpu", "norm": torch.device("cpu")})
     assert {value.device.type for value in model.state_dict().values()} == {"cpu"}
@@ -177,7 +177,7 @@ def test_devices_of_a_map(tmp_path: Path) -> None:
 
 
 def test_8_bit_weights_need_their_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight_file_io.save_weights(TiedNet().state_dict(), tmp_path)
+    weight_files.save_weights(TiedNet().state_dict(), tmp_path)
     for there, error in ((False, MissingExtraError), (True, FeatureNotBuiltError)):
         monkeypatch.setattr("accelerate.core.packages.is_installed", lambda _, is_there=there: is_there)
         with pytest.raises(error, match="offload_8bit_bnb=True"):
@@ -197,7 +197,7 @@ def test_buffers_that_no_file_holds_must_be_there(
     tmp_path: Path, device_map: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """E3: a buffer that is not saved and was made without data would be garbage; nothing is loaded."""
-    weight_file_io.save_weights(TiedNet().state_dict(), tmp_path)
+    weight_files.save_weights(TiedNet().state_dict(), tmp_path)
     with torch.device("meta"):
         model = TiedNet()
     with pytest.raises(
@@ -220,7 +220,7 @@ def test_places_without_weights_are_named(tmp_path: Path) -> None:
 
 
 def test_a_cut_shard_and_one_that_leads_away_are_refused(tmp_path: Path) -> None:
-    files = weight_file_io.save_weights(TiedNet().state_dict(), tmp_path, max_shard_size=100)
+    files = weight_files.save_weights(TiedNet().state_dict(), tmp_path, max_shard_size=100)
     path = tmp_path / files[0]
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=files[0]):
@@ -257,7 +257,7 @@ def test_there_is_never_a_second_copy_of_the_model(tmp_path: Path, safe: bool) -
     layers = [nn.Linear(2048, 1024, bias=False) for _ in range(24)]
     big, small = nn.Sequential(*layers), nn.Sequential(layers[0])
     for name, model in (("big", big), ("small", small)):
-        weight_file_io.save_weights(model.state_dict(), tmp_path / name, safe_serialization=safe)
+        weight_files.save_weights(model.state_dict(), tmp_path / name, safe_serialization=safe)
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, str(tmp_path / "big"), str(tmp_path / "small")],
         capture_output=True,

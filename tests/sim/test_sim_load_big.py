@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accelerate import init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
-from accelerate.checkpoint import weight_file_io
+from accelerate.checkpoint import weight_files
 from accelerate.core.errors import DeviceError
 from accelerate.offload.offloaded_tensor import OffloadedTensor
 from tests.support import sim
@@ -69,7 +69,7 @@ def net(tmp_path: Path) -> Net:
     """A model, whose weights lie in ``tmp_path / "w"`` in several shards."""
     torch.manual_seed(0)
     net = Net().eval()
-    weight_file_io.save_weights(net.state_dict(), tmp_path / "w", max_shard_size=300 * KiB)
+    weight_files.save_weights(net.state_dict(), tmp_path / "w", max_shard_size=300 * KiB)
     return net
 
 
@@ -97,7 +97,7 @@ def test_outputs_are_equal_and_nothing_is_written(
 ) -> None:
     """E1, E3, E11: devices, memory and disk, from both formats."""
     if not safe:
-        weight_file_io.save_weights(net.state_dict(), tmp_path / "bin", safe_serialization=False)
+        weight_files.save_weights(net.state_dict(), tmp_path / "bin", safe_serialization=False)
     offload = tmp_path / "offload"
     model = load_checkpoint_and_dispatch(
         empty(), tmp_path / ("w" if safe else "bin"), device_map, offload_folder=offload

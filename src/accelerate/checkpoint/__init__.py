@@ -1,1 +1,1 @@
-"""Floor 3: checkpoints, whole or absent. The way in is ``state.py``, file names are in ``names.py``."""
+"""Floor 3: checkpoints, whole or absent. The ways in are ``save.py`` and ``load.py``."""

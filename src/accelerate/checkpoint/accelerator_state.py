@@ -1,6 +1,6 @@
 """The public functions that write a training state straight into a folder, each process for itself.
 
-``Accelerator.save_state`` does not use them; see ``state.py``. The files are the same.
+``Accelerator.save_state`` does not use them; see ``save.py``. The files are the same.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate.checkpoint import names, pickles, rank_file_contents
-from accelerate.checkpoint.load_state import resolve_map_location
+from accelerate.checkpoint import layout, save, torch_files
+from accelerate.checkpoint.load import TrainingStateReader, resolve_map_location
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
-from accelerate.checkpoint.state_reader import TrainingStateReader
-from accelerate.checkpoint.stateful_protocols import CheckpointContents
-from accelerate.checkpoint.weight_file_io import replace_file
+from accelerate.checkpoint.stateful import CheckpointContents
+from accelerate.checkpoint.weight_files import replace_file
 from accelerate.world import rng
 
 
@@ -43,14 +42,14 @@ def save_accelerator_state(
     train_state = CheckpointContents([], optimizers, schedulers, scaler, rng=rng, step=step)
     train_state.stateful_loaders = _stateful(dataloaders)
     ranks = CheckpointRankGroup.current()
-    states = rank_file_contents.collect_states(train_state, replace(ranks, rank=process_index))
+    states = save.collect_states(train_state, replace(ranks, rank=process_index))
     states.model_states = model_states
     replicated = process_index == 0 or (save_on_each_node and ranks.local_rank == 0)
-    for item in rank_file_contents.files_to_write(states, replicated=replicated, safe=safe_serialization):
+    for item in save.files_to_write(states, replicated=replicated, safe=safe_serialization):
         replace_file(folder / item.file, item.fill)
     for index in range(len(model_states) if replicated else 0):
         # The other format would be read in its place, or beside it.
-        (folder / names.model_file(index, safe=not safe_serialization)).unlink(missing_ok=True)
+        (folder / layout.model_file(index, safe=not safe_serialization)).unlink(missing_ok=True)
     return folder
 
 
@@ -90,9 +89,9 @@ def load_accelerator_state(
 def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
     """Write the state of one of the user's objects, on the main process (or one process per machine)."""
     if CheckpointRankGroup.current().is_writer(save_on_each_node):
-        description = f"{names.custom_file(index)} ({type(obj).__name__})"
-        file = Path(path) / names.custom_file(index)
-        replace_file(file, partial(pickles.write, obj.state_dict(), what=description))
+        description = f"{layout.custom_file(index)} ({type(obj).__name__})"
+        file = Path(path) / layout.custom_file(index)
+        replace_file(file, partial(torch_files.write, obj.state_dict(), what=description))
 
 
 def load_custom_state(
@@ -109,9 +108,11 @@ def load_custom_state(
     Raises:
         CheckpointError: the file is missing, damaged, or would run code.
     """
-    file = Path(path) / names.custom_file(index)
+    file = Path(path) / layout.custom_file(index)
     trust = "load_custom_state(..., load_kwargs={'weights_only': False})"
-    obj.load_state_dict(pickles.read(file, **{"map_location": "cpu", "trust": trust, **(load_kwargs or {})}))
+    obj.load_state_dict(
+        torch_files.read(file, **{"map_location": "cpu", "trust": trust, **(load_kwargs or {})})
+    )
 
 
 def _stateful(dataloaders: list[Any]) -> list[Any]:

@@ -1,26 +1,39 @@
 """Asynchronous saves: a checkpoint is written while training goes on, at most one per process.
 
-A thread runs what a synchronous save runs after it has collected the states. Whoever needs it finished calls
-``wait``: the next save, a load, the user, the end of the training. A world that closes and an interpreter
-that exits let it finish too, also after an error. A failure that nobody heard of by then is printed, and the
-process ends with status 1.
+A thread runs what a synchronous save runs after it has collected the states, on copies of these in host
+memory, since training goes on changing the originals. Whoever needs the save finished calls ``wait``: the
+next save, a load, the user, the end of the training. A world that closes and an interpreter that exits let it
+finish too, also after an error. A failure that nobody heard of by then is printed, and the process ends with
+status 1.
+
+Memory that was never written to costs several times the copy itself, page by page. So the memory of a
+snapshot is kept for the next one (``SnapshotHostMemory``), and can be made ready before the first.
 """
 
 from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # noqa: F401 - what it registers for the exit must come after ``join``
+import copy
+import ctypes
 import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
-from accelerate.checkpoint.mapped_optimizer_state import MappedOptimizerState
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from accelerate import device as devices
+from accelerate.checkpoint.discovery import Address
 from accelerate.checkpoint.rank_group import BackgroundSaveError, CheckpointRankGroup
-from accelerate.checkpoint.storage_urls import Address
+from accelerate.checkpoint.stateful import CollectedStates
+from accelerate.checkpoint.torch_files import MappedOptimizerState
 from accelerate.core.errors import AccelerateError
 from accelerate.world import world as worlds
 
@@ -148,12 +161,270 @@ def _exit_with_failure() -> None:
 
 
 def _reset_after_fork() -> None:
-    """Forget the save in a forked process, for example a data loader's worker, which has no such thread."""
-    global _current
+    """Forget the save and the memory in a forked process, for example a data loader's worker.
+
+    It has no such thread, has none of the memory, and must not free it.
+    """
+    global _current, staging
     _current = None
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(staging))
+    staging = SnapshotHostMemory()
 
 
 # Registered first, so it runs last of this package's.
 atexit.register(_exit_with_failure)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_reset_after_fork)
+
+
+_ALIGNED = 64  # bytes, a cache line
+_PAGE = 4096  # bytes, the smallest that a system has
+_PIECE = 64 * 2**20
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass
+class StateSnapshot:
+    """Copies of states, and the devices that may still be copying.
+
+    Attributes:
+        states: the copies; on the host, shared memory is shared as in the originals.
+        devices: those whose copies may be on their way.
+    """
+
+    states: CollectedStates
+    devices: list[torch.device]
+
+    def wait(self) -> None:
+        """Wait until all is copied."""
+        for device in self.devices:
+            devices.get(device.type).synchronize(device.index)
+
+
+class SnapshotHostMemory:
+    """Host memory for snapshots, one at a time, kept between them."""
+
+    def __init__(self) -> None:
+        # by the type of the device whose tensors are copied to it
+        self._blocks: dict[str, list[torch.Tensor]] = {}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._prepare_thread: threading.Thread | None = None
+
+    @property
+    def size(self) -> int:
+        """The bytes that are kept."""
+        return sum(block.numel() for blocks in self._blocks.values() for block in blocks)
+
+    def prepare(self, sizes: Mapping[str, int]) -> None:
+        """Allocate memory in the background, by device type; a snapshot does not wait for it."""
+        if self._prepare_thread is None and not self._blocks:
+            self._prepare_thread = threading.Thread(
+                target=self._prepare, args=(dict(sizes),), name="accelerate-staging", daemon=True
+            )
+            self._prepare_thread.start()
+            atexit.register(self.stop_preparing)  # it must not be inside torch while the interpreter ends
+
+    def _prepare(self, sizes: dict[str, int]) -> None:
+        for kind, size in sizes.items():
+            with self._lock:
+                if self._stop.is_set() or not size:
+                    return
+                block = devices.get(kind).host_memory(size)
+                self._blocks.setdefault(kind, []).append(block)
+            # So small a piece is written by one thread.
+            for start in range(0, size, _PIECE):
+                if self._stop.is_set():
+                    return
+                block[start : start + _PIECE : _PAGE].zero_()
+
+    def stop_preparing(self) -> None:
+        """Stop what ``prepare`` does; memory that is ready stays."""
+        thread, self._prepare_thread = self._prepare_thread, None
+        if thread is not None:
+            self._stop.set()
+            thread.join()
+            self._stop.clear()
+
+    def release(self) -> None:
+        """Free all memory. No snapshot may be in use."""
+        self.stop_preparing()
+        self._blocks.clear()
+
+    def allocate(self, wanted: list[tuple[str, int]]) -> list[torch.UntypedStorage]:
+        """Return one storage for each (device type, bytes); memory of the last snapshot is reused."""
+        self.stop_preparing()
+        storages: dict[int, torch.UntypedStorage] = {}
+        for kind in {kind for kind, _ in wanted}:
+            sizes = {index: size for index, (k, size) in enumerate(wanted) if k == kind}
+            storages.update(self._allocate_from_blocks(kind, sizes))
+        return [storages[index] for index in range(len(wanted))]
+
+    def _allocate_from_blocks(self, kind: str, sizes: dict[int, int]) -> dict[int, torch.UntypedStorage]:
+        blocks = self._blocks.setdefault(kind, [])
+        used = [0] * len(blocks)
+        unplaced: list[int] = []
+        places: dict[int, tuple[int, int]] = {}
+        for index in sorted(sizes, key=sizes.__getitem__, reverse=True):
+            aligned_size = _align_up(sizes[index])
+            block_index = next(
+                (b for b, block in enumerate(blocks) if used[b] + aligned_size <= block.numel()), None
+            )
+            if block_index is None:
+                unplaced.append(index)
+                continue
+            places[index] = block_index, used[block_index]
+            used[block_index] += aligned_size
+        if unplaced:
+            blocks.append(devices.get(kind).host_memory(sum(_align_up(sizes[index]) for index in unplaced)))
+            end = 0
+            for index in unplaced:
+                places[index] = len(blocks) - 1, end
+                end += _align_up(sizes[index])
+        return {index: _slice(blocks[b], start, sizes[index]) for index, (b, start) in places.items()}
+
+
+def _align_up(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _slice(block: torch.Tensor, start: int, size: int) -> torch.UntypedStorage:
+    """Return a storage of its own: files hold whole storages, and a slice must not bring the rest along."""
+    return torch.frombuffer(block.numpy(), dtype=torch.uint8, count=size, offset=start).untyped_storage()
+
+
+staging = SnapshotHostMemory()
+
+
+def take_snapshot(originals: CollectedStates, *, replicated: bool) -> StateSnapshot:
+    """Copy ``originals``, after the work that their devices are doing now.
+
+    Args:
+        originals: the states; shares are changed to hold copies.
+        replicated: this rank writes what is the same on all ranks, too; otherwise that is left out.
+
+    Raises:
+        TypeError, RuntimeError: an object in the states cannot be copied.
+    """
+    to_copy = CollectedStates(
+        model_states=originals.model_states if replicated else [],
+        replicated=originals.replicated if replicated else [],
+        per_rank=originals.per_rank,
+        positions=originals.positions,
+        metadata=originals.metadata,
+    )
+    lists = [share.tensors for share in originals.shard_writers]
+    tensor_copies = _TensorCopies([vars(to_copy), lists])
+    states: CollectedStates = copy.deepcopy(to_copy, tensor_copies.copies)
+    for tensors in lists:
+        tensors[:] = [tensor_copies.copies[id(tensor)] for tensor in tensors]
+    kinds = {
+        id(new): originals.model_classes.get(id(old), "")
+        for old, new in zip(to_copy.model_states, states.model_states, strict=True)
+    }
+    states.model_classes, states.shard_writers = kinds, originals.shard_writers
+    return StateSnapshot(states, tensor_copies.busy_devices)
+
+
+def snapshot_sizes(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
+    """Return the bytes that a snapshot of ``tensors`` takes, by device type."""
+    bytes_by_type: dict[str, int] = {}
+    for device, storage in _storages(tensors).values():
+        bytes_by_type[device.type] = bytes_by_type.get(device.type, 0) + _align_up(storage.nbytes())
+    return bytes_by_type
+
+
+class _TensorCopies:
+    """Copies of all tensors in ``states``, for ``deepcopy``.
+
+    Attributes:
+        copies: by the ``id`` of the original.
+        busy_devices: devices that may still be copying.
+    """
+
+    def __init__(self, states: Any) -> None:
+        self._tensors = list(_tensors(states))
+        self._memory = self._copy_storages(_storages(self._tensors))
+        self.copies: dict[int, Any] = {id(tensor): self._copy_tensor(tensor) for tensor in self._tensors}
+
+    def _copy_storages(self, storages: _Storages) -> dict[_Key, torch.UntypedStorage]:
+        requests = [(device.type, storage.nbytes()) for device, storage in storages.values()]
+        memory = dict(zip(storages, staging.allocate(requests), strict=True))
+        self.busy_devices: list[torch.device] = []
+        for key, (device, storage) in storages.items():
+            hardware = devices.get(device.type)
+            # On the device's current stream: after pending changes of the tensor, before later ones.
+            _as_tensor(memory[key]).copy_(_as_tensor(storage), non_blocking=hardware.pins_memory)
+            if hardware.pins_memory and device not in self.busy_devices:
+                self.busy_devices.append(device)
+        return memory
+
+    def _copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "meta":
+            return tensor
+        if is_traceable_wrapper_subclass(tensor):
+            names, context = tensor.__tensor_flatten__()
+            inner = {name: self._copy_tensor(getattr(tensor, name)) for name in names}
+            kind: Any = type(tensor)
+            return kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+        if not _has_memory(tensor):
+            return tensor.detach().to("cpu", copy=True).requires_grad_(tensor.requires_grad)
+        memory = self._memory[_key(tensor)]
+        place = tensor.storage_offset(), tensor.size(), tensor.stride()
+        copy = torch.empty(0, dtype=tensor.dtype).set_(memory, *place)
+        if isinstance(tensor, torch.nn.Parameter):
+            copy = torch.nn.Parameter(copy, requires_grad=False)
+        vars(copy).update(vars(tensor))
+        return copy.requires_grad_(tensor.requires_grad)
+
+
+_Key = tuple[torch.device, int, int]
+_Storages = dict[_Key, tuple[torch.device, torch.UntypedStorage]]
+
+
+def _key(tensor: torch.Tensor) -> _Key:
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Return True for a plain view of memory; torch copies other tensors, one by one."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and tensor.untyped_storage().nbytes() > 0
+    )
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> _Storages:
+    """Return the storages behind tensors, each once."""
+    storages: _Storages = {}
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            storages.update(_storages(getattr(tensor, name) for name in names))
+        elif tensor.device.type != "meta" and _has_memory(tensor):
+            storages[_key(tensor)] = tensor.device, tensor.untyped_storage()
+    return storages
+
+
+def _as_tensor(storage: torch.UntypedStorage) -> torch.Tensor:
+    """View a storage as a tensor of the widest dtype that fits."""
+    dtype = torch.int64 if storage.nbytes() % 8 == 0 else torch.uint8
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested containers, each once; ``deepcopy`` finds those of other objects."""
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if not isinstance(item, torch.Tensor | Mapping | list | tuple | set | frozenset) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            yield item
+        else:
+            stack.extend(item.values() if isinstance(item, Mapping) else item)

@@ -12,17 +12,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from accelerate.checkpoint import names
+from accelerate.checkpoint import layout
 from accelerate.checkpoint.errors import file_errors
-from accelerate.checkpoint.manifest import Manifest
+from accelerate.checkpoint.layout import Manifest
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
-from accelerate.checkpoint.stateful_protocols import CheckpointContents
+from accelerate.checkpoint.stateful import CheckpointContents
 from accelerate.checkpoint.storage import CheckpointStorage
 from accelerate.core.errors import AccelerateError, CheckpointError
 from accelerate.core.units import show_bytes
 
 _AT_ONCE = 8
-_OF_RANK = re.compile(rf"{names.RNG_STATE_NAME}_(\d+)\.pkl|{names.LOADER_NAME}(?:_\d+)?_rank(\d+)\.bin")
+_OF_RANK = re.compile(rf"{layout.RNG_STATE_NAME}_(\d+)\.pkl|{layout.LOADER_NAME}(?:_\d+)?_rank(\d+)\.bin")
 
 
 @contextmanager

@@ -17,13 +17,12 @@ from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from accelerate.checkpoint import discovery, storage_urls
-from accelerate.checkpoint.atomic_replace import parse_working_name
-from accelerate.checkpoint.digest import PIECE, file_digest
+from accelerate.checkpoint import discovery
 from accelerate.checkpoint.discovery import CheckpointCandidate
+from accelerate.checkpoint.durable_file import PIECE, file_digest
 from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
-from accelerate.checkpoint.names import AUTOMATIC_FOLDER, SHARDED_INDEX
-from accelerate.checkpoint.storage import CheckpointStorage, FileRecord
+from accelerate.checkpoint.layout import AUTOMATIC_FOLDER, SHARDED_INDEX
+from accelerate.checkpoint.storage import CheckpointStorage, FileRecord, parse_working_name
 from accelerate.core.errors import CheckpointError
 
 # A running save writes all the time; one that has not written for this long counts as dead.
@@ -57,9 +56,9 @@ def open_checkpoints(text: str) -> CheckpointCollection:
     Raises:
         CheckpointNotFoundError: there is no such folder, or nothing in it looks like a checkpoint.
     """
-    address = storage_urls.parse_address(text)
-    above, name = storage_urls.split_address(address)
-    store = storage_urls.open_store(above)
+    address = discovery.parse_address(text)
+    above, name = discovery.split_address(address)
+    store = discovery.open_store(above)
     if not store.is_folder(name):
         near = ", ".join(store.entries()[:12])
         raise CheckpointNotFoundError(
@@ -68,9 +67,9 @@ def open_checkpoints(text: str) -> CheckpointCollection:
     candidate = discovery.inspect_folder(store, name)
     if candidate is not None and (candidate.manifest is not None or not candidate.problem):
         return CheckpointCollection(store, [candidate], single=True)
-    folder_address = storage_urls.join_address(above, name)
-    for folder in (folder_address, storage_urls.join_address(folder_address, AUTOMATIC_FOLDER)):
-        inner_store = storage_urls.open_store(folder)
+    folder_address = discovery.join_address(above, name)
+    for folder in (folder_address, discovery.join_address(folder_address, AUTOMATIC_FOLDER)):
+        inner_store = discovery.open_store(folder)
         candidates = discovery.candidates(inner_store)
         if candidates:
             return CheckpointCollection(inner_store, candidates)

@@ -7,7 +7,7 @@
     4. all agree; then one step of the store makes the folder the checkpoint.
     5. only now older checkpoints may go.
 
-On a file system step 4 is a rename, see ``atomic_replace.py``; in a remote store it writes the manifest under
+On a file system step 4 is a rename, see ``storage.py``; in a remote store it writes the manifest under
 the checkpoint's name, see ``remote.py``.
 
 With ``each_node`` every machine does this on its own disk, and step 4 waits for all machines.
@@ -17,28 +17,21 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from accelerate.checkpoint import manifest as manifests
 from accelerate.checkpoint.discovery import automatic_number, inspect_folder
-from accelerate.checkpoint.names import MANIFEST_NAME
-from accelerate.checkpoint.storage import CheckpointStorage, FileRecord
+from accelerate.checkpoint.layout import MANIFEST_NAME, encode_manifest
+from accelerate.checkpoint.storage import CheckpointStorage, FileRecord, new_id
 from accelerate.core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from accelerate.checkpoint.manifest import Manifest
+    from accelerate.checkpoint.layout import Manifest
     from accelerate.checkpoint.rank_group import CheckpointRankGroup
-
-
-def new_id() -> str:
-    """Return the id of one save; rank 0 draws it."""
-    return uuid.uuid4().hex[:12]
 
 
 @dataclass(frozen=True)
@@ -143,7 +136,7 @@ class CommitTransaction:
         if self.each_node:
             self._refuse_shared_folder()
         manifest = describe(dict(sorted(records.items())))
-        data = manifests.encode(manifest)
+        data = encode_manifest(manifest)
         self.store.write(f"{self.temp}/{MANIFEST_NAME}", lambda file: file.write(data))
         for folder in {Path(name).parent.as_posix() for name in records} | {"."}:
             self.store.sync(self.temp if folder == "." else f"{self.temp}/{folder}")

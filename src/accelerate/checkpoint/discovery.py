@@ -1,12 +1,16 @@
-"""The search for checkpoints: which folders are complete ones, and which is the newest.
+"""Where checkpoints are: their addresses, which folders are complete ones, which is the newest.
 
-A committed checkpoint has a manifest and every file of it, with its size. Folders of the public package have
-no manifest; they count only if nothing in them is torn, as far as that can be seen without one.
+An address is the path of a local folder or the URL of a remote one. A committed checkpoint has a manifest and
+every file of it, with its size. Folders of the public package have no manifest; they count only if nothing in
+them is torn, as far as that can be seen without one.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import re
+import socket
 import zipfile
 from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
@@ -17,14 +21,25 @@ from pathlib import Path, PurePosixPath
 
 from safetensors import SafetensorError, safe_open
 
-from accelerate.checkpoint import manifest as manifests
-from accelerate.checkpoint.atomic_replace import INTERRUPTED, ROLES, parse_working_name
-from accelerate.checkpoint.errors import CheckpointNotFoundError
-from accelerate.checkpoint.manifest import Manifest
-from accelerate.checkpoint.names import AUTOMATIC_NAME, MANIFEST_NAME, is_checkpoint_name, rng_file
-from accelerate.checkpoint.storage import CheckpointStorage
-from accelerate.checkpoint.storage_urls import Address, open_store, parse_address
-from accelerate.core.errors import CheckpointError
+from accelerate.checkpoint.errors import CheckpointExistsError, CheckpointNotFoundError
+from accelerate.checkpoint.layout import (
+    AUTOMATIC_FOLDER,
+    AUTOMATIC_NAME,
+    MANIFEST_NAME,
+    Manifest,
+    is_checkpoint_name,
+    rng_file,
+)
+from accelerate.checkpoint.remote import RemoteCheckpointStorage
+from accelerate.checkpoint.storage import (
+    INTERRUPTED,
+    ROLES,
+    CheckpointStorage,
+    LocalCheckpointStorage,
+    parse_working_name,
+    read_manifest,
+)
+from accelerate.core.errors import CheckpointError, SettingError
 
 _AT_ONCE = 16  # folders that are inspected at once: a remote store answers slowly
 _NUMBERED = re.compile(r"(?P<stem>.*?)(?P<number>\d+)")
@@ -126,17 +141,6 @@ def inspect_folder(store: CheckpointStorage, name: str) -> CheckpointCandidate |
             store, name, None, INTERRUPTED if unfinished else "it holds no part of a checkpoint"
         )
     return None
-
-
-def read_manifest(store: CheckpointStorage, name: str) -> Manifest | None:
-    """Read the manifest of a checkpoint; return None if it has none.
-
-    Raises:
-        CheckpointError: it cannot be read, is damaged, or of a newer format.
-    """
-    file = f"{name}/{MANIFEST_NAME}"
-    data = store.read(file)
-    return None if data is None else manifests.decode(data, store.label(file))
 
 
 def _find_missing_file(sizes: dict[str, int], manifest: Manifest) -> str:
@@ -251,3 +255,257 @@ def named_checkpoint(store: CheckpointStorage, name: str) -> CheckpointCandidate
             fix="load another one, or put the file back; nothing was changed",
         )
     return candidate
+
+
+Address = Path | str  # a str is the URL of a remote place
+_FILE = re.compile(r"(file|local)://")
+
+
+def parse_address(text: str | os.PathLike[str]) -> Address:
+    """Return a local path with ``~`` expanded, or a URL without its last slash; ``file://`` is local.
+
+    Raises:
+        SettingError: a URL has gone through ``Path``, which changes it.
+    """
+    address = os.fspath(text)
+    if isinstance(text, os.PathLike) and re.match(r"[A-Za-z][\w+.-]+:[/\\]", address):
+        raise SettingError(
+            f"{address} is a URL that has become a path",
+            why="Path joins the slashes of a URL, so it would be a local folder of that name",
+            fix="give the URL as text: 's3://bucket/run', not Path('s3://bucket/run')",
+        )
+    if file := _FILE.match(address):
+        return Path(address[file.end() :]).expanduser()
+    if "://" in address:
+        scheme, _, rest = address.partition("://")
+        return f"{scheme}://{rest.rstrip('/')}"
+    return Path(address).expanduser()
+
+
+def join_address(folder: Address, name: str) -> Address:
+    """Return the address of ``name`` in ``folder``."""
+    if isinstance(folder, Path):
+        return folder / name
+    return f"{folder}{'' if folder.endswith('/') else '/'}{name}"
+
+
+def split_address(place: Address) -> tuple[Address, str]:
+    """Split a checkpoint's address into (the folder above, name).
+
+    Raises:
+        CheckpointNotFoundError: a URL that names no folder.
+    """
+    if isinstance(place, Path):
+        path = place.resolve()
+        return path.parent, path.name
+    scheme, _, rest = place.partition("://")
+    above, _, name = rest.strip("/").rpartition("/")
+    if not name:
+        raise CheckpointNotFoundError(f"{place} names no folder", fix=f"{scheme}://bucket/run/last")
+    return f"{scheme}://{above}", name
+
+
+def open_store(root: Address) -> CheckpointStorage:
+    """Return the store of the folder above a checkpoint.
+
+    Raises:
+        MissingExtraError: a remote one needs a package that is not installed.
+        CheckpointError: a remote one cannot be opened.
+    """
+    return LocalCheckpointStorage(root) if isinstance(root, Path) else RemoteCheckpointStorage(root)
+
+
+logger = logging.getLogger(__name__)
+
+
+def locate(text: str | Path) -> tuple[CheckpointStorage, str]:
+    """Return (store, name in it) of the checkpoint that a path or URL names."""
+    root, name = split_address(parse_address(text))
+    return open_store(root), name
+
+
+def requested_address(directory: str | Path | None) -> Address:
+    """Return the folder that the caller named, ``~`` expanded, or the URL.
+
+    Raises:
+        CheckpointNotFoundError: none is named.
+    """
+    if directory is None or str(directory) == "":
+        raise CheckpointNotFoundError(
+            "no folder is given for the checkpoint",
+            fix="pass one, or use ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)",
+        )
+    return parse_address(directory)
+
+
+def automatic_folder(project: ProjectConfiguration) -> Address:
+    """Return the folder in which automatic naming puts the checkpoints of a project.
+
+    Raises:
+        SettingError: the project has no folder.
+    """
+    if project.project_dir is None:
+        raise SettingError(
+            "automatic_checkpoint_naming needs a project_dir",
+            fix="ProjectConfiguration(project_dir='runs/a', automatic_checkpoint_naming=True)",
+        )
+    return join_address(requested_address(project.project_dir), AUTOMATIC_FOLDER)
+
+
+def save_address(directory: str | Path | None, project: ProjectConfiguration) -> Address:
+    """Return the address to save to."""
+    if project.automatic_checkpoint_naming:
+        return join_address(automatic_folder(project), f"{AUTOMATIC_NAME}_{project.iteration}")
+    return requested_address(directory)
+
+
+def refuse_existing_number(store: CheckpointStorage, name: str) -> None:
+    """Raise if the number of the next checkpoint is taken; an interrupted save does not count.
+
+    Raises:
+        CheckpointExistsError: the number is taken.
+    """
+    candidate = inspect_folder(store, name)
+    if candidate is None or candidate.problem:
+        return
+    raise CheckpointExistsError(
+        f"{store.label(name)} exists already",
+        why="the numbering of this run starts where another run has saved",
+        fix="call load_state() before training to continue that run, choose another project_dir, or set "
+        f"ProjectConfiguration(iteration={_next_free_number(store, 0)})",
+    )
+
+
+def _next_free_number(store: CheckpointStorage, wanted: int) -> int:
+    """Return ``wanted``, or the number after the highest automatically named checkpoint in the store."""
+    numbers = [n for entry in store.entries() if (n := automatic_number(entry)) is not None]
+    return max([wanted, *(n + 1 for n in numbers)])
+
+
+def committed_ids(project: ProjectConfiguration) -> set[str]:
+    """Return the ids of this machine's numbered checkpoints; recover interrupted replacements first."""
+    store = open_store(automatic_folder(project))
+    _recover_all(store)
+    return {candidate.id for candidate in candidates(store) if not candidate.problem}
+
+
+def choose_checkpoint(
+    directory: str | Path | None,
+    project: ProjectConfiguration | None,
+    allowed_ids: Container[str] | None = None,
+) -> tuple[CheckpointCandidate, tuple[str, ...]]:
+    """Return (the checkpoint to load, the ones passed over with the reason), and log both.
+
+    Of those that are numbered only the saves ``allowed_ids`` count, if given.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        CheckpointError: the one that was named is damaged.
+    """
+    ignored: tuple[str, ...] = ()
+    if directory is None and project is not None and project.automatic_checkpoint_naming:
+        folder = automatic_folder(project)
+        folder = folder.resolve() if isinstance(folder, Path) else folder
+        _recover_all(open_store(folder))
+        newest = latest_checkpoint(folder, allowed_ids)
+        candidate, ignored = newest.candidate, newest.ignored
+        for name in ignored:
+            logger.warning("not a complete checkpoint, ignored: %s", name)
+    else:
+        store, name = locate(requested_address(directory))
+        _recover(store, name)
+        candidate = named_checkpoint(store, name)
+    if candidate.manifest is None:
+        logger.warning("%s has no manifest, so another library saved it: loaded unverified", candidate.path)
+    return candidate, ignored
+
+
+def local_address(
+    rank0_address: Address, directory: str | Path | None, project: ProjectConfiguration | None
+) -> Address:
+    """Return this machine's address of the checkpoint that rank 0 chose.
+
+    It follows this machine's own arguments first, then rank 0's path.
+
+    Raises:
+        CheckpointNotFoundError: it is not on this machine.
+    """
+    if not isinstance(rank0_address, Path):
+        return rank0_address
+    address = (
+        join_address(automatic_folder(project), rank0_address.name)
+        if directory is None and project
+        else requested_address(directory)
+    )
+    for path in (address.resolve() if isinstance(address, Path) else rank0_address, rank0_address):
+        if path.is_dir():
+            return path
+    raise CheckpointNotFoundError(
+        f"there is no folder {rank0_address} on {socket.gethostname()}",
+        why="rank 0 loads from it, so every machine needs it",
+        fix="use a folder that all machines share, or copy the checkpoint to each",
+    )
+
+
+def _recover_all(store: CheckpointStorage) -> None:
+    for leftover in store.leftovers():
+        if leftover.role == "old":
+            _recover(store, leftover.name)
+
+
+def _recover(store: CheckpointStorage, name: str) -> None:
+    """Finish an interrupted replacement; if that is not permitted, a checkpoint that is there is enough."""
+    try:
+        store.recover(name)
+    except CheckpointError as error:
+        if not store.is_folder(name):
+            raise
+        logger.warning("what %s replaced could not be cleared: %s", store.label(name), error)
+
+
+def next_iteration(name: str, manifest: Manifest | None, project: ProjectConfiguration) -> int:
+    """Return the number of the next save after ``name`` was loaded: above every checkpoint that is there."""
+    loaded = manifest.iteration if manifest is not None else automatic_number(name)
+    iteration = project.iteration if loaded is None else max(project.iteration, loaded + 1)
+    return _next_free_number(open_store(automatic_folder(project)), iteration)
+
+
+@dataclass
+class ProjectConfiguration:
+    """Folders of a project and the naming of its checkpoints.
+
+    Attributes:
+        project_dir: where everything of the project goes.
+        logging_dir: where trackers log; ``project_dir`` when None.
+        automatic_checkpoint_naming: ``save_state`` writes ``project_dir/checkpoints/checkpoint_<iteration>``.
+        total_limit: how many of these to keep; the oldest go after a newer one is committed. None keeps all.
+        iteration: number of the next one; ``load_state`` sets it so that numbering continues.
+        save_on_each_node: each machine writes a whole checkpoint to a disk of its own; for folders that the
+            machines do not share.
+        async_save: ``save_state`` copies the state and returns; the copy is written while training goes on.
+
+    Raises:
+        SettingError: ``total_limit`` is below 1.
+    """
+
+    project_dir: str = None  # type: ignore[assignment]  # the public signature
+    logging_dir: str = None  # type: ignore[assignment]
+    automatic_checkpoint_naming: bool = False
+    total_limit: int = None  # type: ignore[assignment]
+    iteration: int = 0
+    save_on_each_node: bool = False
+    async_save: bool = False
+
+    def set_directories(self, project_dir: str | None = None) -> None:
+        """Set ``project_dir``, and ``logging_dir`` if it has none yet."""
+        self.project_dir = project_dir  # type: ignore[assignment]
+        if self.logging_dir is None:
+            self.logging_dir = project_dir  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.total_limit is not None and self.total_limit < 1:
+            raise SettingError(
+                f"total_limit is {self.total_limit}, but the newest checkpoint is always kept",
+                fix="use 1 or more, or None to keep all",
+            )
+        self.set_directories(self.project_dir)

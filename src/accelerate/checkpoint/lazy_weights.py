@@ -1,12 +1,12 @@
 """Lazy access to weights in files, whatever wrote them: one tensor is read at a time.
 
-    weights = weights_of(Path("run/checkpoint_3"))
+    weights = open_weights(Path("run/checkpoint_3"))
     for name, tensor in weights.tensors.items():
         print(name, tensor.dtype, tensor.shape)
         tensor.read()                     # this one alone
 
 Files are read, not mapped: what is mapped and touched counts as memory of the process for as long as the
-system likes. A tensor's ``region`` says where it can be mapped, see ``mapped_files.py``.
+system likes. A tensor's ``region`` says where it can be mapped, see ``file_reads.py``.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import torch
 from safetensors import safe_open
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from accelerate.checkpoint import names, pickles, state_dict_files
+from accelerate.checkpoint import layout, state_dict_files, torch_files
 from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
-from accelerate.checkpoint.lazy_tensor import LazyTensor
-from accelerate.checkpoint.mapped_files import FileRegion
-from accelerate.core.errors import CheckpointError
+from accelerate.checkpoint.file_reads import FileRegion, LazyTensor
+from accelerate.core.errors import AccelerateError, CheckpointError
+from accelerate.world import collective
 
 _DTYPES = {code: dtype for dtype, code in state_dict_files._CODES.items()}
 
@@ -94,14 +94,14 @@ def find_weights(folder: Path, model: int = 0) -> Path:
     Raises:
         CheckpointNotFoundError: it holds none, or several and it is not clear which.
     """
-    file_names = [names.model_file(model, safe=True), names.model_file(model, safe=False)]
-    file_names += [names.sharded_folder("models", model), names.gathered_file(model)]
+    file_names = [layout.model_file(model, safe=True), layout.model_file(model, safe=False)]
+    file_names += [layout.sharded_folder("models", model), layout.gathered_file(model)]
     if model == 0:
-        file_names[1:1] = [names.SAFE_WEIGHTS_INDEX_NAME]
-        file_names += [names.WEIGHTS_INDEX_NAME, names.SHARDED_INDEX]
+        file_names[1:1] = [layout.SAFE_WEIGHTS_INDEX_NAME]
+        file_names += [layout.WEIGHTS_INDEX_NAME, layout.SHARDED_INDEX]
     for name in file_names:
         if (folder / name).exists():
-            return folder if name == names.SHARDED_INDEX else folder / name
+            return folder if name == layout.SHARDED_INDEX else folder / name
     entries = sorted(p.name for p in folder.iterdir())
     for ending in (".index.json", ".safetensors", ".bin"):
         matches = [name for name in entries if name.endswith(ending)] if model == 0 else []
@@ -164,7 +164,7 @@ def _join_shards(shards: Mapping[Path, Iterable[str]]) -> LazyWeights:
 
 
 def _open_sharded(folder: Path) -> LazyWeights:
-    from accelerate.checkpoint.dcp_shard_reader import lazy_tensors
+    from accelerate.checkpoint.dcp_files import lazy_tensors
 
     return group_ties(lazy_tensors(folder))
 
@@ -234,12 +234,12 @@ def _open_torch_file(path: Path) -> LazyWeights:
     trust = "load(path, weights_only=False) of accelerate.utils"
     if zipfile.is_zipfile(path):
         with FakeTensorMode():
-            state = pickles.read(path, "cpu", trust)
+            state = torch_files.read(path, "cpu", trust)
     else:  # before torch 1.6: can only be read whole
-        state = pickles.read(path, "cpu", trust)
+        state = torch_files.read(path, "cpu", trust)
     state = _unwrap_state_dict(path, state)
     if any(map(_is_tensor_subclass, state.values())):
-        state = _unwrap_state_dict(path, pickles.read(path, "cpu", trust, mmap=True))
+        state = _unwrap_state_dict(path, torch_files.read(path, "cpu", trust, mmap=True))
     saved_tensors = {str(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
     first: dict[Any, str] = {}
     aliases: dict[str, str] = {}
@@ -358,3 +358,47 @@ def _checked_tensors(
         if not isinstance(value, torch.Tensor) or value.device.type == "meta":
             state_dict_files.untie({name: value})  # raises the error
         yield name, in_memory(value)
+
+
+_TensorInfo = tuple[tuple[int, ...], torch.dtype, tuple[tuple[str, int, int], ...]]
+
+
+def weights_from_rank0(path: Callable[[], Path], display_path: Path) -> tuple[Path, dict[str, LazyTensor]]:
+    """Open weights on rank 0 for all ranks.
+
+    All ranks must read the same tensors in the same order.
+
+    Args:
+        path: gives the files; called on rank 0 only.
+        display_path: what the others call them in errors.
+
+    Returns:
+        (the files, tensors by all names); reading one is a broadcast.
+
+    Raises:
+        AccelerateError: what rank 0 found wrong, on all ranks.
+    """
+    lazy_tensors: Mapping[str, LazyTensor] = {}
+    source, problem = display_path, None
+    if collective.rank() == 0:
+        try:
+            source = path()
+            lazy_tensors = open_weights(source).by_all_names()
+        except AccelerateError as error:
+            problem = error
+    infos: list[tuple[str, _TensorInfo]] | AccelerateError = collective.broadcast_object(
+        problem or [(name, (tuple(t.shape), t.dtype, t.file_ranges)) for name, t in lazy_tensors.items()]
+    )
+    if isinstance(infos, AccelerateError):  # raised on all ranks, so that none waits for another
+        raise infos
+    return source, {name: _broadcast_tensor(info, lazy_tensors.get(name)) for name, info in infos}
+
+
+def _broadcast_tensor(info: _TensorInfo, saved: LazyTensor | None) -> LazyTensor:
+    shape, dtype, file_ranges = info
+
+    def read() -> torch.Tensor:
+        value: Any = torch.empty(shape, dtype=dtype) if saved is None else saved.read()
+        return collective.broadcast(value.contiguous())
+
+    return LazyTensor(torch.Size(shape), dtype, file_ranges, read)

@@ -25,12 +25,10 @@ from io import RawIOBase
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from accelerate.checkpoint import manifest as manifests
-from accelerate.checkpoint.digest import Digester, FileRecord
+from accelerate.checkpoint.durable_file import Digester, FileRecord
 from accelerate.checkpoint.errors import remote_errors
-from accelerate.checkpoint.manifest import Manifest
-from accelerate.checkpoint.names import MANIFEST_NAME, is_checkpoint_name
-from accelerate.checkpoint.storage import WorkingFolder
+from accelerate.checkpoint.layout import MANIFEST_NAME, Manifest, encode_manifest, is_checkpoint_name
+from accelerate.checkpoint.storage import WorkingFolder, read_manifest
 from accelerate.core.errors import CheckpointError, MissingExtraError
 
 logger = logging.getLogger(__name__)
@@ -205,7 +203,7 @@ class RemoteCheckpointStorage:
         """Refuse to remove the files of a committed manifest, even if its save was told that it failed."""
         above, _, last = name.rpartition("/")
         generation = _GENERATION.fullmatch(last)
-        committed = self._manifest(above) if generation and above else None
+        committed = read_manifest(self, above) if generation and above else None
         if committed is not None and committed.folder == last:
             raise CheckpointError(f"{self.label(name)} is not removed", why="it is a committed checkpoint")
 
@@ -218,12 +216,12 @@ class RemoteCheckpointStorage:
         """Accept any place below a bucket."""
 
     def publish(self, temp: str, name: str, id: str) -> None:
-        written = self._manifest(temp)
+        written = read_manifest(self, temp)
         if written is None:
             raise CheckpointError(f"{self.label(temp)} has no {MANIFEST_NAME}", why="somebody removed it")
         new = replace(written, folder=temp.rpartition("/")[2])
         try:
-            old = self._manifest(name)
+            old = read_manifest(self, name)
         except CheckpointError as error:
             logger.warning("a damaged checkpoint is replaced: %s", error)
             old = None
@@ -239,7 +237,7 @@ class RemoteCheckpointStorage:
         file = f"{name}/{MANIFEST_NAME}"
         try:
             with remote_errors("write", self.label(file)):
-                self._fs.pipe_file(self._key(file), manifests.encode(manifest))
+                self._fs.pipe_file(self._key(file), encode_manifest(manifest))
         except CheckpointError:
             # The connection may have broken after the store had taken it.
             if not self._is_committed(name, manifest.id):
@@ -248,15 +246,10 @@ class RemoteCheckpointStorage:
     def _is_committed(self, name: str, id: str) -> bool:
         """Return True if the checkpoint ``name`` is known to be the one of that save."""
         try:
-            committed = self._manifest(name)
+            committed = read_manifest(self, name)
         except CheckpointError:
             return False
         return committed is not None and committed.id == id
-
-    def _manifest(self, name: str) -> Manifest | None:
-        file = f"{name}/{MANIFEST_NAME}"
-        data = self.read(file)
-        return None if data is None else manifests.decode(data, self.label(file))
 
     def _remove_replaced(self, name: str, new: Manifest, old: Manifest | None) -> None:
         """Remove the files of the replaced checkpoint; the user's own files stay."""
@@ -280,7 +273,7 @@ class RemoteCheckpointStorage:
             usual = len(generations) == 1 and len(inside) == 2 and MANIFEST_NAME in inside
             if usual or not generations:
                 continue  # the usual case: the manifest need not be read
-            committed = self._manifest(owner)
+            committed = read_manifest(self, owner)
             committed_folder = committed.folder if committed is not None else ""
             leftovers += [
                 WorkingFolder(owner, "tmp", id_, f"{owner}/{entry}")

@@ -1,26 +1,41 @@
-"""Saving: from the objects' states to a committed checkpoint. See ``state.py``."""
+"""Saving: from the objects' states to a committed checkpoint."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from accelerate.checkpoint import async_save, checkpoint_location, commit, rank_file_contents, snapshot
-from accelerate.checkpoint.manifest import Manifest, ManifestEntry
-from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.checkpoint.rank_group import CheckpointRankGroup
-from accelerate.checkpoint.stateful_protocols import CheckpointContents, StatefulAdapter
+from accelerate.checkpoint import (
+    async_save,
+    commit,
+    discovery,
+    layout,
+    state_dict_files,
+    storage,
+    torch_files,
+)
+from accelerate.checkpoint.discovery import Address, ProjectConfiguration, open_store, split_address
+from accelerate.checkpoint.layout import Manifest, ManifestEntry, to_plain
+from accelerate.checkpoint.rank_group import CheckpointRankGroup, CheckpointStoreChannel, open_channel
+from accelerate.checkpoint.stateful import (
+    OBJECT_FILES,
+    CheckpointContents,
+    CollectedStates,
+    ModelStates,
+    ShardWriter,
+    StatefulAdapter,
+    class_name,
+)
 from accelerate.checkpoint.storage import CheckpointStorage, FileRecord
-from accelerate.checkpoint.storage_urls import Address, open_store, split_address
-from accelerate.checkpoint.store_channel import CheckpointStoreChannel, open_channel
 from accelerate.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -34,7 +49,7 @@ def save(
     *,
     project: ProjectConfiguration | None = None,
     safe_serialization: bool = True,
-    before: Callable[[rank_file_contents.ModelStates, Path], None] | None = None,
+    before: Callable[[ModelStates, Path], None] | None = None,
     ranks: CheckpointRankGroup | None = None,
     store: Callable[[Any], CheckpointStorage] = open_store,
     in_background: bool = False,
@@ -92,11 +107,11 @@ def _open_transaction(
     with ranks.collective_section(action) as section:
         async_save.wait()
         if each_node or ranks.rank == 0:
-            address = checkpoint_location.save_address(directory, project)
+            address = discovery.save_address(directory, project)
             root, name = split_address(address)
             if ranks.is_writer(each_node) and project.automatic_checkpoint_naming:
-                checkpoint_location.refuse_existing_number(store(root), name)
-            section.value = address, root, name, commit.new_id()
+                discovery.refuse_existing_number(store(root), name)
+            section.value = address, root, name, storage.new_id()
     address, root, name, _ = section.values[ranks.rank if each_node else 0]
     return address, commit.CommitTransaction(store(root), name, section.values[0][3], ranks, each_node)
 
@@ -144,9 +159,7 @@ class _SaveRun:
             self.transaction.discard()
             raise
 
-    def collect(
-        self, before: Callable[[rank_file_contents.ModelStates, Path], None] | None, *, copy_states: bool
-    ) -> None:
+    def collect(self, before: Callable[[ModelStates, Path], None] | None, *, copy_states: bool) -> None:
         """Collect the states; with ``copy_states``, later changes of the objects do not change them."""
         collective_section, transaction = self.transaction.ranks.collective_section, self.transaction
         with collective_section(self.action):
@@ -157,12 +170,10 @@ class _SaveRun:
             transaction.open()
         with collective_section(self.action) as section:
             # May be collective, so no rank begins before all have come this far.
-            states = rank_file_contents.collect_states(self.train_state, transaction.ranks)
+            states = collect_states(self.train_state, transaction.ranks)
             section.value = states.local_plans
         with collective_section(self.action):
-            states.shard_writers = rank_file_contents.shard_writers(
-                self.train_state, section.values, transaction.ranks.rank
-            )
+            states.shard_writers = shard_writers(self.train_state, section.values, transaction.ranks.rank)
             if before is not None:
                 before(states.model_states, transaction.folder)
         with collective_section(self.action):
@@ -170,7 +181,7 @@ class _SaveRun:
             for own_files in self.train_state.own_files:
                 self.written_files += own_files.save(transaction.folder)
             self._snapshot = (
-                snapshot.take_snapshot(states, replicated=transaction.is_committer) if copy_states else None
+                async_save.take_snapshot(states, replicated=transaction.is_committer) if copy_states else None
             )
         self.states = states if self._snapshot is None else self._snapshot.states
 
@@ -192,11 +203,7 @@ class _SaveRun:
         with collective_section(self.action) as section:
             if self._snapshot is not None:
                 self._snapshot.wait()
-            files = list(
-                rank_file_contents.files_to_write(
-                    self.states, replicated=transaction.is_committer, safe=self.safe
-                )
-            )
+            files = list(files_to_write(self.states, replicated=transaction.is_committer, safe=self.safe))
             for item in files:
                 returned = transaction.write(item.file, item.fill)
                 if returned is not None:
@@ -245,8 +252,8 @@ def content_writer(content: bytes) -> Callable[[BinaryIO], None]:
 
 def _manifest_table(
     train_state: CheckpointContents,
-    states: rank_file_contents.CollectedStates,
-    files: list[rank_file_contents.CheckpointFileWrite],
+    states: CollectedStates,
+    files: list[CheckpointFileWrite],
 ) -> PartTable:
     """Return the saved objects by category; all shards of an object are one entry."""
     table: PartTable = {}
@@ -273,3 +280,99 @@ def _remove_old(transaction: commit.CommitTransaction, limit: int | None) -> Non
         logger.warning(
             "%s is committed, but an older one could not be removed: %s", transaction.target, error
         )
+
+
+@dataclass(frozen=True)
+class CheckpointFileWrite:
+    """One file to write.
+
+    Attributes:
+        category: ``"models"``, ``"optimizers"`` ...
+        entry: its line in the manifest.
+        fill: writes it; the rank that commits gets what it returns.
+        own_name: its file, where the entry names another.
+    """
+
+    category: str
+    entry: ManifestEntry
+    fill: Callable[[BinaryIO], Any]
+    own_name: str = ""
+
+    @property
+    def file(self) -> str:
+        """The path below the checkpoint's folder."""
+        return self.own_name or self.entry.file
+
+
+def collect_states(train_state: CheckpointContents, ranks: CheckpointRankGroup) -> CollectedStates:
+    """Call ``state_dict`` of every object, on every rank, since a state may be gathered from all of them."""
+    rank = ranks.rank
+    sharded = {(category, index): sharded for category, index, sharded in train_state.sharded_states()}
+    models = [model for index, model in enumerate(train_state.models) if ("models", index) not in sharded]
+    weights = [model.state_dict() for model in models]
+    states = CollectedStates(weights, local_plans=[state.local_plan(rank) for state in sharded.values()])
+    states.model_classes = {
+        id(state): class_name(model) for state, model in zip(weights, models, strict=True)
+    }
+    for category, file in OBJECT_FILES.items():
+        items = [
+            (i, item) for i, item in enumerate(getattr(train_state, category)) if (category, i) not in sharded
+        ]
+        for index, item in items:
+            states.replicated.append((category, file(index), class_name(item), item.state_dict()))
+    if train_state.scaler is not None:
+        states.replicated.append(
+            ("scaler", layout.SCALER_NAME, class_name(train_state.scaler), train_state.scaler.state_dict())
+        )
+    for index, loader in enumerate(train_state.stateful_loaders):
+        file = layout.loader_file(index, rank)
+        states.per_rank.append(("stateful_loaders", file, class_name(loader), loader.state_dict()))
+    for index, loader in enumerate(train_state.loaders):
+        states.positions.append(to_plain(loader.state_dict(), f"the position of loader {index}"))
+    states.metadata = to_plain(train_state.metadata, "metadata")
+    if train_state.rng is not None:
+        value = {"step": train_state.step, **train_state.rng.capture()}
+        states.per_rank.append(("rng", layout.rng_file(rank), "random states", value))
+    return states
+
+
+def shard_writers(train_state: CheckpointContents, plans: list[list[Any]], rank: int) -> list[ShardWriter]:
+    """Return this rank's writers of the sharded states; ``plans`` are the local plans of all ranks."""
+    return [
+        sharded.shard_writer([rank_plans[position] for rank_plans in plans], index, rank)
+        for position, (_, index, sharded) in enumerate(train_state.sharded_states())
+    ]
+
+
+def files_to_write(states: CollectedStates, *, replicated: bool, safe: bool) -> Iterator[CheckpointFileWrite]:
+    """Yield the files that this rank writes.
+
+    Args:
+        states: the states.
+        replicated: this rank also writes what is the same on all ranks.
+        safe: models as safetensors instead of torch files.
+    """
+    if replicated:
+        for index, state in enumerate(states.model_states):
+            yield _model_file(state, index, states.model_classes.get(id(state), ""), safe)
+    for category, file, name, state in [*(states.replicated if replicated else []), *states.per_rank]:
+        description = f"{file} ({name})" if category in ("custom", "stateful_loaders") else ""
+        yield CheckpointFileWrite(
+            category, ManifestEntry(file, name), partial(torch_files.write, state, what=description)
+        )
+    for share in states.shard_writers:
+        if share.file:
+            yield CheckpointFileWrite(share.category, share.entry, share.fill, share.file)
+
+
+def _model_file(state: dict[str, Any], index: int, name: str, safe: bool) -> CheckpointFileWrite:
+    file = layout.model_file(index, safe=safe)
+    state = state_dict_files.strip_compile_prefix(state)
+    if not safe:
+        entry = ManifestEntry(file, name, state_dict_files.dtypes_and_shapes(state))
+        return CheckpointFileWrite("models", entry, partial(torch_files.write, OrderedDict(state)))
+    separate, aliases = state_dict_files.untie(state)
+    entry = ManifestEntry(file, name, state_dict_files.dtypes_and_shapes(separate), aliases)
+    return CheckpointFileWrite(
+        "models", entry, partial(state_dict_files.write_safetensors, separate, aliases)
+    )

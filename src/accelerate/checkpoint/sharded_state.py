@@ -17,12 +17,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.modules.module import _IncompatibleKeys
 
-from accelerate.checkpoint import names, state_dict_files
-from accelerate.checkpoint.dcp_shard_reader import ShardFolderReader
-from accelerate.checkpoint.manifest import ManifestEntry
-from accelerate.checkpoint.sharded_save import LocalSavePlan, RankShardFile, only_distributed
-from accelerate.checkpoint.stateful_protocols import CheckpointLoadContext
-from accelerate.checkpoint.tensor_read_plan import ReadPlan
+from accelerate.checkpoint import layout, state_dict_files
+from accelerate.checkpoint.dcp_files import LocalSavePlan, RankShardFile, ShardFolderReader, only_distributed
+from accelerate.checkpoint.file_reads import ReadPlan
+from accelerate.checkpoint.layout import ManifestEntry
+from accelerate.checkpoint.stateful import CheckpointLoadContext
 from accelerate.core.errors import CheckpointError
 
 _CHECKPOINTED = "_checkpoint_wrapped_module."  # torch's wrapper for activation checkpointing
@@ -85,7 +84,7 @@ class ShardedModelState:
         """Return this rank's writer, see ``ShardedState``."""
         assert self._save_plan is not None
         entry = ManifestEntry(
-            names.sharded_folder("models", index), type(self.module).__name__, aliases=self._ties
+            layout.sharded_folder("models", index), type(self.module).__name__, aliases=self._ties
         )
         ties = {("model", alias): ("model", name) for alias, name in self._ties.items()}
         share = self._save_plan.shard_file(plans, rank, "models", entry, ties)
@@ -207,7 +206,7 @@ class ShardedOptimizerState:
     def shard_writer(self, plans: list[Any], index: int, rank: int, /) -> RankShardFile:
         """Return this rank's writer, see ``ShardedState``."""
         assert self._save_plan is not None
-        entry = ManifestEntry(names.sharded_folder("optimizers", index), type(self.optimizer).__name__)
+        entry = ManifestEntry(layout.sharded_folder("optimizers", index), type(self.optimizer).__name__)
         share = self._save_plan.shard_file(plans, rank, "optimizers", entry, {})
         self._save_plan = None
         return share

@@ -2,23 +2,58 @@
 
 Names are relative to the store's root and use ``/``: ``"checkpoint_3/model.safetensors"``. A store makes a
 file durable before it says so: what ``write`` and ``seal`` return describes bytes that survive a crash. How a
-save becomes visible in one step is the store's own affair: see ``atomic_replace.py`` and ``remote.py``.
+save becomes visible in one step is the store's own affair: see ``remote.py``, and for a file system here.
+
+On a file system a checkpoint's folder is replaced by renaming. A target that exists is renamed aside
+(``.<name>.old-<id>``) just before, and removed after. A crash between the two renames is mended by the next
+load or save: forward if the new folder has its manifest, which it has, backward otherwise. What the user
+keeps in the target folder besides the checkpoint moves along.
+
+Working folders of a save lie beside its target and are hidden: ``.checkpoint_3.tmp-<id of the save>``.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import shutil
+import uuid
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol, cast
 
-from accelerate.checkpoint import atomic_replace
-from accelerate.checkpoint.digest import DigestingFile, FileRecord, file_digest
+from accelerate.checkpoint.durable_file import DigestingFile, FileRecord, file_digest
 from accelerate.checkpoint.errors import file_errors
+from accelerate.checkpoint.layout import MANIFEST_NAME, Manifest, decode_manifest, is_checkpoint_name
+from accelerate.core.errors import CheckpointError
 
-__all__ = ["CheckpointStorage", "FileRecord", "LocalCheckpointStorage", "WorkingFolder", "sync_file"]
+logger = logging.getLogger(__name__)
+
+INTERRUPTED = "a save that was interrupted before it was committed"
+ROLES = {
+    "tmp": INTERRUPTED,
+    "old": "an older state that a newer one was replacing",
+    "gone": "being removed",
+}
+_HIDDEN = re.compile(rf"\.(?P<name>.+)\.(?P<role>{'|'.join(ROLES)})-(?P<id>[0-9a-f]+)(-n\d+)?")
+
+
+def parse_working_name(name: str) -> tuple[str, str, str] | None:
+    """Return (checkpoint's name, role, id) of a save's working folder; None for any other name."""
+    match = _HIDDEN.fullmatch(name)
+    return (match["name"], match["role"], match["id"]) if match else None
+
+
+def new_id() -> str:
+    """Return the id of one save; rank 0 draws it."""
+    return uuid.uuid4().hex[:12]
+
+
+def working_name(name: str, role: str, id: str) -> str:
+    """Return the name of a working folder: ``".checkpoint_3.tmp-5f0c"``."""
+    return f".{name}.{role}-{id}"
 
 
 class WorkingFolder(NamedTuple):
@@ -26,7 +61,7 @@ class WorkingFolder(NamedTuple):
 
     Attributes:
         name: the checkpoint it belongs to.
-        role: see ``swap.ROLES``.
+        role: see ``ROLES``.
         id: of the save.
         folder: its name.
     """
@@ -130,6 +165,17 @@ class CheckpointStorage(Protocol):
         ...
 
 
+def read_manifest(store: CheckpointStorage, name: str) -> Manifest | None:
+    """Read the manifest of a checkpoint; return None if it has none.
+
+    Raises:
+        CheckpointError: it cannot be read, is damaged, or of a newer format.
+    """
+    file = f"{name}/{MANIFEST_NAME}"
+    data = store.read(file)
+    return None if data is None else decode_manifest(data, store.label(file))
+
+
 def sync_file(path: Path) -> None:
     """Wait until a file, or the list of names of a folder, is on the disk."""
     if path.is_dir() and os.name == "nt":
@@ -149,22 +195,17 @@ class LocalCheckpointStorage:
     """
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        self.root = root
 
     @property
     def is_shared(self) -> bool:
         return False
 
-    @property
-    def root(self) -> Path:
-        """The folder that names are relative to."""
-        return self._root
-
     def label(self, name: str = "") -> str:
         return str(self.path(name))
 
     def path(self, name: str) -> Path:
-        return self._root / name
+        return self.root / name
 
     def local_path(self, name: str) -> Path | None:
         return self.path(name)
@@ -240,27 +281,99 @@ class LocalCheckpointStorage:
                 path.unlink(missing_ok=True)
 
     def temp(self, name: str, id: str) -> str:
-        return atomic_replace.working_name(name, "tmp", id)
+        return working_name(name, "tmp", id)
 
     def refuse_target(self, name: str) -> None:
-        atomic_replace.refuse_unmovable(self.path(name))
+        """Refuse what no rename can replace: a file, a mount point, what holds the current directory."""
+        target = self.path(name)
+        if not target.exists():
+            return
+        reason = ""
+        if not target.is_dir():
+            reason = "it is a file"
+        elif os.path.ismount(target):
+            reason = "it is the root of a file system, which cannot be renamed"
+        elif target in (Path.cwd(), *Path.cwd().parents):
+            reason = "it holds the current directory, which would vanish under this process"
+        if reason:
+            raise CheckpointError(
+                f"{target} cannot be replaced by a new checkpoint in one step",
+                why=reason,
+                fix=f"save into a folder of its own, for example {target / 'checkpoint'}",
+            )
 
     def publish(self, temp: str, name: str, id: str) -> None:
-        atomic_replace.replace_folder(self, temp, name, id)
+        """Rename ``temp`` to ``name``; of a folder that exists, only the user's own files stay.
+
+        Raises:
+            CheckpointError: a rename failed, or cannot be made durable; everything is where it was.
+        """
+        aside = working_name(name, "old", id)
+        steps = [(temp, name)]
+        if self.entries(name):
+            steps.insert(0, (name, aside))
+        done: list[tuple[str, str]] = []
+        try:
+            for source, target in steps:
+                self.rename(source, target)
+                done.append((source, target))
+            self.sync("")
+        except CheckpointError:
+            for source, target in reversed(done):
+                self.rename(target, source)
+            raise
+        if len(steps) == 1:
+            return
+        try:
+            self._finish_replace(name, aside)
+        except CheckpointError as error:  # the checkpoint is committed; the next load or save tries again
+            logger.warning("%s is committed, but what it replaced is still in %s: %s", name, aside, error)
+
+    def _finish_replace(self, name: str, aside: str) -> None:
+        """Move the user's own files from the replaced folder to the new one, and remove the rest."""
+        old = self._manifest_if_whole(aside)
+        owned = {name.partition("/")[0] for name in (*old.files, old.folder)} if old else set[str]()
+        present = set(self.entries(name))
+        for entry in self.entries(aside):
+            if entry not in owned and entry not in present and not is_checkpoint_name(entry):
+                self.rename(f"{aside}/{entry}", f"{name}/{entry}")
+        self.sync(name)
+        # Renamed first: without its manifest, files left by a crash would look like the user's own.
+        removed_name = aside.replace(working_name(name, "old", ""), working_name(name, "gone", ""), 1)
+        self.rename(aside, removed_name)
+        self.remove(removed_name)
+
+    def _manifest_if_whole(self, name: str) -> Manifest | None:
+        try:
+            return read_manifest(self, name)
+        except CheckpointError:
+            return None
 
     def recover(self, name: str) -> None:
-        atomic_replace.recover(self, name)
+        """Finish or undo a replacement of ``name`` that a crash interrupted; otherwise do nothing."""
+        working_folders = self.leftovers(name)
+        for _, role, id, aside in working_folders:
+            if role != "old":
+                continue
+            if not self.is_folder(name):
+                written = [other.folder for other in working_folders if other[1:3] == ("tmp", id)]
+                ready = [folder for folder in written if self._manifest_if_whole(folder) is not None]
+                result = "finished" if ready else "undone"
+                logger.warning("the save of %s was interrupted; it is %s now", self.path(name), result)
+                self.rename(ready[0] if ready else aside, name)
+                self.sync("")
+            if self.is_folder(aside):
+                self._finish_replace(name, aside)
 
     def leftovers(self, name: str | None = None) -> list[WorkingFolder]:
-        leftovers = [
+        return [
             WorkingFolder(*parts, entry)
             for entry in self.entries()
-            if (parts := atomic_replace.parse_working_name(entry))
+            if (parts := parse_working_name(entry)) and name in (None, parts[0])
         ]
-        return [leftover for leftover in leftovers if name in (None, leftover.name)]
 
     def retire(self, name: str, id: str) -> None:
         # It vanishes by one rename before its files are deleted.
-        removed_name = atomic_replace.working_name(name, "gone", id)
+        removed_name = working_name(name, "gone", id)
         self.rename(name, removed_name)
         self.remove(removed_name)

@@ -247,7 +247,7 @@ def _prune(folder: str, keep: int, dry_run: bool, yes: bool) -> None:
         return
     if not yes:
         click.confirm(f"Remove {len(going)} folder(s), {total}?", abort=True)
-    from accelerate.checkpoint.commit import new_id
+    from accelerate.checkpoint.storage import new_id
 
     for each in going:
         checkpoint_maintenance.remove_candidate(place, each, new_id())
@@ -271,7 +271,7 @@ def _export(folder: str, out: Path, max_shard_size: str, model: int, dtype: str 
     candidate = checkpoint_maintenance.select_checkpoint(checkpoint_maintenance.open_checkpoints(folder))
     if candidate.problem:
         raise CheckpointError(f"{candidate.path} is not complete", why=candidate.problem)
-    from accelerate.checkpoint.checkpoint_export import export_weights
+    from accelerate.checkpoint.weight_files import export_weights
     from accelerate.facade.engine_checkpoint_import import engine_weights
 
     more = {"on_progress": click.echo, "find_engine_weights": engine_weights}

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from accelerate.checkpoint.lazy_tensor import LazyTensor
+    from accelerate.checkpoint.file_reads import LazyTensor
 
 description = "Joins the parts of a model that was saved sharded: model.safetensors, or shards with an index."
 _HELP = {
@@ -25,8 +25,8 @@ _HELP = {
 def _merge(
     checkpoint_directory: str, output_path: str, unsafe_serialization: bool, remove_checkpoint_dir: bool
 ) -> None:
-    from accelerate.checkpoint.dcp_shard_reader import lazy_tensors
-    from accelerate.checkpoint.merge import merge
+    from accelerate.checkpoint.dcp_files import lazy_tensors
+    from accelerate.checkpoint.weight_files import merge
     from accelerate.facade.engine_checkpoint_import import engine_weights
 
     def find(folder: Path) -> Mapping[str, LazyTensor]:

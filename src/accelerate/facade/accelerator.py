@@ -16,10 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.checkpoint.state import CheckpointLoadResult
-from accelerate.checkpoint.storage_urls import Address
-from accelerate.checkpoint.weight_file_io import save as save_object
+from accelerate.checkpoint.discovery import Address, ProjectConfiguration
+from accelerate.checkpoint.load import CheckpointLoadResult
+from accelerate.checkpoint.weight_files import save as save_object
 from accelerate.core.errors import WorldError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import OptionReport

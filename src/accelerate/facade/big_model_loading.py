@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint.lazy_tensor import LazyTensor
-from accelerate.checkpoint.lazy_weights import open_weights
-from accelerate.checkpoint.rank0_weight_broadcast import weights_from_rank0
+from accelerate.checkpoint.file_reads import LazyTensor
+from accelerate.checkpoint.lazy_weights import open_weights, weights_from_rank0
 from accelerate.checkpoint.weight_loading import MismatchedKeys, WeightPlacer, load_weights
 from accelerate.core import packages
 from accelerate.core.errors import (

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint.state import StatefulAdapter
+from accelerate.checkpoint.stateful import StatefulAdapter
 from accelerate.offload.offloaded_tensor import source_of
 from accelerate.strategy.base import DataSharding
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
 if TYPE_CHECKING:
-    from accelerate.checkpoint.stateful_protocols import ShardedState
+    from accelerate.checkpoint.stateful import ShardedState
     from accelerate.strategy.base import Strategy
 
 

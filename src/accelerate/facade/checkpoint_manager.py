@@ -15,12 +15,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from accelerate.checkpoint import async_save, snapshot
-from accelerate.checkpoint import state as checkpoints
-from accelerate.checkpoint.project import ProjectConfiguration
-from accelerate.checkpoint.state import CheckpointContents, CheckpointLoadResult
-from accelerate.checkpoint.storage_urls import parse_address
-from accelerate.checkpoint.weight_file_io import save_weights
+from accelerate.checkpoint import async_save, load, save
+from accelerate.checkpoint.discovery import ProjectConfiguration, parse_address
+from accelerate.checkpoint.load import CheckpointLoadResult
+from accelerate.checkpoint.stateful import CheckpointContents
+from accelerate.checkpoint.weight_files import save_weights
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.facade.checkpoint_adapters import model_adapter, optimizer_adapter, resolve_offloaded
 from accelerate.facade.engine_checkpoint_import import engine_state_loaders
@@ -63,7 +62,7 @@ class CheckpointManager:
             states = (state for optimizer in self.prepared.optimizers for state in optimizer.state.values())
             moments = (value for state in states for value in state.values())
             tensors = [each for each in chain(weights, moments) if isinstance(each, torch.Tensor)]
-            snapshot.staging.prepare(snapshot.snapshot_sizes(tensors))
+            async_save.staging.prepare(async_save.snapshot_sizes(tensors))
 
     @property
     def writes_exports(self) -> bool:
@@ -119,7 +118,7 @@ class CheckpointManager:
                 hook(prepared.models, weights, str(folder))
 
         hooks = run_save_hooks if self.save_hooks else None
-        return checkpoints.save(
+        return save.save(
             train_state,
             _resolve_address(output_dir),
             project=self.project,
@@ -134,7 +133,7 @@ class CheckpointManager:
             return async_save.wait()
         finally:
             if release:
-                snapshot.staging.release()
+                async_save.staging.release()
 
     def load(
         self,
@@ -162,7 +161,7 @@ class CheckpointManager:
             if present:
                 self._exclude_engine_objects(present, train_state, remaining)
 
-        loaded = checkpoints.load(
+        loaded = load.load(
             train_state,
             _resolve_address(input_dir),
             project=self.project,

@@ -15,8 +15,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from accelerate.checkpoint.lazy_tensor import LazyTensor
-from accelerate.checkpoint.mapped_files import FileRegion, MappedFiles
+from accelerate.checkpoint.file_reads import FileRegion, LazyTensor, MappedFiles
 from accelerate.checkpoint.state_dict_files import is_distributed
 from accelerate.checkpoint.weight_loading import (
     CurrentDeviceWeightPlacer,

@@ -17,7 +17,7 @@ from accelerate.strategy.base import DataSharding
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
 if TYPE_CHECKING:
-    from accelerate.checkpoint.lazy_tensor import LazyTensor
+    from accelerate.checkpoint.file_reads import LazyTensor
     from accelerate.strategy.base import Strategy
     from accelerate.strategy.protocol.engine_strategy import EngineCheckpoint
 
@@ -121,7 +121,7 @@ def engine_weights(folder: Path, model: int = 0) -> tuple[Path, dict[str, LazyTe
         folder: a checkpoint, or the folder of DeepSpeed or Megatron-LM in it.
         model: the number of the model.
     """
-    from accelerate.checkpoint.lazy_tensor import LazyTensor
+    from accelerate.checkpoint.file_reads import LazyTensor
 
     checkpoint = next((each for each in _engine_checkpoints(folder) if each.index == model), None)
     if checkpoint is None:

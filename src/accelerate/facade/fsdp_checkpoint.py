@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from accelerate.checkpoint import names, pickles
+from accelerate.checkpoint import layout, torch_files
 from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
-from accelerate.checkpoint.stateful_protocols import CheckpointLoadContext
-from accelerate.checkpoint.weight_file_io import replace_file
+from accelerate.checkpoint.stateful import CheckpointLoadContext
+from accelerate.checkpoint.weight_files import replace_file
 from accelerate.core.errors import CheckpointError, SettingError
 from accelerate.facade.checkpoint_adapters import (
     load_optimizer_state,
@@ -26,7 +26,7 @@ from accelerate.facade.checkpoint_adapters import (
 from accelerate.facade.module_queries import is_peft_model
 
 if TYPE_CHECKING:
-    from accelerate.checkpoint.stateful_protocols import ShardedState
+    from accelerate.checkpoint.stateful import ShardedState
     from accelerate.facade.accelerator import Accelerator
 
 
@@ -72,7 +72,7 @@ def save_fsdp_model(
     state = accelerator.strategy.model_state(model)
     if names_in_file is not None:
         state = {names_in_file[name]: value for name, value in state.items() if name in names_in_file}
-    _save_whole(state, folder / names.gathered_file(model_index))
+    _save_whole(state, folder / layout.gathered_file(model_index))
 
 
 def load_fsdp_model(
@@ -102,14 +102,14 @@ def load_fsdp_model(
         return sharded_model_state(accelerator.strategy, model, names_in_file).prepare_load(
             folder, CheckpointLoadContext()
         )()
-    path = Path(input_dir) / names.gathered_file(model_index)
+    path = Path(input_dir) / layout.gathered_file(model_index)
     ranks = CheckpointRankGroup.current()
-    if not path.is_file() and (rank_file := Path(input_dir) / names.rank_file(model_index, 0)).is_file():
+    if not path.is_file() and (rank_file := Path(input_dir) / layout.rank_file(model_index, 0)).is_file():
         return _load_local(
             accelerator.strategy.model_checkpoint_view(model), rank_file.parent, model_index, ranks
         )
-    _refuse_missing(path, names.sharded_folder("models", model_index))
-    state = pickles.read(path, "cpu", mmap=True)
+    _refuse_missing(path, layout.sharded_folder("models", model_index))
+    state = torch_files.read(path, "cpu", mmap=True)
     if names_in_file is not None:
         back = {saved: name for name, saved in names_in_file.items()}
         return accelerator.strategy.load_model(model, {back[n]: v for n, v in state.items()}, strict=False)
@@ -151,7 +151,7 @@ def save_fsdp_optimizer(
         state = (
             optimizer_state_by_name(view, [strategy.model_checkpoint_view(model)], state) if state else state
         )
-        _save_whole(state, folder / names.optimizer_file(optimizer_index))
+        _save_whole(state, folder / layout.optimizer_file(optimizer_index))
 
 
 def load_fsdp_optimizer(
@@ -179,9 +179,9 @@ def load_fsdp_optimizer(
     if folder is not None:
         sharded_optimizer_state(strategy, inner, [model]).prepare_load(folder, CheckpointLoadContext())()
         return
-    path = Path(input_dir) / names.optimizer_file(optimizer_index)
-    _refuse_missing(path, names.sharded_folder("optimizers", optimizer_index))
-    load_optimizer_state(strategy, inner, [model], pickles.read(path, "cpu"))
+    path = Path(input_dir) / layout.optimizer_file(optimizer_index)
+    _refuse_missing(path, layout.sharded_folder("optimizers", optimizer_index))
+    load_optimizer_state(strategy, inner, [model], torch_files.read(path, "cpu"))
 
 
 def adapter_tensor_names(accelerator: Accelerator, model: nn.Module) -> dict[str, str] | None:
@@ -203,13 +203,13 @@ def _save_local(pieces: Any, folder: Path, index: int) -> None:
         with file_errors("make the folder", folder):
             folder.mkdir(parents=True, exist_ok=True)
         whole = {"pieces": pieces, "ranks": ranks.size}
-        replace_file(folder / names.rank_file(index, ranks.rank), partial(pickles.write, whole))
+        replace_file(folder / layout.rank_file(index, ranks.rank), partial(torch_files.write, whole))
 
 
 def _load_local(model: Any, folder: Path, index: int, ranks: CheckpointRankGroup) -> Any:
-    path = folder / names.rank_file(index, ranks.rank)
+    path = folder / layout.rank_file(index, ranks.rank)
     with ranks.collective_section(f"load {path.parent}"):
-        content = pickles.read(path, "cpu") if path.is_file() else {"ranks": 0}
+        content = torch_files.read(path, "cpu") if path.is_file() else {"ranks": 0}
         if content["ranks"] != ranks.size:
             raise CheckpointError(
                 f"{folder} holds local states of {content['ranks'] or 'fewer'} processes, and these are "
@@ -233,14 +233,14 @@ def _is_sharded_save(plugin: Any, use_dcp: bool) -> bool:
 
 def _save_sharded(sharded_state: ShardedState, folder: Path, kind: str, index: int) -> None:
     ranks = CheckpointRankGroup.current()
-    sharded_folder = folder / names.sharded_folder(kind, index)
+    sharded_folder = folder / layout.sharded_folder(kind, index)
     doing = f"save {sharded_folder}"
     with ranks.collective_section(doing) as plan_section:
         if ranks.rank == 0:
             with file_errors("make the folder", sharded_folder):
                 sharded_folder.mkdir(parents=True, exist_ok=True)
                 # Without it, what an interrupted save leaves is not taken for a checkpoint.
-                (sharded_folder / names.SHARDED_INDEX).unlink(missing_ok=True)
+                (sharded_folder / layout.SHARDED_INDEX).unlink(missing_ok=True)
         plan_section.value = sharded_state.local_plan(ranks.rank)
     with ranks.collective_section(doing) as write_section:
         writer = sharded_state.shard_writer(plan_section.values, index, ranks.rank)
@@ -262,14 +262,14 @@ def _save_whole(state: Any, path: Path) -> None:
     def write() -> None:
         with file_errors("make the folder", path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, partial(pickles.write, state))
+        replace_file(path, partial(torch_files.write, state))
 
     ranks.run_on_rank0(f"save {path}", write)
 
 
 def _find_sharded_folder(path: Path, kind: str, index: int) -> Path | None:
-    for folder in (path, path / names.sharded_folder(kind, index)):
-        if (folder / names.SHARDED_INDEX).is_file():
+    for folder in (path, path / layout.sharded_folder(kind, index)):
+        if (folder / layout.SHARDED_INDEX).is_file():
             return folder
     return None
 

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 from weakref import ReferenceType, ref
 
-from accelerate.checkpoint import checkpoint_location, discovery
+from accelerate.checkpoint import discovery
+from accelerate.checkpoint.discovery import Address, ProjectConfiguration, join_address, open_store
 from accelerate.checkpoint.errors import CheckpointNotFoundError
-from accelerate.checkpoint.names import AUTOMATIC_FOLDER
-from accelerate.checkpoint.project import ProjectConfiguration
+from accelerate.checkpoint.layout import AUTOMATIC_FOLDER
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
-from accelerate.checkpoint.storage_urls import Address, join_address, open_store
 from accelerate.core.errors import SettingError
 from accelerate.core.setting import load_settings
 from accelerate.facade.checkpoint_manager import CheckpointManager
@@ -163,8 +162,8 @@ class Preemption:
 def _choose_checkpoint(wanted: str, project: ProjectConfiguration, among: set[str] | None) -> Address | None:
     if wanted == AUTO:
         return _newest_checkpoint(project, among)
-    folder = checkpoint_location.requested_address(wanted)
-    store, name = checkpoint_location.locate(folder)
+    folder = discovery.requested_address(wanted)
+    store, name = discovery.locate(folder)
     if not store.is_folder(name) or discovery.inspect_folder(store, name) is not None:
         return discovery.named_checkpoint(store, name).path
     inside = store.is_folder(f"{name}/{AUTOMATIC_FOLDER}")
@@ -181,9 +180,7 @@ def _common_checkpoints(
     if wanted != AUTO or not (project.save_on_each_node and project.automatic_checkpoint_naming):
         return None
     with ranks.collective_section(doing) as section:
-        section.value = (
-            checkpoint_location.committed_ids(project) if ranks.is_writer(each_node=True) else None
-        )
+        section.value = discovery.committed_ids(project) if ranks.is_writer(each_node=True) else None
     return set.intersection(*(ids for ids in section.values if ids is not None))
 
 
@@ -195,11 +192,11 @@ def _newest_checkpoint(project: ProjectConfiguration, among: set[str] | None) ->
             fix=f"Accelerator(project_config={_NAMING}), or name the checkpoint: --resume PATH",
         )
     try:
-        return checkpoint_location.choose_checkpoint(None, project, among)[0].path
+        return discovery.choose_checkpoint(None, project, among)[0].path
     except CheckpointNotFoundError:
         unusable = [
             each
-            for each in discovery.candidates(open_store(checkpoint_location.automatic_folder(project)))
+            for each in discovery.candidates(open_store(discovery.automatic_folder(project)))
             if each.problem
         ]
         if any(each.manifest is not None for each in unusable):

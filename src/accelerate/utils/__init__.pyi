@@ -1,29 +1,29 @@
 # Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.checkpoint.merge import merge_fsdp_weights as merge_fsdp_weights
-from accelerate.checkpoint.names import MODEL_NAME as MODEL_NAME
-from accelerate.checkpoint.names import OPTIMIZER_NAME as OPTIMIZER_NAME
-from accelerate.checkpoint.names import RNG_STATE_NAME as RNG_STATE_NAME
-from accelerate.checkpoint.names import SAFE_MODEL_NAME as SAFE_MODEL_NAME
-from accelerate.checkpoint.names import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
-from accelerate.checkpoint.names import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
-from accelerate.checkpoint.names import SAFE_WEIGHTS_PATTERN_NAME as SAFE_WEIGHTS_PATTERN_NAME
-from accelerate.checkpoint.names import SAMPLER_NAME as SAMPLER_NAME
-from accelerate.checkpoint.names import SCALER_NAME as SCALER_NAME
-from accelerate.checkpoint.names import SCHEDULER_NAME as SCHEDULER_NAME
-from accelerate.checkpoint.names import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
-from accelerate.checkpoint.names import WEIGHTS_NAME as WEIGHTS_NAME
-from accelerate.checkpoint.names import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
-from accelerate.checkpoint.project import ProjectConfiguration as ProjectConfiguration
-from accelerate.checkpoint.weight_file_io import TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS
-from accelerate.checkpoint.weight_file_io import (
+from accelerate.checkpoint.discovery import ProjectConfiguration as ProjectConfiguration
+from accelerate.checkpoint.layout import MODEL_NAME as MODEL_NAME
+from accelerate.checkpoint.layout import OPTIMIZER_NAME as OPTIMIZER_NAME
+from accelerate.checkpoint.layout import RNG_STATE_NAME as RNG_STATE_NAME
+from accelerate.checkpoint.layout import SAFE_MODEL_NAME as SAFE_MODEL_NAME
+from accelerate.checkpoint.layout import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
+from accelerate.checkpoint.layout import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
+from accelerate.checkpoint.layout import SAFE_WEIGHTS_PATTERN_NAME as SAFE_WEIGHTS_PATTERN_NAME
+from accelerate.checkpoint.layout import SAMPLER_NAME as SAMPLER_NAME
+from accelerate.checkpoint.layout import SCALER_NAME as SCALER_NAME
+from accelerate.checkpoint.layout import SCHEDULER_NAME as SCHEDULER_NAME
+from accelerate.checkpoint.layout import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
+from accelerate.checkpoint.layout import WEIGHTS_NAME as WEIGHTS_NAME
+from accelerate.checkpoint.layout import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
+from accelerate.checkpoint.weight_files import TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS
+from accelerate.checkpoint.weight_files import (
     clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
 )
-from accelerate.checkpoint.weight_file_io import id_tensor_storage as id_tensor_storage
-from accelerate.checkpoint.weight_file_io import load as load
-from accelerate.checkpoint.weight_file_io import load_state_dict as load_state_dict
-from accelerate.checkpoint.weight_file_io import save as save
+from accelerate.checkpoint.weight_files import id_tensor_storage as id_tensor_storage
+from accelerate.checkpoint.weight_files import load as load
+from accelerate.checkpoint.weight_files import load_state_dict as load_state_dict
+from accelerate.checkpoint.weight_files import merge_fsdp_weights as merge_fsdp_weights
+from accelerate.checkpoint.weight_files import save as save
 from accelerate.cli.config_classes import write_basic_config as write_basic_config
 from accelerate.cli.v1_launcher_functions import env_var_path_add as env_var_path_add
 from accelerate.cli.v1_launcher_functions import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env

@@ -1,19 +1,19 @@
 # Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.checkpoint.names import MODEL_NAME as MODEL_NAME
-from accelerate.checkpoint.names import OPTIMIZER_NAME as OPTIMIZER_NAME
-from accelerate.checkpoint.names import RNG_STATE_NAME as RNG_STATE_NAME
-from accelerate.checkpoint.names import SAFE_MODEL_NAME as SAFE_MODEL_NAME
-from accelerate.checkpoint.names import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
-from accelerate.checkpoint.names import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
-from accelerate.checkpoint.names import SAFE_WEIGHTS_PATTERN_NAME as SAFE_WEIGHTS_PATTERN_NAME
-from accelerate.checkpoint.names import SAMPLER_NAME as SAMPLER_NAME
-from accelerate.checkpoint.names import SCALER_NAME as SCALER_NAME
-from accelerate.checkpoint.names import SCHEDULER_NAME as SCHEDULER_NAME
-from accelerate.checkpoint.names import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
-from accelerate.checkpoint.names import WEIGHTS_NAME as WEIGHTS_NAME
-from accelerate.checkpoint.names import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
+from accelerate.checkpoint.layout import MODEL_NAME as MODEL_NAME
+from accelerate.checkpoint.layout import OPTIMIZER_NAME as OPTIMIZER_NAME
+from accelerate.checkpoint.layout import RNG_STATE_NAME as RNG_STATE_NAME
+from accelerate.checkpoint.layout import SAFE_MODEL_NAME as SAFE_MODEL_NAME
+from accelerate.checkpoint.layout import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
+from accelerate.checkpoint.layout import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
+from accelerate.checkpoint.layout import SAFE_WEIGHTS_PATTERN_NAME as SAFE_WEIGHTS_PATTERN_NAME
+from accelerate.checkpoint.layout import SAMPLER_NAME as SAMPLER_NAME
+from accelerate.checkpoint.layout import SCALER_NAME as SCALER_NAME
+from accelerate.checkpoint.layout import SCHEDULER_NAME as SCHEDULER_NAME
+from accelerate.checkpoint.layout import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
+from accelerate.checkpoint.layout import WEIGHTS_NAME as WEIGHTS_NAME
+from accelerate.checkpoint.layout import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
 from accelerate.core.packages import OPERATIONS as STR_OPERATION_TO_FUNC
 from accelerate.offload.layerwise_casting import CASTABLE_LAYERS as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
 from accelerate.watch.profile import PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME

@@ -1,7 +1,7 @@
 # Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.checkpoint.project import ProjectConfiguration as ProjectConfiguration
+from accelerate.checkpoint.discovery import ProjectConfiguration as ProjectConfiguration
 from accelerate.core.enum_bases import BaseEnum as BaseEnum
 from accelerate.core.enum_bases import EnumWithContains as EnumWithContains
 from accelerate.core.kwargs_handler import KwargsHandler as KwargsHandler

@@ -1,7 +1,7 @@
 # Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.checkpoint.merge import merge_fsdp_weights as merge_fsdp_weights
+from accelerate.checkpoint.weight_files import merge_fsdp_weights as merge_fsdp_weights
 from accelerate.facade.fsdp_checkpoint import load_fsdp_model as load_fsdp_model
 from accelerate.facade.fsdp_checkpoint import load_fsdp_optimizer as load_fsdp_optimizer
 from accelerate.facade.fsdp_checkpoint import save_fsdp_model as save_fsdp_model

@@ -1,9 +1,9 @@
 # Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.checkpoint.names import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
-from accelerate.checkpoint.weight_file_io import id_tensor_storage as id_tensor_storage
-from accelerate.checkpoint.weight_file_io import load_state_dict as load_state_dict
+from accelerate.checkpoint.layout import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
+from accelerate.checkpoint.weight_files import id_tensor_storage as id_tensor_storage
+from accelerate.checkpoint.weight_files import load_state_dict as load_state_dict
 from accelerate.facade.big_model_loading import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.facade.module_queries import convert_file_size_to_int as convert_file_size_to_int
 from accelerate.facade.module_queries import is_peft_model as is_peft_model

@@ -1,12 +1,12 @@
 # Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.checkpoint.weight_file_io import TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS
-from accelerate.checkpoint.weight_file_io import (
+from accelerate.checkpoint.weight_files import TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS
+from accelerate.checkpoint.weight_files import (
     clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
 )
-from accelerate.checkpoint.weight_file_io import load as load
-from accelerate.checkpoint.weight_file_io import save as save
+from accelerate.checkpoint.weight_files import load as load
+from accelerate.checkpoint.weight_files import save as save
 from accelerate.core.units import show_bytes as convert_bytes
 from accelerate.facade.attribute_utils import get_pretty_name as get_pretty_name
 from accelerate.facade.attribute_utils import merge_dicts as merge_dicts

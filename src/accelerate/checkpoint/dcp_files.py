@@ -1,42 +1,222 @@
-"""Reading sharded states, in the format of ``torch.distributed.checkpoint``.
-
-    for name, tensor in tensors_of("run/checkpoint_3/pytorch_model_fsdp_0").items():
-        print(name, tensor.dtype, tensor.shape)
-        tensor.read()                     # this one alone
+"""Sharded states in files, in the format of ``torch.distributed.checkpoint`` (DCP).
 
 A folder holds an index, ``.metadata``, and shard files, ``__<rank>_<n>.distcp``. The index says where each
-chunk of a tensor lies, so any rank reads the chunks that overlap its own, whoever saved them. It is a pickle:
-here it is read with the few classes that such an index is made of, and can run nothing.
+chunk of a tensor lies.
+
+Writing: each rank writes one file. torch's planner says which rank writes what: of a DTensor each rank its
+own shard, of a replicated tensor one of the ranks, so that files have similar sizes. The plans travel in an
+all-gather that all ranks of a save make anyway; after it each rank can write, and the index can be built,
+without communication. Tied tensors are written once: in the index, both names have the same file ranges.
+
+Reading: any rank reads the chunks that overlap its own, whoever saved them. The index is a pickle: here it is
+read with the few classes that such an index is made of, and can run nothing.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
 import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from accelerate.checkpoint import names, pickles
+from accelerate.checkpoint import layout, torch_files
 from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
-from accelerate.checkpoint.lazy_tensor import LazyTensor
-from accelerate.checkpoint.tensor_read_plan import FileRangeReader, FileSlice, ReadPlan, TensorLocator
+from accelerate.checkpoint.file_reads import FileRangeReader, LazyTensor, ReadPlan, TensorLocation
+from accelerate.checkpoint.layout import ManifestEntry
 from accelerate.core.errors import CheckpointError
+
+# (entry of the index, offset, bytes) of each tensor or object in a file
+WrittenItems = list[tuple[MetadataIndex, int, int]]
+# the keys of a value in a nested state: ("model", "layer.weight")
+KeyPath = tuple[Any, ...]
+
+
+@dataclass
+class LocalSavePlan:
+    """This rank's save plan of one state, before the plans of all ranks are known.
+
+    Attributes:
+        state: nested; tensors may be distributed.
+        local_plan: its items; all ranks gather the plans.
+    """
+
+    state: dict[str, Any]
+    local_plan: SavePlan
+    _planner: DefaultSavePlanner
+
+    @classmethod
+    def create(cls, state: dict[str, Any], *, dedup_to_lowest_rank: bool) -> LocalSavePlan:
+        """Plan to save ``state``.
+
+        Args:
+            state: nested dicts and lists.
+            dedup_to_lowest_rank: replicated tensors are written by the lowest rank, not by the one that
+                writes least.
+        """
+        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=dedup_to_lowest_rank)
+        planner.set_up_planner(state)
+        return cls(state, planner.create_local_plan(), planner)
+
+    def shard_file(
+        self,
+        plans: list[SavePlan],
+        rank: int,
+        category: str,
+        entry: ManifestEntry,
+        ties: Mapping[KeyPath, KeyPath],
+    ) -> RankShardFile:
+        """Return the writer of this rank's shard file.
+
+        Args:
+            plans: those of all ranks, in rank order.
+            rank: this one.
+            category, entry: see ``ShardWriter``.
+            ties: keys that lead to what other keys have.
+        """
+        try:
+            global_plans, index = self._planner.create_global_plan(plans)
+        except (ValueError, AssertionError) as error:
+            raise CheckpointError(
+                f"the ranks' shards of {entry.kind} do not make a whole", why=str(error)
+            ) from error
+        plan = self._planner.finish_plan(global_plans[rank])
+        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        return RankShardFile(
+            category=category,
+            entry=entry,
+            file=f"{entry.file}/{layout.shard_file(rank)}" if plan.items else "",
+            tensors=[_local_tensor(self._planner.lookup_object(item.index)) for item in tensors],
+            items=tensors,
+            objects=[
+                (item.index, _pickle_bytes(self._planner.lookup_object(item.index))) for item in objects
+            ],
+            index=index,
+            ties=dict(ties),
+        )
+
+
+def _join_keys(keys: KeyPath) -> str:
+    return ".".join(map(str, keys))
+
+
+def only_distributed(state: Any) -> Any:
+    """Return ``state`` with its DTensors only: the rest is saved by another rank."""
+    if isinstance(state, Mapping):
+        distributed = {key: only_distributed(value) for key, value in state.items()}
+        return {key: value for key, value in distributed.items() if value is not None} or None
+    if isinstance(state, list) and state and all(isinstance(item, DTensor) for item in state):
+        return state
+    return state if isinstance(state, DTensor) else None
+
+
+def _local_tensor(value: torch.Tensor) -> torch.Tensor:
+    return (value.to_local() if isinstance(value, DTensor) else value).detach()
+
+
+def _pickle_bytes(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch_files.write(value, stream)
+    return stream.getvalue()
+
+
+@dataclass
+class RankShardFile:
+    """A ``ShardWriter``: this rank's shard file, and the index of all.
+
+    Attributes:
+        category, entry, file, tensors: see there.
+        items: what torch's planner calls each of the tensors.
+        objects: what is no tensor, as bytes.
+        index: of all ranks, without the positions in files.
+        ties: keys that lead to what other keys have.
+    """
+
+    category: str
+    entry: ManifestEntry
+    file: str
+    tensors: list[torch.Tensor]
+    items: list[WriteItem]
+    objects: list[tuple[MetadataIndex, bytes]]
+    index: Metadata
+    ties: dict[KeyPath, KeyPath]
+
+    def fill(self, file: BinaryIO, /) -> WrittenItems:
+        """Write this rank's file; return the index entry, offset and length of everything in it."""
+        written: WrittenItems = []
+        for index, content in self.objects:
+            written.append((index, file.tell(), len(content)))
+            file.write(content)
+        for item, tensor in zip(self.items, self.tensors, strict=True):
+            start = file.tell()
+            value = tensor.cpu()
+            # A view would be saved with all of the memory behind it.
+            whole = value.untyped_storage().nbytes() == value.nbytes
+            torch_files.write(value if whole else value.clone(), file)
+            written.append((item.index, start, file.tell() - start))
+        return written
+
+    def build_index(self, written: list[WrittenItems | None], /) -> tuple[str, bytes]:
+        """Return (name, content) of the index."""
+        stored: dict[MetadataIndex, Any] = {}
+        for rank, things in enumerate(written):
+            for index, offset, length in things or []:
+                stored[index] = filesystem._StorageInfo(layout.shard_file(rank), offset, length)
+        entries = dict(self.index.state_dict_metadata)
+        paths = dict(self.index.planner_data)
+        for keys, owner in self.ties.items():
+            alias, name = _join_keys(keys), _join_keys(owner)
+            if not isinstance(entry := entries.get(name), TensorStorageMetadata):
+                continue
+            entries[alias], paths[alias] = entry, keys
+            for chunk in entry.chunks:
+                stored[MetadataIndex(alias, chunk.offsets)] = stored[MetadataIndex(name, chunk.offsets)]
+        index = replace(
+            self.index,
+            state_dict_metadata=entries,
+            planner_data=paths,
+            storage_data=stored,
+            storage_meta=StorageMeta(),
+        )
+        if "version" in {field.name for field in fields(Metadata)}:
+            index.version = filesystem.CURRENT_DCP_VERSION
+        return f"{self.entry.file}/{layout.SHARDED_INDEX}", pickle.dumps(index)
+
+    def table(self) -> dict[str, tuple[str, list[int]]]:
+        """Return (dtype, shape) of the tensors, by their names below the first key."""
+        return {
+            _join_keys(self.index.planner_data[name][1:]): (
+                str(entry.properties.dtype).removeprefix("torch."),
+                list(entry.size),
+            )
+            for name, entry in self.index.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
 
 PathKey = tuple[Any, ...]
 
+_ZIP = b"PK\x03\x04"
 _METADATA = "torch.distributed.checkpoint.metadata"
 _OLDER = "torch.distributed._shard.sharded_tensor.metadata"  # before torch 2.4
 # module -> the classes and functions that an index may use; they hold values or look one up in torch
@@ -86,7 +266,7 @@ def read_index(folder: Path, *, trusted: bool = False) -> Metadata:
         CheckpointNotFoundError: the folder has none.
         CheckpointError: it is damaged, or would run code.
     """
-    path = folder / names.SHARDED_INDEX
+    path = folder / layout.SHARDED_INDEX
     if not path.is_file():
         raise CheckpointNotFoundError(
             f"{path} is missing", why="it says where each tensor lies, and is written last"
@@ -103,6 +283,55 @@ def read_index(folder: Path, *, trusted: bool = False) -> Metadata:
     if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
         raise CheckpointError(f"{path} is not the index of a sharded checkpoint")
     return index
+
+
+@dataclass(frozen=True)
+class FileSlice:
+    """A torch file inside a file.
+
+    Attributes:
+        path: the file.
+        offset, length: of the torch file, in bytes.
+    """
+
+    path: Path
+    offset: int
+    length: int
+
+
+class TensorLocator:
+    """Looks up tensors in torch files; equal pickles of several files are unpickled once."""
+
+    def __init__(self) -> None:
+        self._unpickled: dict[bytes, Any] = {}
+
+    def locate(self, source: FileSlice) -> TensorLocation | None:
+        """Return the position of a plain tensor in this machine's byte order; None for others.
+
+        Raises:
+            CheckpointError: the file is damaged, or would run code.
+        """
+        with file_errors("read", source.path), source.path.open("rb", buffering=0) as file:
+            torch_file = cast(BinaryIO, FileRangeReader(file, source.offset, source.length))
+            if torch_file.read(len(_ZIP)) != _ZIP:
+                return None  # before torch 1.6
+            torch_file.seek(0)
+            reader: Any = torch._C.PyTorchFileReader(torch_file)
+            if not reader.has_record("data/0") or reader.has_record("data/1") or _has_other_byteorder(reader):
+                return None
+            pickled = reader.get_record("data.pkl")
+            if pickled not in self._unpickled:
+                torch_file.seek(0)
+                self._unpickled[pickled] = torch_files.read(torch_file, "meta")
+            like = self._unpickled[pickled]
+            if type(like) is not torch.Tensor or like.layout is not torch.strided:
+                return None
+            start = source.offset + reader.get_record_offset("data/0")
+        return TensorLocation(source.path, start, like)
+
+
+def _has_other_byteorder(reader: Any) -> bool:
+    return reader.has_record("byteorder") and reader.get_record("byteorder").decode() != sys.byteorder
 
 
 class ShardFolderReader:
@@ -220,7 +449,7 @@ class ShardFolderReader:
 
     def _read(self, source: FileSlice, **kwargs: Any) -> Any:
         with file_errors("read", source.path), source.path.open("rb", buffering=0) as file:
-            return pickles.read(
+            return torch_files.read(
                 cast(BinaryIO, FileRangeReader(file, source.offset, source.length)), "cpu", **kwargs
             )
 
@@ -243,7 +472,7 @@ class ShardFolderReader:
             raise self._damage_error(f"{name} is stored with {', '.join(info.transform_descriptors)}")
 
     def _damage_error(self, why: str) -> CheckpointError:
-        return CheckpointError(f"{self.folder / names.SHARDED_INDEX} cannot be used", why=why)
+        return CheckpointError(f"{self.folder / layout.SHARDED_INDEX} cannot be used", why=why)
 
 
 def _narrow_to_box(tensor: torch.Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> torch.Tensor:
@@ -259,12 +488,12 @@ def find_model_folder(folder: str | os.PathLike[str]) -> Path:
         CheckpointNotFoundError: there is none.
     """
     base = Path(folder).expanduser()
-    for path in (base, base / names.sharded_folder("models", 0)):
-        if (path / names.SHARDED_INDEX).is_file():
+    for path in (base, base / layout.sharded_folder("models", 0)):
+        if (path / layout.SHARDED_INDEX).is_file():
             return path
     raise CheckpointNotFoundError(
         f"there is no sharded model in {base}",
-        why=f"neither it nor {names.sharded_folder('models', 0)} in it has a {names.SHARDED_INDEX}",
+        why=f"neither it nor {layout.sharded_folder('models', 0)} in it has a {layout.SHARDED_INDEX}",
         fix="name a sharded checkpoint, or the folder of its model",
     )
 

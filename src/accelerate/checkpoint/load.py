@@ -1,27 +1,26 @@
-"""From files to objects: everything is checked first, then loaded."""
+"""Loading: from a checkpoint to objects. Everything is checked first, then loaded."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate.checkpoint import (
-    mapped_optimizer_state,
-    names,
-    parallel_file_reads,
-    pickles,
-    state_dict_files,
-)
-from accelerate.checkpoint.digest import file_digest, file_digests
+import torch
+
+from accelerate.checkpoint import discovery, file_reads, layout, state_dict_files, torch_files
+from accelerate.checkpoint.checkpoint_fetch import local_checkpoint
+from accelerate.checkpoint.discovery import Address, ProjectConfiguration
+from accelerate.checkpoint.durable_file import file_digest, file_digests
 from accelerate.checkpoint.errors import file_errors
-from accelerate.checkpoint.manifest import Manifest
+from accelerate.checkpoint.layout import Manifest
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
-from accelerate.checkpoint.stateful_protocols import (
+from accelerate.checkpoint.stateful import (
     OBJECT_FILES,
     CheckpointContents,
     CheckpointLoadContext,
@@ -31,7 +30,180 @@ from accelerate.checkpoint.stateful_protocols import (
     describe_object,
     sharded_state_of,
 )
+from accelerate.checkpoint.storage import CheckpointStorage, read_manifest
 from accelerate.core.errors import CheckpointError
+from accelerate.world import world as worlds
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CheckpointLoadResult:
+    """The outcome of a load.
+
+    Attributes:
+        path: the checkpoint; text if it is a URL.
+        step: the step counter it was saved with.
+        iteration: its number under automatic naming, else None.
+        metadata: the plain values it was saved with.
+        world_size: number of processes that saved it; None if unknown.
+        manifest: None for a checkpoint of the public package.
+        missing: states that were asked for and are not in it (``strict=False`` only).
+        ignored: folders that were passed over, with the reason.
+        notes: differences between the saved and the loaded state; logged too.
+    """
+
+    path: Address
+    step: int
+    iteration: int | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    world_size: int | None = None
+    manifest: Manifest | None = None
+    missing: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def load(
+    train_state: CheckpointContents,
+    directory: str | Path | None = None,
+    *,
+    project: ProjectConfiguration | None = None,
+    strict: bool = True,
+    map_location: Any = None,
+    load_kwargs: Mapping[str, Any] | None = None,
+    model_kwargs: Mapping[str, Any] | None = None,
+    before: Callable[[Path], None] | None = None,
+    check_digests: bool = True,
+    ranks: CheckpointRankGroup | None = None,
+) -> CheckpointLoadResult:
+    """Load a checkpoint into ``train_state`` on all ranks together.
+
+    Everything is verified, looked up and compared before the first object is changed.
+
+    Args:
+        train_state: the objects to fill, in the order they were saved. Other saved objects stay unread.
+        directory: the checkpoint's folder or URL; None takes the newest committed one of ``project``
+            (automatic naming).
+        project: its ``iteration`` is set so that numbering continues after all checkpoints that are there.
+        strict: a missing state is an error; otherwise its object stays as it is and is listed.
+        map_location: ``"cpu"``, ``"on_device"`` or what ``torch.load`` takes; None is this rank's device when
+            there are several ranks, else the CPU. Models go to where they are, through mapped files.
+        load_kwargs: more arguments of ``torch.load``.
+        model_kwargs: more arguments of the models' ``load_state_dict``.
+        before: called on every rank with the folder, before ``train_state.models`` is read.
+        check_digests: compare digests with the manifest; sizes are always compared.
+        ranks: those that load together; the open world's by default.
+
+    Raises:
+        CheckpointError: on every rank, naming the rank and the file, and what was expected.
+        CheckpointNotFoundError: there is no checkpoint.
+    """
+    ranks = ranks or CheckpointRankGroup.current()
+    action = "load a checkpoint" if directory is None else f"load the checkpoint {directory}"
+    common_ids = _ids_on_all_machines(project, ranks, action) if directory is None else None
+    rank0_address, id_, ignored = ranks.run_on_rank0(action, lambda: _choose(directory, project, common_ids))
+    with ranks.collective_section(action):
+        store, name = discovery.locate(discovery.local_address(rank0_address, directory, project))
+        manifest = _same_manifest(store, name, id_)
+    location = resolve_map_location(map_location, "on_device" if ranks.size > 1 else "cpu")
+    with local_checkpoint(store, name, manifest, train_state, ranks, action) as (path, fetched):
+        reader = TrainingStateReader(
+            path, manifest, ranks, strict, location, load_kwargs or {}, model_kwargs or {}
+        )
+        with ranks.collective_section(action):
+            if fetched is not None and check_digests:
+                verify_files(path, fetched, ranks)
+        with ranks.collective_section(action):
+            if before is not None:
+                before(path)
+            train_state.check()
+            reader.check_custom_count(train_state)
+            reader.read(train_state)
+        with ranks.collective_section(action):
+            reader.apply()
+        with ranks.collective_section(action):
+            reader.finish(train_state)
+    if project is not None and project.automatic_checkpoint_naming:
+        with ranks.collective_section(action) as section:
+            section.value = 0
+            if ranks.is_writer(project.save_on_each_node):
+                section.value = discovery.next_iteration(name, manifest, project)
+        project.iteration = max(section.values)
+    address = store.local_path(name) or store.label(name)
+    _log_notes(reader, address)
+    return _build_result(reader, address, name, ignored)
+
+
+def _ids_on_all_machines(
+    project: ProjectConfiguration | None, ranks: CheckpointRankGroup, action: str
+) -> set[str] | None:
+    """Return the ids of the checkpoints that all machines have, where each saves its own.
+
+    A crash in the middle of a commit leaves the newest on some of them. None if that does not matter.
+    """
+    if project is None or not (project.save_on_each_node and project.automatic_checkpoint_naming):
+        return None
+    with ranks.collective_section(action) as section:
+        section.value = discovery.committed_ids(project) if ranks.is_writer(each_node=True) else None
+    return set.intersection(*(ids for ids in section.values if ids is not None))
+
+
+def _choose(
+    directory: str | Path | None, project: ProjectConfiguration | None, common_ids: set[str] | None
+) -> tuple[Address, str, tuple[str, ...]]:
+    """Return (checkpoint, id of its save, folders passed over)."""
+    candidate, ignored = discovery.choose_checkpoint(directory, project, common_ids)
+    return candidate.path, candidate.manifest.id if candidate.manifest else "", ignored
+
+
+def _same_manifest(store: CheckpointStorage, name: str, id_: str) -> Manifest | None:
+    """Read this rank's manifest, and raise if it is not that of the checkpoint that rank 0 chose."""
+    manifest = read_manifest(store, name)
+    own_id = manifest.id if manifest else ""
+    if own_id != id_:
+        raise CheckpointError(
+            f"{store.label(name)} is another checkpoint here than on rank 0",
+            why=f"its save has the id {own_id or '(none)'}, rank 0's {id_ or '(none)'}",
+            fix="copy the same checkpoint to every machine",
+        )
+    return manifest
+
+
+def resolve_map_location(map_location: Any, default: Any) -> Any:
+    """Return ``map_location`` for ``torch.load``; ``"on_device"`` is this rank's device, None ``default``."""
+    place = default if map_location is None else map_location
+    if not (isinstance(place, str) and place == "on_device"):
+        return place
+    world = worlds.current()
+    return world.device if world is not None else torch.device("cpu")
+
+
+def _log_notes(reader: TrainingStateReader, address: Address) -> None:
+    if reader.ranks.rank > 0:
+        return
+    for note in reader.notes:
+        logger.warning("%s: %s", address, note)
+    if reader.missing:
+        logger.warning("%s lacks, and leaves as they are: %s", address, ", ".join(reader.missing))
+
+
+def _build_result(
+    reader: TrainingStateReader, address: Address, name: str, ignored: tuple[str, ...]
+) -> CheckpointLoadResult:
+    manifest = reader.manifest
+    return CheckpointLoadResult(
+        path=address,
+        step=manifest.step if manifest else reader.step or 0,
+        iteration=manifest.iteration if manifest else discovery.automatic_number(name),
+        metadata=manifest.metadata if manifest else {},
+        world_size=manifest.world_size if manifest else None,
+        manifest=manifest,
+        missing=tuple(reader.missing),
+        ignored=ignored,
+        notes=tuple(reader.notes),
+    )
+
 
 # Errors that objects raise when a state does not fit them.
 _REFUSALS = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError)
@@ -111,7 +283,7 @@ class TrainingStateReader:
                 if category != "optimizers" or not self._read_sharded(category, item, index):
                     self._read_torch_file(category, index, item, file(index))
         if train_state.scaler is not None:
-            self._read_torch_file("scaler", 0, train_state.scaler, names.SCALER_NAME)
+            self._read_torch_file("scaler", 0, train_state.scaler, layout.SCALER_NAME)
         for index, loader in enumerate(train_state.stateful_loaders):
             self._read_torch_file("stateful_loaders", index, loader, self._loader_file(index))
         self._read_positions(train_state)
@@ -146,7 +318,7 @@ class TrainingStateReader:
 
     def _read_sharded(self, category: str, item: Any, index: int) -> bool:
         """Return True if the object was saved sharded, after preparing its load."""
-        folder = self.folder / names.sharded_folder(category, index)
+        folder = self.folder / layout.sharded_folder(category, index)
         if not folder.is_dir():
             return False
         label, sharded = f"{describe_object(category, index)} ({class_name(item)})", sharded_state_of(item)
@@ -164,8 +336,8 @@ class TrainingStateReader:
 
     def _read_model(self, model: Any, index: int) -> None:
         label = f"{describe_object('models', index)} ({class_name(model)})"
-        safe = self.folder / names.model_file(index, safe=True)
-        other = (names.model_file(index, safe=False), names.gathered_file(index))
+        safe = self.folder / layout.model_file(index, safe=True)
+        other = (layout.model_file(index, safe=False), layout.gathered_file(index))
         path = next((p for p in (safe, *(self.folder / name for name in other)) if p.is_file()), safe)
         if not path.is_file():
             self._report_missing(safe.name, label)
@@ -173,10 +345,10 @@ class TrainingStateReader:
         if path is safe:
             with file_errors("read", safe):
                 state, aliases = state_dict_files.read_safetensors(safe)
-                files = [parallel_file_reads.MappedTensorAddresses.create(safe, state)]
+                files = [file_reads.MappedTensorAddresses.create(safe, state)]
         else:
             kwargs = {"map_location": "cpu", "mmap": True, **self.load_kwargs}
-            state, aliases, files = pickles.read(path, **kwargs), {}, []
+            state, aliases, files = torch_files.read(path, **kwargs), {}, []
         if self.model_kwargs.get("assign"):  # the model keeps them: then they must not stay mapped
             state = {name: copy.deepcopy(value) for name, value in state.items()}
         template = (
@@ -186,7 +358,7 @@ class TrainingStateReader:
             self.notes.append(f"{path.name} has {alias} tied to {name}; in this model they are two tensors")
         state = state_dict_files.fit_names(state, aliases, template)
         function = partial(
-            parallel_file_reads.load_from_mapped, files, model.load_state_dict, state, **self.model_kwargs
+            file_reads.load_from_mapped, files, model.load_state_dict, state, **self.model_kwargs
         )
         self.pending.append((f"load {label} from {path}", function))
 
@@ -200,13 +372,11 @@ class TrainingStateReader:
         if (
             category == "optimizers"
             and "mmap" not in kwargs
-            and mapped_optimizer_state.can_map(path, kwargs["map_location"])
+            and torch_files.can_map(path, kwargs["map_location"])
         ):
-            load = partial(
-                mapped_optimizer_state.MappedOptimizerState(path, **kwargs).load_into, item.load_state_dict
-            )
+            load = partial(torch_files.MappedOptimizerState(path, **kwargs).load_into, item.load_state_dict)
         else:
-            load = partial(item.load_state_dict, pickles.read(path, **kwargs))
+            load = partial(item.load_state_dict, torch_files.read(path, **kwargs))
         self.pending.append((f"load {label} from {path}", load))
 
     def check_custom_count(self, train_state: CheckpointContents) -> None:
@@ -215,7 +385,7 @@ class TrainingStateReader:
         Raises:
             CheckpointError: it differs, and loading is strict.
         """
-        saved, now = len(list(self.folder.glob(f"{names.CUSTOM_NAME}_*.pkl"))), len(train_state.custom)
+        saved, now = len(list(self.folder.glob(f"{layout.CUSTOM_NAME}_*.pkl"))), len(train_state.custom)
         if saved != now and self.strict:
             raise CheckpointError(
                 f"{self.folder} holds {saved} registered object(s), but {now} are registered now",
@@ -224,8 +394,8 @@ class TrainingStateReader:
             )
 
     def _loader_file(self, index: int) -> str:
-        file = names.loader_file(index, self.ranks.rank)
-        return file if (self.folder / file).is_file() else names.loader_file(index)
+        file = layout.loader_file(index, self.ranks.rank)
+        return file if (self.folder / file).is_file() else layout.loader_file(index)
 
     def _read_positions(self, train_state: CheckpointContents) -> None:
         saved = self.manifest.loaders if self.manifest else []
@@ -239,18 +409,18 @@ class TrainingStateReader:
                 )
             else:
                 self._report_missing(
-                    names.MANIFEST_NAME, f"the position of {describe_object('loaders', index)}"
+                    layout.MANIFEST_NAME, f"the position of {describe_object('loaders', index)}"
                 )
 
     def _read_rng(self, train_state: CheckpointContents) -> None:
         rng, rank = train_state.rng, self.ranks.rank
         if rng is None:
             return
-        path = self.folder / names.rng_file(rank)
+        path = self.folder / layout.rng_file(rank)
         count = self.manifest.world_size if self.manifest else self._rng_count()
         if path.is_file():
             # Generators take their states from the host, whatever device they are of.
-            state = dict(pickles.read(path, **{**self.load_kwargs, "map_location": "cpu"}))
+            state = dict(torch_files.read(path, **{**self.load_kwargs, "map_location": "cpu"}))
             self.step = state.pop("step", None)
             self.pending_rng.append(
                 (f"restore the random states of {path}", partial(self._restore_rng, rng, state))
@@ -267,11 +437,11 @@ class TrainingStateReader:
             self.notes.append(f"no random state is saved for the generator {name}: it stays as it is")
 
     def _rng_count(self) -> int:
-        return len(list(self.folder.glob(f"{names.RNG_STATE_NAME}_*.pkl")))
+        return len(list(self.folder.glob(f"{layout.RNG_STATE_NAME}_*.pkl")))
 
     def _derive_seed(self, rank: int) -> int:
         """Return a seed from the saved state of rank 0, this rank and the world size alone."""
-        text = f"{file_digest(self.folder / names.rng_file(0))}:{rank}:{self.ranks.size}"
+        text = f"{file_digest(self.folder / layout.rng_file(0))}:{rank}:{self.ranks.size}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 

@@ -1,4 +1,19 @@
-"""The objects that a checkpoint is made of, and the protocols for their states."""
+"""The objects that a checkpoint is made of, and the protocols for their states.
+
+    contents = CheckpointContents(models=[model], optimizers=[optimizer], schedulers=[scheduler],
+                                  rng=rng, loaders=[loader], step=12, metadata={"epoch": 3})
+
+    path = save(contents, "runs/a/last")      # replaces the folder in one step
+    path = save(contents, project=project)    # runs/a/checkpoints/checkpoint_<iteration>
+
+    result = load(contents, "runs/a/last")    # verified against its manifest, then loaded
+    result = load(contents, project=project)  # the newest committed one
+    result.step, result.metadata["epoch"], result.missing, result.notes
+
+Both are collective: every rank calls, and all succeed or all raise. Device-specific and sharded states come
+in as ``StatefulAdapter`` or ``FolderStateful``. A ``before`` hook gets the folder: that of a save may write
+files into it and take models out of its list, that of a load may take models out of ``contents.models``.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +24,8 @@ from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 import torch
 
-from accelerate.checkpoint import names
-from accelerate.checkpoint.manifest import ManifestEntry
+from accelerate.checkpoint import layout
+from accelerate.checkpoint.layout import ManifestEntry
 from accelerate.core.errors import CheckpointError
 
 
@@ -95,6 +110,34 @@ class ShardWriter(Protocol):
     def build_index(self, written: list[Any], /) -> tuple[str, bytes]:
         """Return (name, content) of the index of all shards; ``written`` by rank, None for no file."""
         ...
+
+
+ModelStates = list[dict[str, Any]]
+
+
+@dataclass
+class CollectedStates:
+    """The states of all objects at one moment, as this rank has them.
+
+    Attributes:
+        model_states: one state dict per model; hooks may take some away.
+        replicated: (sort, file, kind, state) that one rank writes for all.
+        own_name: the same that every rank writes for itself.
+        positions: of the loaders, and
+        metadata: of the caller, as plain values.
+        model_classes: class of the model by the ``id`` of its state.
+        local_plans: this rank's save plans of the sharded states.
+        shard_writers: this rank's writers of them, once the plans of all ranks are known.
+    """
+
+    model_states: ModelStates
+    replicated: list[tuple[str, str, str, Any]] = field(default_factory=list)
+    per_rank: list[tuple[str, str, str, Any]] = field(default_factory=list)
+    positions: list[Any] = field(default_factory=list)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    model_classes: dict[int, str] = field(default_factory=dict)
+    local_plans: list[Any] = field(default_factory=list)
+    shard_writers: list[ShardWriter] = field(default_factory=list)
 
 
 @dataclass
@@ -247,7 +290,7 @@ def describe_object(category: str, index: int) -> str:
 
 # category -> file by index, for the categories with one torch file per object, in the order they are written
 OBJECT_FILES: dict[str, Callable[[int], str]] = {
-    "optimizers": names.optimizer_file,
-    "schedulers": names.scheduler_file,
-    "custom": names.custom_file,
+    "optimizers": layout.optimizer_file,
+    "schedulers": layout.scheduler_file,
+    "custom": layout.custom_file,
 }

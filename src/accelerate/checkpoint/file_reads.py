@@ -1,0 +1,413 @@
+"""Reads of files straight into the memory of tensors, in large blocks by several threads.
+
+What is loaded must not depend on its file any more: a mapped file that is changed, or whose disk goes away
+later, would change or end the training. And it must not be in memory twice. So torch files are read through
+``ParallelReadFile``, which torch lets fill the memory of each tensor; tensors of safetensors files, which
+are mapped and not touched, are read into the tensor that takes them, see ``FileReadTorchFunctionMode``; and
+shards by a ``ReadPlan``, which knows where in a file the values of each tensor are.
+
+Weights for inference stay mapped, and privately: nothing is read before a page is touched, what is written
+goes to memory of this process, page by page, and nothing is ever written back. Who replaces the file by
+renaming another one to its name leaves the mapping alone, and that is how everything here saves. Who writes
+into the file, or cuts it, changes the tensors, or ends the process with SIGBUS.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from accelerate.checkpoint import state_dict_files
+from accelerate.checkpoint.durable_file import usable_cores
+from accelerate.checkpoint.errors import file_errors
+from accelerate.core.errors import CheckpointError
+
+CHUNK = 4 * 2**20
+_LARGE = 2**20
+
+
+def read_at(number: int, view: memoryview, offset: int) -> int:
+    """Read bytes from ``offset`` on until ``view`` is full or the file ends; return their number."""
+    done = 0
+    while done < len(view):
+        if hasattr(os, "preadv"):
+            got = os.preadv(number, [view[done:]], offset + done)
+        else:
+            os.lseek(number, offset + done, os.SEEK_SET)
+            piece = os.read(number, len(view) - done)
+            got = len(piece)
+            view[done : done + got] = piece
+        if got == 0:
+            break
+        done += got
+    return done
+
+
+def read_exactly(path: Path, at: int, view: memoryview) -> None:
+    """Fill ``view`` with the bytes of a file from position ``at`` on.
+
+    Raises:
+        EOFError: the file ends before.
+        OSError: it cannot be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        got = read_at(file.fileno(), view, at)
+    if got < len(view):
+        raise EOFError(f"it ends at {at + got} bytes, {len(view)} were expected at {at}")
+
+
+def read_parallel(path: Path, at: int, target: memoryview, pool: ThreadPoolExecutor) -> None:
+    """Fill ``target`` with the bytes of a file from position ``at`` on, by several threads.
+
+    Raises:
+        EOFError: the file ends before.
+        OSError: it cannot be read.
+    """
+    starts = range(0, len(target), CHUNK)
+    for _ in pool.map(lambda start: read_exactly(path, at + start, target[start : start + CHUNK]), starts):
+        pass
+
+
+class ParallelReadFile(io.RawIOBase):
+    """A file open for reading, of which large blocks are read by several threads.
+
+    Attributes:
+        name: its path.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._path, self._at = path, 0
+        self._file = path.open("rb", buffering=0)
+        self._size = os.fstat(self._file.fileno()).st_size
+        self._pool = ThreadPoolExecutor(usable_cores(), "read")
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Set the position; return it."""
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fill ``buffer``, or as much of it as the file has; return the number of bytes."""
+        view = memoryview(buffer).cast("B")
+        view = view[: max(0, self._size - self._at)]
+        if len(view) >= _LARGE:
+            read_parallel(self._path, self._at, view, self._pool)
+            got = len(view)
+        else:
+            self._file.seek(self._at)
+            got = self._file.readinto(view)
+        self._at += got
+        return got
+
+    def close(self) -> None:
+        """Close the file."""
+        if not self.closed:
+            self._pool.shutdown()
+            self._file.close()
+        super().close()
+
+
+@dataclass(frozen=True)
+class MappedTensorAddresses:
+    """The addresses at which the tensors of one file are mapped.
+
+    Attributes:
+        path: the file.
+        file_ranges: address of a tensor -> (position in the file, bytes).
+    """
+
+    path: Path
+    file_ranges: dict[int, tuple[int, int]]
+
+    @classmethod
+    def create(cls, path: Path, state: Mapping[str, torch.Tensor]) -> MappedTensorAddresses:
+        """Return the addresses of the tensors that ``tensors.read_safetensors`` mapped from a file."""
+        places = state_dict_files.file_ranges(path)
+        return cls(path, {value.data_ptr(): places[name] for name, value in state.items()})
+
+
+def load_from_mapped(
+    files: Iterable[MappedTensorAddresses], load: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call ``load``, and read from mapped ``files`` what it copies; return its result.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    with FileReadTorchFunctionMode(files) as copies:
+        try:
+            return load(*args, **kwargs)
+        except RuntimeError as error:  # a module gathers what its copies raise into one text
+            if copies.failure is not None:
+                raise copies.failure from error
+            raise
+
+
+class FileReadTorchFunctionMode(TorchFunctionMode):
+    """A torch function mode: ``a.copy_(b)`` reads the file that ``b`` is mapped from straight into ``a``.
+
+    Only where that gives the same bytes: a plain tensor on the CPU of the same dtype and shape, both
+    contiguous. Everything else goes its usual way, through the mapping.
+
+    Attributes:
+        failure: why a file could not be read.
+    """
+
+    def __init__(self, files: Iterable[MappedTensorAddresses]) -> None:
+        super().__init__()
+        self.failure: CheckpointError | None = None
+        self._sources = {at: (file.path, *place) for file in files for at, place in file.file_ranges.items()}
+        self._pool = ThreadPoolExecutor(usable_cores(), "copy")
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._pool.shutdown()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_ and len(args) == 2 and not kwargs and self._read_directly(*args):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _read_directly(self, target: Any, source: Any) -> bool:
+        if not (is_plain(target) and is_plain(source)):
+            return False
+        path, at, size = self._sources.get(source.data_ptr(), (Path(), 0, 0))
+        if target.dtype != source.dtype or target.shape != source.shape or not 0 < target.nbytes <= size:
+            return False
+        try:
+            with file_errors("read", path):
+                read_parallel(path, at, memory_of(target), self._pool)
+        except CheckpointError as error:
+            self.failure = self.failure or error
+            raise
+        torch.autograd.graph.increment_version(target)
+        return True
+
+
+def is_plain(tensor: Any) -> bool:
+    """Return True for a contiguous plain tensor in host memory."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    )
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU, as bytes."""
+    # A dimension of length one may have any stride.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+class FileRangeReader(io.RawIOBase):
+    """A range of an open file as a file."""
+
+    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
+        self.name = file.name
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Set the position; return it."""
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = start + offset
+        return self._at
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fill ``buffer``, or as much of it as the range has; return the number of bytes."""
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
+        got = read_at(self._file.fileno(), view, self._offset + self._at)
+        self._at += got
+        return got
+
+
+@dataclass(frozen=True)
+class TensorLocation:
+    """The position of a tensor's values in a file.
+
+    Attributes:
+        path: the file they are in.
+        start: of the tensor's storage, in bytes.
+        meta_tensor: the tensor on the meta device.
+    """
+
+    path: Path
+    start: int
+    meta_tensor: torch.Tensor
+
+
+@dataclass
+class ReadPlan:
+    """The reads of a load, and the tensors that they fill; nothing is read before ``run``.
+
+    Attributes:
+        direct_reads: (file, position, memory that it fills).
+        fallback_reads: functions that read what cannot be read straight.
+        written_tensors: tensors that get new values.
+    """
+
+    direct_reads: list[tuple[Path, int, memoryview]] = field(default_factory=list)
+    fallback_reads: list[Callable[[], None]] = field(default_factory=list)
+    written_tensors: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, location: TensorLocation, source: torch.Tensor, target: torch.Tensor) -> bool:
+        """Plan to fill ``target`` straight from a file; return False if that would not give the same bytes.
+
+        Args:
+            location: the position of the values.
+            source: a view of ``location.meta_tensor``: which of them.
+            target: of its shape.
+        """
+        fits = is_plain(target) and source.is_contiguous() and target.dtype == source.dtype
+        if not fits or source.is_conj() or source.is_neg() or source.is_quantized:
+            return False
+        at = location.start + int(source.storage_offset()) * source.element_size()
+        view = memory_of(target)
+        for first in range(0, len(view), CHUNK):
+            self.direct_reads.append((location.path, at + first, view[first : first + CHUNK]))
+        self.written_tensors.append(target)
+        return True
+
+    def run(self) -> None:
+        """Run all reads.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        if len(self.direct_reads) > 1:
+            with ThreadPoolExecutor(usable_cores(), "read") as pool:
+                for _ in pool.map(_run_read, self.direct_reads):
+                    pass
+        else:
+            for job in self.direct_reads:
+                _run_read(job)
+        for function in self.fallback_reads:
+            function()
+        for tensor in self.written_tensors:
+            torch.autograd.graph.increment_version(tensor)
+
+
+def _run_read(job: tuple[Path, int, memoryview]) -> None:
+    path, at, view = job
+    with file_errors("read", path):
+        read_exactly(path, at, view)
+
+
+@dataclass(frozen=True)
+class FileRegion:
+    """The position of a tensor's values in a file, contiguous as they are in memory.
+
+    Attributes:
+        path: the file.
+        offset: of the first byte.
+        stride: in elements; None for row after row.
+    """
+
+    path: Path
+    offset: int
+    stride: tuple[int, ...] | None = None
+
+    def is_aligned(self, dtype: torch.dtype) -> bool:
+        """Return True if a tensor may begin at the offset: it must be a multiple of the element size."""
+        return self.offset % dtype.itemsize == 0
+
+
+class MappedFiles:
+    """Memory-mapped files, each mapped once; tensors keep them mapped."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, Any] = {}
+
+    def tensor(self, region: FileRegion, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor mapped from the file.
+
+        Each one has a storage of its own, so no two of them seem to be tied.
+
+        Raises:
+            CheckpointError: the file cannot be mapped.
+        """
+        if shape.numel() == 0:
+            return torch.empty(shape, dtype=dtype)
+        tensor: Any = torch.empty(0, dtype=dtype)
+        span = shape.numel()
+        if region.stride is not None:
+            span = 1 + sum((n - 1) * s for n, s in zip(shape, region.stride, strict=True))
+        with file_errors("map", region.path):
+            if region.path not in self._files:
+                size = region.path.stat().st_size
+                self._files[region.path] = torch.UntypedStorage.from_file(str(region.path), False, size)
+            whole = self._files[region.path]
+            storage: Any = whole[region.offset : region.offset + span * dtype.itemsize]
+            if region.stride is None:
+                return tensor.set_(storage, 0, shape)
+            return tensor.set_(storage, 0, shape, region.stride)
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A saved tensor that is not read yet.
+
+    Attributes:
+        shape, dtype: its own.
+        file_ranges: (file, offset, bytes) of its values; equal for tied tensors.
+        read: gives it, on the CPU.
+        region: where it can be mapped; None if it must be read.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    file_ranges: tuple[tuple[str, int, int], ...]
+    read: Callable[[], torch.Tensor]
+    region: FileRegion | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the tensor takes."""
+        return self.numel() * self.dtype.itemsize
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        """Return the bytes of one element."""
+        return self.dtype.itemsize
+
+    def detach(self) -> torch.Tensor:
+        """Read the tensor: so a writer, which calls this once, can use it like a tensor."""
+        return self.read()

@@ -1,0 +1,508 @@
+"""Weights and objects in single files: ``save``, ``load``, the shards of the model hub, merge, export.
+
+A file is written beside its name and renamed, so that a crash leaves the old one or the new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePath
+from typing import IO, Any, BinaryIO, cast
+
+import torch
+from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
+
+from accelerate.checkpoint import checkpoint_maintenance, layout, lazy_weights, state_dict_files, torch_files
+from accelerate.checkpoint.dcp_files import lazy_tensors
+from accelerate.checkpoint.discovery import CheckpointCandidate
+from accelerate.checkpoint.errors import file_errors
+from accelerate.checkpoint.file_reads import LazyTensor
+from accelerate.checkpoint.lazy_weights import (
+    LazyWeights,
+    cast_to,
+    files_of,
+    find_weights,
+    group_ties,
+    open_weights,
+)
+from accelerate.checkpoint.rank_group import CheckpointRankGroup
+from accelerate.checkpoint.state_dict_files import (
+    as_dtype,
+    clean_state_dict_for_safetensors,
+    id_tensor_storage,
+)
+from accelerate.checkpoint.storage import new_id, parse_working_name, sync_file, working_name
+from accelerate.core.errors import CheckpointError, SettingError
+from accelerate.core.units import parse_bytes
+from accelerate.world import world as worlds
+
+__all__ = [
+    "TORCH_SAFE_GLOBALS",
+    "clean_state_dict_for_safetensors",
+    "id_tensor_storage",
+    "load",
+    "load_state_dict",
+    "save",
+    "save_weights",
+]
+
+TORCH_SAFE_GLOBALS = torch_files.safe_globals()
+
+_SHARD = r"-\d{5}-of-\d{5}"
+
+
+def save(
+    obj: Any,
+    f: str | PurePath | IO[bytes],
+    save_on_each_node: bool = False,
+    safe_serialization: bool = False,
+) -> None:
+    """Save an object on the main process only (or one process per machine); the others return at once.
+
+    Args:
+        obj: the object; a state dict for safetensors.
+        f: path, or file open for writing bytes.
+        save_on_each_node: also on the other machines, one process each.
+        safe_serialization: as safetensors instead of ``torch.save``.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
+    world = worlds.current() or worlds.open()
+    if not (world.is_local_main if save_on_each_node else world.is_main):
+        return
+    if not isinstance(f, str | PurePath):
+        if safe_serialization:
+            separate, aliases = state_dict_files.untie(obj)
+            state_dict_files.write_safetensors(separate, aliases, cast(BinaryIO, f))
+        else:
+            torch.save(obj, f)
+        return
+    path = Path(f).expanduser()
+    if safe_serialization:
+        separate, aliases = state_dict_files.untie(obj)
+        replace_file(path, partial(state_dict_files.write_safetensors, separate, aliases))
+    else:
+        replace_file(path, partial(torch_files.write, obj))
+
+
+def load(f: str | PurePath | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
+    """Load an object by ``torch.load`` with ``weights_only=True``, which also accepts numpy data.
+
+    Args:
+        f: path, or file open for reading bytes.
+        map_location: as ``torch.load`` takes it.
+        kwargs: more arguments of ``torch.load``.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or would run code.
+    """
+    source = Path(f).expanduser() if isinstance(f, str | PurePath) else f
+    return torch_files.read(source, map_location, "load(..., weights_only=False)", **kwargs)
+
+
+def load_state_dict(
+    checkpoint_file: str | PurePath, device_map: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the tensors of one file of weights.
+
+    Args:
+        checkpoint_file: a safetensors or torch file.
+        device_map: module name -> device, the longest name that fits counts; ``"disk"`` leaves tensors mapped
+            from the file. None leaves all on the CPU.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or would run code.
+    """
+    path = Path(checkpoint_file).expanduser()
+    if path.suffix == ".safetensors":
+        with file_errors("read", path):
+            state, _ = state_dict_files.read_safetensors(path)
+    else:
+        state = torch_files.read(path, "cpu", "load(path, weights_only=False) of accelerate.utils")
+    return {name: _place_tensor(name, value, device_map or {}) for name, value in state.items()}
+
+
+def _place_tensor(name: str, value: Any, device_map: Mapping[str, Any]) -> Any:
+    matches = [
+        module for module in device_map if not module or name == module or name.startswith(f"{module}.")
+    ]
+    device = device_map[max(matches, key=len)] if matches else "cpu"
+    return value if device in ("cpu", "disk") or not isinstance(value, torch.Tensor) else value.to(device)
+
+
+def replace_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
+    """Write one file so that its name has the old content or the new one, never a part."""
+    temp = path.with_name(working_name(path.name, "tmp", new_id()))
+    try:
+        with file_errors("write", path):
+            with temp.open("wb") as file:
+                fill(file)
+                file.flush()
+                os.fsync(file.fileno())
+            temp.replace(path)
+            sync_file(path.parent)
+    except BaseException:
+        temp.unlink(missing_ok=True)
+        raise
+
+
+def save_weights(
+    state: Mapping[str, Any],
+    directory: str | Path,
+    *,
+    max_shard_size: int | str = "10GB",
+    safe_serialization: bool = True,
+) -> list[str]:
+    """Write a model's state in the layout of the model hub; call it on the process that writes.
+
+    One file if it fits into ``max_shard_size``, else shards ``model-00001-of-0000N.safetensors`` and an
+    index. A tensor is made contiguous or fetched from its device when it is written, not before.
+
+    Args:
+        state: the model's state dict.
+        directory: the folder; other files in it stay, weights of an earlier save are replaced by the new ones
+            or stay whole.
+        max_shard_size: bytes, or text such as ``"5GB"``.
+        safe_serialization: safetensors instead of torch files.
+
+    Returns:
+        Names of the files with weights, in order.
+
+    Raises:
+        CheckpointError: a tensor has no data, or a file cannot be written.
+        SettingError: the limit is no size.
+    """
+    folder = Path(directory).expanduser()
+    state = state_dict_files.strip_compile_prefix(state)
+    if safe_serialization:
+        return write_weights(lazy_weights.weights_from_state(state), folder, max_shard_size=max_shard_size)
+    split = split_torch_state_dict_into_shards(
+        dict(state), filename_pattern=layout.WEIGHTS_PATTERN_NAME, max_shard_size=parse_bytes(max_shard_size)
+    )
+    fills = {
+        file: partial(torch_files.write, {name: state[name] for name in members})
+        for file, members in split.filename_to_tensors.items()
+    }
+    _replace_files(
+        folder, layout.WEIGHTS_PATTERN_NAME, layout.WEIGHTS_INDEX_NAME, fills, _encode_index(split)
+    )
+    return list(fills)
+
+
+def write_weights(
+    weights: lazy_weights.LazyWeights,
+    folder: Path,
+    *,
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    on_file: Callable[[str], object] | None = None,
+) -> list[str]:
+    """Write weights like ``save_weights``, but read one tensor at a time: never more is in memory.
+
+    Args:
+        weights: the weights; tied ones are written once, their other names into the file's metadata.
+        folder: see ``save_weights``.
+        max_shard_size: likewise.
+        dtype: what floating point weights become.
+        on_file: called with the name of each file when it is written.
+    """
+    casts = lazy_weights.lazy_casts(weights.tensors, dtype)
+    split = split_torch_state_dict_into_shards(
+        {name: tensor.meta() for name, tensor in casts.items()},
+        filename_pattern=layout.SAFE_WEIGHTS_PATTERN_NAME,
+        max_shard_size=parse_bytes(max_shard_size),
+    )
+    fills: dict[str, Callable[[BinaryIO], object]] = {}
+    for file, members in split.filename_to_tensors.items():
+        file_aliases = {alias: name for alias, name in weights.aliases.items() if name in members}
+        shard = cast(dict[str, torch.Tensor], {name: casts[name] for name in members})
+        fills[file] = partial(state_dict_files.write_safetensors, shard, file_aliases)
+    index = layout.SAFE_WEIGHTS_INDEX_NAME
+    _replace_files(folder, layout.SAFE_WEIGHTS_PATTERN_NAME, index, fills, _encode_index(split), on_file)
+    return list(fills)
+
+
+def _encode_index(split: StateDictSplit) -> bytes:
+    """Return the index of the shards as JSON; empty if there is one file only."""
+    if not split.is_sharded:
+        return b""
+    body = {
+        "metadata": {"total_size": split.metadata["total_size"]},
+        "weight_map": dict(split.tensor_to_filename),
+    }
+    return (json.dumps(body, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _replace_files(
+    folder: Path,
+    pattern: str,
+    index_name: str,
+    fills: Mapping[str, Callable[[BinaryIO], object]],
+    index: bytes,
+    on_file: Callable[[str], object] | None = None,
+) -> None:
+    """Replace all weights of one format in a folder by new ones.
+
+    Everything is written under other names first. Then an old index goes, so that it never names new shards;
+    the shards get their names; the new index comes last; what is left of the old weights is removed.
+    """
+    with file_errors("make the folder", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    pattern_of_names = _name_pattern(pattern, index_name)
+    _remove(
+        p for p in folder.iterdir() if (h := parse_working_name(p.name)) and pattern_of_names.fullmatch(h[0])
+    )
+    id = new_id()
+    temps = {file: folder / working_name(file, "tmp", id) for file in fills}
+    try:
+        for file, fill in fills.items():
+            with file_errors("write", folder / file), temps[file].open("xb") as handle:
+                fill(handle)
+                handle.flush()
+                os.fsync(handle.fileno())
+            if on_file is not None:
+                on_file(file)
+        if any((folder / file).exists() for file in fills):
+            _remove([folder / index_name])
+        for file, temp in temps.items():
+            with file_errors("write", folder / file):
+                temp.replace(folder / file)
+        with file_errors("write", folder):
+            sync_file(folder)
+    except BaseException:
+        for temp in temps.values():
+            temp.unlink(missing_ok=True)
+        raise
+    if index:
+        replace_file(folder / index_name, lambda file: file.write(index))
+    current = {*fills, index_name} if index else {*fills}
+    stale = [p for p in folder.iterdir() if pattern_of_names.fullmatch(p.name) and p.name not in current]
+    # The index goes first: without it, no reader takes the shards for weights.
+    _remove(sorted(stale, key=lambda p: p.name != index_name))
+
+
+def _name_pattern(pattern: str, index_name: str) -> re.Pattern[str]:
+    """Return a pattern of all names of weights in one format."""
+    stem, _, extension = pattern.partition("{suffix}")
+    return re.compile(rf"{re.escape(stem)}({_SHARD})?{re.escape(extension)}|{re.escape(index_name)}")
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        with file_errors("remove", path):
+            path.unlink(missing_ok=True)
+
+
+LIMIT = "10GB"
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str,
+    output_path: str,
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> None:
+    """Merge a sharded model: one file, or the hub's shards of 10 GB with an index.
+
+    Of safetensors, no more than one tensor is in memory at a time. In a world of several processes all call
+    it, and the main one does it.
+
+    Args:
+        checkpoint_dir: a sharded checkpoint, or the folder of its model, ``pytorch_model_fsdp_0``.
+        output_path: the folder to write to.
+        safe_serialization: safetensors, otherwise torch files.
+        remove_checkpoint_dir: removes ``checkpoint_dir`` afterwards, with all that is in it.
+
+    Raises:
+        CheckpointError: there is no such model, shards of it are missing, or a file cannot be written.
+        SettingError: the output would be removed with the checkpoint.
+    """
+    merge(lazy_tensors, checkpoint_dir, output_path, safe_serialization, remove_checkpoint_dir)
+
+
+def merge(
+    find: Callable[[Path], Mapping[str, LazyTensor]],
+    checkpoint_dir: str,
+    output_path: str,
+    safe: bool = True,
+    remove: bool = False,
+) -> None:
+    """Merge with another function to find the tensors of a folder; see ``merge_fsdp_weights``."""
+    source, target = Path(checkpoint_dir).expanduser(), Path(output_path).expanduser()
+    if remove and source.resolve() in (target.resolve(), *target.resolve().parents):
+        raise SettingError(
+            f"{target} is inside of {source}, which is to be removed",
+            fix="choose another output_path, or leave out remove_checkpoint_dir",
+        )
+
+    def join() -> None:
+        write_merged(find(source), target, safe=safe)
+        if remove:
+            with file_errors("remove", source):
+                shutil.rmtree(source)
+
+    CheckpointRankGroup.current().run_on_rank0(f"merge the weights of {source}", join)
+
+
+def write_merged(
+    lazy_tensors: Mapping[str, LazyTensor], folder: Path, *, safe: bool = True, limit: int | str = LIMIT
+) -> list[str]:
+    """Write tensors in the layout of the model hub, reading them one by one; return the files' names.
+
+    Tied tensors are written under each name, since who reads the files may not know of the ties.
+
+    Args:
+        lazy_tensors: the tensors by name.
+        folder: where to; it is made.
+        safe: as safetensors, otherwise as torch files.
+        limit: of one file, in bytes or as text.
+    """
+    with file_errors("make the folder", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    shards = _split_shards(lazy_tensors, parse_bytes(limit))
+    pattern = layout.SAFE_WEIGHTS_PATTERN_NAME if safe else layout.WEIGHTS_PATTERN_NAME
+    file_of_tensor: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        suffix = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+        file = pattern.format(suffix=suffix)
+        file_of_tensor.update(dict.fromkeys(shard, file))
+        # The writer asks a tensor for its size and then, once, for its data: a lazy one is read there.
+        shard_tensors = cast("Mapping[str, torch.Tensor]", shard)
+        replace_file(
+            folder / file,
+            partial(state_dict_files.write_safetensors, shard_tensors, {})
+            if safe
+            else partial(_write_torch, shard),
+        )
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in lazy_tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": file_of_tensor}
+        text = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+        index_name = layout.SAFE_WEIGHTS_INDEX_NAME if safe else layout.WEIGHTS_INDEX_NAME
+        replace_file(folder / index_name, lambda file: file.write(text))
+    return sorted(set(file_of_tensor.values()))
+
+
+def _split_shards(lazy_tensors: Mapping[str, LazyTensor], limit: int) -> list[dict[str, LazyTensor]]:
+    shards: list[dict[str, LazyTensor]] = [{}]
+    size = 0
+    for name, tensor in lazy_tensors.items():
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    return shards
+
+
+def _write_torch(shard: Mapping[str, LazyTensor], file: Any) -> None:
+    torch_files.write({name: tensor.read() for name, tensor in shard.items()}, file)
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """The outcome of an export.
+
+    Attributes:
+        source: the file or folder that was read.
+        files: names of the files with weights.
+        tensors: how many.
+        size: bytes of all tensors.
+        left_out: names of what a checkpoint's model file holds beside tensors.
+    """
+
+    source: Path
+    files: list[str]
+    tensors: int
+    size: int
+    left_out: tuple[str, ...]
+
+
+def export_weights(
+    checkpoint: CheckpointCandidate,
+    out: Path,
+    *,
+    model: int = 0,
+    max_shard_size: int | str = "5GB",
+    dtype: str | None = None,
+    on_progress: Callable[[str], object] | None = None,
+    find_engine_weights: Callable[[Path, int], tuple[Path, dict[str, LazyTensor]] | None] | None = None,
+) -> ExportResult:
+    """Write the weights of a model of a checkpoint into a folder.
+
+    Its files are verified first. Names lose what wrappers put in front; tied weights are written once.
+
+    Args:
+        checkpoint: the checkpoint, in a local folder.
+        out: the folder to write to.
+        model: which of the checkpoint's models.
+        max_shard_size: of one file, ``"5GB"`` or bytes.
+        dtype: what floating point weights become: ``"bf16"``, ``"float16"`` ...
+        on_progress: called with a line of text for each step.
+        find_engine_weights: finds the weights of a model in a checkpoint of DeepSpeed or Megatron-LM.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or ``out`` is a checkpoint.
+        SettingError: the dtype or the limit is none.
+    """
+    target_dtype = as_dtype(dtype)
+    folder = checkpoint.store.local_path(checkpoint.folder)
+    if folder is None:
+        raise CheckpointError(
+            f"{checkpoint.path} is not on this machine", fix="copy the checkpoint to a local folder"
+        )
+    if (out / layout.MANIFEST_NAME).exists() or (out / layout.rng_file(0)).exists():
+        raise CheckpointError(
+            f"{out} is a checkpoint",
+            why="its weights would be replaced",
+            fix="export into a folder of its own",
+        )
+    engine_weights = find_engine_weights(folder, model) if find_engine_weights is not None else None
+    source = find_weights(folder, model) if engine_weights is None else engine_weights[0]
+    if checkpoint.manifest is not None:
+        count = _verify_files(checkpoint, {p.relative_to(folder).as_posix() for p in files_of(source)})
+        if on_progress is not None:
+            on_progress(f"{count} file(s) of model {model} in {checkpoint.name} are as they were saved")
+    multi_process = checkpoint.manifest is None or checkpoint.manifest.world_size > 1
+    read = open_weights(source) if engine_weights is None else group_ties(engine_weights[1])
+    weights = strip_wrappers(read, multi_process=multi_process)
+    files = write_weights(
+        weights, out, max_shard_size=max_shard_size, dtype=target_dtype, on_file=on_progress
+    )
+    size = sum(t.shape.numel() * cast_to(t.dtype, target_dtype).itemsize for t in weights.tensors.values())
+    return ExportResult(source, files, len(weights.tensors), size, weights.others)
+
+
+def _verify_files(checkpoint: CheckpointCandidate, file_names: set[str]) -> int:
+    problems = [
+        checked for checked in checkpoint_maintenance.check_files(checkpoint, file_names) if checked.problem
+    ]
+    if problems:
+        first = problems[0]
+        raise CheckpointError(
+            f"{checkpoint.path}: {first.name} is damaged",
+            why=first.problem,
+            fix="export another checkpoint; nothing was written",
+        )
+    return len(file_names)
+
+
+def strip_wrappers(weights: LazyWeights, *, multi_process: bool) -> LazyWeights:
+    """Rename the weights to the names of the user's module.
+
+    Args:
+        weights: as they were saved.
+        multi_process: several processes may have trained: one ``module.`` that all names begin with goes.
+    """
+    weights = weights.rename(lambda name: name.replace("_orig_mod.", ""))
+    weight_names = [*weights.tensors, *weights.aliases]
+    if multi_process and weight_names and all(name.startswith("module.") for name in weight_names):
+        weights = weights.rename(lambda name: name.removeprefix("module."))
+    return weights
