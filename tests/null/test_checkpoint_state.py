@@ -679,13 +679,12 @@ def test_a_rank_without_random_states_gets_derived_ones(
     def draws(rank: int, size: int) -> tuple[float, float, float]:
         torch.manual_seed(99)
         reader_ranks = CheckpointRankGroup(rank, size)
-        from accelerate.checkpoint import layout
         from accelerate.checkpoint.load import TrainingStateReader
+        from accelerate.checkpoint.storage import LocalCheckpointStorage, read_manifest
 
         parts = CheckpointContents(rng=rng)
-        reader = TrainingStateReader(
-            path, layout.decode_manifest((path / "manifest.json").read_bytes(), path), reader_ranks
-        )
+        manifest = read_manifest(LocalCheckpointStorage(path.parent), path.name)
+        reader = TrainingStateReader(path, manifest, reader_ranks)
         reader.read(parts)
         reader.finish(parts)
         assert len(reader.notes) == (1 if size > 1 else 0)

@@ -417,7 +417,7 @@ def test_writing_needs_the_objects_no_more(tmp_path: Path) -> None:
     spread = ShardedOptimizerState(optimizer, [model])
     share = spread.shard_writer([spread.local_plan(0)], 0, 0)
     expected = {key: value["exp_avg"].clone() for key, value in optimizer.state_dict()["state"].items()}
-    share.tensors = [tensor.clone() for tensor in share.tensors]
+    share.content = [tensor.clone() for tensor in share.content]
     optimizer.param_groups[0]["lr"] = 9.0
     train_steps(model, optimizer)
     with (tmp_path / "__0_0.distcp").open("wb") as file:
@@ -435,15 +435,15 @@ def test_what_all_have_is_written_once_and_evenly() -> None:
     plans = [spread.local_plan(rank) for rank, spread in enumerate(spreads)]
     shares = [spread.shard_writer(plans, 0, rank) for rank, spread in enumerate(spreads)]
     assert [share.file for share in shares] == [f"pytorch_model_fsdp_0/__{r}_0.distcp" for r in range(3)]
-    assert sum(len(share.tensors) for share in shares) == 12
-    assert [sum(t.dim() == 2 for t in share.tensors) for share in shares] == [2, 2, 2]
+    assert sum(len(share.content) for share in shares) == 12
+    assert [sum(t.dim() == 2 for t in share.content) for share in shares] == [2, 2, 2]
 
 
 def test_ranks_that_train_apart_save_those_of_rank_0() -> None:
     spreads = [ShardedModelState(nn.Linear(2, 2), local_training=True) for _ in range(2)]
     plans = [spread.local_plan(rank) for rank, spread in enumerate(spreads)]
     shares = [spread.shard_writer(plans, 0, rank) for rank, spread in enumerate(spreads)]
-    assert len(shares[0].tensors) == 2
+    assert len(shares[0].content) == 2
     assert shares[1].file == ""
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from accelerate.checkpoint import async_save, save
-from accelerate.checkpoint.stateful import CheckpointContents, CollectedStates
+from accelerate.checkpoint.stateful import CheckpointContents
 from accelerate.core.errors import CheckpointError
 
 
@@ -26,9 +26,9 @@ def staging() -> Iterator[async_save.SnapshotHostMemory]:
 
 def copy_of(value: Any) -> Any:
     """``value`` as a snapshot has it."""
-    taken = async_save.take_snapshot(CollectedStates([{"x": value}]), replicated=True)
-    taken.wait()
-    return taken.states.model_states[0]["x"]
+    states = [value]
+    async_save.wait_for_copies(async_save.take_snapshot([states]))
+    return states[0]
 
 
 def test_what_is_done_afterwards_does_not_reach_the_copy() -> None:

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate.checkpoint import layout, save, torch_files
+from accelerate.checkpoint import layout, torch_files
 from accelerate.checkpoint.load import TrainingStateReader, resolve_map_location
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
+from accelerate.checkpoint.save import model_writers, object_writer
 from accelerate.checkpoint.stateful import CheckpointContents
 from accelerate.checkpoint.weight_files import replace_file
 from accelerate.world import rng
@@ -39,14 +39,16 @@ def save_accelerator_state(
         CheckpointError: a file cannot be written.
     """
     folder = Path(output_dir)
-    train_state = CheckpointContents([], optimizers, schedulers, scaler, rng=rng, step=step)
-    train_state.stateful_loaders = _stateful(dataloaders)
-    ranks = CheckpointRankGroup.current()
-    states = save.collect_states(train_state, replace(ranks, rank=process_index))
-    states.model_states = model_states
-    replicated = process_index == 0 or (save_on_each_node and ranks.local_rank == 0)
-    for item in save.files_to_write(states, replicated=replicated, safe=safe_serialization):
-        replace_file(folder / item.file, item.fill)
+    contents = CheckpointContents([], optimizers, schedulers, scaler, rng=rng, step=step)
+    contents.stateful_loaders = _stateful(dataloaders)
+    replicated = process_index == 0 or (save_on_each_node and CheckpointRankGroup.current().local_rank == 0)
+    writers = model_writers(model_states, {}, safe=safe_serialization) if replicated else []
+    for each in contents.objects().values():
+        writer = object_writer(each, each.item.state_dict(), process_index)
+        if writer is not None and (replicated or each.kind.per_rank):
+            writers.append(writer)
+    for writer in writers:
+        replace_file(folder / writer.file, writer.fill)
     for index in range(len(model_states) if replicated else 0):
         # The other format would be read in its place, or beside it.
         (folder / layout.model_file(index, safe=not safe_serialization)).unlink(missing_ok=True)

@@ -22,7 +22,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -32,7 +31,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from accelerate import device as devices
 from accelerate.checkpoint.discovery import Address
 from accelerate.checkpoint.rank_group import BackgroundSaveError, CheckpointRankGroup
-from accelerate.checkpoint.stateful import CollectedStates
 from accelerate.checkpoint.torch_files import MappedOptimizerState
 from accelerate.core.errors import AccelerateError
 from accelerate.world import world as worlds
@@ -183,24 +181,6 @@ _PIECE = 64 * 2**20
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-@dataclass
-class StateSnapshot:
-    """Copies of states, and the devices that may still be copying.
-
-    Attributes:
-        states: the copies; on the host, shared memory is shared as in the originals.
-        devices: those whose copies may be on their way.
-    """
-
-    states: CollectedStates
-    devices: list[torch.device]
-
-    def wait(self) -> None:
-        """Wait until all is copied."""
-        for device in self.devices:
-            devices.get(device.type).synchronize(device.index)
-
-
 class SnapshotHostMemory:
     """Host memory for snapshots, one at a time, kept between them."""
 
@@ -296,34 +276,28 @@ def _slice(block: torch.Tensor, start: int, size: int) -> torch.UntypedStorage:
 staging = SnapshotHostMemory()
 
 
-def take_snapshot(originals: CollectedStates, *, replicated: bool) -> StateSnapshot:
-    """Copy ``originals``, after the work that their devices are doing now.
+def take_snapshot(contents: list[list[Any]]) -> list[torch.device]:
+    """Put copies in the place of states, after the work that their devices are doing now.
 
     Args:
-        originals: the states; shares are changed to hold copies.
-        replicated: this rank writes what is the same on all ranks, too; otherwise that is left out.
+        contents: lists of states, whose items are replaced; what they share, their copies share too.
+
+    Returns:
+        The devices that may still be copying; ``wait_for_copies`` waits for them.
 
     Raises:
         TypeError, RuntimeError: an object in the states cannot be copied.
     """
-    to_copy = CollectedStates(
-        model_states=originals.model_states if replicated else [],
-        replicated=originals.replicated if replicated else [],
-        per_rank=originals.per_rank,
-        positions=originals.positions,
-        metadata=originals.metadata,
-    )
-    lists = [share.tensors for share in originals.shard_writers]
-    tensor_copies = _TensorCopies([vars(to_copy), lists])
-    states: CollectedStates = copy.deepcopy(to_copy, tensor_copies.copies)
-    for tensors in lists:
-        tensors[:] = [tensor_copies.copies[id(tensor)] for tensor in tensors]
-    kinds = {
-        id(new): originals.model_classes.get(id(old), "")
-        for old, new in zip(to_copy.model_states, states.model_states, strict=True)
-    }
-    states.model_classes, states.shard_writers = kinds, originals.shard_writers
-    return StateSnapshot(states, tensor_copies.busy_devices)
+    tensor_copies = _TensorCopies(contents)
+    for states, copies in zip(contents, copy.deepcopy(contents, tensor_copies.copies), strict=True):
+        states[:] = copies
+    return tensor_copies.busy_devices
+
+
+def wait_for_copies(busy_devices: Iterable[torch.device]) -> None:
+    """Wait until all is copied."""
+    for device in busy_devices:
+        devices.get(device.type).synchronize(device.index)
 
 
 def snapshot_sizes(tensors: Iterable[torch.Tensor]) -> dict[str, int]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -145,11 +145,16 @@ class CommitTransaction:
         """Make the folder with its manifest the checkpoint."""
         self.store.publish(self.temp, self.name, self.id)
 
-    def discard(self) -> None:
-        """Remove all files after a failure. What cannot be removed is left for the next save."""
-        if self.is_committer:
-            with contextlib.suppress(CheckpointError):
-                self.store.remove(self.temp)
+    @contextlib.contextmanager
+    def discarded_on_error(self) -> Generator[None]:
+        """Remove all files if the block fails. What cannot be removed is left for the next save."""
+        try:
+            yield
+        except BaseException:
+            if self.is_committer:
+                with contextlib.suppress(CheckpointError):
+                    self.store.remove(self.temp)
+            raise
 
     def _refuse_unseen(self, report: WrittenFilesReport, sizes: dict[str, int]) -> None:
         for name, record in report.files.items():

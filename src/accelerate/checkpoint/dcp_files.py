@@ -90,7 +90,7 @@ class LocalSavePlan:
         Args:
             plans: those of all ranks, in rank order.
             rank: this one.
-            category, entry: see ``ShardWriter``.
+            category, entry: see ``StateWriter``.
             ties: keys that lead to what other keys have.
         """
         try:
@@ -106,7 +106,7 @@ class LocalSavePlan:
             category=category,
             entry=entry,
             file=f"{entry.file}/{layout.shard_file(rank)}" if plan.items else "",
-            tensors=[_local_tensor(self._planner.lookup_object(item.index)) for item in tensors],
+            content=[_local_tensor(self._planner.lookup_object(item.index)) for item in tensors],
             items=tensors,
             objects=[
                 (item.index, _pickle_bytes(self._planner.lookup_object(item.index))) for item in objects
@@ -142,11 +142,11 @@ def _pickle_bytes(value: Any) -> bytes:
 
 @dataclass
 class RankShardFile:
-    """A ``ShardWriter``: this rank's shard file, and the index of all.
+    """A ``StateWriter``: this rank's shard file, and the index of all.
 
     Attributes:
-        category, entry, file, tensors: see there.
-        items: what torch's planner calls each of the tensors.
+        category, entry, file, content: see there.
+        items: what torch's planner calls each tensor of ``content``.
         objects: what is no tensor, as bytes.
         index: of all ranks, without the positions in files.
         ties: keys that lead to what other keys have.
@@ -155,7 +155,7 @@ class RankShardFile:
     category: str
     entry: ManifestEntry
     file: str
-    tensors: list[torch.Tensor]
+    content: list[torch.Tensor]
     items: list[WriteItem]
     objects: list[tuple[MetadataIndex, bytes]]
     index: Metadata
@@ -167,7 +167,7 @@ class RankShardFile:
         for index, content in self.objects:
             written.append((index, file.tell(), len(content)))
             file.write(content)
-        for item, tensor in zip(self.items, self.tensors, strict=True):
+        for item, tensor in zip(self.items, self.content, strict=True):
             start = file.tell()
             value = tensor.cpu()
             # A view would be saved with all of the memory behind it.

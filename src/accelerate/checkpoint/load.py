@@ -21,14 +21,12 @@ from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.layout import Manifest
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.stateful import (
-    OBJECT_FILES,
+    KINDS,
     CheckpointContents,
     CheckpointLoadContext,
+    CheckpointObject,
     RNGStates,
     StatefulAdapter,
-    class_name,
-    describe_object,
-    sharded_state_of,
 )
 from accelerate.checkpoint.storage import CheckpointStorage, read_manifest
 from accelerate.core.errors import CheckpointError
@@ -117,7 +115,6 @@ def load(
         with ranks.collective_section(action):
             if before is not None:
                 before(path)
-            train_state.check()
             reader.check_custom_count(train_state)
             reader.read(train_state)
         with ranks.collective_section(action):
@@ -269,25 +266,23 @@ class TrainingStateReader:
     notes: list[str] = field(default_factory=list)
     step: int | None = None
 
-    def read(self, train_state: CheckpointContents) -> None:
-        """Read everything that ``train_state`` asks for; change nothing yet.
+    def read(self, contents: CheckpointContents) -> None:
+        """Read everything that ``contents`` asks for; change nothing yet.
 
         Raises:
             CheckpointError: a file is missing or cannot be read.
         """
-        for index, model in enumerate(train_state.models):
-            if not self._read_sharded("models", model, index):
-                self._read_model(model, index)
-        for category, file in OBJECT_FILES.items():
-            for index, item in enumerate(getattr(train_state, category)):
-                if category != "optimizers" or not self._read_sharded(category, item, index):
-                    self._read_torch_file(category, index, item, file(index))
-        if train_state.scaler is not None:
-            self._read_torch_file("scaler", 0, train_state.scaler, layout.SCALER_NAME)
-        for index, loader in enumerate(train_state.stateful_loaders):
-            self._read_torch_file("stateful_loaders", index, loader, self._loader_file(index))
-        self._read_positions(train_state)
-        self._read_rng(train_state)
+        for each in contents.objects().values():
+            if self._read_sharded(each):
+                continue
+            if each.category == "models":
+                self._read_model(each)
+            elif each.category == "loaders":
+                self._read_position(each)
+            elif each.category == "rng":
+                self._read_rng(contents.rng)
+            else:
+                self._read_torch_file(each)
 
     def apply(self) -> None:
         """Load the states that were read, except for own files and random states.
@@ -316,12 +311,14 @@ class TrainingStateReader:
             fix="prepare the objects that were saved, or pass strict=False to leave this one as it is",
         )
 
-    def _read_sharded(self, category: str, item: Any, index: int) -> bool:
+    def _read_sharded(self, each: CheckpointObject) -> bool:
         """Return True if the object was saved sharded, after preparing its load."""
-        folder = self.folder / layout.sharded_folder(category, index)
+        if each.category not in ("models", "optimizers"):
+            return False
+        folder = self.folder / layout.sharded_folder(each.category, each.index)
         if not folder.is_dir():
             return False
-        label, sharded = f"{describe_object(category, index)} ({class_name(item)})", sharded_state_of(item)
+        label, sharded = f"{each.label} ({each.class_name})", each.sharded_state
         if sharded is None:
             raise CheckpointError(
                 f"{label} cannot be loaded from {folder}",
@@ -334,8 +331,8 @@ class TrainingStateReader:
             self.pending.append((f"load {label} from {folder}", sharded.prepare_load(folder, context)))
         return True
 
-    def _read_model(self, model: Any, index: int) -> None:
-        label = f"{describe_object('models', index)} ({class_name(model)})"
+    def _read_model(self, each: CheckpointObject) -> None:
+        model, index, label = each.item, each.index, f"{each.label} ({each.class_name})"
         safe = self.folder / layout.model_file(index, safe=True)
         other = (layout.model_file(index, safe=False), layout.gathered_file(index))
         path = next((p for p in (safe, *(self.folder / name for name in other)) if p.is_file()), safe)
@@ -362,15 +359,19 @@ class TrainingStateReader:
         )
         self.pending.append((f"load {label} from {path}", function))
 
-    def _read_torch_file(self, category: str, index: int, item: Any, file: str) -> None:
-        label = f"{describe_object(category, index)} ({class_name(item)})"
+    def _read_torch_file(self, each: CheckpointObject) -> None:
+        assert each.kind.file is not None
+        item, label = each.item, f"{each.label} ({each.class_name})"
+        file = each.kind.file(each.index, self.ranks.rank)
+        if each.kind.per_rank and not (self.folder / file).is_file():
+            file = each.kind.file(each.index, 0)
         path = self.folder / file
         if not path.is_file():
             self._report_missing(file, label)
             return
         kwargs = {"map_location": self.map_location, **self.load_kwargs}
         if (
-            category == "optimizers"
+            each.category == "optimizers"
             and "mmap" not in kwargs
             and torch_files.can_map(path, kwargs["map_location"])
         ):
@@ -393,29 +394,19 @@ class TrainingStateReader:
                 "strict=False",
             )
 
-    def _loader_file(self, index: int) -> str:
-        file = layout.loader_file(index, self.ranks.rank)
-        return file if (self.folder / file).is_file() else layout.loader_file(index)
-
-    def _read_positions(self, train_state: CheckpointContents) -> None:
+    def _read_position(self, each: CheckpointObject) -> None:
         saved = self.manifest.loaders if self.manifest else []
-        for index, loader in enumerate(train_state.loaders):
-            if index < len(saved):
-                action = f"put {describe_object('loaders', index)} to its position"
-                self.pending.append((action, partial(loader.load_state_dict, saved[index])))
-            elif self.manifest is None:
-                self.notes.append(
-                    f"the position of {describe_object('loaders', index)} is not saved: it starts anew"
-                )
-            else:
-                self._report_missing(
-                    layout.MANIFEST_NAME, f"the position of {describe_object('loaders', index)}"
-                )
+        if each.index < len(saved):
+            load = partial(each.item.load_state_dict, saved[each.index])
+            self.pending.append((f"put {each.label} to its position", load))
+        elif self.manifest is None:
+            self.notes.append(f"the position of {each.label} is not saved: it starts anew")
+        else:
+            self._report_missing(layout.MANIFEST_NAME, f"the position of {each.label}")
 
-    def _read_rng(self, train_state: CheckpointContents) -> None:
-        rng, rank = train_state.rng, self.ranks.rank
-        if rng is None:
-            return
+    def _read_rng(self, rng: RNGStates | None) -> None:
+        assert rng is not None
+        rank = self.ranks.rank
         path = self.folder / layout.rng_file(rank)
         count = self.manifest.world_size if self.manifest else self._rng_count()
         if path.is_file():
@@ -428,7 +419,7 @@ class TrainingStateReader:
         elif rank >= count > 0:
             self.pending_rng.append((f"seed rank {rank}", partial(rng.set_seed, self._derive_seed(rank))))
         else:
-            self._report_missing(path.name, describe_object("rng", rank))
+            self._report_missing(path.name, f"{KINDS['rng'].label} {rank}")
         if self.ranks.size != count > 0:
             self.notes.append(_describe_world_size(count, self.ranks.size))
 

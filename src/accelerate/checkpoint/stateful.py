@@ -22,8 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
-import torch
-
 from accelerate.checkpoint import layout
 from accelerate.checkpoint.layout import ManifestEntry
 from accelerate.core.errors import CheckpointError
@@ -85,59 +83,37 @@ class FolderStateful(Protocol):
         ...
 
 
-class ShardWriter(Protocol):
-    """The writer of one rank's shard of a sharded state.
+class StateWriter(Protocol):
+    """The writer of one object's state on one rank: of a whole state, or of this rank's shard of it.
 
     Creating it may be collective. Afterwards writing needs no other rank and no collective, so another thread
     may do it later. The rank that commits gets what ``fill`` returned on each rank, and writes one more file,
-    the index, with ``build_index``.
+    the index of the shards, with ``build_index``.
 
     Attributes:
         category, entry: its line in the manifest, the same on all ranks.
-        file: the file of this rank, below the checkpoint's folder; empty if it has nothing to write.
-        tensors: what ``fill`` writes; an asynchronous save puts copies in their place.
+        content: what ``fill`` writes; an asynchronous save puts copies in its place.
     """
 
     category: str
     entry: ManifestEntry
-    file: str
-    tensors: list[torch.Tensor]
+    content: list[Any]
+
+    @property
+    def file(self) -> str:
+        """The file of this rank, below the checkpoint's folder; empty if it has nothing to write."""
+        ...
 
     def fill(self, file: BinaryIO, /) -> Any:
         """Write this rank's file; return what the rank that commits must know, a picklable value."""
         ...
 
-    def build_index(self, written: list[Any], /) -> tuple[str, bytes]:
-        """Return (name, content) of the index of all shards; ``written`` by rank, None for no file."""
+    def build_index(self, written: list[Any], /) -> tuple[str, bytes] | None:
+        """Return (name, content) of the index of all shards; ``written`` by rank, None for no file.
+
+        None if the state is in one file.
+        """
         ...
-
-
-ModelStates = list[dict[str, Any]]
-
-
-@dataclass
-class CollectedStates:
-    """The states of all objects at one moment, as this rank has them.
-
-    Attributes:
-        model_states: one state dict per model; hooks may take some away.
-        replicated: (sort, file, kind, state) that one rank writes for all.
-        own_name: the same that every rank writes for itself.
-        positions: of the loaders, and
-        metadata: of the caller, as plain values.
-        model_classes: class of the model by the ``id`` of its state.
-        local_plans: this rank's save plans of the sharded states.
-        shard_writers: this rank's writers of them, once the plans of all ranks are known.
-    """
-
-    model_states: ModelStates
-    replicated: list[tuple[str, str, str, Any]] = field(default_factory=list)
-    per_rank: list[tuple[str, str, str, Any]] = field(default_factory=list)
-    positions: list[Any] = field(default_factory=list)
-    metadata: dict[str, Any] = field(default_factory=dict)
-    model_classes: dict[int, str] = field(default_factory=dict)
-    local_plans: list[Any] = field(default_factory=list)
-    shard_writers: list[ShardWriter] = field(default_factory=list)
 
 
 @dataclass
@@ -166,7 +142,7 @@ class ShardedState(Protocol):
         """Return this rank's save plan for all ranks; called on every rank, may be collective."""
         ...
 
-    def shard_writer(self, plans: list[Any], index: int, rank: int, /) -> ShardWriter:
+    def shard_writer(self, plans: list[Any], index: int, rank: int, /) -> StateWriter:
         """Return this rank's writer for the object of that index; ``plans`` by rank. Not collective."""
         ...
 
@@ -195,6 +171,82 @@ class RNGStates(Protocol):
     def set_seed(self, seed: int, /) -> Any:
         """Seed every generator from one number of 63 bits."""
         ...
+
+
+def _one_file(name: str) -> Callable[[int, int], str]:
+    return lambda index, rank: name
+
+
+def _same_on_all_ranks(name: Callable[[int], str]) -> Callable[[int, int], str]:
+    return lambda index, rank: name(index)
+
+
+@dataclass(frozen=True)
+class ContentKind:
+    """Where the states of one kind of objects are in a checkpoint.
+
+    Attributes:
+        label: how errors call such an object, before its index.
+        file: the torch file of one object, by its index and the rank; None for what is in the manifest, and
+            for models, whose files have formats of their own.
+        per_rank: each rank writes a file of its own; otherwise one rank writes for all.
+        is_users: the class may be the user's, so a log line says what loading will refuse.
+    """
+
+    label: str
+    file: Callable[[int, int], str] | None = None
+    per_rank: bool = False
+    is_users: bool = False
+
+
+# In the order in which they are collected, written and loaded; random states are restored last. A new kind is
+# one line here, and one field of ``CheckpointContents``.
+KINDS = {
+    "models": ContentKind("model"),
+    "optimizers": ContentKind("optimizer", _same_on_all_ranks(layout.optimizer_file)),
+    "schedulers": ContentKind("scheduler", _same_on_all_ranks(layout.scheduler_file)),
+    "custom": ContentKind("registered object", _same_on_all_ranks(layout.custom_file), is_users=True),
+    "scaler": ContentKind("the gradient scaler", _one_file(layout.SCALER_NAME)),
+    "stateful_loaders": ContentKind("loader", layout.loader_file, per_rank=True, is_users=True),
+    "loaders": ContentKind("loader"),
+    "rng": ContentKind("random states of rank", lambda index, rank: layout.rng_file(rank), per_rank=True),
+}
+
+
+@dataclass(frozen=True)
+class CheckpointObject:
+    """One object of a checkpoint.
+
+    Attributes:
+        category: its kind, a key of ``KINDS``.
+        index: its number among those of its kind.
+        item: the object, a ``Stateful``.
+    """
+
+    category: str
+    index: int
+    item: Any
+
+    @property
+    def kind(self) -> ContentKind:
+        """Where its state is in a checkpoint."""
+        return KINDS[self.category]
+
+    @property
+    def label(self) -> str:
+        """Its name for errors: ``"optimizer 1"``."""
+        return self.kind.label if self.category == "scaler" else f"{self.kind.label} {self.index}"
+
+    @property
+    def class_name(self) -> str:
+        """The name of its class, for the manifest and for errors."""
+        return self.item.name if isinstance(self.item, StatefulAdapter) else type(self.item).__name__
+
+    @property
+    def sharded_state(self) -> ShardedState | None:
+        """Its sharded state, None if it has none."""
+        get = self.item.sharded_state if isinstance(self.item, StatefulAdapter) else None
+        return None if get is None else get()
 
 
 @dataclass
@@ -232,65 +284,38 @@ class CheckpointContents:
     strategy: str = "single"
     metadata: dict[str, Any] = field(default_factory=dict)
 
-    def check(self) -> None:
-        """Refuse objects that have no ``state_dict`` and ``load_state_dict``.
+    def objects(self) -> dict[str, CheckpointObject]:
+        """Return all objects but ``own_files`` by their names, ``"optimizers/1"``, in the order of ``KINDS``.
 
         Raises:
-            CheckpointError: names the object.
+            CheckpointError: one has no ``state_dict`` and ``load_state_dict``.
         """
-        categories = ("models", "optimizers", "schedulers", "custom", "loaders", "stateful_loaders")
-        objects = [
-            (category, index, item)
-            for category in categories
-            for index, item in enumerate(getattr(self, category))
-        ]
-        if self.scaler is not None:
-            objects.append(("scaler", 0, self.scaler))
-        for category, index, item in objects:
-            if not isinstance(item, Stateful):
-                raise CheckpointError(
-                    f"{describe_object(category, index)} cannot be saved: it is a {type(item).__name__} and "
-                    "has no state_dict and load_state_dict",
-                    fix="give the class these two methods",
-                )
+        objects: dict[str, CheckpointObject] = {}
+        for category in KINDS:
+            items = getattr(self, category)
+            if category == "rng" and items is not None:
+                items = StatefulAdapter("random states", self._random_states, items.restore)
+            if not isinstance(items, list):
+                items = [] if items is None else [items]
+            for index, item in enumerate(items):
+                each = objects[f"{category}/{index}"] = CheckpointObject(category, index, item)
+                if not isinstance(item, Stateful):
+                    raise CheckpointError(
+                        f"{each.label} cannot be saved: it is a {type(item).__name__} and "
+                        "has no state_dict and load_state_dict",
+                        fix="give the class these two methods",
+                    )
+        return objects
 
-    def sharded_states(self) -> list[tuple[str, int, ShardedState]]:
-        """Return (category, index, state) of all sharded saves; the models all or none of them."""
-        if not self.sharded:
-            return []
-        models = [(i, s) for i, model in enumerate(self.models) if (s := sharded_state_of(model)) is not None]
-        entries = [("models", i, s) for i, s in models] if len(models) == len(self.models) else []
-        optimizers = enumerate(self.optimizers)
-        return entries + [
-            ("optimizers", i, s) for i, item in optimizers if (s := sharded_state_of(item)) is not None
-        ]
+    def _random_states(self) -> dict[str, Any]:
+        assert self.rng is not None
+        return {"step": self.step, **self.rng.capture()}
 
-
-def sharded_state_of(item: Any) -> ShardedState | None:
-    """Return the sharded state of an object, None if it has none."""
-    return (
-        item.sharded_state() if isinstance(item, StatefulAdapter) and item.sharded_state is not None else None
-    )
-
-
-def class_name(item: Any) -> str:
-    """Return the name of an object for the manifest and for errors."""
-    return item.name if isinstance(item, StatefulAdapter) else type(item).__name__
-
-
-def describe_object(category: str, index: int) -> str:
-    """Return an object's name for errors: ``"optimizer 1"`` for ``("optimizers", 1)``."""
-    label = {"custom": "registered object", "stateful_loaders": "loader", "rng": "random states of rank"}.get(
-        category
-    )
-    if category == "scaler":
-        return "the gradient scaler"
-    return f"{label or category.removesuffix('s')} {index}"
-
-
-# category -> file by index, for the categories with one torch file per object, in the order they are written
-OBJECT_FILES: dict[str, Callable[[int], str]] = {
-    "optimizers": layout.optimizer_file,
-    "schedulers": layout.scheduler_file,
-    "custom": layout.custom_file,
-}
+    def sharded_states(self) -> dict[str, ShardedState]:
+        """Return the states that a save writes sharded, by name; of the models all or none."""
+        sharded: dict[str, ShardedState] = {}
+        for name, each in self.objects().items() if self.sharded else ():
+            if (state := each.sharded_state) is not None:
+                sharded[name] = state
+        whole_models = any(f"models/{index}" not in sharded for index in range(len(self.models)))
+        return {name: s for name, s in sharded.items() if not (whole_models and name.startswith("models/"))}
