@@ -15,7 +15,7 @@ import pytest
 import xxhash
 
 from accelerate.checkpoint import durable_file
-from accelerate.checkpoint.durable_file import DigestingFile, file_digest
+from accelerate.checkpoint.durable_file import DurableFile, file_digest
 
 SIZES = (0, 1, 4095, 4096, 12_288, 12_289, 20_480, 100_001)
 
@@ -34,7 +34,7 @@ def content(size: int) -> bytes:
 
 
 def write_digested(path: Path, data: bytes, chunk: int) -> str:
-    with DigestingFile(path) as file:
+    with DurableFile(path) as file:
         for start in range(0, len(data), chunk):
             part = data[start : start + chunk]
             assert file.write(part) == len(part)
@@ -81,7 +81,7 @@ def test_a_file_of_any_type_of_data_is_taken(tmp_path: Path) -> None:
     import numpy as np
 
     values = np.arange(30_000, dtype=np.float64)
-    with DigestingFile(tmp_path / "file") as file:
+    with DurableFile(tmp_path / "file") as file:
         assert file.write(values.data) == values.nbytes
         file.sync()
     assert (tmp_path / "file").read_bytes() == values.tobytes()

@@ -126,7 +126,7 @@ def test_a_parallel_file_reads_like_a_file(tmp_path: Path, small: None) -> None:
     data = bytes(range(256)) * 40
     path = tmp_path / "file"
     path.write_bytes(data)
-    with file_reads.ParallelReadFile(path) as file:
+    with file_reads.FileRangeReader(path) as file:
         assert file.read(3) == data[:3]
         assert file.seek(-5000, os.SEEK_END) == len(data) - 5000 == file.tell()
         assert file.read(4000) == data[-5000:-1000]

@@ -311,8 +311,11 @@ class TensorLocator:
         Raises:
             CheckpointError: the file is damaged, or would run code.
         """
-        with file_errors("read", source.path), source.path.open("rb", buffering=0) as file:
-            torch_file = cast(BinaryIO, FileRangeReader(file, source.offset, source.length))
+        with (
+            file_errors("read", source.path),
+            FileRangeReader(source.path, source.offset, source.length) as reader_of_range,
+        ):
+            torch_file = cast(BinaryIO, reader_of_range)
             if torch_file.read(len(_ZIP)) != _ZIP:
                 return None  # before torch 1.6
             torch_file.seek(0)
@@ -448,10 +451,11 @@ class ShardFolderReader:
         return whole
 
     def _read(self, source: FileSlice, **kwargs: Any) -> Any:
-        with file_errors("read", source.path), source.path.open("rb", buffering=0) as file:
-            return torch_files.read(
-                cast(BinaryIO, FileRangeReader(file, source.offset, source.length)), "cpu", **kwargs
-            )
+        with (
+            file_errors("read", source.path),
+            FileRangeReader(source.path, source.offset, source.length) as file,
+        ):
+            return torch_files.read(cast(BinaryIO, file), "cpu", **kwargs)
 
     def _file_slice(self, info: Any) -> FileSlice:
         return FileSlice(self.folder / info.relative_path, info.offset, info.length)

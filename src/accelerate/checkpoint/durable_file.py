@@ -37,6 +37,9 @@ PIECE = 64 * 2**20
 HASHING = f"{HASH}, pieces of {PIECE} bytes"
 _CHUNK = 2**20  # of reading: it stays in the cache of a core until it is hashed
 _SLICE = 2**19  # of writing: how long other threads of Python may have to wait
+BLOCK = 4 * 2**20
+_WRITERS = 2
+_HAS_PWRITE = hasattr(os, "pwrite")
 _HASHES: dict[str, Callable[..., Any]] = {HASH: xxhash.xxh3_128, "sha256": hashlib.sha256}
 
 
@@ -131,8 +134,10 @@ class Digester:
         return xxhash.xxh3_128(b"".join([*self._pieces, *last])).hexdigest()
 
 
-class DigestingFile(io.RawIOBase):
+class DurableFile(io.RawIOBase):
     """A new file that knows its digest; bytes can only be added at its end.
+
+    Errors of the system come as OSError from any method: a failure to write may show at a later call.
 
     Attributes:
         digester: of what is written so far.
@@ -140,76 +145,43 @@ class DigestingFile(io.RawIOBase):
 
     def __init__(self, path: Path) -> None:
         self.digester = Digester()
-        self._file = DirectIOAppendFile(path)
-
-    def writable(self) -> bool:
-        """Return True."""
-        return True
-
-    def write(self, data: Any, /) -> int:
-        """Write all of ``data``; return its number of bytes. A failure may show at a later call."""
-        view = memoryview(data).cast("B")
-        done = 0
-        while done < len(view):
-            copied = self._file.add(view[done : done + _SLICE])
-            self.digester.update(copied)
-            done += len(copied)
-        return done
-
-    def tell(self) -> int:
-        """Return the number of bytes written."""
-        return self.digester.size
-
-    def sync(self) -> None:
-        """Wait until all of it is on the disk; nothing can be written afterwards."""
-        self._file.sync()
-
-    def close(self) -> None:
-        """Close the file."""
-        if not self.closed:
-            self._file.close()
-        super().close()
-
-
-BLOCK = 4 * 2**20
-_WRITERS = 2
-_HAS_PWRITE = hasattr(os, "pwrite")
-
-
-class DirectIOAppendFile:
-    """A new file; bytes can only be added at its end. Errors of the system come as OSError from any method.
-
-    Attributes:
-        size: how many bytes were added.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.size = 0
         self._block: mmap.mmap | None = None
         self._free: list[mmap.mmap] = []
         self._running: list[tuple[Future[None], mmap.mmap]] = []
         self._writers: ThreadPoolExecutor | None = None
         self._is_direct = False
         self._lock = threading.Lock()
-        self._handle = os.open(
-            path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666
-        )
+        self._handle = -1
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
+        self._handle = os.open(path, flags, 0o666)
 
-    def add(self, data: memoryview) -> memoryview:
-        """Copy as many of the next bytes as fit into the block; return the copy."""
-        if self._block is None:
-            self._block = self._fresh()
-        start = self.size % BLOCK
-        count = min(len(data), BLOCK - start)
-        copy = memoryview(self._block)[start : start + count]
-        copy[:] = data[:count]
-        self.size += count
-        if start + count == BLOCK:
-            self._send(self._block)
-            self._block = None
-        return copy
+    def writable(self) -> bool:
+        """Return True."""
+        return True
 
-    def _fresh(self) -> mmap.mmap:
+    def tell(self) -> int:
+        """Return the number of bytes written."""
+        return self.digester.size
+
+    def write(self, data: Any, /) -> int:
+        """Write all of ``data``; return its number of bytes."""
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            if self._block is None:
+                self._block = self._free_block()
+            start = self.digester.size % BLOCK
+            count = min(len(view) - done, BLOCK - start, _SLICE)
+            copied = memoryview(self._block)[start : start + count]
+            copied[:] = view[done : done + count]
+            self.digester.update(copied)
+            done += count
+            if start + count == BLOCK:
+                self._send(self._block)
+                self._block = None
+        return done
+
+    def _free_block(self) -> mmap.mmap:
         """Return a page-aligned block that no thread writes any more."""
         if len(self._running) > _WRITERS:
             future, block = self._running.pop(0)
@@ -221,7 +193,9 @@ class DirectIOAppendFile:
         if self._writers is None:
             self._writers = ThreadPoolExecutor(_WRITERS, "write")
             self._is_direct = self._set_direct(True)
-        self._running.append((self._writers.submit(self._write, memoryview(block), self.size - BLOCK), block))
+        self._running.append(
+            (self._writers.submit(self._write, memoryview(block), self.digester.size - BLOCK), block)
+        )
 
     def _set_direct(self, wanted: bool) -> bool:
         """Switch ``O_DIRECT`` on or off; return whether it is on now."""
@@ -257,15 +231,15 @@ class DirectIOAppendFile:
             return os.write(self._handle, data)
 
     def sync(self) -> None:
-        """Wait until all of it is on the disk; nothing may be added afterwards."""
+        """Wait until all of it is on the disk; nothing can be written afterwards."""
         running, self._running = self._running, []
         for future, _ in running:
             future.result()
         if self._is_direct:
             self._is_direct = self._set_direct(False)
         if self._block is not None:
-            count = self.size % BLOCK
-            self._write(memoryview(self._block)[:count], self.size - count)
+            count = self.digester.size % BLOCK
+            self._write(memoryview(self._block)[:count], self.digester.size - count)
             self._block = None
         os.fsync(self._handle)
 
@@ -276,3 +250,4 @@ class DirectIOAppendFile:
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
+        super().close()

@@ -2,7 +2,7 @@
 
 What is loaded must not depend on its file any more: a mapped file that is changed, or whose disk goes away
 later, would change or end the training. And it must not be in memory twice. So torch files are read through
-``ParallelReadFile``, which torch lets fill the memory of each tensor; tensors of safetensors files, which
+``FileRangeReader``, which torch lets fill the memory of each tensor; tensors of safetensors files, which
 are mapped and not touched, are read into the tensor that takes them, see ``FileReadTorchFunctionMode``; and
 shards by a ``ReadPlan``, which knows where in a file the values of each tensor are.
 
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -77,19 +77,23 @@ def read_parallel(path: Path, at: int, target: memoryview, pool: ThreadPoolExecu
         pass
 
 
-class ParallelReadFile(io.RawIOBase):
-    """A file open for reading, of which large blocks are read by several threads.
+class FileRangeReader(io.RawIOBase):
+    """A file, or a range of it, open for reading; large blocks are read by several threads.
+
+    Args:
+        path: the file.
+        offset, length: the range in bytes; all by default.
 
     Attributes:
         name: its path.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, offset: int = 0, length: int | None = None) -> None:
         self.name = str(path)
-        self._path, self._at = path, 0
+        self._path, self._offset, self._at = path, offset, 0
+        self._pool: ThreadPoolExecutor | None = None
         self._file = path.open("rb", buffering=0)
-        self._size = os.fstat(self._file.fileno()).st_size
-        self._pool = ThreadPoolExecutor(usable_cores(), "read")
+        self._length = os.fstat(self._file.fileno()).st_size - offset if length is None else length
 
     def readable(self) -> bool:
         """Return True."""
@@ -101,7 +105,7 @@ class ParallelReadFile(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         """Set the position; return it."""
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
         return self._at
 
     def tell(self) -> int:
@@ -109,22 +113,23 @@ class ParallelReadFile(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fill ``buffer``, or as much of it as the file has; return the number of bytes."""
-        view = memoryview(buffer).cast("B")
-        view = view[: max(0, self._size - self._at)]
-        if len(view) >= _LARGE:
-            read_parallel(self._path, self._at, view, self._pool)
-            got = len(view)
+        """Fill ``buffer``, or as much of it as the range has; return the number of bytes."""
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
+        start, got = self._offset + self._at, len(view)
+        if len(view) < _LARGE:
+            got = read_at(self._file.fileno(), view, start)
         else:
-            self._file.seek(self._at)
-            got = self._file.readinto(view)
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(usable_cores(), "read")
+            read_parallel(self._path, start, view, self._pool)
         self._at += got
         return got
 
     def close(self) -> None:
         """Close the file."""
         if not self.closed:
-            self._pool.shutdown()
+            if self._pool is not None:
+                self._pool.shutdown()
             self._file.close()
         super().close()
 
@@ -143,7 +148,7 @@ class MappedTensorAddresses:
 
     @classmethod
     def create(cls, path: Path, state: Mapping[str, torch.Tensor]) -> MappedTensorAddresses:
-        """Return the addresses of the tensors that ``tensors.read_safetensors`` mapped from a file."""
+        """Return the addresses of the tensors that ``read_safetensors`` mapped from a file."""
         places = state_dict_files.file_ranges(path)
         return cls(path, {value.data_ptr(): places[name] for name, value in state.items()})
 
@@ -221,39 +226,6 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU, as bytes."""
     # A dimension of length one may have any stride.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
-
-
-class FileRangeReader(io.RawIOBase):
-    """A range of an open file as a file."""
-
-    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
-        self.name = file.name
-        self._file, self._offset, self._length, self._at = file, offset, length, 0
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Set the position; return it."""
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        self._at = start + offset
-        return self._at
-
-    def tell(self) -> int:
-        """Return the position."""
-        return self._at
-
-    def readinto(self, buffer: Any, /) -> int:
-        """Fill ``buffer``, or as much of it as the range has; return the number of bytes."""
-        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
-        got = read_at(self._file.fileno(), view, self._offset + self._at)
-        self._at += got
-        return got
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ import copy
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from accelerate.core.errors import AccelerateError, CheckpointError, CollectiveError, PeerError
 from accelerate.world import collective, watchdog
@@ -24,6 +25,19 @@ from accelerate.world import world as worlds
 from accelerate.world.watchdog import Watchdog
 
 T = TypeVar("T")
+
+
+@dataclass
+class CollectiveSection:
+    """What the ranks exchange at the end of a block, see ``CheckpointRankGroup.collective_section``.
+
+    Attributes:
+        value: this rank's value for the all-gather; set inside the block.
+        values: the values of all ranks, in rank order; set after the block.
+    """
+
+    value: Any = None
+    values: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -57,17 +71,44 @@ class CheckpointRankGroup:
         """Return True on the rank that writes replicated states: rank 0, or one rank of each machine."""
         return self.local_rank == 0 if each_node else self.rank == 0
 
-    def collective_section(self, action: str) -> CollectiveErrorSection[Any]:
-        """Return a ``with`` block after which either all ranks go on or all raise the same error.
+    @contextmanager
+    def collective_section(self, action: str) -> Generator[CollectiveSection]:
+        """Run a block after which either all ranks go on or all raise the same error.
 
         Args:
             action: what the block does, for errors: ``"save the checkpoint x"``.
         """
-        return CollectiveErrorSection(self, action)
+        section = CollectiveSection()
+        error = failure = None
+        try:
+            yield section
+        except Exception as raised:  # noqa: BLE001 - all ranks raise it below
+            error = failure = raised
+            if not isinstance(failure, AccelerateError):
+                failure = CheckpointError(f"could not {action}", why=f"{type(raised).__name__}: {raised}")
+        # Ctrl-C and exits have ended this rank by now; the others notice it.
+        outcomes = self.all_gather(action, (failure, section.value))
+        failures = [(rank, failed) for rank, (failed, _) in enumerate(outcomes) if failed is not None]
+        if failures and self.size == 1 and failures[0][1] is error:
+            raise failures[0][1]
+        if failures:
+            raise self._combine_failures(failures) from error
+        section.values = [value for _, value in outcomes]
+
+    def _combine_failures(self, failures: list[tuple[int, AccelerateError]]) -> AccelerateError:
+        rank, first = failures[0]
+        if self.size == 1 or isinstance(first, BackgroundSaveError):
+            return first
+        text = f"rank {rank} of {self.size}: {first.what}"
+        for other, failure in failures[1:]:
+            text += f"\nrank {other} of {self.size}: {failure.what}"
+        combined = copy.copy(first)
+        AccelerateError.__init__(combined, text, why=first.why, fix=first.fix)
+        return combined
 
     def run_on_rank0(self, action: str, function: Callable[[], T]) -> T:
         """Call ``function`` on rank 0; return its result on every rank, or raise its error on every rank."""
-        with CollectiveErrorSection[T](self, action) as section:
+        with self.collective_section(action) as section:
             if self.rank == 0:
                 section.value = function()
         return section.values[0]
@@ -102,53 +143,6 @@ class CheckpointPeerError(CheckpointError, PeerError):
         peer_error = CheckpointPeerError(error.what, why=error.why, fix=error.fix)
         peer_error.traceback = getattr(error, "traceback", "")
         return peer_error.with_traceback(error.__traceback__)
-
-
-class CollectiveErrorSection(Generic[T]):
-    """A block after which all ranks go on or all raise; see ``CheckpointRankGroup.collective_section``.
-
-    Attributes:
-        value: this rank's value for the all-gather; set inside the block.
-        values: the values of all ranks, in rank order; set after the block.
-    """
-
-    def __init__(self, ranks: CheckpointRankGroup, action: str) -> None:
-        self.ranks, self.action = ranks, action
-        self.value: T | None = None
-        self.values: list[T] = []
-
-    def __enter__(self) -> CollectiveErrorSection[T]:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None and not isinstance(error, Exception):
-            return  # Ctrl-C and exits end this rank at once; the others notice it
-        failure = None if error is None else self._to_package_error(error)
-        outcomes = self.ranks.all_gather(self.action, (failure, self.value))
-        failures = [(rank, failed) for rank, (failed, _) in enumerate(outcomes) if failed is not None]
-        if failures and self.ranks.size == 1 and failures[0][1] is error:
-            return  # re-raised unchanged
-        if failures:
-            raise self._combine_failures(failures) from error
-        self.values = [value for _, value in outcomes]
-
-    def _to_package_error(self, error: Exception) -> AccelerateError:
-        if isinstance(error, AccelerateError):
-            return error
-        return CheckpointError(f"could not {self.action}", why=f"{type(error).__name__}: {error}")
-
-    def _combine_failures(self, failures: list[tuple[int, AccelerateError]]) -> AccelerateError:
-        rank, first = failures[0]
-        if self.ranks.size == 1 or isinstance(first, BackgroundSaveError):
-            return first
-        text = f"rank {rank} of {self.ranks.size}: {first.what}"
-        for other, failure in failures[1:]:
-            text += f"\nrank {other} of {self.ranks.size}: {failure.what}"
-        combined = copy.copy(first)
-        AccelerateError.__init__(combined, text, why=first.why, fix=first.fix)
-        return combined
 
 
 HEARTBEAT = 2.0  # seconds between heartbeats; more in large worlds

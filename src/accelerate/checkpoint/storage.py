@@ -24,7 +24,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol, cast
 
-from accelerate.checkpoint.durable_file import DigestingFile, FileRecord, file_digest
+from accelerate.checkpoint.durable_file import DurableFile, FileRecord, file_digest
 from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.layout import MANIFEST_NAME, Manifest, decode_manifest, is_checkpoint_name
 from accelerate.core.errors import CheckpointError
@@ -229,7 +229,7 @@ class LocalCheckpointStorage:
 
     def write(self, name: str, fill: Callable[[BinaryIO], object]) -> FileRecord:
         path = self.path(name)
-        with file_errors("write", path), DigestingFile(path) as file:
+        with file_errors("write", path), DurableFile(path) as file:
             fill(cast(BinaryIO, file))
             file.sync()
             return FileRecord(file.digester.size, file.digester.hexdigest())

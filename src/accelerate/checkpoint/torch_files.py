@@ -45,7 +45,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.storage import TypedStorage, _LegacyStorage
 
 from accelerate.checkpoint.errors import file_errors
-from accelerate.checkpoint.file_reads import ParallelReadFile
+from accelerate.checkpoint.file_reads import FileRangeReader
 from accelerate.core import tree
 from accelerate.core.errors import CheckpointError
 
@@ -90,12 +90,18 @@ class _WeightsOnlyCompatiblePickler(pickle.Pickler):
     """A pickler that writes containers so that a ``weights_only`` load accepts them.
 
     Attributes:
+        instances: of a subclass, those that were made; torch makes one for each pickle in a file.
+        file: what it writes to.
         seen_types: classes of the objects it has written; classes and functions as they are.
     """
 
+    instances: ClassVar[list[Any]]
+
     def __init__(self, file: IO[bytes], *args: Any, **kwargs: Any) -> None:
         super().__init__(file, *args, **kwargs)
+        self.file = file
         self.seen_types: set[Any] = set()
+        self.instances.append(self)
 
     def reducer_override(self, obj: Any) -> Any:
         """Pass the content of a container as an argument: such a load fills lists and dicts only."""
@@ -116,18 +122,16 @@ def write(value: Any, file: BinaryIO, what: str = "") -> None:
         file: open for writing.
         what: how a log line calls the object if ``read`` will refuse it; empty to not look.
     """
-    written: list[tuple[_WeightsOnlyCompatiblePickler, IO[bytes]]] = []
+    picklers: list[_WeightsOnlyCompatiblePickler] = []
 
-    class RecordingPickler(_WeightsOnlyCompatiblePickler):
-        def __init__(self, file: IO[bytes], *args: Any, **kwargs: Any) -> None:
-            super().__init__(file, *args, **kwargs)
-            written.append((self, file))
+    class RecordedPickler(_WeightsOnlyCompatiblePickler):
+        instances = picklers
 
-    torch.save(value, file, pickle_module=types.SimpleNamespace(Pickler=RecordingPickler, __name__="pickle"))
+    torch.save(value, file, pickle_module=types.SimpleNamespace(Pickler=RecordedPickler, __name__="pickle"))
     if what:
-        for pickler, buffer in written:
-            if isinstance(buffer, io.BytesIO) and not pickler.seen_types <= _known_types():
-                _warn_refused(what, buffer.getvalue())
+        for pickler in picklers:
+            if isinstance(pickler.file, io.BytesIO) and not pickler.seen_types <= _known_types():
+                _warn_refused(what, pickler.file.getvalue())
 
 
 @cache
@@ -186,7 +190,7 @@ def read(source: Path | IO[bytes], map_location: Any = None, trust: str = TRUST,
     with file_errors("read", path), torch.serialization.safe_globals(safe_globals()):
         try:
             if isinstance(source, Path) and not kwargs.get("mmap") and zipfile.is_zipfile(source):
-                with ParallelReadFile(source) as parallel:
+                with FileRangeReader(source) as parallel:
                     file, kwargs["mmap"] = cast(IO[bytes], parallel), False
                     return torch.load(file, map_location=map_location, **kwargs)
             return torch.load(source, map_location=map_location, **kwargs)
