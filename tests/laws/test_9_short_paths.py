@@ -23,11 +23,11 @@ BOUNDS = {
     "forward, FSDP2": (0, 0),
     "backward, FSDP2": (4, 3),
     "backward, DDP": (4, 3),
-    "save_state, FSDP2": (193, 44),  #      90 / 15
-    "save_state, DDP": (170, 41),
-    "load_state, FSDP2": (199, 48),  #      90 / 15
-    "load_state, DDP": (171, 46),
-    "launch of 2 processes": (230, 43),  #  120 / 25
+    "save_state, FSDP2": (178, 37),  #      90 / 15
+    "save_state, DDP": (158, 34),
+    "load_state, FSDP2": (184, 40),  #      90 / 15
+    "load_state, DDP": (163, 39),
+    "launch of 2 processes": (263, 50),  #  120 / 25
 }
 
 

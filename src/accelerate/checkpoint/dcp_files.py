@@ -106,7 +106,10 @@ class LocalSavePlan:
             category=category,
             entry=entry,
             file=f"{entry.file}/{layout.shard_file(rank)}" if plan.items else "",
-            content=[_local_tensor(self._planner.lookup_object(item.index)) for item in tensors],
+            content=[
+                (value.to_local() if isinstance(value, DTensor) else value).detach()
+                for value in (self._planner.lookup_object(item.index) for item in tensors)
+            ],
             items=tensors,
             objects=[
                 (item.index, _pickle_bytes(self._planner.lookup_object(item.index))) for item in objects
@@ -128,10 +131,6 @@ def only_distributed(state: Any) -> Any:
     if isinstance(state, list) and state and all(isinstance(item, DTensor) for item in state):
         return state
     return state if isinstance(state, DTensor) else None
-
-
-def _local_tensor(value: torch.Tensor) -> torch.Tensor:
-    return (value.to_local() if isinstance(value, DTensor) else value).detach()
 
 
 def _pickle_bytes(value: Any) -> bytes:

@@ -63,7 +63,7 @@ class CheckpointLoadResult:
 
 
 def load(
-    train_state: CheckpointContents,
+    contents: CheckpointContents,
     directory: str | Path | None = None,
     *,
     project: ProjectConfiguration | None = None,
@@ -75,12 +75,12 @@ def load(
     check_digests: bool = True,
     ranks: CheckpointRankGroup | None = None,
 ) -> CheckpointLoadResult:
-    """Load a checkpoint into ``train_state`` on all ranks together.
+    """Load a checkpoint into ``contents`` on all ranks together.
 
     Everything is verified, looked up and compared before the first object is changed.
 
     Args:
-        train_state: the objects to fill, in the order they were saved. Other saved objects stay unread.
+        contents: the objects to fill, in the order they were saved. Other saved objects stay unread.
         directory: the checkpoint's folder or URL; None takes the newest committed one of ``project``
             (automatic naming).
         project: its ``iteration`` is set so that numbering continues after all checkpoints that are there.
@@ -89,7 +89,7 @@ def load(
             there are several ranks, else the CPU. Models go to where they are, through mapped files.
         load_kwargs: more arguments of ``torch.load``.
         model_kwargs: more arguments of the models' ``load_state_dict``.
-        before: called on every rank with the folder, before ``train_state.models`` is read.
+        before: called on every rank with the folder, before ``contents.models`` is read.
         check_digests: compare digests with the manifest; sizes are always compared.
         ranks: those that load together; the open world's by default.
 
@@ -100,12 +100,16 @@ def load(
     ranks = ranks or CheckpointRankGroup.current()
     action = "load a checkpoint" if directory is None else f"load the checkpoint {directory}"
     common_ids = _ids_on_all_machines(project, ranks, action) if directory is None else None
-    rank0_address, id_, ignored = ranks.run_on_rank0(action, lambda: _choose(directory, project, common_ids))
+    with ranks.collective_section(action) as section:
+        if ranks.rank == 0:
+            chosen, ignored = discovery.choose_checkpoint(directory, project, common_ids)
+            section.value = chosen.path, chosen.manifest.id if chosen.manifest else "", ignored
+    rank0_address, id_, ignored = section.values[0]
     with ranks.collective_section(action):
         store, name = discovery.locate(discovery.local_address(rank0_address, directory, project))
         manifest = _same_manifest(store, name, id_)
     location = resolve_map_location(map_location, "on_device" if ranks.size > 1 else "cpu")
-    with local_checkpoint(store, name, manifest, train_state, ranks, action) as (path, fetched):
+    with local_checkpoint(store, name, manifest, contents, ranks, action) as (path, fetched):
         reader = TrainingStateReader(
             path, manifest, ranks, strict, location, load_kwargs or {}, model_kwargs or {}
         )
@@ -115,12 +119,12 @@ def load(
         with ranks.collective_section(action):
             if before is not None:
                 before(path)
-            reader.check_custom_count(train_state)
-            reader.read(train_state)
+            reader.check_custom_count(contents)
+            reader.read(contents)
         with ranks.collective_section(action):
             reader.apply()
         with ranks.collective_section(action):
-            reader.finish(train_state)
+            reader.finish(contents)
     if project is not None and project.automatic_checkpoint_naming:
         with ranks.collective_section(action) as section:
             section.value = 0
@@ -128,8 +132,7 @@ def load(
                 section.value = discovery.next_iteration(name, manifest, project)
         project.iteration = max(section.values)
     address = store.local_path(name) or store.label(name)
-    _log_notes(reader, address)
-    return _build_result(reader, address, name, ignored)
+    return _report_result(reader, address, name, ignored)
 
 
 def _ids_on_all_machines(
@@ -144,14 +147,6 @@ def _ids_on_all_machines(
     with ranks.collective_section(action) as section:
         section.value = discovery.committed_ids(project) if ranks.is_writer(each_node=True) else None
     return set.intersection(*(ids for ids in section.values if ids is not None))
-
-
-def _choose(
-    directory: str | Path | None, project: ProjectConfiguration | None, common_ids: set[str] | None
-) -> tuple[Address, str, tuple[str, ...]]:
-    """Return (checkpoint, id of its save, folders passed over)."""
-    candidate, ignored = discovery.choose_checkpoint(directory, project, common_ids)
-    return candidate.path, candidate.manifest.id if candidate.manifest else "", ignored
 
 
 def _same_manifest(store: CheckpointStorage, name: str, id_: str) -> Manifest | None:
@@ -176,18 +171,15 @@ def resolve_map_location(map_location: Any, default: Any) -> Any:
     return world.device if world is not None else torch.device("cpu")
 
 
-def _log_notes(reader: TrainingStateReader, address: Address) -> None:
-    if reader.ranks.rank > 0:
-        return
-    for note in reader.notes:
-        logger.warning("%s: %s", address, note)
-    if reader.missing:
-        logger.warning("%s lacks, and leaves as they are: %s", address, ", ".join(reader.missing))
-
-
-def _build_result(
+def _report_result(
     reader: TrainingStateReader, address: Address, name: str, ignored: tuple[str, ...]
 ) -> CheckpointLoadResult:
+    """Return the outcome of the load; rank 0 logs what differed."""
+    if reader.ranks.rank == 0:
+        for note in reader.notes:
+            logger.warning("%s: %s", address, note)
+        if reader.missing:
+            logger.warning("%s lacks, and leaves as they are: %s", address, ", ".join(reader.missing))
     manifest = reader.manifest
     return CheckpointLoadResult(
         path=address,
@@ -293,9 +285,9 @@ class TrainingStateReader:
         for action, function in self.pending:
             _attempt(action, function)
 
-    def finish(self, train_state: CheckpointContents) -> None:
+    def finish(self, contents: CheckpointContents) -> None:
         """Load folders of own files, then random states: nothing draws a number after."""
-        for part in train_state.own_files:
+        for part in contents.own_files:
             _attempt(f"load {part.name} from {self.folder}", partial(part.load, self.folder))
         for action, function in self.pending_rng:
             _attempt(action, function)
@@ -380,13 +372,13 @@ class TrainingStateReader:
             load = partial(item.load_state_dict, torch_files.read(path, **kwargs))
         self.pending.append((f"load {label} from {path}", load))
 
-    def check_custom_count(self, train_state: CheckpointContents) -> None:
+    def check_custom_count(self, contents: CheckpointContents) -> None:
         """Refuse a number of registered objects that differs from the saved number.
 
         Raises:
             CheckpointError: it differs, and loading is strict.
         """
-        saved, now = len(list(self.folder.glob(f"{layout.CUSTOM_NAME}_*.pkl"))), len(train_state.custom)
+        saved, now = len(list(self.folder.glob(f"{layout.CUSTOM_NAME}_*.pkl"))), len(contents.custom)
         if saved != now and self.strict:
             raise CheckpointError(
                 f"{self.folder} holds {saved} registered object(s), but {now} are registered now",

@@ -8,6 +8,7 @@ size: each rank reads the chunks that overlap its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -28,6 +29,7 @@ _CHECKPOINTED = "_checkpoint_wrapped_module."  # torch's wrapper for activation 
 _SHOWN = 6
 
 
+@dataclass(eq=False)
 class ShardedModelState:
     """A model whose state is saved sharded.
 
@@ -39,19 +41,14 @@ class ShardedModelState:
         saved_buffers: buffers that this rank saves, since rank 0 does not have them.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        only: Mapping[str, str] | None = None,
-        *,
-        local_training: bool = False,
-        remote_names: Collection[str] = (),
-        saved_buffers: Collection[str] = (),
-    ) -> None:
-        self.module, self.only, self.local_training = module, only, local_training
-        self.remote_names, self.saved_buffers = frozenset(remote_names), frozenset(saved_buffers)
-        self._save_plan: LocalSavePlan | None = None
-        self._ties: dict[str, str] = {}
+    module: nn.Module
+    only: Mapping[str, str] | None = None
+    _: KW_ONLY
+    local_training: bool = False
+    remote_names: Collection[str] = ()
+    saved_buffers: Collection[str] = ()
+    _save_plan: LocalSavePlan | None = field(default=None, init=False)
+    _ties: dict[str, str] = field(default_factory=dict, init=False)
 
     def local_plan(self, rank: int, /) -> Any:
         """Plan the save, see ``ShardedState``. Buffers differ by rank: those of rank 0 are saved."""
@@ -69,7 +66,7 @@ class ShardedModelState:
                 if self.local_training
                 else {new_names.get(name, name) for name, _ in _named_params(self.module)}
             )
-            saved_here |= self.saved_buffers
+            saved_here.update(self.saved_buffers)
             to_save = {n: v for n, v in to_save.items() if n in saved_here or isinstance(v, DTensor)}
         self._save_plan = LocalSavePlan.create({"model": to_save}, dedup_to_lowest_rank=self.local_training)
         return self._save_plan.local_plan
@@ -164,6 +161,7 @@ class ShardedModelState:
         return self.module.load_state_dict(state, **context.model_kwargs)
 
 
+@dataclass(eq=False)
 class ShardedOptimizerState:
     """An optimizer whose state is saved sharded, by the names of the parameters.
 
@@ -174,21 +172,12 @@ class ShardedOptimizerState:
         group_names: the names in each group, if other ranks have parameters that this one lacks.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        models: Sequence[nn.Module],
-        *,
-        local_training: bool = False,
-        group_names: Sequence[Sequence[str]] | None = None,
-    ) -> None:
-        self.optimizer, self.models, self.local_training, self.group_names = (
-            optimizer,
-            models,
-            local_training,
-            group_names,
-        )
-        self._save_plan: LocalSavePlan | None = None
+    optimizer: torch.optim.Optimizer
+    models: Sequence[nn.Module]
+    _: KW_ONLY
+    local_training: bool = False
+    group_names: Sequence[Sequence[str]] | None = None
+    _save_plan: LocalSavePlan | None = field(default=None, init=False)
 
     def local_plan(self, rank: int, /) -> Any:
         """Plan the save, see ``ShardedState``. State that does not exist yet is not created."""
@@ -235,7 +224,7 @@ class ShardedOptimizerState:
                 other.setdefault(path[1], []).append(name)
         read = {key: _read_nested(shards, group, 2) for key, group in other.items() if key != "state"}
         saved = list(read.get("param_groups", []))
-        param_names = self._names()
+        param_names = parameter_names(self.optimizer, self.models)
         saved_names = {name for group in saved for name in group["params"]}
         others = {name for group in self.group_names or () for name in group} - {
             n for members in param_names for n in members
@@ -257,9 +246,6 @@ class ShardedOptimizerState:
         for key in entries.keys() - saved_names:
             state[key] = _read_nested(shards, entries[key], 3)
         return {**read, "state": state, "param_groups": groups}
-
-    def _names(self) -> list[list[str]]:
-        return parameter_names(self.optimizer, self.models)
 
 
 def optimizer_state_by_name(

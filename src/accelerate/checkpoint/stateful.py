@@ -218,29 +218,19 @@ class CheckpointObject:
     """One object of a checkpoint.
 
     Attributes:
-        category: its kind, a key of ``KINDS``.
+        category, kind: a key of ``KINDS``, and what it says.
         index: its number among those of its kind.
         item: the object, a ``Stateful``.
+        label: its name for errors: ``"optimizer 1"``.
+        class_name: the name of its class, for the manifest and for errors.
     """
 
     category: str
+    kind: ContentKind
     index: int
     item: Any
-
-    @property
-    def kind(self) -> ContentKind:
-        """Where its state is in a checkpoint."""
-        return KINDS[self.category]
-
-    @property
-    def label(self) -> str:
-        """Its name for errors: ``"optimizer 1"``."""
-        return self.kind.label if self.category == "scaler" else f"{self.kind.label} {self.index}"
-
-    @property
-    def class_name(self) -> str:
-        """The name of its class, for the manifest and for errors."""
-        return self.item.name if isinstance(self.item, StatefulAdapter) else type(self.item).__name__
+    label: str
+    class_name: str
 
     @property
     def sharded_state(self) -> ShardedState | None:
@@ -291,17 +281,21 @@ class CheckpointContents:
             CheckpointError: one has no ``state_dict`` and ``load_state_dict``.
         """
         objects: dict[str, CheckpointObject] = {}
-        for category in KINDS:
+        for category, kind in KINDS.items():
             items = getattr(self, category)
             if category == "rng" and items is not None:
                 items = StatefulAdapter("random states", self._random_states, items.restore)
             if not isinstance(items, list):
                 items = [] if items is None else [items]
             for index, item in enumerate(items):
-                each = objects[f"{category}/{index}"] = CheckpointObject(category, index, item)
+                label = kind.label if category == "scaler" else f"{kind.label} {index}"
+                class_name = item.name if isinstance(item, StatefulAdapter) else type(item).__name__
+                objects[f"{category}/{index}"] = CheckpointObject(
+                    category, kind, index, item, label, class_name
+                )
                 if not isinstance(item, Stateful):
                     raise CheckpointError(
-                        f"{each.label} cannot be saved: it is a {type(item).__name__} and "
+                        f"{label} cannot be saved: it is a {type(item).__name__} and "
                         "has no state_dict and load_state_dict",
                         fix="give the class these two methods",
                     )
