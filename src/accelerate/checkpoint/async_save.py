@@ -35,6 +35,13 @@ from accelerate.checkpoint.torch_files import MappedOptimizerState
 from accelerate.core.errors import AccelerateError
 from accelerate.world import world as worlds
 
+_ALIGNED = 64  # bytes, a cache line
+_PAGE = 4096  # bytes, the smallest that a system has
+_PIECE = 64 * 2**20
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_Key = tuple[torch.device, int, int]
+_Storages = dict[_Key, tuple[torch.device, torch.UntypedStorage]]
+
 FAILED = 1  # exit status
 
 
@@ -173,12 +180,6 @@ def _reset_after_fork() -> None:
 atexit.register(_exit_with_failure)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_reset_after_fork)
-
-
-_ALIGNED = 64  # bytes, a cache line
-_PAGE = 4096  # bytes, the smallest that a system has
-_PIECE = 64 * 2**20
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class SnapshotHostMemory:
@@ -350,10 +351,6 @@ class _TensorCopies:
             copy = torch.nn.Parameter(copy, requires_grad=False)
         vars(copy).update(vars(tensor))
         return copy.requires_grad_(tensor.requires_grad)
-
-
-_Key = tuple[torch.device, int, int]
-_Storages = dict[_Key, tuple[torch.device, torch.UntypedStorage]]
 
 
 def _key(tensor: torch.Tensor) -> _Key:

@@ -41,6 +41,11 @@ from accelerate.checkpoint.storage import (
 )
 from accelerate.core.errors import CheckpointError, SettingError
 
+logger = logging.getLogger(__name__)
+
+Address = Path | str  # a str is the URL of a remote place
+_FILE = re.compile(r"(file|local)://")
+
 _AT_ONCE = 16  # folders that are inspected at once: a remote store answers slowly
 _NUMBERED = re.compile(r"(?P<stem>.*?)(?P<number>\d+)")
 
@@ -257,10 +262,6 @@ def named_checkpoint(store: CheckpointStorage, name: str) -> CheckpointCandidate
     return candidate
 
 
-Address = Path | str  # a str is the URL of a remote place
-_FILE = re.compile(r"(file|local)://")
-
-
 def parse_address(text: str | os.PathLike[str]) -> Address:
     """Return a local path with ``~`` expanded, or a URL without its last slash; ``file://`` is local.
 
@@ -313,9 +314,6 @@ def open_store(root: Address) -> CheckpointStorage:
         CheckpointError: a remote one cannot be opened.
     """
     return LocalCheckpointStorage(root) if isinstance(root, Path) else RemoteCheckpointStorage(root)
-
-
-logger = logging.getLogger(__name__)
 
 
 def locate(text: str | Path) -> tuple[CheckpointStorage, str]:

@@ -32,6 +32,9 @@ from accelerate.checkpoint.storage import CheckpointStorage, read_manifest
 from accelerate.core.errors import CheckpointError
 from accelerate.world import world as worlds
 
+# Errors that objects raise when a state does not fit them.
+_REFUSALS = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError)
+
 logger = logging.getLogger(__name__)
 
 
@@ -192,10 +195,6 @@ def _report_result(
         ignored=ignored,
         notes=tuple(reader.notes),
     )
-
-
-# Errors that objects raise when a state does not fit them.
-_REFUSALS = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError)
 
 
 def verify_files(folder: Path, manifest: Manifest, ranks: CheckpointRankGroup) -> None:

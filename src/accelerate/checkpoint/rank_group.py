@@ -24,6 +24,11 @@ from accelerate.world import collective, watchdog
 from accelerate.world import world as worlds
 from accelerate.world.watchdog import Watchdog
 
+HEARTBEAT = 2.0  # seconds between heartbeats; more in large worlds
+DEAD_AFTER = 60.0  # seconds without a heartbeat after which a rank counts as dead
+LINGER = 10.0  # seconds that rank 0 waits at most until the others have read its last answer
+_SLICE = 0.5  # seconds between checks of the heartbeats
+
 T = TypeVar("T")
 
 
@@ -143,12 +148,6 @@ class CheckpointPeerError(CheckpointError, PeerError):
         peer_error = CheckpointPeerError(error.what, why=error.why, fix=error.fix)
         peer_error.traceback = getattr(error, "traceback", "")
         return peer_error.with_traceback(error.__traceback__)
-
-
-HEARTBEAT = 2.0  # seconds between heartbeats; more in large worlds
-DEAD_AFTER = 60.0  # seconds without a heartbeat after which a rank counts as dead
-LINGER = 10.0  # seconds that rank 0 waits at most until the others have read its last answer
-_SLICE = 0.5  # seconds between checks of the heartbeats
 
 
 def open_channel(rank: int, size: int, id: str) -> CheckpointStoreChannel | None:

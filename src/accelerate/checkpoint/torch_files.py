@@ -49,6 +49,12 @@ from accelerate.checkpoint.file_reads import FileRangeReader
 from accelerate.core import tree
 from accelerate.core.errors import CheckpointError
 
+LARGE = 64 * 2**20  # bytes; less is read at once
+_POPULATE_WRITE = 23
+# A network file system that does not answer would end the process when a page is read.
+_LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs"}
+_Stamp = tuple[int, int]
+
 logger = logging.getLogger(__name__)
 
 # Classes whose constructors only store their arguments. As functions in a pickle (``defaultdict(list)``) they
@@ -219,13 +225,6 @@ def _refusal_line(error: Exception) -> str:
     return next(
         (line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0] if lines else ""
     )
-
-
-LARGE = 64 * 2**20  # bytes; less is read at once
-_POPULATE_WRITE = 23
-# A network file system that does not answer would end the process when a page is read.
-_LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs"}
-_Stamp = tuple[int, int]
 
 
 class MappedOptimizerState:

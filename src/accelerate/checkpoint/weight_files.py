@@ -42,6 +42,8 @@ from accelerate.core.errors import CheckpointError, SettingError
 from accelerate.core.units import parse_bytes
 from accelerate.world import world as worlds
 
+LIMIT = "10GB"
+
 __all__ = [
     "TORCH_SAFE_GLOBALS",
     "clean_state_dict_for_safetensors",
@@ -298,9 +300,6 @@ def _remove(paths: Iterable[Path]) -> None:
     for path in paths:
         with file_errors("remove", path):
             path.unlink(missing_ok=True)
-
-
-LIMIT = "10GB"
 
 
 def merge_fsdp_weights(
