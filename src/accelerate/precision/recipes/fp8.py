@@ -19,6 +19,7 @@ _TE, _AO, _MSAMP = ({"fp8_backend": (name,)} for name in ("TE", "AO", "MSAMP"))
 class TEOptions:
     """The options of TransformerEngine, in the order of ``TERecipeKwargs``."""
 
+    __section__ = "fp8_config"
     __prefix__ = "fp8_"
 
     use_autocast_during_eval: bool | None = setting(
@@ -63,6 +64,7 @@ class TEOptions:
 class AOOptions:
     """The options of torchao, in the order of ``AORecipeKwargs``; plain fields are for code only."""
 
+    __section__ = "fp8_config"
     __prefix__ = "fp8_"
 
     config: Any = None
@@ -89,6 +91,7 @@ class AOOptions:
 class MSAMPOptions:
     """The options of MS-AMP."""
 
+    __section__ = "fp8_config"
     __prefix__ = "fp8_"
 
     opt_level: Literal["O1", "O2"] | None = setting(
@@ -109,7 +112,6 @@ class FP8Settings(MSAMPOptions, AOOptions, TEOptions):
     """
 
     __topic__ = "8-bit floats"
-    __section__ = "fp8_config"
     __when__: ClassVar[Mapping[str, Any]] = {"mixed_precision": ("fp8",)}
     # The keys that the wizard of Accelerate 1.x wrote.
     __old_keys__: ClassVar[Mapping[str, str]] = {

@@ -27,6 +27,7 @@ class UseParallelismConfigSetting:
 class MeshSettings:
     """The sizes of the mesh dimensions in the order of ``ParallelismConfig``; plain fields are for code."""
 
+    __section__ = "parallelism_config"
     __prefix__ = "parallelism_config_"
     __variables__ = ""
 
@@ -79,6 +80,7 @@ class MeshSettings:
 class ContextParallelSettings:
     """The options of context parallelism."""
 
+    __section__ = "parallelism_config"
     __prefix__ = "parallelism_config_"
     __variables__ = ""
 
@@ -94,6 +96,7 @@ class ContextParallelSettings:
 class SequenceParallelSettings:
     """The options of Ulysses sequence parallelism."""
 
+    __section__ = "parallelism_config"
     __prefix__ = "parallelism_config_"
     __variables__ = ""
 
@@ -111,7 +114,6 @@ class ParallelismSettings(SequenceParallelSettings, ContextParallelSettings, Mes
     """The sizes of the mesh dimensions, and the options of each dimension."""
 
     __topic__ = "Degrees of parallelism"
-    __section__ = "parallelism_config"
     __switch__ = "use_parallelism_config"
     __asks__ = "use_parallelism_config"
     __first__ = (
