@@ -262,7 +262,7 @@ MUTATIONS = (
         room="facade: weights by items",
         mistake="the mean over processes is not taken back",
         file="facade/loss_weighting.py",
-        old="group.factor = self.strategy.gradient_average_size * self.reference / total",
+        old="group.factor = self.average_size * self.reference / total",
         new="group.factor = self.reference / total",
         tests=("tests/cpu/test_gradients.py::test_weights_make_any_split_the_gradient_of_one_batch",),
     ),
