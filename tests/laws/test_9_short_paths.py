@@ -6,33 +6,43 @@ little room for other machines; the goal is beside it. No path grows while other
 
 from __future__ import annotations
 
-from tests.support.call_path import measure_all
+import re
+
+import pytest
+
+from tests.support.call_path import CallCounts, measure_all
+from tests.support.environment import ROOT
 from tests.support.ranks import RankServer
 
 # Call: at most (functions, files).         the goal
 BOUNDS = {
-    "Accelerator(), FSDP2": (175, 52),  #   70 / 20
-    "Accelerator(), DDP": (150, 51),
-    "prepare, FSDP2": (245, 58),  #         110 / 20
-    "prepare, DDP": (135, 43),  #           80 / 18
-    "first optimizer.step, FSDP2": (14, 9),  # 10 / 5
-    "first optimizer.step, DDP": (14, 9),
+    "Accelerator(), FSDP2": (128, 50),  #   70 / 20
+    "Accelerator(), DDP": (110, 47),
+    "prepare, FSDP2": (220, 54),  #         110 / 20
+    "prepare, DDP": (119, 41),  #           80 / 18
+    "first optimizer.step, FSDP2": (8, 5),  # 10 / 5: reached
+    "first optimizer.step, DDP": (8, 5),
     "later optimizer.step, FSDP2": (1, 1),
     "later optimizer.step, DDP": (1, 1),
     "forward, DDP": (1, 1),
     "forward, FSDP2": (0, 0),
-    "backward, FSDP2": (4, 3),
-    "backward, DDP": (4, 3),
-    "save_state, FSDP2": (178, 37),  #      90 / 15
-    "save_state, DDP": (158, 34),
-    "load_state, FSDP2": (184, 40),  #      90 / 15
-    "load_state, DDP": (163, 39),
-    "launch of 2 processes": (263, 50),  #  120 / 25
+    "backward, FSDP2": (3, 3),
+    "backward, DDP": (3, 3),
+    "save_state, FSDP2": (174, 37),  #      90 / 15
+    "save_state, DDP": (155, 34),
+    "load_state, FSDP2": (180, 41),  #      90 / 15
+    "load_state, DDP": (161, 40),
+    "launch of 2 processes": (134, 34),  #  120 / 25
 }
 
 
-def test_calls_run_through_few_functions_and_files(ranks: RankServer) -> None:
-    measured = measure_all(ranks)
+@pytest.fixture(scope="module")
+def measured(ranks: RankServer) -> dict[str, CallCounts]:
+    """What each call of the law runs through."""
+    return measure_all(ranks)
+
+
+def test_calls_run_through_few_functions_and_files(measured: dict[str, CallCounts]) -> None:
     assert measured.keys() == BOUNDS.keys()
     longer = {
         call: f"{counts.functions} functions in {counts.files} files, at most {BOUNDS[call]}"
@@ -40,3 +50,11 @@ def test_calls_run_through_few_functions_and_files(ranks: RankServer) -> None:
         if counts.functions > BOUNDS[call][0] or counts.files > BOUNDS[call][1]
     }
     assert not longer, f"{longer}; python -m tests.support.call_path -v prints the functions"
+
+
+def test_the_newcomers_walk_names_every_file_of_prepare(measured: dict[str, CallCounts]) -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    walk = page.partition("## A newcomer's walk")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`([a-z0-9_/]+\.py)`", walk)) - {"tests/laws/test_9_short_paths.py"}
+    passed = {name.partition(":")[0].lstrip("/") for name in measured["prepare, FSDP2"].names}
+    assert named == passed

@@ -6,6 +6,7 @@ of two; with ``-v``, the files and functions too.
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -25,8 +26,8 @@ from tests.support.ranks import RankServer
 
 PACKAGE = str(Path(accelerate.__file__).parent)
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-# What a body that only defines others has: counted where it runs, at import, and part of no call.
-DEFINITIONS = ("<module>", "<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<lambda>")
+# Parts of a function, which are counted with it.
+INNER = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<lambda>")
 
 
 @dataclass
@@ -53,7 +54,10 @@ def record_calls() -> Iterator[CallPath]:
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGE) and code.co_name not in DEFINITIONS:
+        if event != "call" or not code.co_filename.startswith(PACKAGE) or code.co_name in INNER:
+            return
+        # The body of a module or a class defines others: it runs at an import, and is part of no call.
+        if code.co_flags & inspect.CO_OPTIMIZED:
             path.codes[code] = None
 
     sys.setprofile(profile)
