@@ -399,7 +399,10 @@ INTERRUPTED = """
     from accelerate import Accelerator
     from accelerate.checkpoint.storage import LocalCheckpointStorage
 
+    ready = threading.Event()
+
     def held(self, name, fill):
+        ready.wait()
         print("writing", flush=True)
         threading.Event().wait()
 
@@ -407,6 +410,7 @@ INTERRUPTED = """
     accelerator = Accelerator(cpu=True)
     accelerator.save_state({folder!r}, async_save=True)
     threading._register_atexit(lambda: print("exits", flush=True))
+    ready.set()
     threading.Event().wait()
 """
 
