@@ -55,6 +55,7 @@ from accelerate.world.preemption import PreemptionKwargs
 from accelerate.world.world import InitProcessGroupKwargs, World
 
 _UNSET: Any = object()
+_DATA_OPTION = "The option of ``DataLoaderConfiguration``; used by the next ``prepare``."
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -255,14 +256,13 @@ class Accelerator(ProcessMixin):
         "_checkpoints.custom_objects", "The objects of ``register_for_checkpointing``."
     )
 
-    _data_option = "The option of ``DataLoaderConfiguration``; used by the next ``prepare``."
-    split_batches = ComponentAttribute[bool]("dataloader_config.split_batches", _data_option)
-    dispatch_batches = ComponentAttribute[bool | None]("dataloader_config.dispatch_batches", _data_option)
-    even_batches = ComponentAttribute[bool]("dataloader_config.even_batches", _data_option)
-    use_seedable_sampler = ComponentAttribute[bool]("dataloader_config.use_seedable_sampler", _data_option)
-    non_blocking = ComponentAttribute[bool]("dataloader_config.non_blocking", _data_option)
+    split_batches = ComponentAttribute[bool]("dataloader_config.split_batches", _DATA_OPTION)
+    dispatch_batches = ComponentAttribute[bool | None]("dataloader_config.dispatch_batches", _DATA_OPTION)
+    even_batches = ComponentAttribute[bool]("dataloader_config.even_batches", _DATA_OPTION)
+    use_seedable_sampler = ComponentAttribute[bool]("dataloader_config.use_seedable_sampler", _DATA_OPTION)
+    non_blocking = ComponentAttribute[bool]("dataloader_config.non_blocking", _DATA_OPTION)
     use_stateful_dataloader = ComponentAttribute[bool](
-        "dataloader_config.use_stateful_dataloader", _data_option
+        "dataloader_config.use_stateful_dataloader", _DATA_OPTION
     )
 
     autocast_handler = _handler_property(AutocastKwargs, "The options of autocast.")
