@@ -76,3 +76,30 @@ def test_a_strategy_of_the_guide_trains_like_one_process(
     assert name == example
     assert EXAMPLES[example][1] in plan
     close(ours, plain)
+
+
+def uneven_backwards(folder: str) -> list[list[float]]:
+    """Gradients where one rank has no items, and one does not use a layer."""
+    from accelerate import Accelerator
+
+    with in_place(Path(folder) / "here"):
+        asked = importlib.import_module("accelerate.strategy.averaging").AveragingKwargs()
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[asked])
+        model = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)])
+        for layer in model:
+            nn.init.ones_(layer.weight)
+        model = accelerator.prepare(model)
+        first = accelerator.is_main_process
+        x = torch.full((1, 2), 3.0 if first else float("nan"))
+        accelerator.backward(model[0](x).mean(), num_items=2 if first else 0)
+        found = [model[0].weight.grad.flatten().tolist()]
+        model.zero_grad()
+        accelerator.gradient_state.loss_weighting = None
+        x = torch.ones(1, 2)
+        accelerator.backward((model[0](x) + (model[1](x) if first else 0.0)).sum())
+        return [*found, *(layer.weight.grad.flatten().tolist() for layer in model)]
+
+
+def test_the_mean_of_the_guide_waits_for_every_rank(ranks: RankServer, tmp_path: Path) -> None:
+    """A rank without items, or without a gradient for some parameter, takes part."""
+    assert same_on_all(ranks(2, uneven_backwards, str(tmp_path))) == [[3.0, 3.0], [1.0, 1.0], [0.5, 0.5]]

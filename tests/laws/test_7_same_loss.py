@@ -7,9 +7,11 @@ in every run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +43,8 @@ ASKED: dict[str, tuple[dict[str, str], tuple[int, ...]]] = {
         (2, 4),
     ),
 }
+# Makes the kwargs handler of a strategy that is asked for by one; ASKED has its numbers of processes.
+HANDLERS: dict[str, Callable[[], Any]] = {}
 # Packages that a strategy cannot do without.
 NEEDS = {"deepspeed": "deepspeed"}
 # What trains models of one kind only, and refuses the law's small one in words: where it is held to this law.
@@ -83,12 +87,17 @@ def raw_loop(precision: str, window: int) -> Numbers:
     return numbers(losses, model.state_dict())
 
 
-def prepared_loop(precision: str, window: int) -> tuple[Numbers, str]:
+def prepared_loop(precision: str, window: int, asked: str = "") -> tuple[Numbers, str]:
     """The same loop with the few lines changed; the batch is split over the ranks."""
     from accelerate import Accelerator
     from accelerate.utils import broadcast_object_list
 
-    accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=window)
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision=precision,
+        gradient_accumulation_steps=window,
+        kwargs_handlers=[HANDLERS[asked]()] if asked in HANDLERS else None,
+    )
     model, optimizer, data = parts()
     loader = DataLoader(data, batch_size=GLOBAL_BATCH // accelerator.num_processes)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -143,7 +152,7 @@ def test_several_processes_train_like_one(ranks: RankServer, strategy: str, n: i
         refuses_the_model(ranks, strategy, variables)
         return
     (plain,) = ranks(1, raw_loop, "no", window)
-    ours, chosen = same_on_all(ranks(n, prepared_loop, "no", window, env=variables))
+    ours, chosen = same_on_all(ranks(n, prepared_loop, "no", window, strategy, env=variables))
     assert chosen == strategy
     close(ours, plain)
 
