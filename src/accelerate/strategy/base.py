@@ -54,8 +54,10 @@ class Strategy(GradientSync, StateIO, ABC):
         priority: of several that claim a request the highest wins.
         handler_class: the kwargs handler that configures it, if any.
         replicates_model: every rank holds a whole copy of each model, and can take local steps.
-        local_training: ranks take local steps now; gradients are not reduced.
-        shards_params: every rank holds a shard of each parameter and of the optimizer state.
+        local_training: ranks take local steps now, and gradients are not reduced; LocalSGD and DiLoCo set it.
+        shards_params: every rank holds a shard of each parameter and of the optimizer state. Then the
+            strategy places the model itself, ``model_state`` is collective, and all ranks take part in each
+            backward, also those without items.
         supports_loss_weighting: gradients may be scaled between backward and step (``num_items``).
         owns_step: an engine runs the step and scales by itself: it is an ``EngineStrategy``.
     """

@@ -74,13 +74,17 @@ class GradientSync:
 
         Args:
             loss: a scalar.
-            sync_gradients: gradients are complete after it; False in the first micro-batches of a window.
+            sync_gradients: this is the last micro-batch of a window. Whether gradients are reduced is said by
+                ``accumulation_context``, per model.
             kwargs: arguments of ``loss.backward``.
         """
         loss.backward(**kwargs)
 
     def reduces_gradients(self, model: nn.Module) -> bool:
-        """Return whether a backward through ``model`` now reduces gradients over the ranks."""
+        """Return whether a backward through ``model`` now reduces gradients over the ranks.
+
+        A rank without items (``num_items=0``) runs ``backward_zero`` where they are reduced.
+        """
         return True
 
     def backward_zero(self, zero: ZeroBackward) -> None:
@@ -118,7 +122,11 @@ class GradientSync:
 
     @staticmethod
     def sync_next_backward(model: nn.Module) -> None:
-        """Make the next backward reduce gradients although its forward ran under ``no_sync``."""
+        """Make the next backward reduce gradients although its forward ran under ``no_sync``.
+
+        ``Accelerator.trigger_sync_in_backward`` is static, so every strategy class is called: what it needs
+        must be found from the model.
+        """
 
     def clip_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
