@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.estimates import estimate_memory
 from tests.support.long_run import long_run_param
 from tests.support.ranks import RankServer
 
@@ -43,19 +44,9 @@ def model_of() -> Any:
 
 def said(**options: Any) -> Any:
     """The bill of that way."""
-    from accelerate.offload.estimate.activation_trace import trace_saved
-    from accelerate.offload.estimate.memory_estimate import (
-        MemoryEstimateConfig,
-        estimate_training,
-        measure_model,
-    )
-
-    how = MemoryEstimateConfig(batch=BATCH, length=LENGTH, attention="eager", num_processes=2, **options)
     with torch.device("meta"):
         model = model_of()
-    return estimate_training(
-        measure_model(model, "llama"), how, trace_saved(model, BATCH, LENGTH, attention="eager")
-    )
+    return estimate_memory(model, batch=BATCH, length=LENGTH, attention="eager", num_processes=2, **options)
 
 
 def held() -> int:

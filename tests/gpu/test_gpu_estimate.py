@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.device.base import Device
-from accelerate.offload.estimate.activation_trace import SavedActivationBytes, trace_saved
-from accelerate.offload.estimate.memory_estimate import MemoryEstimateConfig, estimate_training, measure_model
+from tests.support.estimates import estimate_memory
 
 transformers = pytest.importorskip("transformers")
 SIZES: dict[str, Any] = {
@@ -44,18 +42,14 @@ def near(found: int, expected: int, factor: float) -> bool:
 
 @pytest.mark.parametrize("mixed", ["no", "bf16"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_what_is_estimated_is_what_a_training_takes(device: Device, attention: str, mixed: str) -> None:
+def test_what_is_estimated_is_what_a_training_takes(device: Any, attention: str, mixed: str) -> None:
     if attention == "sdpa" and device.type != "cuda":
         pytest.skip("whether this device has a fused kernel for attention is not known")
     how = "fused" if attention == "sdpa" else "eager"
-    narrow = torch.bfloat16 if mixed == "bf16" else None
     with torch.device("meta"):
         hollow = model_of(attention)
-    facts = measure_model(hollow, "a model")
-    found = trace_saved(hollow, BATCH, LENGTH, autocast=narrow, attention=how)
-    assert isinstance(found, SavedActivationBytes)
-    asked = MemoryEstimateConfig(batch=BATCH, length=LENGTH, attention=how, mixed_precision=mixed)
-    bill, before = estimate_training(facts, asked, found), held()
+    bill = estimate_memory(hollow, batch=BATCH, length=LENGTH, attention=how, mixed_precision=mixed)
+    before = held()
     model = model_of(attention).to(device.type).train()
     words = torch.randint(0, 2000, (BATCH, LENGTH), device=device.type)
     optimizer = torch.optim.AdamW(model.parameters())

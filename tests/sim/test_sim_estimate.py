@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.offload.estimate.activation_trace import SavedActivationBytes, trace_saved
-from accelerate.offload.estimate.memory_estimate import (
-    MemoryEstimateConfig,
-    RankMemoryEstimate,
-    estimate_training,
-    measure_model,
-)
+from tests.support.estimates import estimate_memory
 
 transformers = pytest.importorskip("transformers")
 SIZES: dict[str, Any] = {
@@ -43,14 +37,11 @@ def model_of(kind: str) -> Any:
     return getattr(transformers, kind + ending)(config)
 
 
-def bill_of(kind: str, how: MemoryEstimateConfig, *, traced: bool) -> RankMemoryEstimate:
+def bill_of(kind: str, mixed: str = "no", *, traced: bool = True) -> Any:
     with torch.device("meta"):
         model = model_of(kind)
-    facts = measure_model(model, kind)
-    narrow = torch.bfloat16 if how.mixed_precision == "bf16" else None
-    found = trace_saved(model, BATCH, LENGTH, autocast=narrow, attention="eager") if traced else None
-    assert isinstance(found, SavedActivationBytes) is traced
-    return estimate_training(facts, how, found)
+    how: dict[str, Any] = {"attention": "eager", "mixed_precision": mixed, "traced": traced}
+    return estimate_memory(model, batch=BATCH, length=LENGTH, **how)
 
 
 def held() -> int:
@@ -68,8 +59,7 @@ def on_sim(kind: str) -> tuple[Any, torch.Tensor]:
 @pytest.mark.parametrize("mixed", ["no", "bf16"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_weights_gradients_and_state_are_exact_and_activations_near(kind: str, mixed: str) -> None:
-    how = MemoryEstimateConfig(batch=BATCH, length=LENGTH, attention="eager", mixed_precision=mixed)
-    bill, guess = bill_of(kind, how, traced=True), bill_of(kind, how, traced=False)
+    bill, guess = bill_of(kind, mixed), bill_of(kind, mixed, traced=False)
     before = held()
     model, words = on_sim(kind)
     assert held() - before == bill.weights + words.nbytes
@@ -92,8 +82,7 @@ def test_weights_gradients_and_state_are_exact_and_activations_near(kind: str, m
 
 def test_what_all_parts_take_is_what_a_step_with_accumulation_takes() -> None:
     sim = torch.get_device_module("sim")
-    how = MemoryEstimateConfig(batch=BATCH, length=LENGTH, attention="eager")
-    bill, before, peak = bill_of("Llama", how, traced=True), held(), 0
+    bill, before, peak = bill_of("Llama"), held(), 0
     model, words = on_sim("Llama")
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     for _ in range(2):
@@ -109,8 +98,7 @@ def test_what_all_parts_take_is_what_a_step_with_accumulation_takes() -> None:
 def test_a_device_of_that_size_is_enough_and_one_without_the_activations_is_not() -> None:
     from tests.support.sim import capacity
 
-    how = MemoryEstimateConfig(batch=BATCH, length=LENGTH, attention="eager")
-    bill, before = bill_of("GPT2", how, traced=True), held()
+    bill, before = bill_of("GPT2"), held()
 
     def step() -> None:
         model, words = on_sim("GPT2")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.estimates import estimate_memory
 from tests.support.ranks import RankServer
 
 # What the rank server imports once for this module.
@@ -45,24 +46,10 @@ def model_of() -> Any:
 
 def said(options: dict[str, Any], mixed: str) -> Any:
     """The bill of that way."""
-    from accelerate.offload.estimate.activation_trace import trace_saved
-    from accelerate.offload.estimate.memory_estimate import (
-        MemoryEstimateConfig,
-        estimate_training,
-        measure_model,
-    )
-
-    how = MemoryEstimateConfig(
-        batch=BATCH, length=LENGTH, attention="eager", mixed_precision=mixed, num_processes=2, **options
-    )
     with torch.device("meta"):
         model = model_of()
-    narrow = torch.bfloat16 if mixed == "bf16" else None
-    return estimate_training(
-        measure_model(model, "llama"),
-        how,
-        trace_saved(model, BATCH, LENGTH, autocast=narrow, attention="eager"),
-    )
+    how = {"attention": "eager", "mixed_precision": mixed, "num_processes": 2, **options}
+    return estimate_memory(model, batch=BATCH, length=LENGTH, **how)
 
 
 def settled(sim: Any) -> int:
