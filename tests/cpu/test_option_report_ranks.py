@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.support.command import Running, launch
+from tests.support.ignored_options import ignore_replica_options, ignore_sharding_option
 from tests.support.ranks import RanksError, RankServer, same_on_all
 from tests.support.sharded_models import adamw, tiny
 
@@ -67,16 +68,13 @@ REPLICAS: dict[str, Any] = {
 
 def replicas(ignored: bool) -> tuple[Said, Said]:
     from accelerate import Accelerator
-    from accelerate.strategy import ddp
     from accelerate.utils import DistributedDataParallelKwargs
 
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(**REPLICAS)])
     before = said(accelerator)
-    plain = ddp.replicate
     with pytest.MonkeyPatch.context() as patch:
         if ignored:
-            patch.setattr(ddp, "replicate", lambda module, **_: plain(module))
-            patch.setattr(ddp.DistributedDataParallelKwargs, "register_comm_hook", lambda *_: None)
+            ignore_replica_options(patch)
         prepared(accelerator, nn.Linear(2, 2))
     return before, said(accelerator)
 
@@ -105,26 +103,14 @@ SHARDS: dict[str, Any] = {
 
 
 def shards(options: dict[str, Any], impossible: str) -> Said:
-    from torch.distributed.fsdp import OffloadPolicy
-
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.strategy.sharding import fsdp2_sharder
 
     plugin = FullyShardedDataParallelPlugin(**options)
     accelerator = Accelerator(fsdp_plugin=plugin, mixed_precision="bf16")
     model = tiny()
-    plain = fsdp2_sharder.fully_shard
     with pytest.MonkeyPatch.context() as patch:
-        if impossible == "offload":
-            patch.setattr(fsdp2_sharder.Sharder, "offload", property(lambda self: OffloadPolicy()))
-        elif impossible == "recompute":
-            patch.setattr(fsdp2_sharder, "checkpoint_activations", lambda model, blocks, offload: None)
-        elif impossible == "keep":
-            patch.setattr(
-                fsdp2_sharder,
-                "fully_shard",
-                lambda m, **kw: plain(m, **{**kw, "reshard_after_forward": True}),
-            )
+        if impossible:
+            ignore_sharding_option(patch, impossible)
         prepared(accelerator, model, adamw(model))
     return said(accelerator)
 

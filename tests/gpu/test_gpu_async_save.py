@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.checkpoint import async_save
-from accelerate.checkpoint.storage import LocalCheckpointStorage
-from accelerate.device.base import Device
+from tests.support.background_save import hold_writes, release_staging, staging_blocks, staging_size
 
 SIZE = 4096
 
@@ -33,18 +30,12 @@ def train(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, step
 
 
 def test_the_checkpoint_has_the_values_at_the_call(
-    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """D10: work that the device had not begun at the call is in it, work that was given later is not."""
-    go, write = threading.Event(), LocalCheckpointStorage.write
-
-    def held(store: LocalCheckpointStorage, name: str, fill: Any) -> Any:
-        assert go.wait(60)
-        return write(store, name, fill)
-
-    monkeypatch.setattr(LocalCheckpointStorage, "write", held)
+    go = hold_writes(monkeypatch)
     accelerator, model, optimizer = training()
-    async_save.staging.release()
+    release_staging()
     for number in range(2):  # into new memory, and into memory that was used
         go.clear()
         train(accelerator, model, optimizer, 20)
@@ -61,7 +52,7 @@ def test_the_checkpoint_has_the_values_at_the_call(
             assert torch.equal(value, expected[name]), name
         for state, moment in zip(fresh_optimizer.state.values(), moments, strict=True):
             assert torch.equal(state["exp_avg"], moment)
-    blocks = async_save.staging._blocks[device.type]
+    blocks = staging_blocks()[device.type]
     assert all(block.is_pinned() == device.pins_memory for block in blocks)
     accelerator.free_memory()
-    assert async_save.staging.size == 0
+    assert staging_size() == 0

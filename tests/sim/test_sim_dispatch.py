@@ -16,9 +16,9 @@ from torch import nn
 from accelerate import Accelerator, cpu_offload_with_hook, dispatch_model
 from accelerate.core.errors import DeviceError, PrepareError
 from accelerate.hooks import remove_hook_from_submodules
-from accelerate.offload.dispatch_hook import hook_of
 from tests.sim.test_sim_pager import WIDTH, Net, built, inputs
 from tests.support import sim
+from tests.support.offload import mover_of
 
 
 @pytest.fixture(autouse=True)
@@ -39,12 +39,6 @@ SPREAD: dict[str, Any] = {
     "layers.5": "sim:1",
     "out": "sim:1",
 }
-
-
-def mover_of(model: nn.Module) -> Any:
-    hook = hook_of(model)
-    assert hook is not None
-    return hook._mover
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])

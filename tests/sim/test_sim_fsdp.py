@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.cpu.test_fsdp2 import prepared
+from tests.support.ignored_options import ignore_sharding_option
 from tests.support.numbers import close
 from tests.support.ranks import RankServer, same_on_all
 from tests.support.sharded_models import adamw, batches, loss_of, plain, tiny, whole
@@ -102,18 +103,14 @@ def test_no_process_ever_holds_the_whole_model(ranks: RankServer) -> None:
 
 
 def where_they_lie(offload: bool) -> Any:
-    from torch.distributed.fsdp import OffloadPolicy
-
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.strategy.sharding import fsdp2_sharder
 
     plugin = FullyShardedDataParallelPlugin(**LAYERS, cpu_offload=True)
     accelerator = Accelerator(fsdp_plugin=plugin)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if not offload:
-            nowhere = property(lambda self: OffloadPolicy())
-            patch.setattr(fsdp2_sharder.Sharder, "offload", nowhere)
+            ignore_sharding_option(patch, "offload")
         accelerator.prepare(tiny())
     return next(e for e in accelerator.effects() if e.option == "fsdp_offload_params").applied
 

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
-from accelerate.checkpoint import weight_files
+from accelerate import Accelerator, init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
 from accelerate.core.errors import DeviceError
-from accelerate.offload.offloaded_tensor import OffloadedTensor
 from tests.support import sim
+from tests.support.offload import is_stand_in
 
 KiB = 2**10
 WIDTH, LAYERS = 128, 8
@@ -69,7 +68,7 @@ def net(tmp_path: Path) -> Net:
     """A model, whose weights lie in ``tmp_path / "w"`` in several shards."""
     torch.manual_seed(0)
     net = Net().eval()
-    weight_files.save_weights(net.state_dict(), tmp_path / "w", max_shard_size=300 * KiB)
+    Accelerator(cpu=True).save_model(net, tmp_path / "w", max_shard_size=300 * KiB)
     return net
 
 
@@ -97,7 +96,7 @@ def test_outputs_are_equal_and_nothing_is_written(
 ) -> None:
     """E1, E3, E11: devices, memory and disk, from both formats."""
     if not safe:
-        weight_files.save_weights(net.state_dict(), tmp_path / "bin", safe_serialization=False)
+        Accelerator(cpu=True).save_model(net, tmp_path / "bin", safe_serialization=False)
     offload = tmp_path / "offload"
     model = load_checkpoint_and_dispatch(
         empty(), tmp_path / ("w" if safe else "bin"), device_map, offload_folder=offload
@@ -115,7 +114,7 @@ def test_outputs_are_equal_and_nothing_is_written(
 def test_what_is_on_disk_is_a_stand_in_over_its_file(tmp_path: Path, net: Net) -> None:
     model: Any = load_checkpoint_and_dispatch(empty(), tmp_path / "w", FOUR)
     weight = model.layers[5].up.weight
-    assert isinstance(weight, OffloadedTensor)
+    assert is_stand_in(weight)
     assert not weight.source.in_memory
     torch.testing.assert_close(weight.source.host_tensor(), net.layers[5].up.weight.data)  # pyright: ignore
     assert model.layers[0].up.weight.device == torch.device("sim", 0)
