@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.core.packages import is_installed
+from accelerate.utils import is_deepspeed_available
 from tests.clients.probe import run_jobs_on_ranks
 from tests.clients.test_trainer import differences
 from tests.support.ranks import RankServer
@@ -22,7 +22,7 @@ PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.trainer",
 WITHIN = 1e-4  # the recorded numbers are rounded to few digits by the Trainer's log
 
 pytestmark = [
-    pytest.mark.skipif(not is_installed("deepspeed"), reason="the package deepspeed is not installed"),
+    pytest.mark.skipif(not is_deepspeed_available(), reason="the package deepspeed is not installed"),
     pytest.mark.timeout(300),
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accelerate.core import packages
+from accelerate.utils import is_deepspeed_available
 from tests.clients.probe import run_jobs_on_ranks
 from tests.support.ranks import RankServer
 
@@ -15,7 +15,7 @@ CLIENT = "tests.clients.trainer_sequences"
 # What the rank server imports once.
 PRELOAD = ("transformers.trainer", CLIENT)
 JOBS = ["keys", "keys_in_windows"]
-if packages.is_installed("deepspeed"):
+if is_deepspeed_available():
     JOBS.append("heads")  # the client asks that library for the group
 
 

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.core import errors
+import accelerate.core.errors as errors
 from accelerate.core.errors import CollectiveError
 from tests.support.command import Running, launch
 from tests.support.ranks import RankServer, free_port, same_on_all
 from tests.support.scripts import run_to_exit
+from tests.support.watchdog import peer_store, record_early_hints
 
 
 def message(call: Any, *arguments: Any, **options: Any) -> str:
@@ -340,16 +341,9 @@ def test_a_save_on_rank_0_alone_is_an_error_on_both_when_the_other_gathers(
 
 
 def hinted() -> list[str]:
-    import logging
-
     from accelerate import Accelerator
-    from accelerate.world import watchdog
 
-    watchdog.HINT_DELAY, watchdog.WAIT_REPORT_DELAY, watchdog.POLL_INTERVAL = 0.4, 0.1, 0.05
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    watchdog.logger.addHandler(handler)
+    records = record_early_hints()
     accelerator = Accelerator()
     accelerator.wait_for_everyone()
     if accelerator.process_index == 1:
@@ -434,14 +428,12 @@ def lose_peer_before_first_collective() -> None:
     import torch.distributed as dist
 
     from accelerate import Accelerator
-    from accelerate.world import watchdog
 
     accelerator = Accelerator()
     if accelerator.process_index == 0:
-        watch = watchdog.current()
-        assert watch is not None
-        watch.store.put("here/0", "")
-        assert watch.store.wait(["here/1"], 30)
+        store = peer_store()
+        store.put("here/0", "")
+        assert store.wait(["here/1"], 30)
         raise ValueError("a bad batch")
 
     def torn(*arguments: object) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from accelerate.core.errors import CollectiveError, PrepareError, SettingError
+from tests.support.fake_world import fake_world
 from tests.support.ranks import RankServer, same_on_all
 
 Pair = namedtuple("Pair", "left right")
@@ -236,17 +237,15 @@ def test_splitting_is_disjoint_complete_in_order_and_even(ranks: RankServer, siz
         assert len({result[2 * place + 1] for result in results}) == 1, "padded parts have one length"
 
 
-def test_splitting_over_eight_processes_needs_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splitting_over_eight_processes_needs_no_processes() -> None:
     """C7."""
-    from accelerate.world import world
-    from accelerate.world.collective import split
+    from accelerate import PartialState
 
     for length in (0, 1, 3, 17):
         shares = []
         for rank in range(8):
-            monkeypatch.setattr(world, "_current", world.World.fake(8, rank))
-            shares.append(split(list(range(length))))
-        monkeypatch.setattr(world, "_current", None)
+            with fake_world(8, rank), PartialState().split_between_processes(list(range(length))) as share:
+                shares.append(share)
         assert [item for share in shares for item in share] == list(range(length))
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from accelerate import PartialState
 from accelerate.core.errors import CollectiveError
 from accelerate.utils.operations import GatheredParameters, copy_tensor_to_devices
-from accelerate.world import world
 from tests.support.ranks import RankServer, same_on_all
 
 TENSORS = (
@@ -22,8 +22,8 @@ TENSORS = (
 
 
 def _copies(owner: int) -> list[torch.Tensor]:
-    here = world.open(cpu=True)
-    return [copy_tensor_to_devices(t if here.rank == owner else None) for t in TENSORS]
+    here = PartialState(cpu=True)
+    return [copy_tensor_to_devices(t if here.process_index == owner else None) for t in TENSORS]
 
 
 @pytest.mark.parametrize("owner", [0, 1])
@@ -34,9 +34,9 @@ def test_the_others_get_it(owner: int, ranks: RankServer) -> None:
 
 
 def _owners(owners: list[int]) -> str:
-    here = world.open(cpu=True)
+    here = PartialState(cpu=True)
     with pytest.raises(CollectiveError) as caught:
-        copy_tensor_to_devices(TENSORS[0] if here.rank in owners else None)
+        copy_tensor_to_devices(TENSORS[0] if here.process_index in owners else None)
     return str(caught.value)
 
 

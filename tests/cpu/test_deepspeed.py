@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.core.packages import is_installed
+from accelerate.utils import is_deepspeed_available
 from tests.support.command import launch
 from tests.support.environment import ROOT
 from tests.support.ranks import RankServer, same_on_all
@@ -19,7 +19,7 @@ from tests.support.sharded_models import adamw, batches, loss_of, share, tiny
 PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer",)
 
 pytestmark = [
-    pytest.mark.skipif(not is_installed("deepspeed"), reason="the package deepspeed is not installed"),
+    pytest.mark.skipif(not is_deepspeed_available(), reason="the package deepspeed is not installed"),
     pytest.mark.timeout(300),
 ]
 STEPS = 8

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from accelerate.cli.merge_weights import PLUGIN as MERGE
-from accelerate.core.packages import is_installed
+from accelerate.commands.merge import merge_command, merge_command_parser
+from accelerate.utils import is_deepspeed_available
 from tests.cpu.test_deepspeed import ASKED, engine, loop
 from tests.support.ranks import RankServer
 from tests.support.sharded_models import adamw, batches, loss_of, share, tiny
@@ -21,7 +20,7 @@ from tests.support.sharded_models import adamw, batches, loss_of, share, tiny
 PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer",)
 
 pytestmark = [
-    pytest.mark.skipif(not is_installed("deepspeed"), reason="the package deepspeed is not installed"),
+    pytest.mark.skipif(not is_deepspeed_available(), reason="the package deepspeed is not installed"),
     pytest.mark.timeout(300),
 ]
 HALF, STEPS = 3, 6
@@ -138,8 +137,7 @@ def test_saved_on_four_they_load_on_two_and_everywhere(ranks: RankServer, tmp_pa
     ranks(2, elsewhere, folder, "3", "fsdp")
     ranks(2, elsewhere, folder, "2", "ddp")
     ranks(1, elsewhere, folder, "1", "single")
-    merged = CliRunner().invoke(MERGE, [f"{folder}/3 bf16", f"{folder}/merged"])
-    assert merged.exit_code == 0, merged.output
+    merge_command(merge_command_parser().parse_args([f"{folder}/3 bf16", f"{folder}/merged"]))
     joined = load_file(tmp_path / "merged" / "model.safetensors")
     theirs = torch.load(f"{folder}/3 bf16.pt")["weights"]
     # Frozen ones have no masters: they are as the model computes with them.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.core.packages import is_installed
+from accelerate.utils import is_deepspeed_available
 from tests.cpu.test_deepspeed import ASKED, engine
 from tests.support.ranks import RankServer, same_on_all
 from tests.support.sharded_models import adamw, batches, share, tiny
@@ -17,7 +17,7 @@ from tests.support.sharded_models import adamw, batches, share, tiny
 PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer",)
 
 pytestmark = [
-    pytest.mark.skipif(not is_installed("deepspeed"), reason="the package deepspeed is not installed"),
+    pytest.mark.skipif(not is_deepspeed_available(), reason="the package deepspeed is not installed"),
     pytest.mark.timeout(300),
 ]
 # Words that each process learns from in each micro-batch, of 4 x 4: one has none, so its mean is NaN.

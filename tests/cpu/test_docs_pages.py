@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from accelerate.core.packages import is_installed
 from tests.null.test_docs import FENCE, text
 from tests.support.command import launch
 from tests.support.environment import ROOT
+from tests.support.packages import is_installed
 from tests.support.ranks import RankServer
 
 # Pages of other kinds: the start page has a test of its own, the page on notebooks is run as one

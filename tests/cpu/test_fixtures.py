@@ -8,14 +8,13 @@ import pytest
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.world import world
 
 
 def leave_everything_behind() -> None:
     os.environ["ACCELERATE_LEFT_BEHIND"] = "1"
     os.environ.pop("PATH")
     Accelerator(cpu=True, gradient_accumulation_steps=7)
-    assert world.current() is not None
+    assert PartialState._shared_state
 
 
 @pytest.mark.parametrize("turn", ["first", "second"])
@@ -23,7 +22,6 @@ def test_a_test_finds_nothing_of_the_one_before(turn: str) -> None:
     """Runs twice: the second run would see what the first has left."""
     assert "ACCELERATE_LEFT_BEHIND" not in os.environ
     assert "PATH" in os.environ
-    assert world.current() is None
     assert not PartialState._shared_state
     assert not AcceleratorState._shared_state
     assert not GradientState._shared_state

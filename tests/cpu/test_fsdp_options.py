@@ -12,7 +12,7 @@ from torch import nn
 from tests.cpu.test_fsdp2 import LAYERS, prepared
 from tests.support.numbers import close
 from tests.support.ranks import RanksError, RankServer, same_on_all
-from tests.support.sharded_models import Block, adamw, batches, loss_of, plain, share, tiny
+from tests.support.sharded_models import Block, adamw, batches, gathered_groups, loss_of, plain, share, tiny
 
 AHEAD: dict[str, Any] = {**LAYERS, "forward_prefetch": True, "backward_prefetch": "NO_PREFETCH"}
 
@@ -127,16 +127,10 @@ def implied(policy: str) -> list[tuple[str, str]]:
     accelerator.backward(loss_of(model, next(batches(1))))
     optimizer.step()
     if policy == "changed":
-        for group in groups_of(model):
+        for group in gathered_groups(model):
             for place in group.fsdp_params:
                 place.reduce_dtype = torch.float16
     return [(effect.option, effect.why) for effect in accelerator.effects() if effect.not_applied]
-
-
-def groups_of(model: Any) -> list[Any]:
-    from accelerate.strategy.sharding.grads import fsdp_param_groups
-
-    return list(fsdp_param_groups(model))
 
 
 @pytest.mark.parametrize(

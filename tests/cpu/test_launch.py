@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import marshal
 import re
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.launch import rank_reports
 from tests.support.command import MODULE, Running, accelerate, launch, start
 
 # What a rank was told, as one line of JSON.
@@ -174,13 +174,11 @@ def test_python_says_of_a_script_what_it_says_without_us(
 def test_a_rank_runs_what_the_launcher_has_compiled(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("print('the text')")
-    rank = [
-        sys.executable,
-        rank_reports.RANK_SCRIPT,
-        str(tmp_path / "fault"),
-        str(rank_reports.error_file(tmp_path, 0)),
-        "script",
-    ]
+    tell = "print(open('/proc/self/cmdline').read().split('\\0')[:-1])"
+    lines = launch("--cpu", "-n", "2", script_text=tell).stdout.splitlines()
+    *command, _ = ast.literal_eval(lines[0])
+    # The two files of the rank lay in a folder of the launcher, which is gone.
+    rank = [re.sub(r".*/(?=rank_\d\.)", f"{tmp_path}/", part) for part in command]
     assert Running([*rank, str(script)]).wait().stdout == "the text\n"
     (tmp_path / "script.code").write_bytes(marshal.dumps(compile("print('the code')", "x", "exec")))
     assert Running([*rank, str(script)]).wait().stdout == "the code\n"

@@ -11,9 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from accelerate import init_empty_weights, load_checkpoint_in_model
-from accelerate.checkpoint import weight_files
-from accelerate.world import world
+from accelerate import Accelerator, PartialState, init_empty_weights, load_checkpoint_in_model
 from tests.support.ranks import RankServer
 
 
@@ -23,18 +21,18 @@ def net() -> nn.Module:
 
 
 def loaded(folder: str, how: str, broadcast: bool) -> dict[str, Any]:
-    here = world.open(cpu=True)
+    here = PartialState(cpu=True)
     path = Path(folder)
-    if broadcast and here.rank:
+    if broadcast and here.process_index:
         path = path / "not" / "here"
     if how == "meta":
         with init_empty_weights():
             model = net()
     else:
-        torch.manual_seed(here.rank + 5)
+        torch.manual_seed(here.process_index + 5)
         model = nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
     if how == "sharded":
-        fully_shard(model, mesh=init_device_mesh("cpu", (here.size,)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (here.num_processes,)))
     load_checkpoint_in_model(model, path, broadcast_from_rank0=broadcast)
     return {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in model.state_dict().items()}
 
@@ -44,18 +42,18 @@ def loaded(folder: str, how: str, broadcast: bool) -> dict[str, Any]:
 def test_all_ranks_get_the_weights(tmp_path: Path, ranks: RankServer, how: str, broadcast: bool) -> None:
     """With ``broadcast_from_rank0`` the files are on the machine of rank 0 only."""
     expected = net().state_dict()
-    weight_files.save_weights(expected, tmp_path, max_shard_size=100)
+    Accelerator(cpu=True).save_model(net(), tmp_path, max_shard_size=100)
     for found in ranks(2, loaded, str(tmp_path), how, broadcast):
         torch.testing.assert_close(found, dict(expected))
 
 
 def parts(folder: str) -> dict[str, Any]:
-    here = world.open(cpu=True)
+    here = PartialState(cpu=True)
     model = nn.Linear(4, 6, bias=False)
-    fully_shard(model, mesh=init_device_mesh("cpu", (here.size,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (here.num_processes,)))
     weight = torch.arange(24.0).view(6, 4)
-    mine = weight.chunk(here.size)[here.rank]
-    own = Path(folder, str(here.rank))
+    mine = weight.chunk(here.num_processes)[here.process_index]
+    own = Path(folder, str(here.process_index))
     own.mkdir()
     torch.save({"weight": mine}, own / "pytorch_model.bin")
     load_checkpoint_in_model(model, own, full_state_dict=False)
@@ -68,7 +66,7 @@ def test_each_rank_loads_its_part(tmp_path: Path, ranks: RankServer) -> None:
 
 
 def missing(folder: str) -> str:
-    world.open(cpu=True)
+    PartialState(cpu=True)
     with pytest.raises(RuntimeError) as caught:
         load_checkpoint_in_model(net(), Path(folder, "no"), broadcast_from_rank0=True)
     return str(caught.value)

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.local_sgd import DiLoCo, LocalSGD
-from accelerate.strategy.single import SingleProcessStrategy
 from accelerate.utils import GradientAccumulationPlugin, set_seed
 from tests.support.ranks import RankServer, same_on_all
 
@@ -445,7 +444,7 @@ def test_wrong_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         local.step()
     with local, pytest.raises(PrepareError, match="entered already"):
         local.__enter__()
-    monkeypatch.setattr(SingleProcessStrategy, "replicates_model", False)
+    monkeypatch.setattr(type(accelerator.strategy), "replicates_model", False)
     with pytest.raises(NotImplementedError, match="does not work with the strategy"):
         DiLoCo(accelerator, model, 1)
     DiLoCo(accelerator, model, 1, enabled=False)

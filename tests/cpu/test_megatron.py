@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate.core.packages import is_installed
+from tests.support.packages import is_installed
 from tests.support.ranks import RankServer, same_on_all
 
 # Not by importing them: ranks import this file too, and some must not have the engine.
@@ -516,14 +516,13 @@ def absent() -> str:
     import sys
 
     from accelerate import Accelerator
-    from accelerate.core import packages
     from accelerate.core.errors import MissingExtraError
 
-    installed = packages.is_installed
-    packages.is_installed = lambda module: module != "megatron.core" and installed(module)
     assert "megatron.core" not in sys.modules
-    with pytest.raises(MissingExtraError) as caught:
-        Accelerator(cpu=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "megatron.core", None)  # for Python a module that cannot be found
+        with pytest.raises(MissingExtraError) as caught:
+            Accelerator(cpu=True)
     return str(caught.value)
 
 

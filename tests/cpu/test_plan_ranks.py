@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.cli import v1_launcher_functions
-from accelerate.cli.launch import launch_command_parser
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import prepare_deepspeed_cmd_env
 from tests.support.command import Running, launch
 from tests.support.environment import clean
 
@@ -59,7 +59,7 @@ def test_the_one_command_of_a_plan_runs_its_ranks(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(TELL)
     args = launch_command_parser().parse_args([*ARGS, "train.py", "a b"])
-    command, env = v1_launcher_functions._single_command(v1_launcher_functions._plan_with(args))
+    command, env = prepare_deepspeed_cmd_env(args)
     done = Running(command, env={**env, "OMP_NUM_THREADS": "1"}, cwd=tmp_path).wait()
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert [args for args, _ in told] == [["a b"], ["a b"]], done.output

@@ -5,28 +5,41 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
-from accelerate.world import rng
-from accelerate.world import world as worlds
+from accelerate import Accelerator
+from accelerate.utils import set_seed, synchronize_rng_states
 from tests.support.ranks import RankServer
 
 
+class Augmented(Dataset[tuple[int, float]]):
+    """Eight samples: their index, and a random number."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index, torch.rand(()).item()
+
+
 def states() -> dict[str, Any]:
-    rng.set_seed(10, device_specific=True)  # before the world is open
+    set_seed(10, device_specific=True)  # before the world is open
     early = torch.rand(3).tolist()
-    world = worlds.open(cpu=True)
-    rng.set_seed(10, device_specific=True)
+    accelerator = Accelerator(cpu=True)
+    set_seed(10, device_specific=True)
     own = torch.rand(3).tolist()
-    generator = torch.Generator().manual_seed(100 + world.rank)
-    rng.synchronize_rng_states(["torch", "generator"], generator=generator)
-    return {
+    generator = torch.Generator().manual_seed(100 + accelerator.process_index)
+    synchronize_rng_states(["torch", "generator"], generator=generator)
+    found: dict[str, Any] = {
         "early": early,
         "own": own,
         "torch": torch.rand(3).tolist(),
         "generator": torch.rand(3, generator=generator).tolist(),
-        "order": torch.randperm(8, generator=rng.generator(10, "order", 0)).tolist(),
-        "data": rng.derive(10, "data", world.rank, 0, 0),
     }
+    set_seed(10, device_specific=True)
+    loader = accelerator.prepare(DataLoader(Augmented(), batch_size=2, shuffle=True))
+    indices, data = zip(*loader, strict=True)
+    return {**found, "indices": torch.cat(indices).tolist(), "data": torch.cat(data).tolist()}
 
 
 def test_ranks_differ_until_they_are_synchronized(ranks: RankServer) -> None:
@@ -34,8 +47,9 @@ def test_ranks_differ_until_they_are_synchronized(ranks: RankServer) -> None:
     first, second = ranks(2, states)
     assert first["early"] == first["own"]
     assert first["own"] != second["own"]
-    assert first["data"] != second["data"]
-    for shared in ("torch", "generator", "order"):
+    assert not set(first["data"]) & set(second["data"])
+    assert sorted(first["indices"] + second["indices"]) == list(range(8)), "the order is the same"
+    for shared in ("torch", "generator"):
         assert first[shared] == second[shared]
     torch.manual_seed(10)
     assert torch.rand(3).tolist() == first["own"], "rank 0 keeps the seed as it is"

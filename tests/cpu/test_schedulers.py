@@ -17,11 +17,10 @@ from tests.support.command import CONSOLE, Finished, Running, launch
 SCRIPT = """
 import os, torch
 from accelerate import Accelerator
-from accelerate.world.world import current
 
 accelerator = Accelerator(cpu=True)
 ranks = accelerator.gather(torch.tensor([accelerator.process_index])).tolist()
-world = current()
+world = accelerator.state.world
 place = f"rank {world.rank} of {world.size}, local {world.local_rank} of {world.local_size}"
 where = f"machine {world.node} of {world.nodes}, at {os.environ['MASTER_ADDR']}"
 print(f"{place}, {where}, all {ranks}, told {os.environ.get('TESTS_WORD')}\\n", end="")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from accelerate.strategy.parallelism.context.ring_attention import TORCH_MODULE
 from tests.support.ranks import RankServer, same_on_all
 from tests.support.sequences import (
     IGNORED,
@@ -26,6 +24,7 @@ from tests.support.sequences import (
     llama,
     loss_of,
     mistral,
+    ring_options,
     targets,
     texts,
 )
@@ -618,7 +617,7 @@ def around() -> tuple[dict[str, dict[str, float]], dict[str, str], dict[str, Any
     MODELS.update(AROUND | NEITHER)
     right = {name: compared("ring", name) for name in AROUND}
     wrong = {name: said(lambda n=name: compared("ring", n)) for name in NEITHER}
-    options = vars(import_module(TORCH_MODULE)._cp_options)
+    options = ring_options()
     return right, wrong, {name: str(value) for name, value in options.items()}
 
 

@@ -57,7 +57,6 @@ def load_and_train(how: str, file: str) -> Any:
         init_empty_weights,
         load_checkpoint_in_model,
     )
-    from accelerate.strategy.sharding import fsdp2_sharder
 
     plugin = FullyShardedDataParallelPlugin(**LAYERS)
     accelerator = Accelerator(fsdp_plugin=plugin)
@@ -76,14 +75,14 @@ def load_and_train(how: str, file: str) -> Any:
         model.head.weight = model.embed.weight
     optimizer: Any = adamw(model)
     sent: list[tuple[int, ...]] = []
-    broadcast = fsdp2_sharder.broadcast_over_mesh
+    broadcast = torch.distributed.broadcast
 
-    def record_and_broadcast(tensor: torch.Tensor, mesh: Any) -> None:
+    def record_and_broadcast(tensor: torch.Tensor, **options: Any) -> None:
         sent.append(tuple(tensor.shape))
-        broadcast(tensor, mesh)
+        broadcast(tensor, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fsdp2_sharder, "broadcast_over_mesh", record_and_broadcast)
+        patch.setattr(torch.distributed, "broadcast", record_and_broadcast)
         if how == "optimizer later":
             model = accelerator.prepare(model)
             optimizer = accelerator.prepare(optimizer)

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.track.jsonl import JSONLTracker
-from accelerate.tracking import GeneralTracker, on_main_process
+from accelerate.tracking import GeneralTracker, JSONLTracker, on_main_process
 from tests.support.command import launch
 from tests.support.ranks import RankServer
 

@@ -7,22 +7,22 @@ from typing import Any
 
 import pytest
 
-from accelerate.watch.batch_size_search import find_executable_batch_size
-from accelerate.watch.logging import get_logger
-from accelerate.world import world as worlds
+from accelerate import PartialState
+from accelerate.logging import get_logger
+from accelerate.utils import find_executable_batch_size
 from tests.support.ranks import RanksError, RankServer
 
 
 def search(full_above: list[int], wrong_on: int | None) -> tuple[int, list[int]]:
-    world = worlds.open(cpu=True)
+    rank = PartialState(cpu=True).process_index
     tried: list[int] = []
 
     @find_executable_batch_size(starting_batch_size=20)
     def train(batch_size: int) -> int:
         tried.append(batch_size)
-        if world.rank == wrong_on:
+        if rank == wrong_on:
             raise KeyError("no such column")
-        if batch_size > full_above[world.rank]:
+        if batch_size > full_above[rank]:
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return batch_size
 
@@ -91,11 +91,11 @@ def test_each_attempt_begins_as_the_first_did(ranks: RankServer) -> None:
 
 
 def log_in_turn() -> list[str]:
-    world = worlds.open(cpu=True)
+    state = PartialState(cpu=True)
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(f"{record.filename} {record.getMessage()}")
-    logger = get_logger("turn", log_level="INFO" if world.rank == 0 else "ERROR")
+    logger = get_logger("turn", log_level="INFO" if state.is_main_process else "ERROR")
     logger.logger.addHandler(handler)
     logger.warning("everyone in turn", in_order=True)
     logger.error("only main")

@@ -9,8 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from accelerate.facade.state import AcceleratorState, PartialState
-from accelerate.world import collective, world
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import reduce
 from tests.support.ranks import RankServer, same_on_all
 
 
@@ -25,9 +25,9 @@ def _again(times: int) -> list[float]:
         assert dist.group.WORLD is group
         if state.process_index == turn % 2:
             time.sleep(0.05)
-        sums.append(collective.reduce(torch.ones(()) * turn, "sum").item())
+        sums.append(reduce(torch.ones(()) * turn, "sum").item())
     assert state.world.owns_group
-    world.close()
+    state.destroy_process_group()
     assert not dist.is_initialized()
     return sums
 
@@ -60,7 +60,6 @@ def test_forgotten_without_a_group() -> None:
     PartialState(cpu=True)
     PartialState._reset_state()
     assert PartialState._shared_state == {}
-    assert world.current() is None
     assert PartialState().num_processes == 1
 
 

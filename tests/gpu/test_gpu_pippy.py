@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from accelerate.device.base import Device
 from tests.sim.test_sim_pippy import on_accelerators
 from tests.support.ranks import RankServer
 
 
-def test_each_accelerator_holds_its_stage(ranks: RankServer, device: Device) -> None:
+def test_each_accelerator_holds_its_stage(ranks: RankServer, device: Any) -> None:
     if device.count() < 2:
         pytest.skip(f"two {device.type} devices are needed, and there is one")
     names = [f"{device.type}:0", f"{device.type}:1"]

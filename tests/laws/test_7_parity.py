@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.core import packages
-from accelerate.strategy import STRATEGIES
+from accelerate.utils import is_deepspeed_available
 from tests.support.parity import PLAN, ROWS, STEPS, Numbers, adamw, close, decoder, loader, loss_of, plain
 from tests.support.ranks import RankServer
 from tests.support.sequences import RING
+from tests.support.strategies import strategy_names
 
 # What the rank server imports once for this module.
 PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer",)
@@ -169,7 +169,7 @@ def runs(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     known: dict[str, tuple[list[list[Numbers]], Path]] = {}
 
     def run(way: str) -> tuple[list[list[Numbers]], Path]:
-        if WAYS[way][1] == "deepspeed" and not packages.is_installed("deepspeed"):
+        if WAYS[way][1] == "deepspeed" and not is_deepspeed_available():
             pytest.skip("deepspeed is not installed: pip install deepspeed")
         if way not in known:
             folder = tmp_path_factory.mktemp("middle")
@@ -181,7 +181,7 @@ def runs(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def test_every_strategy_is_under_this_law() -> None:
-    missing = set(STRATEGIES.names()) - {strategy for _, strategy, _ in WAYS.values()} - ELSEWHERE
+    missing = set(strategy_names()) - {strategy for _, strategy, _ in WAYS.values()} - ELSEWHERE
     assert not missing, f"say in WAYS how to ask for {sorted(missing)}"
 
 

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate.core.packages import is_installed
-from accelerate.strategy import STRATEGIES
+from tests.support.packages import is_installed
 from tests.support.ranks import RanksError, RankServer, same_on_all
+from tests.support.strategies import strategy_names
 
 # What the rank server imports once for this module.
 PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer",)
@@ -124,7 +124,7 @@ def close(one: Numbers, two: Numbers) -> None:
 
 
 def test_every_strategy_is_under_this_law() -> None:
-    missing = set(STRATEGIES.names()) - ASKED.keys()
+    missing = set(strategy_names()) - ASKED.keys()
     assert not missing, f"say in ASKED how to ask for {sorted(missing)}"
 
 
@@ -144,7 +144,7 @@ def test_one_process_trains_like_the_plain_loop(ranks: RankServer, precision: st
 def test_several_processes_train_like_one(ranks: RankServer, strategy: str, n: int, window: int) -> None:
     texts, sizes = ASKED[strategy]
     variables = {name: text.format(n=n) for name, text in texts.items()}
-    if strategy not in STRATEGIES.names() or n not in sizes:
+    if strategy not in strategy_names() or n not in sizes:
         pytest.skip(f"{strategy} is not for {n} processes here")
     if not is_installed(NEEDS.get(strategy, "torch")):
         pytest.skip(f"the package {NEEDS[strategy]} is not installed")

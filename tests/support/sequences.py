@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -168,3 +169,10 @@ def same(jobs: Jobs, found: list[list[Numbers]]) -> None:
         one = alone(kind, steps, window, padded)
         for mine in numbers:
             close((*mine[:2], numbers[0][2]), one)
+
+
+def ring_options() -> dict[str, Any]:
+    """Return the options of torch's ring, which belong to the user."""
+    from accelerate.strategy.parallelism.context.ring_attention import TORCH_MODULE
+
+    return dict(vars(import_module(TORCH_MODULE)._cp_options))

@@ -94,3 +94,10 @@ def plain(window: int, half: bool = False) -> Numbers:
     model = tiny()
     losses, norms = plainly(model, adamw(model), batches(STEPS), loss_of, window, half)
     return losses, norms, whole(model)
+
+
+def gathered_groups(model: nn.Module) -> list[Any]:
+    """Return torch's groups of parameters that a model sharded by FSDP2 gathers together."""
+    from accelerate.strategy.sharding.grads import fsdp_param_groups
+
+    return list(fsdp_param_groups(model))

@@ -1,0 +1,27 @@
+"""The watchdog of a rank: its words to the other ranks, and its hints about a collective that waits."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+
+def peer_store() -> Any:
+    """Return the key-value store that the watchdogs of all ranks share: ``put``, ``has`` and ``wait``."""
+    from accelerate.world import watchdog
+
+    watch = watchdog.current()
+    assert watch is not None
+    return watch.store
+
+
+def record_early_hints() -> list[str]:
+    """Return a list that gets the watchdog's hints, which come after less than a second from now on."""
+    from accelerate.world import watchdog
+
+    watchdog.HINT_DELAY, watchdog.WAIT_REPORT_DELAY, watchdog.POLL_INTERVAL = 0.4, 0.1, 0.05
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    watchdog.logger.addHandler(handler)
+    return records
