@@ -6,30 +6,31 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from accelerate.launch.supervisor import REPEAT_SECONDS
 from tests.support.command import Finished, Running, start
 from tests.support.long_run import long_run_param
+from tests.support.preemption import WAITING, let_signals_differ
 from tests.support.ranks import RankServer
 from tests.support.scripts import script_output
+from tests.support.watchdog import peer_store
 
 LONG = 90  # seconds that nothing takes but on a machine with other work; less than a test may take
 # A run of 3 epochs of 6 steps on a process, with an evaluation after each and a save in between. Every random
 # number counts: shuffled data, and dropout. It can be held at a place until the signal has arrived.
-TRAINING = """
+TRAINING = (
+    WAITING
+    + """
 import os, sys, time
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import PreemptionKwargs, ProjectConfiguration, set_seed
-from accelerate.world import preemption as stops
 
 folder, mode, place, log = sys.argv[1:]
 accelerator = Accelerator(
@@ -46,8 +47,7 @@ def hold(here):
     if here == place and not held:
         held = True
         print(f"held {rank} {os.getpid()}", flush=True)
-        while not stops.current().reason:
-            time.sleep(0.005)
+        wait_until_told()
 
 def check():
     if mode == "asks" and accelerator.should_stop:
@@ -91,6 +91,7 @@ for epoch in range(testing.iteration, 3):
 total = sum(p.double().sum() for p in model.parameters()).item()
 out.write(f"weights {total.hex()}\\n")
 """
+)
 
 
 def train(size: int, folder: Path, mode: str, place: str) -> Running:
@@ -188,16 +189,16 @@ def test_one_checkpoint_and_the_run_goes_on_as_if_nothing_had_been(
 
 # ---------------------------------------------------------------- what ends at once
 
-STUCK = """
+STUCK = (
+    WAITING
+    + """
 import ctypes, os, sys, threading, time
 import torch
 from accelerate import Accelerator
-from accelerate.world import preemption as stops
 accelerator = Accelerator()
 accelerator.should_stop
 def tell():
-    while not stops.current().reason:
-        time.sleep(0.01)
+    wait_until_told()
     print("heard", accelerator.process_index)
 threading.Thread(target=tell, daemon=True).start()
 print("ready", accelerator.process_index)
@@ -206,6 +207,7 @@ if accelerator.process_index == 0:
 while True:
     ctypes.CDLL(None).pause()
 """
+)
 
 
 def ready(text: str, *flags: str) -> Running:
@@ -222,7 +224,7 @@ def test_a_second_signal_ends_a_job_that_does_not_come_to_a_boundary() -> None:
     running.signal(signal.SIGTERM)
     running.wait_for("heard 0", LONG)
     running.wait_for("heard 1", LONG)
-    time.sleep(REPEAT_SECONDS + 0.1)  # before that another one counts as the same
+    let_signals_differ()
     running.signal(signal.SIGTERM)
     result = running.wait(LONG)
     assert result.returncode == 143, result.output
@@ -296,21 +298,19 @@ def test_a_script_that_ends_well_after_the_signal_has_ended_well() -> None:
 def test_a_rank_that_fails_does_not_leave_the_others_waiting_for_agreement() -> None:
     """D12, C3: rank 0 waits for a word of rank 1, which never asks and raises."""
     running = ready(
-        """
-        import time
-        from accelerate import Accelerator
-        from accelerate.world import watchdog
-        accelerator = Accelerator()
-        if accelerator.process_index == 0:
-            accelerator.should_stop
-        print("ready", accelerator.process_index)
-        if accelerator.process_index == 1:
-            while not watchdog.current().store.has("stop/0"):
-                time.sleep(0.01)
-            raise ValueError("a bad batch")
-        while not accelerator.should_stop:
-            time.sleep(0.01)
-        """
+        WAITING
+        + """
+from accelerate import Accelerator
+accelerator = Accelerator()
+if accelerator.process_index == 0:
+    accelerator.should_stop
+print("ready", accelerator.process_index)
+if accelerator.process_index == 1:
+    wait_until_asked(0)
+    raise ValueError("a bad batch")
+while not accelerator.should_stop:
+    time.sleep(0.01)
+"""
     )
     (pid,) = [p.pid for p in running.members() if p.environ().get("RANK") == "0"]
     os.kill(pid, signal.SIGUSR1)
@@ -358,16 +358,13 @@ def test_ranks_that_do_not_ask_equally_often_are_told(ranks: RankServer) -> None
 def one_ends_early() -> int:
     """Rank 1 has nothing left to do when the signal comes; rank 0 goes on alone."""
     from accelerate import Accelerator
-    from accelerate.world import watchdog
 
     accelerator = Accelerator()
     assert not accelerator.should_stop
     if accelerator.process_index == 1:
         accelerator.end_training()
         return 0
-    watch = watchdog.current()
-    assert watch is not None
-    assert watch.store.wait(["ended/1"], 30)
+    assert peer_store().wait(["ended/1"], 30)
     os.kill(os.getpid(), signal.SIGTERM)
     asked = 0
     while not accelerator.should_stop:

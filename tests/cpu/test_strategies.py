@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.core.errors import SettingError
-from accelerate.strategy import STRATEGIES, choose_strategy
-from accelerate.strategy.base import StrategyRequest
-from accelerate.world.world import World
+from accelerate.state import AcceleratorState
 from tests.support.engine import EnginePlugin, FakeEngineStrategy
+from tests.support.fake_world import fake_world
 from tests.support.ranks import RankServer, same_on_all
+from tests.support.strategies import added_strategy, strategy_names
 
 # An engine that trains one kind of model is held to its laws by that: tests/cpu/test_megatron.py.
 OWN = {"megatron"}
-BUILT = [name for name in STRATEGIES.names() if name not in OWN]
+BUILT = [name for name in strategy_names() if name not in OWN]
 SIZES = {"single": 1, "engine": 1}  # every other strategy is for several processes
 
 
@@ -46,7 +46,7 @@ def asked(name: str) -> Iterator[dict[str, Any]]:
     if name != "engine":
         yield ASKED.get(name, dict)()
         return
-    with STRATEGIES.add("engine", FakeEngineStrategy):
+    with added_strategy("engine", FakeEngineStrategy):
         yield {"fsdp_plugin": EnginePlugin()}
 
 
@@ -81,7 +81,7 @@ def plain(window: int) -> tuple[list[list[float]], float]:
 
 
 def trained(name: str, window: int, folder: str) -> dict[str, Any]:
-    from accelerate import Accelerator, DataLoaderConfiguration
+    from accelerate import DataLoaderConfiguration
 
     with asked(name) as arguments:
         accelerator = Accelerator(
@@ -140,18 +140,24 @@ def test_a_strategy_keeps_the_laws(ranks: RankServer, tmp_path: Path, name: str,
     assert found["restored"]
 
 
+def chosen(size: int, **options: Any) -> str:
+    """The name of the strategy that a new accelerator has chosen on rank 0 of ``size`` ranks."""
+    AcceleratorState._reset_state()
+    with fake_world(size, 0):
+        return Accelerator(**options).strategy.name
+
+
 def test_two_strategies_that_both_claim_are_an_error() -> None:
     class Other(FakeEngineStrategy):
         name = "other"
 
-    request = StrategyRequest(World.fake(2), plugins=(EnginePlugin(),))
     with (
-        STRATEGIES.add("engine", FakeEngineStrategy),
-        STRATEGIES.add("other", Other),
+        added_strategy("engine", FakeEngineStrategy),
+        added_strategy("other", Other),
         pytest.raises(SettingError, match="two strategies are asked for at once"),
     ):
-        choose_strategy(request)
-    with STRATEGIES.add("engine", FakeEngineStrategy):
-        assert choose_strategy(request).name == "engine"
-    assert choose_strategy(StrategyRequest(World.fake(2))).name == "ddp"
-    assert choose_strategy(StrategyRequest(World.fake(1))).name == "single"
+        chosen(2, fsdp_plugin=EnginePlugin())
+    with added_strategy("engine", FakeEngineStrategy):
+        assert chosen(2, fsdp_plugin=EnginePlugin()) == "engine"
+    assert chosen(2) == "ddp"
+    assert chosen(1) == "single"

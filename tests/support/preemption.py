@@ -1,0 +1,28 @@
+"""Scripts and tests that wait for a signal to arrive, without a step boundary of their own."""
+
+from __future__ import annotations
+
+import time
+
+from accelerate.launch.supervisor import REPEAT_SECONDS
+
+# The beginning of a script, which has two functions then.
+WAITING = '''
+import time
+from accelerate.world import preemption, watchdog
+
+def wait_until_told():
+    """Wait until this rank knows that the job stops; it passes no step boundary meanwhile."""
+    while not preemption.current().reason:
+        time.sleep(0.005)
+
+def wait_until_asked(rank):
+    """Wait until that rank has asked the others to agree on a step to stop at."""
+    while not watchdog.current().store.has(f"stop/{rank}"):
+        time.sleep(0.01)
+'''
+
+
+def let_signals_differ() -> None:
+    """Wait until the launcher takes one more signal for another than the one before."""
+    time.sleep(REPEAT_SECONDS + 0.1)
