@@ -14,16 +14,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import DataLoaderConfiguration
-from accelerate.checkpoint.discovery import ProjectConfiguration
+from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.core.errors import PrepareError, SettingError, UnknownNameError
 from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.data.active_loaders import ActiveLoaders
 from accelerate.facade import runtime as runtimes
-from accelerate.facade.accelerator import Accelerator
 from accelerate.facade.checkpoint_manager import CheckpointManager, register_hook
-from accelerate.facade.gradient_state import GradientAccumulationPlugin, GradientState
-from accelerate.facade.optimizer import AcceleratedOptimizer
 from accelerate.facade.option_report import OptionReporter
 from accelerate.facade.preemption import Preemption
 from accelerate.facade.prepared_objects import PreparedObjects
@@ -31,10 +27,18 @@ from accelerate.facade.preparer import PrepareOptions, Preparer
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.tracker_set import TrackerSet
 from accelerate.facade.train_loop import AccumulationContext, TrainLoop
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision.base import Precision
+from accelerate.state import GradientState
 from accelerate.strategy.base import PrepareBundle, PrepareStep, Strategy, StrategyRequest
-from accelerate.track.base import GeneralTracker
-from accelerate.utils import AutocastKwargs, PreemptionKwargs, TorchDynamoPlugin
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import (
+    AutocastKwargs,
+    GradientAccumulationPlugin,
+    PreemptionKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
 from accelerate.world.world import World
 
 

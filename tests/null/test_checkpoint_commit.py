@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from accelerate.checkpoint import commit, discovery, layout, load, save
-from accelerate.checkpoint.discovery import ProjectConfiguration
 from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.stateful import CheckpointContents, StatefulAdapter
 from accelerate.checkpoint.storage import FileRecord, LocalCheckpointStorage
 from accelerate.core.errors import CheckpointError, SettingError
+from accelerate.utils import ProjectConfiguration, constants
 
 
 class ProcessKilled(BaseException):
@@ -544,3 +544,18 @@ def test_threads_may_read_the_first_manifests_of_a_process() -> None:
     """As a resume does, in a folder of several checkpoints. The interpreter crashed, now and then."""
     done = subprocess.run([sys.executable, "-c", THREADS_READ_FIRST], capture_output=True, text=True)
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr}"
+
+
+def test_the_names_are_those_of_the_public_format() -> None:
+    assert [layout.model_file(i, safe=True) for i in (0, 1)] == ["model.safetensors", "model_1.safetensors"]
+    assert [layout.model_file(i, safe=False) for i in (0, 2)] == ["pytorch_model.bin", "pytorch_model_2.bin"]
+    assert (
+        constants.SAFE_WEIGHTS_PATTERN_NAME.format(suffix="-00001-of-00002")
+        == "model-00001-of-00002.safetensors"
+    )
+    assert constants.WEIGHTS_PATTERN_NAME.format(suffix="") == constants.WEIGHTS_NAME == "pytorch_model.bin"
+    own = """model.safetensors pytorch_model_fsdp_0 optimizer_0 optimizer_1.bin pytorch_model manifest.json
+        random_states_12.pkl scaler.pt dl_state_dict_1.bin sampler.bin"""
+    foreign = "model-00001-of-00002.safetensors notes.txt optimizer.txt models logs config.json"
+    assert all(map(layout.is_checkpoint_name, own.split()))
+    assert not any(map(layout.is_checkpoint_name, foreign.split()))

@@ -20,11 +20,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from accelerate import Accelerator
 from accelerate.checkpoint import discovery, load, save
-from accelerate.checkpoint.discovery import ProjectConfiguration, parse_address, split_address
+from accelerate.checkpoint.discovery import parse_address, split_address
 from accelerate.checkpoint.errors import CheckpointExistsError, CheckpointNotFoundError
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.stateful import CheckpointContents
 from accelerate.core.errors import CheckpointError, MissingExtraError, SettingError
+from accelerate.utils import ProjectConfiguration
 from tests.null.test_checkpoint_commit import Box, box, value_of
 from tests.support.objects import Objects, serving
 

@@ -25,7 +25,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.checkpoint import accelerator_state, load, save, torch_files, weight_files
+from accelerate import checkpointing, utils
+from accelerate.checkpoint import load, save, torch_files
 from accelerate.checkpoint.stateful import CheckpointContents
 from accelerate.core.errors import CheckpointError
 
@@ -113,8 +114,8 @@ def test_plain_objects_come_back(value: Any, tmp_path: Path, caplog: pytest.LogC
 
 
 def test_a_limited_deque_and_a_default_keep_what_they_are(tmp_path: Path) -> None:
-    weight_files.save({"d": PLAIN[1], "f": PLAIN[0]}, tmp_path / "x.bin")
-    loaded = weight_files.load(tmp_path / "x.bin")
+    utils.save({"d": PLAIN[1], "f": PLAIN[0]}, tmp_path / "x.bin")
+    loaded = utils.load(tmp_path / "x.bin")
     assert loaded["d"].maxlen == 4
     assert loaded["f"]["new"] == []
 
@@ -148,12 +149,12 @@ def test_an_unknown_class_is_told_when_it_is_saved_and_refused_when_it_is_loaded
 
 
 def test_the_loose_function_refuses_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    accelerator_state.save_custom_state(Holder(Colour.RED), str(tmp_path))
+    checkpointing.save_custom_state(Holder(Colour.RED), str(tmp_path))
     assert "custom_checkpoint_0.pkl (Holder) saves" in caplog.text
     with pytest.raises(CheckpointError, match=r"(?s)Colour.*load_custom_state\(..., load_kwargs="):
-        accelerator_state.load_custom_state(Holder(), str(tmp_path))
+        checkpointing.load_custom_state(Holder(), str(tmp_path))
     fresh = Holder()
-    accelerator_state.load_custom_state(fresh, str(tmp_path), load_kwargs={"weights_only": False})
+    checkpointing.load_custom_state(fresh, str(tmp_path), load_kwargs={"weights_only": False})
     assert fresh.value is Colour.RED
 
 
@@ -198,7 +199,7 @@ def test_a_pickle_that_would_run_code_is_refused_wherever_it_lies(
 @pytest.mark.parametrize("poison", [poison_torch, poison_legacy, poison_pickle])
 def test_files_of_weights_are_refused_too(tmp_path: Path, poison: Any) -> None:
     poison(tmp_path / "w.bin")
-    for read in (weight_files.load_state_dict, weight_files.load):
+    for read in (utils.load_state_dict, utils.load):
         with pytest.raises(CheckpointError, match=r"(?s)could run code.*load\(.*weights_only=False\)"):
             read(tmp_path / "w.bin")
     assert_not_sprung()
@@ -208,7 +209,7 @@ def test_metadata_of_a_safetensors_file_is_text(tmp_path: Path) -> None:
     """A pickle in it stays text; an alias that names nothing in the file is no alias."""
     text = pickle.dumps(Trap(), 0).decode("latin1")
     save_file({"weight": torch.ones(1)}, tmp_path / "m.safetensors", metadata={"a": text, "../x": "../y"})
-    assert list(weight_files.load_state_dict(tmp_path / "m.safetensors")) == ["weight"]
+    assert list(utils.load_state_dict(tmp_path / "m.safetensors")) == ["weight"]
     assert_not_sprung()
 
 

@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from accelerate.checkpoint import load, save, torch_files
-from accelerate.checkpoint.discovery import ProjectConfiguration
 from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.stateful import CheckpointContents, StatefulAdapter
 from accelerate.core.errors import CheckpointError
+from accelerate.utils import ProjectConfiguration
 from accelerate.world import rng
 
 

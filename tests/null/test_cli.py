@@ -15,8 +15,8 @@ import click
 import pytest
 
 from accelerate.cli import env, main, options
-from accelerate.cli.launch import launch_command, launch_command_parser
 from accelerate.cli.main import COMMANDS, run
+from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
 from accelerate.core.setting import declared_settings
 from accelerate.launch.launch_request import JobSettings

@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accelerate.checkpoint import save, weight_files
-from accelerate.checkpoint.discovery import ProjectConfiguration
 from accelerate.checkpoint.lazy_weights import open_weights
 from accelerate.checkpoint.stateful import CheckpointContents, StatefulAdapter
 from accelerate.cli.main import run
 from accelerate.core.errors import CheckpointError
+from accelerate.utils import ProjectConfiguration
 from accelerate.world import rng
 from tests.laws.test_8_no_torch import command as without_torch
 

@@ -8,15 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from accelerate.cli.config_classes import (
-    ClusterConfig,
-    SageMakerConfig,
-    load_config_from_file,
-    write_basic_config,
-)
+from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig, load_config_from_file
+from accelerate.commands.config.default import write_basic_config
 from accelerate.core.errors import SettingError, UnknownNameError
-from accelerate.device import Device
-from accelerate.facade.enums import DistributedType
+from accelerate.utils import DistributedType
+from tests.support.devices import pretend_devices
 
 MINIMAL = "distributed_type: MULTI_GPU\nnum_processes: 4\ngpu_ids: all\ntpu_env: []\n"
 
@@ -81,12 +77,9 @@ def test_a_basic_file_is_for_all_devices_and_overwrites_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "new" / "default.yaml"
-    found = Device("cuda")
     for count, expected in ((3, ("MULTI_GPU", 3, False)), (1, ("NO", 1, False)), (0, ("NO", 1, True))):
         path.unlink(missing_ok=True)
-        monkeypatch.setattr(
-            "accelerate.device.probe_devices", lambda found=found, count=count: (found, count)
-        )
+        pretend_devices(monkeypatch, "cuda", count)
         assert write_basic_config("bf16", path) == path
         told = json.loads(path.read_text())
         assert (told["distributed_type"], told["num_processes"], told["use_cpu"]) == expected

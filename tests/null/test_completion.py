@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from click.shell_completion import ShellComplete
 
-from accelerate.cli import options
-from accelerate.cli.main import COMMANDS, accelerate, run
 from tests.laws.test_8_no_torch import run as without_torch
-from tests.support.command import CONSOLE, Running
+from tests.support.command import CONSOLE, Running, group, run
+from tests.support.launch_plans import launch_flags
+from tests.support.registries import REGISTRIES
 
 
 def offered(*words: str) -> list[str]:
     """What is offered for the last of ``words``."""
     *args, incomplete = words
-    shell = ShellComplete(accelerate, {}, "accelerate", "_ACCELERATE_COMPLETE")
+    shell = ShellComplete(group(), {}, "accelerate", "_ACCELERATE_COMPLETE")
     return [
         item.value if item.type == "plain" else item.type for item in shell.get_completions(args, incomplete)
     ]
@@ -50,9 +50,9 @@ def test_what_is_offered(words: list[str], expected: list[str]) -> None:
 
 
 def test_all_commands_and_all_flags_are_offered_once() -> None:
-    assert offered("") == sorted(name.replace("_", "-") for name in COMMANDS.names())
+    assert offered("") == sorted(name.replace("_", "-") for name in REGISTRIES["COMMANDS"].names())
     found = offered("launch", "--")
-    flags = {flag for row in options.launch_settings() for flag in row.flags if flag.startswith("--")}
+    flags = launch_flags()
     assert set(found) - flags == {"--help"}
     assert not {flag for flag in flags if "-" not in flag[2:]} - set(found)
     assert len(found) == len(set(found))

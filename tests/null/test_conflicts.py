@@ -2,50 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
-from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import SettingError
-from accelerate.core.setting import setting
-from accelerate.device.machine import DeviceProbeHost
-from accelerate.launch.device_selection import allocate_devices
-from accelerate.launch.launch_request import all_settings, read_request
-from accelerate.launch.request_checks import CONFLICTS, check_request
-
-
-@dataclass(frozen=True)
-class OtherSwitch:
-    """A second way of training."""
-
-    __distributed_type__: ClassVar[str] = "OTHER"
-
-    use_other: bool = setting(False, in_file=False, help="train in another way")
-
-
-@dataclass(frozen=True)
-class OtherSettings:
-    """Its options."""
-
-    __switch__: ClassVar[str] = "use_other"
-    __section__: ClassVar[str] = "other_config"
-
-    other_speed: int = setting(1, help="how fast")
+from tests.support import launch_plans
+from tests.support.devices import machine
+from tests.support.other_settings import OtherSettings, OtherSwitch
 
 
 def asks(file: str, **flags: Any) -> Any:
     Path("my.yaml").write_text(file)
     Path("train.py").touch()
-    handed = (*SCRIPT_SETTINGS, OtherSwitch, OtherSettings)
-    return read_request({"config_file": "my.yaml", **flags}, ["train.py"], handed)
+    return launch_plans.request(config_file="my.yaml", **flags)
 
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    launch_plans.add_settings(monkeypatch, OtherSwitch, OtherSettings)
 
 
 NO = "do not go together"
@@ -98,7 +75,7 @@ def test_what_does_not_go_together_names_both_places(
     file: str, flags: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises(SettingError) as error:
-        check_request(asks(file, **flags))
+        launch_plans.check(asks(file, **flags))
     assert [word for word in words if word not in error.value.what] == []
     assert error.value.why
 
@@ -106,10 +83,10 @@ def test_what_does_not_go_together_names_both_places(
 def test_variables_are_places_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     with pytest.raises(SettingError, match="the environment variable ACCELERATE_USE_CPU and --multi_gpu"):
-        check_request(asks("", multi_gpu=True))
+        launch_plans.check(asks("", multi_gpu=True))
     monkeypatch.setenv("ACCELERATE_USE_OTHER", "yes")
     with pytest.raises(SettingError, match="--use_fsdp and the environment variable ACCELERATE_USE_OTHER"):
-        check_request(asks("", use_fsdp=True, use_cpu=True))
+        launch_plans.check(asks("", use_fsdp=True, use_cpu=True))
 
 
 @pytest.mark.parametrize(
@@ -124,21 +101,23 @@ def test_variables_are_places_too(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_goes_together(file: str, flags: dict[str, Any]) -> None:
-    check_request(asks(file, **flags))
+    launch_plans.check(asks(file, **flags))
 
 
 def test_no_accelerator_names_what_hides_it(tmp_path: Path) -> None:
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev/nvidia0").touch()
-    env = {"CUDA_VISIBLE_DEVICES": ""}
-    machine = DeviceProbeHost(tmp_path, env, {"cuda": "12.8"}, has_package=lambda package: package == "torch")
+    hidden = machine(
+        tmp_path / "here",
+        ["dev/nvidia0"],
+        env={"CUDA_VISIBLE_DEVICES": ""},
+        build={"cuda": "12.8"},
+        packages=("torch",),
+    )
     with pytest.raises(SettingError, match=r"--multi_gpu insists .* CUDA_VISIBLE_DEVICES= hides"):
-        allocate_devices(asks("", multi_gpu=True), machine)
+        launch_plans.allocate(asks("", multi_gpu=True), hidden)
     with pytest.raises(SettingError, match=r"--multi_gpu insists .* none was found"):
-        allocate_devices(asks("", multi_gpu=True), DeviceProbeHost(tmp_path / "empty", {}, {}))
+        launch_plans.allocate(asks("", multi_gpu=True), machine(tmp_path / "empty", build={}, packages=()))
 
 
 def test_the_table_names_settings_that_exist() -> None:
     """A misspelt row would never fire."""
-    known = {row.name for row in all_settings(SCRIPT_SETTINGS)}
-    assert {name for clash in CONFLICTS for name in (clash.first, clash.second)} <= known
+    assert launch_plans.conflicting_names() <= launch_plans.setting_names()

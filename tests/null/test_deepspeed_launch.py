@@ -14,12 +14,8 @@ from typing import Any
 
 import pytest
 
-from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import MissingExtraError, SettingError
-from accelerate.launch import base
-from accelerate.launch.errors import RankError
-from accelerate.launch.kinds.deepspeed import PLUGIN
-from accelerate.launch.launch_request import LaunchRequest, read_request
+from tests.support import launch_plans
 from tests.support.command import CONSOLE, Running, launch
 
 FAKE = """\
@@ -58,22 +54,18 @@ def asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "train.py").touch()
     (tmp_path / "hosts").write_text("# ours\nworker-0 slots=4\n\nworker-1 slots=4\n")
 
-    def request(
-        file: str = "", program: tuple[str, ...] = ("train.py", "--lr", "1"), **flags: Any
-    ) -> LaunchRequest:
+    def request(file: str = "", program: tuple[str, ...] = ("train.py", "--lr", "1"), **flags: Any) -> Any:
         if file:
             (tmp_path / "accelerate.yaml").write_text(file)
         engine = {"use_deepspeed": True, "num_machines": "2", "deepspeed_hostfile": "hosts"}
-        return read_request({**engine, **flags}, program, SCRIPT_SETTINGS)
+        return launch_plans.request(program, **{**engine, **flags})
 
     return request
 
 
-def command(request: LaunchRequest) -> list[str]:
-    base.check_request(request)
-    kind = base.choose_kind(request)
-    assert kind is PLUGIN
-    (start,) = kind.plan(request).commands
+def command(request: Any) -> list[str]:
+    launch_plans.check(request)
+    (start,) = launch_plans.plan(request, "deepspeed").commands
     assert start.program[0].endswith("/bin/deepspeed")
     return list(start.program[1:])
 
@@ -94,7 +86,7 @@ def command(request: LaunchRequest) -> list[str]:
 )
 def test_it_takes_jobs_of_deepspeed_on_several_machines(asks: Any, flags: Any, takes: bool) -> None:
     """The default launcher is that of 1.15; ``standard`` starts this launcher on each machine."""
-    assert PLUGIN.accepts(asks(**flags)) is takes
+    assert launch_plans.kind_named("deepspeed").accepts(asks(**flags)) is takes
 
 
 def test_its_options_on_one_machine_are_said_to_do_nothing(
@@ -102,7 +94,7 @@ def test_its_options_on_one_machine_are_said_to_do_nothing(
 ) -> None:
     """F15."""
     (Path.cwd() / "train.py").write_text("print('runs')")
-    base.launch(asks(num_machines="1", use_cpu=True, program=("train.py",)))
+    launch_plans.start(asks(num_machines="1", use_cpu=True, program=("train.py",)))
     found = capfd.readouterr()
     assert found.out == "runs\n"
     assert "--deepspeed_hostfile has no effect: it is for launches of the kind" in found.err
@@ -184,7 +176,7 @@ def test_what_does_not_fit_names_both_places(asks: Any, flags: Any, words: list[
     """A hostfile that is not there would make DeepSpeed's launcher train on this machine alone."""
     request = asks(**flags)
     with pytest.raises(SettingError) as error:
-        PLUGIN.plan(request)
+        launch_plans.kind_named("deepspeed").plan(request)
     assert [word for word in words if word not in error.value.what] == []
     assert error.value.why or error.value.fix
 
@@ -193,7 +185,7 @@ def test_without_deepspeed_its_package_is_named(asks: Any, monkeypatch: pytest.M
     request = asks()
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(MissingExtraError, match="'deepspeed'") as error:
-        PLUGIN.plan(request)
+        launch_plans.kind_named("deepspeed").plan(request)
     assert error.value.fix == "pip install deepspeed"
 
 
@@ -205,8 +197,8 @@ def said(capfd: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return found
 
 
-def run(request: LaunchRequest) -> None:
-    base.launch(request)
+def run(request: Any) -> None:
+    launch_plans.start(request)
 
 
 def test_variables_reach_other_machines_in_a_file(
@@ -258,7 +250,7 @@ def test_a_scheduler_hands_on_the_environment_itself(asks: Any, capfd: pytest.Ca
 def test_how_it_failed_is_how_the_launch_failed(asks: Any, tmp_path: Path) -> None:
     """F8."""
     fake(tmp_path, "sys.exit(7)")
-    with pytest.raises(RankError, match=r"the command deepspeed failed \(exit code 7\)") as error:
+    with launch_plans.a_rank_fails(r"the command deepspeed failed \(exit code 7\)") as error:
         run(asks())
     assert error.value.code == 7
 

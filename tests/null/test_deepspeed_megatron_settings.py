@@ -10,18 +10,11 @@ from typing import Any
 import pytest
 
 from accelerate import Accelerator
-from accelerate.cli.launch import PLUGIN
-from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import DeviceError, MissingExtraError, SettingError, UnknownNameError
-from accelerate.core.setting import declared_settings
-from accelerate.launch.launch_request import LaunchRequest, read_request
-from accelerate.launch.request_checks import check_request
-from accelerate.precision import PRECISIONS
-from accelerate.precision.recipes import RECIPES
 from accelerate.state import PartialState
-from accelerate.strategy import STRATEGIES
-from accelerate.strategy.launch_settings import SETTINGS
 from tests.laws.source import contract
+from tests.support import launch_plans
+from tests.support.registries import REGISTRIES, SETTINGS_OF, declared_variables
 
 # flag, value as typed, variable, what it holds. Section 5 and 2.2 to 2.5 of the contract.
 DEEPSPEED = [
@@ -190,17 +183,17 @@ def asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
 
-    def request(file: str = "", **flags: Any) -> LaunchRequest:
+    def request(file: str = "", **flags: Any) -> Any:
         if file:
             (tmp_path / "accelerate.yaml").write_text(file)
-        found = read_request(flags, ("train.py",), SCRIPT_SETTINGS)
-        check_request(found)
+        found = launch_plans.request(**flags)
+        launch_plans.check(found)
         return found
 
     return request
 
 
-def handed(request: LaunchRequest) -> dict[str, str]:
+def handed(request: Any) -> dict[str, str]:
     told = request.script_variables()
     told.pop("PYTHONPATH", None)
     return told
@@ -272,14 +265,15 @@ def test_every_promised_flag_of_these_groups_is_there() -> None:
         for flag in contract()["flags"]["launch"]
         if flag.replace("-", "_").startswith(tuple(start.replace("-", "_") for start in starts))
     }
-    known = {flag for param in PLUGIN.params for flag in param.opts if not getattr(param, "hidden", False)}
+    params = REGISTRIES["COMMANDS"].get("launch").params
+    known = {flag for param in params for flag in param.opts if not getattr(param, "hidden", False)}
     assert len(promised) > 60
     assert promised - known == set()
 
 
 def test_settings_belong_to_a_strategy_or_a_precision_of_their_name() -> None:
-    assert set(SETTINGS.modules) <= set(STRATEGIES.modules)
-    assert set(RECIPES.modules) <= set(PRECISIONS.names())
+    assert set(SETTINGS_OF["STRATEGIES"].modules) <= set(REGISTRIES["STRATEGIES"].modules)
+    assert set(SETTINGS_OF["PRECISIONS"].modules) <= set(REGISTRIES["PRECISIONS"].names())
 
 
 def test_what_nobody_gave_is_not_handed_on(asks: Any) -> None:
@@ -411,9 +405,8 @@ def own_file(asks: Any, tmp_path: Path) -> Any:
     """``own_file(**flags)`` is a request with DeepSpeed's own file."""
     (tmp_path / "ds.json").write_text(json.dumps(OWN_FILE))
 
-    def request(**flags: Any) -> LaunchRequest:
-        found: LaunchRequest = asks(use_deepspeed=True, deepspeed_config_file="ds.json", **flags)
-        return found
+    def request(**flags: Any) -> Any:
+        return asks(use_deepspeed=True, deepspeed_config_file="ds.json", **flags)
 
     return request
 
@@ -547,8 +540,7 @@ def test_names_may_be_said_by_their_numbers(asks: Any, name: str, said: str, val
 def test_every_declared_variable_is_a_promised_one() -> None:
     """The names are those that scripts and libraries look for."""
     own = {"ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING", "FSDP_REPLICATE_SIZE", "PARALLELISM_CONFIG_PP_SIZE"}
-    classes = [cls for classes in SETTINGS for cls in classes] + list(RECIPES)
-    variables = {row.variable for cls in classes for row in declared_settings(cls) if row.variable}
+    variables = declared_variables()
     promised = set(contract()["variables"]) | set(contract()["identifiers"])
     assert {name for name in variables - own if name not in promised} <= {
         f"MEGATRON_LM_{name}" for name in ("ATTENTION_DROPOUT",)

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from accelerate import PartialState
+from accelerate import PartialState, notebook_launcher
 from accelerate import device as devices
-from accelerate.cli.main import run
-from accelerate.launch.notebook import launchers
+from tests.support.command import run
 from tests.support.environment import clean
 
 PAGES = "THP_MEM_ALLOC_ENABLE"
@@ -73,7 +72,7 @@ def test_the_launcher_hands_it_out(
 def test_a_function_that_runs_in_this_process_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PAGES, raising=False)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    assert launchers.notebook_launcher(os.environ.get, (PAGES,), num_processes=1) == ["1"]
+    assert notebook_launcher(os.environ.get, (PAGES,), num_processes=1) == ["1"]
     assert PAGES not in os.environ
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import sys
 import types
 from types import SimpleNamespace
@@ -12,11 +13,9 @@ import pytest
 import torch
 
 from accelerate import device as devices
-from accelerate.core import environ
 from accelerate.core.errors import DeviceError, SettingError
-from accelerate.device.base import Device
-from accelerate.device.null import FakeTestDevice
-from tests.support.devices import TOTAL, FakeModule, FakeXla, install
+from accelerate.utils import patch_environment
+from tests.support.devices import TOTAL, FakeModule, FakeXla, added_device, fake_device, install, is_generic
 
 
 def test_get_knows_files_and_types() -> None:
@@ -27,7 +26,7 @@ def test_get_knows_files_and_types() -> None:
 def test_get_takes_any_type_torch_has_a_module_for() -> None:
     """B1: a new accelerator needs no file."""
     device = devices.get("mtia")
-    assert type(device) is Device
+    assert is_generic(device)
     assert (device.type, device.distributed_type, device.rng_key) == (
         "mtia",
         "MULTI_GPU",
@@ -71,14 +70,7 @@ def test_detect_takes_what_torch_found_when_no_file_does(monkeypatch: pytest.Mon
 
 
 def test_devices_of_other_packages_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Own(Device):
-        type = "own"
-        priority = 1000
-
-        def is_usable(self) -> bool:
-            return True
-
-    with devices.DEVICES.add("own", Own()):
+    with added_device("own", priority=1000):
         assert devices.detect().type == "own"
         assert devices.get("own").distributed_type == "MULTI_GPU"
     assert devices.detect().type == "cpu"
@@ -106,7 +98,7 @@ def test_a_module_without_memory_questions_asks_torch(monkeypatch: pytest.Monkey
 def test_bind_names_the_variable_that_hides_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "cuda")
     with (
-        environ.patch_environment({"CUDA_VISIBLE_DEVICES": "0,1"}),
+        patch_environment(CUDA_VISIBLE_DEVICES="0,1"),
         pytest.raises(DeviceError, match="cuda:2 does not exist") as caught,
     ):
         devices.get("cuda").bind(2)
@@ -143,11 +135,13 @@ def test_cuda_is_asked_without_being_initialised(monkeypatch: pytest.MonkeyPatch
     fake = install(monkeypatch, "cuda")
     seen: list[str | None] = []
     monkeypatch.setattr(
-        fake, "is_available", lambda: bool(seen.append(environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")) or True)
+        fake,
+        "is_available",
+        lambda: bool(seen.append(os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")) or True),
     )
     assert devices.get("cuda").is_available()
     assert seen == ["1"]
-    assert environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") is None
+    assert os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") is None
 
 
 @pytest.mark.parametrize(
@@ -176,10 +170,10 @@ def test_rocm_has_fp8_by_architecture(monkeypatch: pytest.MonkeyPatch, arch: str
 
 def test_cuda_deterministic_readies_cublas() -> None:
     devices.get("cuda").make_deterministic()
-    assert environ.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
-    environ.set_variables({"CUBLAS_WORKSPACE_CONFIG": ":16:8"})
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
     devices.get("cuda").make_deterministic()
-    assert environ.get("CUBLAS_WORKSPACE_CONFIG") == ":16:8", "the user's choice stays"
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == ":16:8", "the user's choice stays"
 
 
 def test_gaudi_one_has_bf16_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +219,7 @@ def test_xla_is_hidden_by_its_variable_and_on_the_cpu(monkeypatch: pytest.Monkey
     assert isinstance(fake, FakeXla)
     xla = devices.get("xla")
     assert devices.detect() is xla
-    with environ.patch_environment({"USE_TORCH_XLA": "0"}):
+    with patch_environment(USE_TORCH_XLA="0"):
         assert devices.detect().type == "cpu"
     fake.kind = "CPU"
     assert not xla.is_available()
@@ -321,7 +315,7 @@ def test_the_cpus_peak_falls_after_a_reset() -> None:
 
 
 def test_null_counts_and_holds_memory() -> None:
-    null = FakeTestDevice(size=2, capacity=1000)
+    null = fake_device(size=2, capacity=1000)
     assert not null.calls
     assert null.count() == 2
     assert null.is_available()
@@ -350,13 +344,13 @@ def test_null_counts_and_holds_memory() -> None:
 
 def test_null_refuses_a_device_it_has_not() -> None:
     with pytest.raises(DeviceError, match="does not exist"):
-        FakeTestDevice(size=2).bind(2)
+        fake_device(size=2).bind(2)
 
 
 def test_a_word_that_is_neither_yes_nor_no_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "xla")
     with (
-        environ.patch_environment({"USE_TORCH_XLA": "perhaps"}),
+        patch_environment(USE_TORCH_XLA="perhaps"),
         pytest.raises(SettingError, match="neither yes nor no"),
     ):
         devices.get("xla").is_available()

@@ -15,10 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from accelerate import device as devices
 from accelerate.core.errors import DeviceError, SettingError, UnknownNameError
-from accelerate.device.null import FakeTestDevice
-from accelerate.offload.device_maps import device_of
 from accelerate.utils import infer_auto_device_map as from_utils
 from accelerate.utils.modeling import (
     check_device_map,
@@ -32,6 +29,7 @@ from accelerate.utils.modeling import (
     infer_auto_device_map,
 )
 from tests.null.test_model_sizes import Small, Tied
+from tests.support.devices import device_named, pretend_memory
 from tests.support.long_run import hypothesis_settings
 
 
@@ -179,6 +177,11 @@ def random_module(chance: random.Random, depth: int, pool: list[nn.Parameter]) -
     return module
 
 
+def deciding_entry(name, device_map):
+    """The entry of a map that says where a weight goes; "" is that of the whole model."""
+    return max((key for key in device_map if not key or f"{name}.".startswith(f"{key}.")), key=len)
+
+
 @hypothesis_settings(50, in_long_run=150)
 @given(st.integers(0, 2**48))
 def test_maps_of_random_models_are_whole(seed):
@@ -198,7 +201,7 @@ def test_maps_of_random_models_are_whole(seed):
     for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
         assert sum(not key or f"{name}.".startswith(f"{key}.") for key in found) == 1
     for group in find_tied_parameters(model):
-        assert len({device_of(name, found) for name in group}) == 1
+        assert len({found[deciding_entry(name, found)] for name in group}) == 1
     assert clean_device_map(dict(found)) == clean_device_map(clean_device_map(dict(found)))
 
 
@@ -226,27 +229,24 @@ def test_balanced_budgets_hold_what_the_full_ones_hold():
 
 
 def test_a_single_accelerator_of_this_machine_keeps_a_tenth_free(monkeypatch):
-    monkeypatch.setattr(devices, "detect", lambda: FakeTestDevice(size=1, capacity=1000))
-    monkeypatch.setattr(FakeTestDevice, "torch_device", lambda self, index=None: torch.device("cuda", index))
+    pretend_memory(monkeypatch, 1, 1000, as_type="cuda")
     budgets = get_balanced_memory(Small())
     assert budgets[0] == 900
     assert list(budgets) == [0, "cpu"]
 
 
 def test_the_memory_of_this_machine(monkeypatch):
-    free, total = devices.get("cpu").get_memory_info()
+    free, total = device_named("cpu").get_memory_info()
     assert 0 < get_max_memory()["cpu"] <= total
     assert free > 0
-    null = FakeTestDevice(size=2, capacity=1000)
+    null = pretend_memory(monkeypatch, 2, 1000, as_type="cuda")
     null.allocate(400, 1)
-    monkeypatch.setattr(devices, "detect", lambda: null)
-    monkeypatch.setattr(FakeTestDevice, "torch_device", lambda self, index=None: torch.device("cuda", index))
     assert {**get_max_memory(), "cpu": 1} == {0: 1000, 1: 600, "cpu": 1}
     assert get_max_memory({"disk": "2KB", 1: "1KB", "cpu": "1GiB"}) == {1: 1000, "cpu": 2**30, "disk": 2000}
 
 
 def test_an_accelerator_that_is_part_of_the_processor_stands_for_all_memory(monkeypatch):
-    monkeypatch.setattr(devices, "detect", lambda: FakeTestDevice(size=1, capacity=1000))
+    pretend_memory(monkeypatch, 1, 1000)
     assert get_max_memory() == {"meta": 1000}
 
 
@@ -256,7 +256,7 @@ def test_devices_that_are_not_here_are_refused(monkeypatch):
         get_max_memory({0: "1GB"})
     with pytest.raises(UnknownNameError, match="'foo'"):
         get_max_memory({"foo": 1})
-    monkeypatch.setattr(devices, "detect", lambda: FakeTestDevice(size=2, capacity=1000))
+    pretend_memory(monkeypatch, 2, 1000)
     assert get_max_memory({1: 5}) == {1: 5}
     with pytest.raises(DeviceError, match="device 2 is not here\n  why: this process sees 2 'meta'"):
         get_max_memory({2: 5})

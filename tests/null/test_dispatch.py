@@ -20,11 +20,13 @@ from accelerate import Accelerator, cpu_offload, cpu_offload_with_hook, disk_off
 from accelerate import device as devices
 from accelerate.core.errors import DeviceError, PrepareError, SettingError, UnknownNameError
 from accelerate.hooks import add_hook_to_module, remove_hook_from_submodules
-from accelerate.offload.dispatch import offload_stats
-from accelerate.offload.dispatch_hook import hook_of
-from accelerate.offload.offloaded_tensor import make_stand_in
-from accelerate.offload.tensor_source import HostMemoryWeightSource, OffloadError
-from accelerate.offload.trainable_check import check_trainable
+from tests.support.offloaded import (
+    copies_weights,
+    is_dispatched,
+    offload_fails,
+    offload_to_memory,
+    prepare_dispatched,
+)
 from tests.support.ranks import RankServer
 
 WIDTH = 32
@@ -117,7 +119,7 @@ def test_what_is_on_disk_is_mapped_from_the_checkpoint(tmp_path: Path) -> None:
         empty.scale.zero_()  # the file does not change
     again = dispatch_model(copy.deepcopy(model), {"": "disk"}, offload_index=index)
     torch.testing.assert_close(again(IDS), expected)
-    assert offload_stats(again) is None
+    assert not copies_weights(again)
 
 
 def anonymous_memory() -> int:
@@ -276,7 +278,7 @@ def test_hooks_of_others_stay_when_a_model_is_dispatched_again() -> None:
     for _ in range(2):
         dispatch_model(model, {"": "cpu"}, force_hooks=True)
         model(IDS)
-        assert hook_of(model) is not None
+        assert is_dispatched(model)
     assert calls == ["mine", "mine"]
     assert len(model._hf_hook.hooks) == 2
 
@@ -325,25 +327,25 @@ def test_an_accelerator_that_is_not_here_is_told() -> None:
 
 
 def test_weights_without_values_are_named(tmp_path: Path) -> None:
-    with pytest.raises(OffloadError, match=r"there are no values for scale, embedding\.weight"):
+    with offload_fails(match=r"there are no values for scale, embedding\.weight"):
         dispatch_model(built().to("meta"), {"": "cpu"})
     index = index_of(built(), tmp_path / "model.safetensors")
     del index["layers.1.up.weight"]
-    with pytest.raises(OffloadError, match=r"no values for layers\.1\.up\.weight"):
+    with offload_fails(match=r"no values for layers\.1\.up\.weight"):
         dispatch_model(built().to("meta"), {"": "disk"}, offload_index=index)
 
 
 def test_files_that_are_gone_are_told_at_once(tmp_path: Path) -> None:
     index = index_of(built(), tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(OffloadError, match=r"model\.safetensors are gone"):
+    with offload_fails(match=r"model\.safetensors are gone"):
         dispatch_model(built().to("meta"), {"": "disk"}, offload_index=index)
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(OffloadError, match="cannot be used as an offload folder"):
+    with offload_fails(match="cannot be used as an offload folder"):
         dispatch_model(built(), {"": "disk"}, offload_dir=blocked)
 
 
@@ -362,12 +364,11 @@ def test_training_what_is_offloaded_is_refused(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     accelerator.end_training()
-    source = HostMemoryWeightSource("scale", model.scale.detach())
-    model._parameters["scale"] = make_stand_in(model.scale, source, torch.device("cpu"))
-    check_trainable(model, several=False, trained=False)
+    offload_to_memory(model, "scale")
+    prepare_dispatched(model, processes=1, trained=False)
     with pytest.raises(PrepareError, match="scale is offloaded and cannot be trained"):
-        check_trainable(model, several=False, trained=True)
+        prepare_dispatched(model, processes=1, trained=True)
     with pytest.raises(PrepareError, match="cannot be trained by several processes"):
-        check_trainable(model, several=True, trained=False)
+        prepare_dispatched(model, processes=2, trained=False)
     model.requires_grad_(False)
-    check_trainable(model, several=False, trained=True)
+    prepare_dispatched(model, processes=1, trained=True)

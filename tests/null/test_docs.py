@@ -77,15 +77,16 @@ def wrong_make(words: list[str]) -> Iterator[str]:
 
 
 def wrong_accelerate(words: list[str]) -> Iterator[str]:
-    from accelerate.cli.main import COMMANDS
+    from tests.support.registries import REGISTRIES
 
+    commands = REGISTRIES["COMMANDS"]
     shown = {f"src/accelerate/cli/{word.replace('-', '_')}.py" for word in words[:1]} & examples()
     if not words or words == ["--help"] or shown:
         return
-    if words[0].replace("-", "_") not in COMMANDS:
+    if words[0].replace("-", "_") not in commands:
         yield f"there is no command {words[0]}"
         return
-    command = COMMANDS.get(words[0].replace("-", "_"))
+    command = commands.get(words[0].replace("-", "_"))
     try:
         context = command.make_context(words[0], [word for word in words[1:] if word != "--help"])
     except click.MissingParameter:
@@ -157,9 +158,10 @@ def test_a_wrong_command_is_seen() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_flag_that_is_named_exists(page: str) -> None:
-    from accelerate.cli.main import COMMANDS
+    from tests.support.registries import REGISTRIES
 
-    params = [param for name in COMMANDS.names() for param in COMMANDS.get(name).params]
+    commands = REGISTRIES["COMMANDS"]
+    params = [param for name in commands.names() for param in commands.get(name).params]
     known = {name for param in params for name in param.opts} | {"--help"}
     # Of the example script, and of the examples for contributors.
     known |= {*re.findall(r"\"(--[a-z-]+)\"", text("examples/digits.py")), "--report_every", "--report-every"}
@@ -346,10 +348,9 @@ def test_the_support_table_is_what_the_registries_say() -> None:
 
 
 def test_a_new_plugin_appears_in_the_support_table() -> None:
-    from accelerate.device import DEVICES
-    from accelerate.device.base import Device
+    from tests.support.devices import added_device
 
-    with DEVICES.add("aurora", Device("aurora")):
+    with added_device("aurora"):
         assert "`aurora`" in generate.support_table()
     assert "`aurora`" not in generate.support_table()
 
@@ -377,10 +378,10 @@ def test_every_setting_is_on_its_page() -> None:
 
 
 def test_every_variable_of_the_protocol_is_on_the_page_of_settings() -> None:
-    from accelerate.core.environ import PROTOCOL_VARIABLES
+    from tests.support.environment import protocol_variables
 
     page = text("docs/settings.md")
-    assert [name for name in PROTOCOL_VARIABLES if f"`{name}`" not in page] == []
+    assert [name for name in protocol_variables() if f"`{name}`" not in page] == []
 
 
 # --- what the pages say about the code ----------------------------------------------------------------------
@@ -400,17 +401,10 @@ def test_the_picture_of_the_floors_is_the_law() -> None:
 
 
 def test_the_registries_are_those_of_the_table() -> None:
-    from accelerate.cli.main import COMMANDS
-    from accelerate.device import DEVICES
-    from accelerate.launch.kinds import KINDS
-    from accelerate.precision import PRECISIONS
-    from accelerate.strategy import STRATEGIES
-    from accelerate.track import TRACKERS
+    from tests.support.registries import REGISTRIES
 
-    known = {"DEVICES": DEVICES, "STRATEGIES": STRATEGIES, "PRECISIONS": PRECISIONS}
-    known |= {"TRACKERS": TRACKERS, "KINDS": KINDS, "COMMANDS": COMMANDS}
     page = text("docs/architecture.md")
-    for name, registry in known.items():
+    for name, registry in REGISTRIES.items():
         assert f"| `{name}` | `src/{registry.package.replace('.', '/')}` |" in page
         assert f"`{registry.group}`" in text("CONTRIBUTING.md")
 

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from tests.support.environment import ROOT, clean
+from tests.support.plugin_files import read_anew, reload_plugins, rows_of
 
 FENCE = re.compile(r"^```python title=\"([^\"]+)\"\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PLUGINS = "src/accelerate/"
@@ -55,28 +56,13 @@ def in_place(folder: Path) -> Generator[None]:
         rooms[path.parent.name] = importlib.import_module(f"accelerate.{path.parent.name}")
     for name, package in rooms.items():
         package.__path__.append(str(folder / name))
-    _forget(rooms)
+    reload_plugins([title.removeprefix(PLUGINS) for title in plugins()])
     try:
         yield
     finally:
         for name, package in rooms.items():
             package.__path__.remove(str(folder / name))
-        _forget(rooms)
-
-
-def _forget(rooms: dict[str, Any]) -> None:
-    """Makes every registry that is there look at its folder again."""
-    from accelerate.core.registry import Registry
-
-    importlib.invalidate_caches()
-    for title in plugins():
-        sys.modules.pop(title.removeprefix("src/").removesuffix(".py").replace("/", "."), None)
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith("accelerate.")]
-    for registry in [value for module in modules for value in vars(module).values()]:
-        if isinstance(registry, Registry) and registry.package.rpartition(".")[2] in rooms:
-            vars(registry).pop("modules", None)
-            for title in plugins():
-                registry._loaded.pop(Path(title).stem, None)
+        reload_plugins([title.removeprefix(PLUGINS) for title in plugins()])
 
 
 class Passed:
@@ -93,12 +79,11 @@ def facts() -> dict[str, Any]:
     from docs import generate
 
     from accelerate.core.errors import DeviceError
-    from accelerate.device import get, probe_devices
     from accelerate.utils import DistributedType
-    from tests.support.devices import machine
+    from tests.support.devices import device_named, devices_of, machine
 
     try:
-        get("aurorra")
+        device_named("aurorra")
         error = ""
     except DeviceError as unknown:
         error = str(unknown)
@@ -110,7 +95,7 @@ def facts() -> dict[str, Any]:
     passed = Passed()
     laws = ["-q", "-p", "no:cacheprovider", "tests/null/test_device_laws.py", "-k", "aurora"]
     return {
-        "detected": [[device.type, count] for device, count in map(probe_devices, several)],
+        "detected": [[device.type, count] for device, count in map(devices_of, several)],
         "its type": DistributedType("MULTI_AURORA").value,
         "suggested": error,
         "laws": [int(pytest.main(laws, plugins=[passed])), passed.count],
@@ -137,9 +122,9 @@ def output_of(*words: str) -> str:
     """What ``accelerate WORDS`` prints."""
     from click.testing import CliRunner
 
-    from accelerate.cli.main import accelerate
+    from tests.support.command import group
 
-    return CliRunner().invoke(accelerate, words, catch_exceptions=False).output
+    return CliRunner().invoke(group(), words, catch_exceptions=False).output
 
 
 def help_of(command: str) -> str:
@@ -240,8 +225,6 @@ def test_the_tracker_writes_what_is_logged(found: dict[str, Any]) -> None:
 def test_another_package_adds_a_device_through_an_entry_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from accelerate.core import registry
-
     toml = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     match = re.search(r'\[project\.entry-points\."([\w.]+)"\]\n(\w+) = "([\w.]+):(\w+)"', toml)
     assert match is not None
@@ -254,13 +237,11 @@ def test_another_package_adds_a_device_through_an_entry_point(
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_aurora\nVersion: 1.0\n")
     (facts / "entry_points.txt").write_text(f"[{group}]\n{name} = {module}:{attribute}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    registry._external_groups.cache_clear()
     try:
-        devices = registry.Registry[Any]("device", "accelerate.device", group, exclude=("base", "machine"))
-        assert name in devices.names()
-        assert devices.get(name).visible_variable == "AURORA_VISIBLE_DEVICES"
+        with read_anew(group) as devices:
+            assert name in devices.names()
+            assert devices.get(name).visible_variable == "AURORA_VISIBLE_DEVICES"
     finally:
-        registry._external_groups.cache_clear()
         for loaded in [known for known in sys.modules if known.startswith("torch_aurora")]:
             del sys.modules[loaded]
 
@@ -275,9 +256,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_the_setting_has_the_names_that_the_guide_says(example: dict[str, Any]) -> None:
-    from accelerate.core.setting import declared_settings
-
-    (row,) = declared_settings(example["WatchSettings"])
+    (row,) = rows_of(example["WatchSettings"])
     assert row.spellings == ("--report_every", "--report-every")
     assert (row.variable, row.path, row.topic) == ("ACCELERATE_REPORT_EVERY", "report_every", "Output")
     guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -298,16 +277,11 @@ def test_the_setting_takes_code_before_variable_before_default(
 def test_the_launcher_hands_the_setting_on(
     example: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import click
-
-    from accelerate.cli import options
-    from accelerate.launch.launch_request import read_request
+    from tests.support import launch_plans
 
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(options, "SCRIPT_SETTINGS", (*options.SCRIPT_SETTINGS, example["WatchSettings"]))
-    request = read_request({"report_every": "3"}, ("train.py",), options.SCRIPT_SETTINGS)
+    launch_plans.add_settings(monkeypatch, example["WatchSettings"])
+    request = launch_plans.request(report_every="3")
     assert request.script_variables() == {"ACCELERATE_REPORT_EVERY": "3"}
-    command = options.GroupedOptionsCommand("launch", params=options.options())
-    help_text = command.get_help(click.Context(command, max_content_width=200))
-    assert "ACCELERATE_REPORT_EVERY, report_every:" in help_text
+    assert "ACCELERATE_REPORT_EVERY, report_every:" in launch_plans.help_text(width=200)

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import SettingError, UnknownNameError
-from accelerate.core.units import show_bytes
 from accelerate.offload.estimate.activation_formula import (
     TransformerShape,
     activation_bytes,
@@ -27,6 +26,7 @@ from accelerate.offload.estimate.memory_estimate import (
     rule_of_thumb,
 )
 from accelerate.offload.estimate.skeleton import build_skeleton
+from accelerate.utils import convert_bytes
 from tests.null.test_meta_models import BERT, write
 
 LLAMA = {
@@ -53,28 +53,28 @@ def bert(tmp_path: Path) -> ModelSizes:
 
 
 def shown(found: dict[str, int]) -> list[str]:
-    return [show_bytes(size) for size in (*found.values(), max(found.values()))]
+    return [convert_bytes(size) for size in (*found.values(), max(found.values()))]
 
 
 def test_the_rows_of_bert_are_those_of_the_talks(bert: ModelSizes) -> None:
     assert round(bert.parameters / 1e6) == 108
-    assert [show_bytes(bert.total(t)) for t in ("float32", "float16", "int8", "int4")] == [
+    assert [convert_bytes(bert.total(t)) for t in ("float32", "float16", "int8", "int4")] == [
         *("413.18 MB", "206.59 MB", "103.29 MB", "51.65 MB"),
     ]
     words = ["413.18 MB", "413.18 MB", "826.36 MB", "1.61 GB", "1.61 GB"]
     assert shown(rule_of_thumb(bert.total())) == words
     words = ["413.18 MB", "619.77 MB", "826.36 MB", "826.36 MB", "826.36 MB"]
     assert shown(rule_of_thumb(bert.total(), "float16")) == words
-    assert show_bytes(bert.largest[0]) == "86.47 MB"
+    assert convert_bytes(bert.largest[0]) == "86.47 MB"
 
 
 def test_the_rows_of_llama_are_those_of_the_talks(tmp_path: Path) -> None:
     """The talks counted a model that kept a cosine and a sine for each position in each layer, 0.25 GB."""
     model = build_skeleton(write(tmp_path, LLAMA), head=False)
     facts = measure_model(model, "Llama-3-8B")
-    assert show_bytes(facts.total()) == "27.96 GB"
+    assert convert_bytes(facts.total()) == "27.96 GB"
     whole = measure_model(build_skeleton(write(tmp_path, LLAMA)), "Llama-3-8B")
-    assert (round(whole.parameters / 1e9, 2), show_bytes(whole.total())) == (8.03, "29.92 GB")
+    assert (round(whole.parameters / 1e9, 2), convert_bytes(whole.total())) == (8.03, "29.92 GB")
     for part in model.get_submodule("layers").children():
         for name in ("cosines", "sines"):
             part.register_buffer(name, torch.empty(8192, 128, device="meta"))

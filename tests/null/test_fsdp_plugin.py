@@ -19,15 +19,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
 
 from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import SettingError, UnknownNameError
-from accelerate.launch.launch_request import read_request
-from accelerate.strategy import choose_strategy, unused_options
-from accelerate.strategy.base import StrategyRequest
-from accelerate.strategy.sharding import fsdp_utils
-from accelerate.strategy.sharding.fsdp2_options import option_statuses
-from accelerate.strategy.sharding.fsdp_unit_selection import find_units
-from accelerate.world.world import World
+from accelerate.utils import fsdp_utils
+from tests.support.chosen_strategies import chosen, fsdp_statuses, fsdp_unit_names, unused
+from tests.support.launch_plans import request_of_file
 from tests.support.sharded_models import Block, tiny
 
 
@@ -210,18 +205,17 @@ def test_hsdp_replicas(version: int) -> None:
 def test_replicas_in_disguise_are_refused() -> None:
     """Torch reduces no gradients where each process has a copy by itself: they would drift apart."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1, sharding_strategy="HYBRID_SHARD")
-    world = World.fake(4, nodes=4)
     with pytest.raises(SettingError, match="leave FSDP out to train by DDP"):
-        choose_strategy(StrategyRequest(world, plugins=(plugin,)))
-    chosen = choose_strategy(StrategyRequest(World.fake(4, nodes=2), plugins=(plugin,)))
-    assert (chosen.name, chosen.distributed_type(world)) == ("fsdp1", "FSDP")
+        chosen(4, plugin, nodes=4)
+    strategy = chosen(4, plugin, nodes=2)
+    assert (strategy.name, strategy.distributed_type(strategy.world)) == ("fsdp1", "FSDP")
 
 
 def test_a_mesh_needs_fsdp2() -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
     layout = ParallelismConfig(dp_shard_size=4)
     with pytest.raises(SettingError, match="parallelism_config needs FSDP2"):
-        choose_strategy(StrategyRequest(World.fake(4), plugins=(plugin,), parallelism=layout))
+        chosen(4, plugin, parallelism=layout)
 
 
 def test_the_methods_in_fsdp1() -> None:
@@ -243,13 +237,13 @@ def test_the_methods_in_fsdp1() -> None:
 
 def test_options_of_fsdp1_that_mean_nothing_are_said() -> None:
     plugin = FullyShardedDataParallelPlugin(use_orig_params=False, limit_all_gathers=False)
-    said = [effect for effect in option_statuses((), plugin, []) if effect.is_failure]
+    said = [effect for effect in fsdp_statuses(plugin) if effect.is_failure]
     assert sorted(effect.option for effect in said) == ["fsdp_use_orig_params", "limit_all_gathers"]
     assert all("FSDP1" in effect.why for effect in said)
     plugin = FullyShardedDataParallelPlugin(
         backward_prefetch="BACKWARD_PRE", use_orig_params=True, sync_module_states=True
     )
-    assert not [effect for effect in option_statuses((), plugin, []) if effect.not_applied]
+    assert not [effect for effect in fsdp_statuses(plugin) if effect.not_applied]
 
 
 def test_its_methods() -> None:
@@ -270,8 +264,7 @@ def test_which_modules_are_gathered_by_themselves() -> None:
 
     def named(**options: Any) -> list[str]:
         plugin = FullyShardedDataParallelPlugin(**options)
-        names = {module: name for name, module in model.named_modules()}
-        return [names[block] for block in find_units(model, plugin.policy_for(model), set())]
+        return fsdp_unit_names(model, plugin)
 
     layers = ["layers.0", "layers.1"]
     assert named() == named(auto_wrap_policy="no_wrap") == []
@@ -324,25 +317,21 @@ def test_weights_are_tied_again() -> None:
 # --- asked for
 
 
-def request(world: int, *plugins: Any) -> StrategyRequest:
-    return StrategyRequest(World.fake(world), plugins=plugins)
-
-
 def test_who_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """F3"""
     plugin = FullyShardedDataParallelPlugin()
-    assert choose_strategy(request(2, plugin)).name == "fsdp"
-    assert choose_strategy(request(2)).name == "ddp"
-    alone = choose_strategy(request(1, plugin))
+    assert chosen(2, plugin).name == "fsdp"
+    assert chosen(2).name == "ddp"
+    alone = chosen(1, plugin)
     assert alone.name == "single"
-    said = [effect for effect in unused_options(alone.request, alone) if effect.matters]
+    said = unused(alone)
     assert [(effect.option, effect.not_applied) for effect in said] == [("fsdp_plugin", True)]
     assert said[0].why.startswith("one process has nothing to shard")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert choose_strategy(request(2)).name == "fsdp"
+    assert chosen(2).name == "fsdp"
     monkeypatch.setenv("FSDP_VERSION", "1")
-    assert choose_strategy(request(2)).name == "fsdp1"
-    assert choose_strategy(request(2, plugin)).name == "fsdp"
+    assert chosen(2).name == "fsdp1"
+    assert chosen(2, plugin).name == "fsdp"
 
 
 @pytest.fixture
@@ -350,7 +339,7 @@ def config(tmp_path: Any) -> Any:
     def reads(text: str, **flags: Any) -> Any:
         file = tmp_path / "config.yaml"
         file.write_text(text)
-        return read_request({"config_file": str(file), **flags}, ("x.py",), SCRIPT_SETTINGS)
+        return request_of_file(file, **flags)
 
     return reads
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.device import DEVICES
 from accelerate.hooks import (
     ModelHook,
     SequentialHook,
@@ -20,6 +19,7 @@ from accelerate.hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
+from tests.support.devices import device_types
 
 
 class Layer(nn.Module):
@@ -105,7 +105,7 @@ def test_removal_leaves_no_trace() -> None:
     layer, hook = Layer(), Adding()
     before = set(vars(layer))
     add_hook_to_module(layer, hook)
-    for name in ("to", *DEVICES.names()):
+    for name in ("to", *device_types()):
         vars(layer)[name] = lambda *_: None
     assert remove_hook_from_module(layer) is layer
     assert set(vars(layer)) == before

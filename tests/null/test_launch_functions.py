@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from accelerate.cli import argument_parser, launch_argparse_parser, v1_launcher_functions
-from accelerate.cli.launch import PLUGIN, launch_command, launch_command_parser
+from accelerate.cli import launch_argparse_parser, v1_launcher_functions
+from accelerate.cli.launch import PLUGIN
+from accelerate.commands import launch
+from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.core.errors import LaunchError, SettingError
 from accelerate.launch.errors import RankError
 
@@ -125,14 +127,14 @@ def test_a_rank_that_fails_is_an_error_of_the_function(
     (tmp_path / "train.py").write_text("raise SystemExit(7)")
     for function in (
         launch_command,
-        v1_launcher_functions.simple_launcher,
-        v1_launcher_functions.multi_gpu_launcher,
+        launch.simple_launcher,
+        launch.multi_gpu_launcher,
     ):
         with pytest.raises(RankError) as error:
             function(by_hand(cpu=True))
         assert error.value.code == 7
     with pytest.raises(LaunchError, match="there is no script"):
-        v1_launcher_functions.simple_launcher(by_hand(training_script="no.py"))
+        launch.simple_launcher(by_hand(training_script="no.py"))
 
 
 def test_a_dry_run_as_a_function_prints_and_returns(
@@ -144,9 +146,9 @@ def test_a_dry_run_as_a_function_prints_and_returns(
 
 
 def test_the_simple_launcher_starts_one_process(tmp_path: Path) -> None:
-    v1_launcher_functions.simple_launcher(by_hand(cpu=True, num_processes=4))
+    launch.simple_launcher(by_hand(cpu=True, num_processes=4))
     assert [path.name for path in tmp_path.glob("ran*")] == ["ran"]
-    v1_launcher_functions.multi_gpu_launcher(by_hand(cpu=True, num_processes=2))
+    launch.multi_gpu_launcher(by_hand(cpu=True, num_processes=2))
     assert len(list(tmp_path.glob("ran*"))) == 3
 
 
@@ -155,15 +157,13 @@ def test_the_simple_launcher_starts_one_process(tmp_path: Path) -> None:
 
 def test_the_command_and_environment_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_TESTS", "here")
-    command, env = v1_launcher_functions.prepare_simple_launcher_cmd_env(
-        parsed("--cpu", "--mixed_precision", "bf16")
-    )
+    command, env = launch.prepare_simple_launcher_cmd_env(parsed("--cpu", "--mixed_precision", "bf16"))
     assert command == [sys.executable, "train.py", "--lr", "1"]
     assert (env["ACCELERATE_USE_CPU"], env["ACCELERATE_MIXED_PRECISION"]) == ("true", "bf16")
     assert env["ACCELERATE_TESTS"] == "here"
     assert "ACCELERATE_USE_CPU" not in os.environ
-    assert v1_launcher_functions.prepare_simple_launcher_cmd_env(parsed("-m"))[0][1:3] == ["-m", "train.py"]
-    assert v1_launcher_functions.prepare_simple_launcher_cmd_env(parsed("--no_python"))[0] == [
+    assert launch.prepare_simple_launcher_cmd_env(parsed("-m"))[0][1:3] == ["-m", "train.py"]
+    assert launch.prepare_simple_launcher_cmd_env(parsed("--no_python"))[0] == [
         "train.py",
         "--lr",
         "1",
@@ -172,7 +172,7 @@ def test_the_command_and_environment_of_one_process(monkeypatch: pytest.MonkeyPa
 
 def test_the_environment_of_several_processes() -> None:
     args = parsed("--cpu", "-n", "3", "--main_process_port", "0")
-    env = v1_launcher_functions.prepare_multi_gpu_env(args)
+    env = launch.prepare_multi_gpu_env(args)
     assert args.nproc_per_node == "3"
     assert env["ACCELERATE_USE_CPU"] == "true"
     assert "OMP_NUM_THREADS" in env
@@ -198,22 +198,22 @@ def test_a_plan_of_several_commands_is_one_command_of_torchrun() -> None:
 
 def test_what_is_asked_wrongly_is_an_error_of_the_function() -> None:
     with pytest.raises(SettingError, match="'bf61'"):
-        v1_launcher_functions.prepare_multi_gpu_env(parsed("--mixed_precision", "bf61"))
+        launch.prepare_multi_gpu_env(parsed("--mixed_precision", "bf61"))
 
 
 def test_a_path_is_added_and_the_variable_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_PATH", "a")
-    assert v1_launcher_functions.env_var_path_add("SOME_PATH", "b") == f"a{os.pathsep}b"
+    assert launch.env_var_path_add("SOME_PATH", "b") == f"a{os.pathsep}b"
     assert os.environ["SOME_PATH"] == "a"
     monkeypatch.delenv("SOME_PATH")
-    assert v1_launcher_functions.env_var_path_add("SOME_PATH", "b") == "b"
+    assert launch.env_var_path_add("SOME_PATH", "b") == "b"
 
 
 # ---------------------------------------------------------------- argparse with our customs
 
 
-def make() -> argument_parser.CustomArgumentParser:
-    made = argument_parser.CustomArgumentParser("x")
+def make() -> launch.CustomArgumentParser:
+    made = launch.CustomArgumentParser("x")
     made.add_argument("--one_thing", "-o", type=int, default=3)
     made.add_argument("script")
     group = made.add_argument_group("Group")
@@ -231,7 +231,7 @@ def test_both_spellings_and_what_was_typed() -> None:
 
 
 def test_options_are_cleaned() -> None:
-    cleaned = [argument_parser.clean_option(word) for word in ("--num-processes", "--a_b", "-n", "x")]
+    cleaned = [launch.clean_option(word) for word in ("--num-processes", "--a_b", "-n", "x")]
     assert cleaned == ["num_processes", "a_b", None, None]
 
 
@@ -240,9 +240,9 @@ def test_the_formatter_leaves_out_groups_that_nobody_asks_for(
     typed: list[str], shown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["x", *typed])
-    made: Callable[..., Any] = argument_parser.CustomArgumentParser
-    parser = made("x", formatter_class=argument_parser.CustomHelpFormatter)
-    parser.add_argument_group(argument_parser.options_to_group["use_fsdp"]).add_argument("--inner_flag")
+    made: Callable[..., Any] = launch.CustomArgumentParser
+    parser = made("x", formatter_class=launch.CustomHelpFormatter)
+    parser.add_argument_group(launch.options_to_group["use_fsdp"]).add_argument("--inner_flag")
     parser.add_argument_group("Others").add_argument("--outer_flag")
     text = parser.format_help().partition("options:")[2]
     assert ("--inner_flag" in text, "--outer_flag" in text) == (shown, True)

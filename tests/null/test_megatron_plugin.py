@@ -13,17 +13,19 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import FeatureNotBuiltError, PrepareError, SettingError, UnknownNameError
-from accelerate.strategy.megatron import public_functions, weight_rules
+from accelerate.strategy.megatron import weight_rules
 from accelerate.strategy.megatron.layout import MegatronLayout, megatron_layout
-from accelerate.strategy.megatron.lr_schedule import MegatronLMDummyScheduler, build_lr_schedule
+from accelerate.strategy.megatron.lr_schedule import build_lr_schedule
 from accelerate.strategy.megatron.model_families import FAMILIES, model_family
-from accelerate.strategy.megatron.parsers import (
-    MODEL_CONFIGS_TO_MEGATRON_PARSERS,
-    add_model_config_to_megatron_parser,
-)
-from accelerate.strategy.megatron.plugin import MegatronLMPlugin
-from accelerate.strategy.megatron.train_step import T5TrainStep
 from accelerate.strategy.megatron.unsupported_options import check_options
+from accelerate.utils import (
+    MODEL_CONFIGS_TO_MEGATRON_PARSERS,
+    MegatronLMDummyScheduler,
+    MegatronLMPlugin,
+    T5TrainStep,
+    add_model_config_to_megatron_parser,
+    megatron_lm,
+)
 
 # The defaults of the public package.
 DEFAULTS: dict[str, Any] = {
@@ -278,10 +280,10 @@ def test_precisions_that_nobody_has_run_are_refused(precision: str) -> None:
 
 def test_scripts_functions_refuse_and_say_what_to_do() -> None:
     for call in (
-        public_functions.model_provider_func,
-        lambda: public_functions.prepare_model_optimizer_scheduler(None),
-        public_functions.MegatronLMDummyDataLoader(split="1").set_megatron_data_args,
-        lambda: public_functions.prepare_data_loader(None, public_functions.MegatronLMDummyDataLoader()),
+        megatron_lm.model_provider_func,
+        lambda: megatron_lm.prepare_model_optimizer_scheduler(None),
+        megatron_lm.MegatronLMDummyDataLoader(split="1").set_megatron_data_args,
+        lambda: megatron_lm.prepare_data_loader(None, megatron_lm.MegatronLMDummyDataLoader()),
         lambda: T5TrainStep(None, None),
     ):
         with pytest.raises(FeatureNotBuiltError) as caught:

@@ -16,7 +16,7 @@ from accelerate.core.errors import AccelerateError
 from accelerate.facade.dry_run import dry_run_model, fake_process_group, main
 from accelerate.offload.estimate.memory_estimate import MemoryEstimateConfig, measure_model
 from accelerate.offload.estimate.parallel_layouts import ClusterDeviceMemory, list_layouts
-from accelerate.strategy.parallelism.config import ParallelismConfig
+from accelerate.parallelism_config import ParallelismConfig
 from tests.support.command import launch
 from tests.support.parity import Decoder
 

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import PrepareError
-from accelerate.facade.enums import CustomDtype
-from accelerate.offload.module_sizes import build_module_tree
+from accelerate.utils import CustomDtype
 from accelerate.utils.modeling import (
     calculate_maximum_sizes,
     check_tied_parameters_in_config,
@@ -124,21 +123,6 @@ def test_a_module_that_is_used_twice_is_tied_to_itself():
     shared = nn.Linear(2, 2)
     model = nn.Sequential(shared, nn.ReLU(), shared)
     assert find_tied_parameters(model) == [["0.weight", "2.weight"], ["0.bias", "2.bias"]]
-    assert [weight.name for weight in build_module_tree(model).all_weights()] == [
-        "0.weight",
-        "0.bias",
-        "2.weight",
-        "2.bias",
-    ]
-
-
-def test_what_a_model_says_it_will_tie_is_tied():
-    with torch.device("meta"):
-        model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
-    model.all_tied_weights_keys = {"head.weight": "embed.weight", "gone.weight": "embed.weight"}
-    ties = {weight.name: weight.tie for weight in build_module_tree(model).all_weights()}
-    assert ties["head.weight"] == ties["embed.weight"]
-    assert find_tied_parameters(model) == []
 
 
 def test_largest_layers():

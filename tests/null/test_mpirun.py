@@ -9,12 +9,8 @@ from typing import Any
 
 import pytest
 
-from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
-from accelerate.launch.base import choose_kind
-from accelerate.launch.config_files import read_config
-from accelerate.launch.kinds import mpi
-from accelerate.launch.launch_request import LaunchRequest, build_request
+from tests.support import launch_plans
 
 VERSIONS = {
     "mpirun.openmpi (OpenRTE) 4.1.4": "Open MPI",
@@ -23,6 +19,9 @@ VERSIONS = {
     "HYDRA build details:\n    Version: 4.0.2": "MPICH and its relatives",
     "Intel(R) MPI Library for Linux* OS, Version 2021.9": "MPICH and its relatives",
 }
+
+
+HOSTFILE_FLAGS = {"Open MPI": "--hostfile", "MPICH and its relatives": "-f"}
 
 
 def program(folder: Path, says: str) -> None:
@@ -41,28 +40,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def asked(**flags: Any) -> LaunchRequest:
-    return build_request(
-        None,
-        {"use_cpu": True, "mpirun_hostfile": "hosts", **flags},
-        ("train.py", "--lr", "1"),
-        SCRIPT_SETTINGS,
-    )
+def asked(**flags: Any) -> Any:
+    words = {"use_cpu": True, "mpirun_hostfile": "hosts", **flags}
+    return launch_plans.request(("train.py", "--lr", "1"), **words)
+
+
+def planned(**flags: Any) -> Any:
+    return launch_plans.kind_named("mpi").plan(asked(**flags))
 
 
 @pytest.mark.parametrize(("says", "family"), list(VERSIONS.items()))
 def test_the_family_is_told_by_its_version(folder: Path, says: str, family: str) -> None:
     program(folder, says)
-    assert mpi.find_mpirun() == (
-        str(folder / "mpirun"),
-        next(each for each in mpi.FAMILIES if each.name == family),
-    )
+    command = list(planned().commands[0].program)
+    assert command[0] == str(folder / "mpirun")
+    assert [flag for flag in HOSTFILE_FLAGS.values() if flag in command] == [HOSTFILE_FLAGS[family]]
 
 
 def test_a_file_of_machines_asks_for_mpirun(folder: Path) -> None:
-    request = asked()
-    assert choose_kind(request) is mpi.PLUGIN
-    plan = mpi.PLUGIN.plan(request)
+    plan = launch_plans.plan(asked(), "mpi")
     assert plan.size == 4, "as many as the machines take"
     command = list(plan.commands[0].program)
     assert command[0] == str(folder / "mpirun")
@@ -77,7 +73,7 @@ def test_a_file_of_machines_asks_for_mpirun(folder: Path) -> None:
 
 def test_mpich_is_told_the_values(folder: Path) -> None:
     program(folder, "HYDRA build details:")
-    plan = mpi.PLUGIN.plan(asked(main_process_ip="ib1", main_process_port="2345", num_processes="2"))
+    plan = planned(main_process_ip="ib1", main_process_port="2345", num_processes="2")
     text = " ".join(plan.commands[0].program)
     assert "-f hosts -np 2 -ppn 1" in text
     assert "-genv MASTER_ADDR ib1 -genv MASTER_PORT 2345" in text
@@ -85,39 +81,37 @@ def test_mpich_is_told_the_values(folder: Path) -> None:
 
 
 def test_an_uneven_number_is_left_to_mpirun(folder: Path) -> None:
-    assert "ppr:" not in " ".join(mpi.PLUGIN.plan(asked(num_processes="3")).commands[0].program)
+    assert "ppr:" not in " ".join(planned(num_processes="3").commands[0].program)
 
 
 def test_the_forms_of_a_file_of_machines(folder: Path) -> None:
     (folder / "hosts").write_text("a:2\nb slots=3\nc # spare\n")
-    hosts = [(host.name, host.slots) for host in mpi.read_hosts(asked())]
-    assert hosts == [("a", 2), ("b", 3), ("c", None)]
+    assert launch_plans.hosts_of(asked()) == [("a", 2), ("b", 3), ("c", None)]
 
 
 def test_a_configuration_file_may_ask_for_it(folder: Path) -> None:
     """The old key mpirun_ccl is read and does nothing."""
     (folder / "a.yaml").write_text("mpirun_config:\n  mpirun_hostfile: hosts\n  mpirun_ccl: '1'\n")
-    request = build_request(read_config(folder / "a.yaml"), {}, ("train.py",), SCRIPT_SETTINGS)
-    assert choose_kind(request) is mpi.PLUGIN
+    assert launch_plans.plan(launch_plans.request_of_file(folder / "a.yaml"), "mpi").size == 4
     (folder / "b.yaml").write_text("mpirun_config:\n  mpirun_hostfiles: hosts\n")
     with pytest.raises(UnknownNameError, match="mpirun_hostfiles"):
-        build_request(read_config(folder / "b.yaml"), {}, ("train.py",), SCRIPT_SETTINGS)
+        launch_plans.request_of_file(folder / "b.yaml")
 
 
 def test_faults_name_what_to_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingError, match="--num_processes is 1, but --mpirun_hostfile names 2 machines"):
-        mpi.PLUGIN.plan(asked(num_processes="1"))
+        planned(num_processes="1")
     with pytest.raises(SettingError, match="--log_dir cannot be applied"):
-        mpi.PLUGIN.plan(asked(log_dir="logs"))
+        planned(log_dir="logs")
     with pytest.raises(LaunchError, match=r"absent \(--mpirun_hostfile\) cannot be read"):
-        mpi.PLUGIN.plan(asked(mpirun_hostfile="absent"))
+        planned(mpirun_hostfile="absent")
     (folder / "hosts").write_text("# none\n")
     with pytest.raises(LaunchError, match="names none"):
-        mpi.PLUGIN.plan(asked())
+        planned()
     (folder / "hosts").write_text("a\n")
     program(folder, "some other program 1.0")
     with pytest.raises(LaunchError, match="no MPI that is known here"):
-        mpi.PLUGIN.plan(asked())
+        planned()
     monkeypatch.setenv("PATH", "")
     with pytest.raises(LaunchError, match="no mpirun on the PATH"):
-        mpi.PLUGIN.plan(asked())
+        planned()

@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from accelerate.offload.tensor_source import OffloadError
 from accelerate.utils import (
     OffloadedWeightsLoader,
     PrefixedDataset,
@@ -25,6 +24,7 @@ from accelerate.utils import (
     offload_weight,
     save_offload_index,
 )
+from tests.support.offloaded import offload_fails
 
 STATE = {
     "layer.weight": torch.arange(6.0).reshape(2, 3),
@@ -190,24 +190,24 @@ def test_the_entries_of_submodules() -> None:
 
 
 def test_nothing_to_read_from_is_an_error() -> None:
-    with pytest.raises(OffloadError, match="nothing to read weights from"):
+    with offload_fails(match="nothing to read weights from"):
         OffloadedWeightsLoader()
 
 
 def test_a_weight_without_values_is_not_written(tmp_path: Path) -> None:
-    with pytest.raises(OffloadError, match="w cannot be offloaded: it has no values"):
+    with offload_fails(match="w cannot be offloaded: it has no values"):
         offload_weight(torch.empty(2, device="meta"), "w", tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OffloadError, match=r"w\.dat cannot be written to the offload folder .*file"):
+    with offload_fails(match=r"w\.dat cannot be written to the offload folder .*file"):
         offload_state_dict(tmp_path / "file", {"w": torch.zeros(2)})
-    with pytest.raises(OffloadError, match=r"w\.dat cannot be written to the offload folder .*file"):
+    with offload_fails(match=r"w\.dat cannot be written to the offload folder .*file"):
         offload_weight(torch.ones(2), "w", tmp_path / "file")
     if os.geteuid() != 0:
         tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
-        with pytest.raises(OffloadError, match="PermissionError"):
+        with offload_fails(match="PermissionError"):
             offload_weight(torch.ones(2), "w", tmp_path)
 
 
@@ -220,7 +220,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OffloadError, match="No space left on device"):
+    with offload_fails(match="No space left on device"):
         offload_weight(torch.zeros(2), "w", tmp_path)
     assert os.listdir(tmp_path) == ["w.dat"]
     assert (tmp_path / "w.dat").read_bytes() == before
@@ -230,29 +230,29 @@ def test_a_damaged_file_is_an_error(tmp_path: Path) -> None:
     offload_state_dict(tmp_path, {"w": torch.ones(4)})
     with (tmp_path / "w.dat").open("r+b") as file:
         file.truncate(10)
-    with pytest.raises(OffloadError, match=r"10 bytes, and \[4\] of torch.float32 are 16"):
+    with offload_fails(match=r"10 bytes, and \[4\] of torch.float32 are 16"):
         OffloadedWeightsLoader(save_folder=tmp_path)["w"]
 
 
 def test_files_that_are_gone_are_named(tmp_path: Path) -> None:
     offload_state_dict(tmp_path, {"w": torch.ones(4)})
     (tmp_path / "w.dat").unlink()
-    with pytest.raises(OffloadError, match=r"w\.dat are gone"):
+    with offload_fails(match=r"w\.dat are gone"):
         OffloadedWeightsLoader(save_folder=tmp_path)["w"]
-    with pytest.raises(OffloadError, match=r"shard\.safetensors are gone"):
+    with offload_fails(match=r"shard\.safetensors are gone"):
         OffloadedWeightsLoader(index={"w": {"safetensors_file": str(tmp_path / "shard.safetensors")}})
 
 
 def test_an_index_that_is_no_index_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(OffloadError, match="index of the offload folder"):
+    with offload_fails(match="index of the offload folder"):
         OffloadedWeightsLoader(save_folder=tmp_path)
     (tmp_path / "index.json").write_text('{"w": ')
-    with pytest.raises(OffloadError, match="JSONDecodeError"):
+    with offload_fails(match="JSONDecodeError"):
         save_offload_index({"w": {}}, tmp_path)
     (tmp_path / "index.json").write_text("[]")
-    with pytest.raises(OffloadError, match="is no index"):
+    with offload_fails(match="is no index"):
         OffloadedWeightsLoader(save_folder=tmp_path)
-    with pytest.raises(OffloadError, match="dtype 'float33'"):
+    with offload_fails(match="dtype 'float33'"):
         load_offloaded_weight(tmp_path / "w.dat", {"dtype": "float33", "shape": [1]})
 
 
@@ -260,15 +260,15 @@ def test_a_checkpoint_that_lacks_the_weight_is_named(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(1)}, file)
     found = OffloadedWeightsLoader(index={"w": {"safetensors_file": str(file), "weight_name": "b"}})
-    with pytest.raises(OffloadError, match="w cannot be read from"):
+    with offload_fails(match="w cannot be read from"):
         found["w"]
     file.write_bytes(b"\x10")
     broken = OffloadedWeightsLoader(index={"w": {"safetensors_file": str(file)}})
-    with pytest.raises(OffloadError, match="check that the checkpoint is complete"):
+    with offload_fails(match="check that the checkpoint is complete"):
         broken["w"]
 
 
 def test_a_weight_of_an_unnamed_folder_is_an_error() -> None:
     found = OffloadedWeightsLoader(index={"w": {"dtype": "float32", "shape": [1]}})
-    with pytest.raises(OffloadError, match="folder that was not named"):
+    with offload_fails(match="folder that was not named"):
         found["w"]

@@ -29,9 +29,8 @@ from accelerate.hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from accelerate.offload.offloaded_tensor import OffloadedTensor
-from accelerate.offload.tensor_source import OffloadError
 from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset, offload_state_dict
+from tests.support.offloaded import is_offloaded, offload_fails
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -275,21 +274,21 @@ def test_a_client_that_offloads_by_itself(monkeypatch: pytest.MonkeyPatch) -> No
     hook.original_devices = {"weight": CPU, "bias": CPU}
     add_hook_to_module(layer, hook)
     assert layer(torch.ones(1, 2)).tolist() == [[2, 2]]
-    assert isinstance(layer.weight, OffloadedTensor)
+    assert is_offloaded(layer.weight)
     hook.offload = False
     remove_hook_from_module(layer)
     assert layer.weight.device == META
 
 
 def test_a_meta_tensor_without_values_is_an_error() -> None:
-    with pytest.raises(OffloadError, match="weight cannot be offloaded: it has no values"):
+    with offload_fails(match="weight cannot be offloaded: it has no values"):
         add_hook_to_module(
             nn.Linear(2, 2, device="meta"), AlignDevicesHook("cpu", offload=True, weights_map={})
         )
     layer = linear()
     layer.weight = nn.Parameter(torch.empty(2, 2, device="meta"))
     hook_of(layer).weights_map = {}
-    with pytest.raises(OffloadError, match="weight cannot be brought in"):
+    with offload_fails(match="weight cannot be brought in"):
         layer(torch.ones(1, 2))
     assert layer.bias.device == META
 
@@ -500,7 +499,7 @@ def test_a_weight_that_cannot_be_read_leaves_the_others_out(tmp_path: Path) -> N
     layer.to("meta")
     hook = AlignDevicesHook("cpu", offload=True, weights_map=OffloadedWeightsLoader(save_folder=tmp_path))
     add_hook_to_module(layer, hook)
-    with pytest.raises(OffloadError, match=r"bias\.dat are gone"):
+    with offload_fails(match=r"bias\.dat are gone"):
         layer(torch.ones(1, 2))
     assert devices_of(layer) == {"meta"}
 
@@ -515,7 +514,7 @@ def test_a_module_may_call_itself() -> None:
 
         def forward(self, x: torch.Tensor, depth: int) -> torch.Tensor:
             inner = self(x, depth - 1) if depth else x
-            assert not isinstance(self.weight, OffloadedTensor)
+            assert not is_offloaded(self.weight)
             return inner + self.weight
 
     deep: Any = add_hook_to_module(Deep(), AlignDevicesHook("cpu", offload=True, io_same_device=True))
@@ -557,7 +556,7 @@ def test_a_thread_that_ends_leaves_the_weights_to_the_other() -> None:
             if wait:
                 inside.set()
                 assert go.wait(60)
-            return isinstance(self.weight, OffloadedTensor)
+            return is_offloaded(self.weight)
 
     slow = add_hook_to_module(Slow(), AlignDevicesHook("cpu", offload=True))
     offloaded: list[bool] = []

@@ -13,13 +13,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
+from torch import nn
 
 from accelerate.core.errors import SettingError, UnknownNameError
+from accelerate.offload.module_sizes import build_module_tree
 from accelerate.offload.placement import CPU, DISK, ModelPlacement
 from accelerate.offload.placement_planner import PlacementRules, plan_placement
 from accelerate.offload.size_tree import ModuleNode, WeightSize, split_into_units
+from accelerate.utils import find_tied_parameters
 from tests.support.long_run import hypothesis_settings
 
 KINDS = ("Linear", "Block", "List")
@@ -351,3 +355,21 @@ def test_an_unknown_class_is_noted():
     plan = plan_placement(layers(1), {0: 10}, PlacementRules(frozenset({"Linaer", "Linear"})))
     assert plan.notes == ("no module is of the class 'Linaer'; did you mean 'Linear'?",)
     assert not isinstance(plan, UnknownNameError)
+
+
+# --- the tree of a real model
+
+
+def test_a_module_that_is_used_twice_is_in_the_tree_twice() -> None:
+    shared = nn.Linear(2, 2)
+    tree = build_module_tree(nn.Sequential(shared, nn.ReLU(), shared))
+    assert [weight.name for weight in tree.all_weights()] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def test_what_a_model_says_it_will_tie_is_tied() -> None:
+    with torch.device("meta"):
+        model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
+    model.all_tied_weights_keys = {"head.weight": "embed.weight", "gone.weight": "embed.weight"}
+    ties = {weight.name: weight.tie for weight in build_module_tree(model).all_weights()}
+    assert ties["head.weight"] == ties["embed.weight"]
+    assert find_tied_parameters(model) == []

@@ -9,7 +9,13 @@ import pytest
 
 from accelerate.core.errors import LaunchError
 from accelerate.launch import preflight
-from accelerate.world.ports import free_port
+from accelerate.launch.elastic.rendezvous import (
+    find_gloo_interface,
+    find_local_address,
+    is_this_machine,
+)
+from accelerate.world import ports
+from accelerate.world.ports import DEFAULT_PORT, free_port
 
 SAME = {"accelerate": "1.0", "torch": "2.13.0", "Python": "3.11", "device": "cpu", "devices": "2 x cpu"}
 
@@ -126,3 +132,44 @@ def test_equal_machines_and_the_facts_of_this_one() -> None:
     assert preflight.compare_machines([mine, asked], ["a", "b"]) is None, (
         "who says a number may say different ones"
     )
+
+
+# --- ports
+
+
+def test_a_free_port_can_be_bound_and_is_then_in_use() -> None:
+    port = ports.get_free_port()
+    assert 0 < port < 65536
+    assert not ports.is_port_in_use(port)
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
+        server.bind(("127.0.0.1", port))
+        server.listen(1)
+        assert ports.is_port_in_use(port)
+        assert ports.is_listening(port, "localhost")
+    assert not ports.is_port_in_use(port)
+
+
+def test_free_ports_differ_while_they_are_held() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
+        holder.bind(("", ports.free_port()))
+        assert ports.free_port() != holder.getsockname()[1]
+
+
+def test_the_default_is_torchs_own_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def listen(port: int, host: str = "") -> bool:
+        asked.append(port)
+        return True
+
+    monkeypatch.setattr(ports, "is_listening", listen)
+    assert ports.is_port_in_use()
+    assert asked == [DEFAULT_PORT] == [29500]
+
+
+def test_own_addresses() -> None:
+    assert find_local_address("127.0.0.1", 9) == "127.0.0.1"
+    assert is_this_machine("localhost")
+    assert not is_this_machine("192.0.2.1")  # kept for documentation by RFC 5737: nobody has it
+    assert find_local_address("no-such-host.invalid", 9) is None
+    assert find_gloo_interface("127.0.0.1") is None

@@ -15,10 +15,10 @@ from torch import nn
 from torch.profiler import profile
 
 from accelerate import Accelerator, ProfileKwargs
-from accelerate.core import packages
 from accelerate.core.errors import MissingExtraError, SettingError
 from accelerate.watch import memory_timeline
 from accelerate.watch.profile import record_profile
+from tests.support.missing_packages import pretend
 
 MB = 2**20
 
@@ -178,6 +178,6 @@ def test_options_that_cannot_take_effect_are_refused(tmp_path: Path, monkeypatch
         torch.ones(4).sum()
     assert [path.name for path in tmp_path.iterdir()] == ["own.json"]
 
-    monkeypatch.setattr(packages, "is_installed", lambda module: module != "matplotlib")
+    pretend(monkeypatch, lambda module: module != "matplotlib")
     with pytest.raises(MissingExtraError, match="pip install matplotlib"):
         ProfileKwargs(memory_timeline=True, output_trace_dir=str(tmp_path)).build()

@@ -8,13 +8,8 @@ from typing import Any
 
 import pytest
 
-from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import SettingError
-from accelerate.launch.base import choose_kind
-from accelerate.launch.elastic.rendezvous import find_gloo_interface, find_local_address, is_this_machine
-from accelerate.launch.kinds.elastic import find_endpoint, parse_join_timeout, parse_rdzv_conf
-from accelerate.launch.launch_request import LaunchRequest, read_request
-from accelerate.launch.request_checks import check_request
+from tests.support import launch_plans
 
 MEET = {"main_process_ip": "127.0.0.1", "use_cpu": True}
 
@@ -26,10 +21,10 @@ def asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
 
-    def request(file: str = "", **flags: Any) -> LaunchRequest:
+    def request(file: str = "", **flags: Any) -> Any:
         if file:
             (tmp_path / "accelerate.yaml").write_text(file)
-        return read_request(flags, ("train.py",), SCRIPT_SETTINGS)
+        return launch_plans.request(**flags)
 
     return request
 
@@ -79,7 +74,7 @@ def test_a_contradiction_names_both_places(asks: Any, flags: dict[str, Any], wor
     request = asks(**flags)
 
     def judged() -> object:
-        check_request(request)
+        launch_plans.check(request)
         return request.local_processes
 
     with pytest.raises(SettingError) as error:
@@ -121,16 +116,16 @@ def test_a_range_in_a_file_needs_quotes(asks: Any) -> None:
 )
 def test_a_rendezvous_that_cannot_be(asks: Any, flags: dict[str, Any], words: list[str]) -> None:
     request = asks(**flags)
-    check_request(request)
+    launch_plans.check(request)
     with pytest.raises(SettingError) as error:
-        choose_kind(request).plan(request)
+        launch_plans.plan(request, "elastic")
     assert [word for word in words if word not in error.value.what] == []
     assert error.value.why or error.value.fix or "at least" in error.value.what
 
 
 def test_where_machines_meet(asks: Any) -> None:
     def meets(**flags: Any) -> tuple[str, int]:
-        found = find_endpoint(asks(num_machines="2", **flags))
+        found = launch_plans.meeting_point(asks(num_machines="2", **flags))
         return found.host, found.port
 
     assert meets(main_process_ip="a") == ("a", 29500)
@@ -139,15 +134,15 @@ def test_where_machines_meet(asks: Any) -> None:
     assert meets(rdzv_endpoint="a:7", rdzv_backend="c10d") == ("a", 7)
     assert meets(rdzv_endpoint="a", rdzv_backend="c10d") == ("a", 29400)
     assert meets(rdzv_endpoint="[::1]:7", rdzv_backend="c10d") == ("::1", 7)
-    assert str(find_endpoint(asks(num_machines="2", rdzv_endpoint="[::1]:7"))) == "[::1]:7"
-    assert parse_join_timeout(parse_rdzv_conf(asks(rdzv_conf="join_timeout=5"))) == 5
-    assert parse_join_timeout({}) == 600
+    assert str(launch_plans.meeting_point(asks(num_machines="2", rdzv_endpoint="[::1]:7"))) == "[::1]:7"
+    assert launch_plans.join_timeout(asks(rdzv_conf="join_timeout=5")) == 5
+    assert launch_plans.join_timeout(asks()) == 600
 
 
 def test_the_plan_tells_machines_ranks_and_place(asks: Any) -> None:
     """Machine 1 of two, with two processes each, is ranks 2 and 3 of 4; nothing is reserved or started."""
     request = asks(num_machines="2", num_processes="4", machine_rank="1", **MEET)
-    plan = choose_kind(request).plan(request)
+    plan = launch_plans.plan(request, "elastic")
     facts = dict(plan.facts)
     assert facts["machines"] == "2"
     assert facts["this machine"] == "1"
@@ -158,15 +153,7 @@ def test_the_plan_tells_machines_ranks_and_place(asks: Any) -> None:
     assert plan.commands[1].variables["LOCAL_RANK"] == 1
     assert plan.commands[1].variables["MASTER_PORT"] == 29500
     request = asks(num_machines="1:2", nproc_per_node="2", rdzv_backend="c10d", **MEET)
-    plan = choose_kind(request).plan(request)
+    plan = launch_plans.plan(request, "elastic")
     assert dict(plan.facts)["processes"] == "2 to 4, 2 on this machine"
     assert [start.name for start in plan.commands] == ["local rank 0", "local rank 1"]
     json.dumps([dict(start.variables) for start in plan.commands])
-
-
-def test_own_addresses() -> None:
-    assert find_local_address("127.0.0.1", 9) == "127.0.0.1"
-    assert is_this_machine("localhost")
-    assert not is_this_machine("192.0.2.1")  # kept for documentation by RFC 5737: nobody has it
-    assert find_local_address("no-such-host.invalid", 9) is None
-    assert find_gloo_interface("127.0.0.1") is None

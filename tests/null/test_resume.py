@@ -19,11 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from accelerate.data.batch_sampler_shard import BatchSamplerShard, slicer_for
+from accelerate.data.batch_sampler_shard import slicer_for
 from accelerate.data.data_order_rng import RNGSnapshot
-from accelerate.data.loader import skip_first_batches
-from accelerate.data.prepare import prepare_data_loader
 from accelerate.data.sample_order import draw, draw_seed, finish, mark_last, single_steps, skip_items
+from accelerate.data_loader import BatchSamplerShard, prepare_data_loader, skip_first_batches
 from tests.support.interrupted import (
     KINDS,
     Augmented,

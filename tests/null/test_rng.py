@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accelerate import device as devices
+from accelerate import utils
 from accelerate.core import environ
 from accelerate.core.errors import SettingError, UnknownNameError, WorldError
 from accelerate.device.null import FakeTestDevice
-from accelerate.facade.enums import RNGType
+from accelerate.utils import RNGType
 from accelerate.world import rng
 from accelerate.world import world as worlds
 from accelerate.world.world import World
@@ -101,29 +102,29 @@ def test_an_unknown_stream_is_refused_with_the_nearest() -> None:
 
 
 def test_set_seed_seeds_python_numpy_and_torch() -> None:
-    rng.set_seed(42)
+    utils.set_seed(42)
     first = draw()
-    rng.set_seed(42)
+    utils.set_seed(42)
     assert draw() == first
     random.seed(42)
     np.random.seed(42)
     torch.manual_seed(42)
     assert draw() == first, "the numbers people have in their notebooks"
-    rng.set_seed(43)
+    utils.set_seed(43)
     assert all(new != old for new, old in zip(draw(), first, strict=True))
 
 
 def test_a_large_seed_is_taken_though_numpy_has_32_bits() -> None:
-    rng.set_seed(2**40 + 5)
+    utils.set_seed(2**40 + 5)
     assert np.random.get_state()[1][0] == 5  # type: ignore[index]
     assert torch.initial_seed() == 2**40 + 5
 
 
 def test_device_specific_adds_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     enter(monkeypatch, size=4, rank=3, device="cpu")
-    rng.set_seed(10, device_specific=True)
+    utils.set_seed(10, device_specific=True)
     assert torch.initial_seed() == 13
-    rng.set_seed(10)
+    utils.set_seed(10)
     assert torch.initial_seed() == 10
 
 
@@ -138,7 +139,7 @@ def test_device_specific_knows_the_rank_before_the_world_is_open() -> None:
             "MASTER_ADDR": "localhost",
         }
     ):
-        rng.set_seed(10, device_specific=True)
+        utils.set_seed(10, device_specific=True)
     assert torch.initial_seed() == 11
 
 
@@ -149,9 +150,9 @@ def test_deterministic_asks_torch_and_the_device(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         type(devices.get("cpu")), "make_deterministic", lambda self: readied.append(self.type)
     )
-    rng.set_seed(1)
+    utils.set_seed(1)
     assert asked == []
-    rng.set_seed(1, deterministic=True)
+    utils.set_seed(1, deterministic=True)
     assert (asked, readied) == ([True], ["cpu"])
 
 
@@ -159,7 +160,7 @@ def test_set_seed_seeds_the_device_of_the_world(monkeypatch: pytest.MonkeyPatch)
     null = FakeTestDevice(size=2)
     with devices.DEVICES.add("meta", null):
         enter(monkeypatch, size=2, rank=1)
-        rng.set_seed(10, device_specific=True)
+        utils.set_seed(10, device_specific=True)
     assert null.calls["seed"] == 1
     assert int(null.get_rng_state(0).view(torch.int64)) == 11
 
@@ -168,11 +169,11 @@ def test_set_seed_seeds_the_device_of_the_world(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_capture_and_restore_bring_every_generator_back() -> None:
-    rng.set_seed(5)
+    utils.set_seed(5)
     draw()
     state = rng.capture()
     expected = [draw(), draw()]
-    rng.set_seed(6)
+    utils.set_seed(6)
     assert rng.restore(state) == []
     assert [draw(), draw()] == expected
 
@@ -221,10 +222,10 @@ def test_restore_tells_what_the_state_has_nothing_for(monkeypatch: pytest.Monkey
 
 
 def test_a_state_survives_a_file(tmp_path: Any) -> None:
-    rng.set_seed(5)
+    utils.set_seed(5)
     torch.save(rng.capture(), tmp_path / "random_states_0.pkl")
     expected = draw()
-    rng.set_seed(6)
+    utils.set_seed(6)
     rng.restore(torch.load(tmp_path / "random_states_0.pkl", weights_only=False))
     assert draw() == expected
 
@@ -236,20 +237,20 @@ def test_synchronizing_alone_changes_nothing() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
     own = torch.Generator().manual_seed(4)
-    rng.synchronize_rng_states(["torch", RNGType.TORCH, "generator"], generator=own)
+    utils.synchronize_rng_states(["torch", RNGType.TORCH, "generator"], generator=own)
     assert torch.equal(torch.get_rng_state(), before)
     assert own.initial_seed() == 4
 
 
 def test_nothing_to_synchronize_is_not_an_error() -> None:
-    rng.synchronize_rng_state(None)
-    rng.synchronize_rng_state("cuda")
-    rng.synchronize_rng_states([])
+    utils.synchronize_rng_state(None)
+    utils.synchronize_rng_state("cuda")
+    utils.synchronize_rng_states([])
 
 
 def test_every_rng_type_of_the_contract_is_taken() -> None:
     for each in RNGType:
-        rng.synchronize_rng_state(each, generator=torch.Generator())
+        utils.synchronize_rng_state(each, generator=torch.Generator())
 
 
 def test_the_devices_generator_is_read_and_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +263,7 @@ def test_the_devices_generator_is_read_and_set(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(rng, "_broadcast_state", from_rank_0)
     fake.set_device(1)
-    rng.synchronize_rng_state("cuda")
+    utils.synchronize_rng_state("cuda")
     assert [int(state) for state in asked] == [1]
     assert int(fake.states[1]) == 99
     assert int(fake.states[0]) == 0
@@ -270,12 +271,12 @@ def test_the_devices_generator_is_read_and_set(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_generator_must_be_given() -> None:
     with pytest.raises(SettingError, match="needs a generator"):
-        rng.synchronize_rng_state("generator")
+        utils.synchronize_rng_state("generator")
 
 
 def test_an_unknown_generator_is_refused() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'torch'"):
-        rng.synchronize_rng_state("troch")
+        utils.synchronize_rng_state("troch")
 
 
 def test_synchronizing_before_the_group_is_open_is_refused() -> None:
@@ -286,4 +287,4 @@ def test_synchronizing_before_the_group_is_open_is_refused() -> None:
         ),
         pytest.raises(WorldError, match="before the processes know each other"),
     ):
-        rng.synchronize_rng_state("torch")
+        utils.synchronize_rng_state("torch")

@@ -9,17 +9,10 @@ from typing import Any
 
 import pytest
 
-from accelerate.cli.config_classes import SageMakerConfig, load_config_from_file
-from accelerate.cli.options import SCRIPT_SETTINGS
-from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
-from accelerate.launch.base import choose_kind
-from accelerate.launch.kinds import sagemaker
-from accelerate.launch.kinds.sagemaker import (
-    SageMakerLaunchPlan,
-    parse_hyperparameters,
-    prepare_sagemager_args_inputs,
-)
-from accelerate.launch.launch_request import read_request
+from accelerate.commands.config.config_args import SageMakerConfig, load_config_from_file
+from accelerate.core.errors import SettingError, UnknownNameError
+from accelerate.utils import prepare_sagemager_args_inputs
+from tests.support import launch_plans
 from tests.support.command import Finished, accelerate, launch
 
 FILE = """
@@ -55,12 +48,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def plan(text: str = FILE, *program: str, **flags: Any) -> SageMakerLaunchPlan:
+def plan(text: str = FILE, *program: str, **flags: Any) -> Any:
     Path("job.yaml").write_text(text)
-    request = read_request({"config_file": "job.yaml", **flags}, program or ("train.py",), SCRIPT_SETTINGS)
-    found = choose_kind(request).plan(request)
-    assert isinstance(found, SageMakerLaunchPlan)
-    return found
+    request = launch_plans.request(program or ("train.py",), config_file="job.yaml", **flags)
+    return launch_plans.plan(request, "sagemaker")
 
 
 def run(folder: Path, *flags: str, fake: str = FAKE, script_args: tuple[str, ...] = ()) -> Finished:
@@ -115,20 +106,19 @@ def test_a_dry_run_needs_no_sdk_and_shows_no_secret(folder: Path) -> None:
     assert told.returncode == 0, told.output
     assert "aws_secret_access_key\t***\t--aws_secret_access_key" in told.stdout
     assert "HUSH" not in told.output
-    request = read_request(
-        {"config_file": str(folder / "job.yaml"), "aws_secret_access_key": "HUSH"}, ("t.py",), SCRIPT_SETTINGS
-    )
+    request = launch_plans.request_of_file(folder / "job.yaml", aws_secret_access_key="HUSH")
     assert "HUSH" not in repr(request)
     assert "HUSH" not in str(request.get("aws_secret_access_key"))
 
 
-def test_a_missing_or_another_sdk_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_or_another_sdk_is_told(folder: Path) -> None:
     result = launch("--config_file", "job.yaml", path="train.py", cwd=folder)
     assert result.returncode == 2
     assert "pip install sagemaker" in result.stderr
-    monkeypatch.setattr(sagemaker, "is_installed", lambda name: True)
-    with pytest.raises(LaunchError, match="no Hugging Face estimator"):
-        sagemaker._estimator_class()
+    result = run(folder, fake="")
+    assert result.returncode == 2
+    assert "this sagemaker has no Hugging Face estimator" in result.stderr
+    assert "pip install 'sagemaker<3'" in result.stderr
 
 
 def test_tables_of_inputs_and_metrics_and_more_arguments(folder: Path) -> None:
@@ -160,16 +150,17 @@ def test_tables_of_inputs_and_metrics_and_more_arguments(folder: Path) -> None:
         (["--lr", "1", "2"], "'2' of the script has no name"),
     ],
 )
-def test_arguments_that_a_table_cannot_hold_are_refused(arguments: list[str], words: str) -> None:
+def test_arguments_that_a_table_cannot_hold_are_refused(
+    folder: Path, arguments: list[str], words: str
+) -> None:
     """F9: none is dropped or changed in silence."""
     with pytest.raises(SettingError, match=words):
-        parse_hyperparameters(arguments)
+        plan(FILE, "train.py", *arguments)
 
 
-def test_values_have_the_type_that_they_look_like() -> None:
-    typed = parse_hyperparameters(
-        ["--a", "-1", "--b=-2.5", "--c", "False", "--d", "1a", "-e", "", "--f", "1e-4"]
-    )
+def test_values_have_the_type_that_they_look_like(folder: Path) -> None:
+    arguments = ("--a", "-1", "--b=-2.5", "--c", "False", "--d", "1a", "-e", "", "--f", "1e-4")
+    typed = plan(FILE, "train.py", *arguments).estimator["hyperparameters"]
     assert typed == {"a": -1, "b": -2.5, "c": False, "d": "1a", "e": "", "f": 1e-4}
     assert type(typed["a"]) is int
 

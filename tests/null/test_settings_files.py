@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import SettingError, UnknownNameError
-from accelerate.launch import config_files
-from accelerate.launch.launch_request import LaunchRequest, read_request
+from tests.support import launch_plans
 
 
 def write(path: Path, text: str) -> Path:
@@ -26,10 +24,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
 
-    def reads(text: str, name: str = "job.yaml", **flags: Any) -> LaunchRequest:
-        return read_request(
-            {"config_file": str(write(tmp_path / name, text)), **flags}, ("x.py",), SCRIPT_SETTINGS
-        )
+    def reads(text: str, name: str = "job.yaml", **flags: Any) -> Any:
+        return launch_plans.request_of_file(write(tmp_path / name, text), **flags)
 
     return reads
 
@@ -43,17 +39,17 @@ def test_the_named_file_wins_over_the_one_here_and_that_over_the_default(
     """F6: a file that nobody named is used only from its two places, and known to be unnamed."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    assert config_files.find_config(None) is None
+    assert launch_plans.config_file(None) is None
     default = write(tmp_path / "home/accelerate/default_config.yaml", "num_processes: 3")
-    found = config_files.find_config(None)
+    found = launch_plans.config_file(None)
     assert found is not None
     assert (found.path, found.is_explicit, found.values["num_processes"]) == (default, False, 3)
-    assert config_files.find_config(None, use_default=False) is None
+    assert launch_plans.config_file(None, use_default=False) is None
     write(tmp_path / "accelerate.yaml", "num_processes: 2")
-    found = config_files.find_config(None)
+    found = launch_plans.config_file(None)
     assert found is not None
     assert (found.is_explicit, found.values["num_processes"]) == (False, 2)
-    found = config_files.find_config(str(write(tmp_path / "mine.yaml", "num_processes: 1")))
+    found = launch_plans.config_file(str(write(tmp_path / "mine.yaml", "num_processes: 1")))
     assert found is not None
     assert (found.is_explicit, found.values["num_processes"]) == (True, 1)
 
@@ -73,7 +69,7 @@ def test_the_default_file_lies_in_the_users_cache(
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    assert str(config_files.default_file()) == f"{folder}/default_config.yaml"
+    assert str(launch_plans.default_file()) == f"{folder}/default_config.yaml"
 
 
 def test_cpu_on_the_command_line_leaves_the_default_file_alone(
@@ -81,15 +77,15 @@ def test_cpu_on_the_command_line_leaves_the_default_file_alone(
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    write(config_files.default_file(), "mixed_precision: bf16")
-    assert read_request({}, ("x.py",), SCRIPT_SETTINGS).get("mixed_precision") == "bf16"
-    assert read_request({"use_cpu": True}, ("x.py",), SCRIPT_SETTINGS).get("mixed_precision") is None
+    write(launch_plans.default_file(), "mixed_precision: bf16")
+    assert launch_plans.request().get("mixed_precision") == "bf16"
+    assert launch_plans.request(use_cpu=True).get("mixed_precision") is None
 
 
 def test_a_missing_file_suggests_a_similar_one(config: Any, tmp_path: Path) -> None:
     write(tmp_path / "job.yaml", "")
     with pytest.raises(FileNotFoundError, match=r"did you mean .*job\.yaml") as error:
-        config_files.find_config(str(tmp_path / "jbo.yaml"))
+        launch_plans.config_file(str(tmp_path / "jbo.yaml"))
     assert isinstance(error.value, SettingError)
 
 
@@ -142,10 +138,10 @@ def test_a_json_file(config: Any, text: str, what: str) -> None:
 
 def test_a_file_that_cannot_be_read(config: Any, tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="cannot be read"):
-        config_files.read_config(tmp_path)
+        launch_plans.config_file(str(tmp_path))
     (tmp_path / "bad.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SettingError, match=r"bad\.yaml cannot be read"):
-        config_files.read_config(tmp_path / "bad.yaml")
+        launch_plans.config_file(str(tmp_path / "bad.yaml"))
 
 
 def test_an_empty_file_says_nothing(config: Any) -> None:

@@ -12,19 +12,13 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accelerate.cli.config_classes import load_config_from_file
-from accelerate.cli.options import SCRIPT_SETTINGS, launch_settings
+from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.core.errors import AccelerateError, UnknownNameError
-from accelerate.launch.launch_request import LaunchRequest, read_request
 from tests.support.configs import FORMATS, TRAINERS, WRONG
+from tests.support.launch_plans import file_keys, request_of_file
 from tests.support.long_run import LONG_RUN
 
 FILES = FORMATS | TRAINERS
-
-
-def reads(path: Path) -> LaunchRequest:
-    """The request of ``accelerate launch --config_file PATH x.py``."""
-    return read_request({"config_file": str(path)}, ("x.py",), SCRIPT_SETTINGS)
 
 
 # ---------------------------------------------------------------- as they are
@@ -35,7 +29,7 @@ def test_files_of_the_wild_are_launch_requests(tmp_path: Path, name: str) -> Non
     """F5: every format of 1.x, and what programs on top of it ship, each key and value as it stands there."""
     path = tmp_path / ("job.json" if name == "json" else "job.yaml")
     path.write_text(FILES[name])
-    request = reads(path)
+    request = request_of_file(path)
     values = yaml.safe_load(FILES[name])
     if "mixed_precision" in values:
         assert request.get("mixed_precision") == values["mixed_precision"]
@@ -49,14 +43,14 @@ def test_a_file_with_keys_that_nobody_knows_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(WRONG)
     with pytest.raises(UnknownNameError, match=r"unknown key 'another_invalid_key' in .*job\.yaml, line \d+"):
-        reads(path)
+        request_of_file(path)
     with pytest.raises(ValueError, match="another_invalid_key"):
         load_config_from_file(str(path))
 
 
 # ---------------------------------------------------------------- mutated
 
-KEYS = sorted({row.name for row in launch_settings()} | {row.section for row in launch_settings()})
+KEYS = file_keys()
 WORDS = st.sampled_from(
     [*KEYS, "no", "NO", "yes", "null", "~", "all", "auto", "none", "", "fsdp_", ".inf", "<<"]
 )
@@ -155,7 +149,7 @@ def test_two_thousand_wrong_files(case: tuple[str, bytes]) -> None:
         path = Path(folder, name)
         path.write_bytes(content)
         try:
-            reads(path)
+            request_of_file(path)
         except AccelerateError as error:
             _names_its_place(error, path)
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from accelerate import Accelerator
+from accelerate import Accelerator, utils
 from accelerate.checkpoint import dcp_files, weight_files
 from accelerate.checkpoint.dcp_files import ShardFolderReader, lazy_tensors
 from accelerate.checkpoint.sharded_state import (
@@ -28,7 +28,7 @@ from accelerate.checkpoint.sharded_state import (
 )
 from accelerate.checkpoint.stateful import CheckpointLoadContext
 from accelerate.cli.main import run
-from accelerate.cli.merge_weights import merge_command, merge_command_parser
+from accelerate.commands.merge import merge_command, merge_command_parser
 from accelerate.core.errors import CheckpointError, SettingError
 from accelerate.facade import fsdp_checkpoint
 
@@ -308,10 +308,10 @@ def test_of_a_model_of_peft_the_adapter_alone_is_saved(
         model.active_adapter = "default"
     accelerator: Any = Accelerator(cpu=True)
     plugin = SimpleNamespace(state_dict_type=kind)
-    fsdp_checkpoint.save_fsdp_model(plugin, accelerator, models[0], str(tmp_path), adapter_only=True)
+    utils.save_fsdp_model(plugin, accelerator, models[0], str(tmp_path), adapter_only=True)
     if kind == "SHARDED_STATE_DICT":
         assert set(lazy_tensors(tmp_path)) == {"lora.weight", "lora.bias"}
-    fsdp_checkpoint.load_fsdp_model(plugin, accelerator, models[1], str(tmp_path), adapter_only=True)
+    utils.load_fsdp_model(plugin, accelerator, models[1], str(tmp_path), adapter_only=True)
     assert equal(models[0]["lora"], models[1]["lora"])
     assert not torch.equal(models[0]["base"].weight, models[1]["base"].weight)
 
@@ -534,13 +534,13 @@ def test_merging_reads_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.
 def test_the_checkpoint_is_removed_only_after_and_only_apart(tmp_path: Path) -> None:
     _, checkpoint = big(tmp_path)
     with pytest.raises(SettingError, match="is to be removed"):
-        weight_files.merge_fsdp_weights(str(checkpoint), str(checkpoint / "out"), remove_checkpoint_dir=True)
+        utils.merge_fsdp_weights(str(checkpoint), str(checkpoint / "out"), remove_checkpoint_dir=True)
     with pytest.raises(CheckpointError, match="there is no sharded model"):
-        weight_files.merge_fsdp_weights(
+        utils.merge_fsdp_weights(
             str(checkpoint / "optimizer_0"), str(tmp_path / "o"), remove_checkpoint_dir=True
         )
     assert (checkpoint / "optimizer_0").exists()
-    weight_files.merge_fsdp_weights(str(checkpoint), str(tmp_path / "o"), remove_checkpoint_dir=True)
+    utils.merge_fsdp_weights(str(checkpoint), str(tmp_path / "o"), remove_checkpoint_dir=True)
     assert not checkpoint.exists()
     assert (tmp_path / "o" / "model.safetensors").is_file()
 

@@ -19,14 +19,15 @@ from torch.utils.data import (
 )
 
 from accelerate.core.errors import PrepareError
-from accelerate.data.batch_sampler_shard import (
+from accelerate.data_loader import (
     BatchSamplerShard,
+    DataLoaderShard,
     IterableDatasetShard,
     SeedableRandomSampler,
     SkipBatchSampler,
+    prepare_data_loader,
+    skip_first_batches,
 )
-from accelerate.data.loader import DataLoaderShard, skip_first_batches
-from accelerate.data.prepare import prepare_data_loader
 from tests.support.long_run import hypothesis_settings
 
 

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import yaml
 
-from accelerate.cli.main import run
-from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.commands.to_fsdp2 import (
     ARGUMENT_KEY_MAPPING,
     ARGUMENT_VALUE_MAPPING,
@@ -20,7 +18,8 @@ from accelerate.commands.to_fsdp2 import (
     to_fsdp2_command_parser,
 )
 from accelerate.core.errors import SettingError, UnknownNameError
-from accelerate.launch.launch_request import read_request
+from tests.support.command import run
+from tests.support.launch_plans import request_of_file
 
 OLD: dict[str, Any] = {
     "compute_environment": "LOCAL_MACHINE",
@@ -69,7 +68,7 @@ def test_the_new_file_has_the_new_keys_and_launches(old: Path, tmp_path: Path) -
     assert run(["to-fsdp2", "--config_file", str(old), "--output_file", str(new)]) == 0
     assert yaml.safe_load(new.read_text()) == {**OLD, "fsdp_config": NEW}
     assert yaml.safe_load(old.read_text()) == OLD
-    request = read_request({"config_file": str(new)}, ("x.py",), SCRIPT_SETTINGS)
+    request = request_of_file(new)
     assert request.get("fsdp_version") == 2
     assert request.get("fsdp_reshard_after_forward") is True
 

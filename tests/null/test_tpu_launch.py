@@ -10,12 +10,8 @@ from typing import Any
 
 import pytest
 
-from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import SettingError
-from accelerate.launch.base import choose_kind
-from accelerate.launch.kinds.tpu import TpuLaunch
-from accelerate.launch.launch_request import read_request
-from accelerate.launch.plan import LaunchPlan
+from tests.support import launch_plans
 from tests.support.command import Finished, accelerate, launch
 
 # As much of torch_xla 2.9 as a launch calls: two processes, each of them told who it is by the runtime.
@@ -215,11 +211,8 @@ def test_without_gcloud_it_is_said(folder: Path) -> None:
 # ---------------------------------------------------------------- plans and refusals
 
 
-def plan(**flags: Any) -> LaunchPlan:
-    request = read_request({"tpu": True, **flags}, ("train.py",), SCRIPT_SETTINGS)
-    kind = choose_kind(request)
-    assert isinstance(kind, TpuLaunch)
-    return kind.plan(request)
+def plan(**flags: Any) -> Any:
+    return launch_plans.plan(launch_plans.request(tpu=True, **flags), "tpu")
 
 
 @pytest.mark.parametrize(

@@ -18,20 +18,20 @@ import pytest
 import torch
 
 from accelerate import Accelerator, track
-from accelerate.core import packages
 from accelerate.core.errors import MissingExtraError, SettingError, UnknownNameError
-from accelerate.facade.enums import LoggerType
 from accelerate.track import base, open_runs
-from accelerate.track.jsonl import JSONLTracker
 from accelerate.tracking import (
     LOGGER_TYPE_TO_CLASS,
     GeneralTracker,
+    JSONLTracker,
     filter_trackers,
     get_available_trackers,
     on_main_process,
     register_tracker_class,
 )
+from accelerate.utils import LoggerType
 from tests.support.environment import clean
+from tests.support.missing_packages import pretend
 
 
 class Own(GeneralTracker):
@@ -114,8 +114,7 @@ def test_a_name_that_does_not_exist_is_an_error_with_the_nearest() -> None:
 def test_all_are_those_that_can_be_used_here_and_are_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = packages.is_installed
-    monkeypatch.setattr(packages, "is_installed", lambda module: module == "torch" and real(module))
+    pretend(monkeypatch, lambda module: module == "torch")
     assert accelerator("all").log_with == []
     acc = accelerator(["all", Own()], tmp_path)
     assert acc.log_with[:-1] == ["jsonl"] == get_available_trackers()

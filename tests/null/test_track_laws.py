@@ -20,12 +20,11 @@ import pytest
 import torch
 
 from accelerate import Accelerator, track
-from accelerate.core import packages
 from accelerate.core.errors import MissingExtraError, SettingError
-from accelerate.facade.enums import LoggerType
-from accelerate.track import open_runs
-from accelerate.track.base import GeneralTracker
-from tests.support.trackers import Fake, install, leaves
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import LoggerType
+from tests.support.missing_packages import pretend
+from tests.support.trackers import Fake, finish, forget_open_runs, install, is_open, leaves
 
 NAMES = track.TRACKERS.names()
 OF_LIBRARIES = tuple(name for name in NAMES if track.TRACKERS.get(name).packages)
@@ -54,7 +53,7 @@ def name(request: pytest.FixtureRequest) -> str:
 def library(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Fake]:
     """Yield the library that the tracker writes with."""
     yield install(monkeypatch, name) if name in OF_LIBRARIES else FileLibrary(tmp_path)
-    open_runs._open.clear()
+    forget_open_runs()
 
 
 def accelerator(name: str, folder: Path) -> Accelerator:
@@ -94,7 +93,7 @@ def test_importing_it_imports_no_library(name: str) -> None:
 def test_without_its_package_the_command_that_installs_it_is_said(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(packages, "is_installed", lambda module: False)
+    pretend(monkeypatch, lambda module: False)
     with pytest.raises(MissingExtraError, match=rf"pip install {track.TRACKERS.get(name).packages[0]}"):
         accelerator(name, tmp_path)
     assert name not in track.available_trackers(tmp_path)
@@ -119,12 +118,12 @@ def test_nothing_is_started_before_init_trackers(name: str, library: Fake, tmp_p
 def test_a_run_begins_once_and_ends_once(name: str, library: Fake, tmp_path: Path) -> None:
     acc = init_run(name, tmp_path, config={"lr": 0.125})
     (tracker,) = acc.trackers
-    assert open_runs.is_open(tracker)
+    assert is_open(tracker)
     assert acc.get_tracker(name) is tracker
     assert acc.get_tracker(name, unwrap=True) is tracker.tracker
     acc.end_training()
     acc.end_training()
-    assert not open_runs.is_open(tracker)
+    assert not is_open(tracker)
     assert acc.trackers == []
     if not isinstance(library, FileLibrary):
         assert library.paths().count(library.library.begin) == 1
@@ -207,7 +206,7 @@ def test_a_second_init_ends_the_first_run(name: str, library: Fake, tmp_path: Pa
     acc.init_trackers("again")
     assert len(acc.trackers) == 1
     assert acc.trackers[0] is not first
-    assert [open_runs.is_open(tracker) for tracker in (first, acc.trackers[0])] == [False, True]
+    assert [is_open(tracker) for tracker in (first, acc.trackers[0])] == [False, True]
     if not isinstance(library, FileLibrary):
         order = [p for p in library.paths() if p in (library.library.begin, library.library.end)]
         assert order == [library.library.begin, library.library.end, library.library.begin]
@@ -226,7 +225,7 @@ def test_an_error_of_the_library_is_not_swallowed(name: str, library: Fake, tmp_
     tracker = acc.trackers[0]
     with pytest.raises(ConnectionError):
         acc.end_training()
-    assert not open_runs.is_open(tracker)
+    assert not is_open(tracker)
 
 
 @pytest.mark.parametrize("name", [n for n in OF_LIBRARIES if n in ("clearml", "mlflow", "swanlab", "wandb")])
@@ -234,6 +233,6 @@ def test_a_run_that_failed_is_marked_so(name: str, library: Fake, tmp_path: Path
     tracker = init_run(name, tmp_path).trackers[0]
     tracker.failed = True
     start = len(library.calls)
-    open_runs.finish([tracker])
+    finish(tracker)
     marks = {"the script ended by an error", "FAILED", "crashed", 1}
     assert marks & library.since(start)

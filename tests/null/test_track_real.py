@@ -12,6 +12,7 @@ import json
 import struct
 import zipfile
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ import numpy as np
 import pytest
 
 from accelerate import Accelerator, track
-from accelerate.core import packages
 from tests.support.trackers import LIBRARIES
 
 CONFIG = {"lr": 0.125, "path": Path("a/b"), "inner": {"deep": 77}}
@@ -66,7 +66,7 @@ def log_run(name: str, folder: Path) -> Any:
         accelerator.log({"loss": loss, "acc": np.float32(step)}, step=step)
     if hasattr(tracker, "log_images"):
         tracker.log_images({"seen": _pictures(name)}, step=2, **_layout(name))
-    if hasattr(tracker, "log_table") and (name != "clearml" or packages.is_installed("pandas")):
+    if hasattr(tracker, "log_table") and (name != "clearml" or find_spec("pandas")):
         tracker.log_table("scores", columns=["who", "what"], data=[["me", 11]], step=2)
     accelerator.end_training()
     return tracker

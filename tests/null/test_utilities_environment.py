@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from accelerate import utils
 from accelerate.core.errors import DeviceError, SettingError, WorldError
 from accelerate.device.machine import DeviceProbeHost
 from accelerate.facade import driver_checks
-from accelerate.facade import environment as env
 from accelerate.world import affinity
 from accelerate.world import world as worlds
 from accelerate.world.world import World
@@ -19,19 +19,19 @@ from accelerate.world.world import World
 
 @pytest.mark.parametrize("word", ["y", "YES", "t", "True", "on", "1"])
 def test_words_that_mean_yes(word):
-    assert env.str_to_bool(word) == 1
-    assert env.str_to_bool(word, to_bool=True) is True
+    assert utils.str_to_bool(word) == 1
+    assert utils.str_to_bool(word, to_bool=True) is True
 
 
 @pytest.mark.parametrize("word", ["n", "No", "f", "FALSE", "off", "0"])
 def test_words_that_mean_no(word):
-    assert env.str_to_bool(word) == 0
-    assert env.str_to_bool(word, to_bool=True) is False
+    assert utils.str_to_bool(word) == 0
+    assert utils.str_to_bool(word, to_bool=True) is False
 
 
 def test_other_words_are_refused():
     with pytest.raises(SettingError, match="neither yes nor no") as caught:
-        env.str_to_bool("maybe")
+        utils.str_to_bool("maybe")
     assert isinstance(caught.value, ValueError)
 
 
@@ -40,29 +40,29 @@ def test_variables_are_read_with_their_defaults(monkeypatch):
     monkeypatch.setenv("TOY_EMPTY", "")
     monkeypatch.setenv("TOY_MINUS", "-1")
     monkeypatch.setenv("TOY_FIVE", "5")
-    assert env.parse_flag_from_env("TOY_FLAG") is True
-    assert env.parse_flag_from_env("TOY_UNSET", True) is True
-    assert env.parse_flag_from_env("TOY_EMPTY", True) is True
-    assert env.parse_choice_from_env("TOY_FLAG") == "yes"
-    assert env.parse_choice_from_env("TOY_UNSET") == "no"
-    assert env.get_int_from_env(["TOY_UNSET", "TOY_MINUS", "TOY_FIVE"], 7) == 5
-    assert env.get_int_from_env(["TOY_UNSET"], 7) == 7
+    assert utils.parse_flag_from_env("TOY_FLAG") is True
+    assert utils.parse_flag_from_env("TOY_UNSET", True) is True
+    assert utils.parse_flag_from_env("TOY_EMPTY", True) is True
+    assert utils.parse_choice_from_env("TOY_FLAG") == "yes"
+    assert utils.parse_choice_from_env("TOY_UNSET") == "no"
+    assert utils.get_int_from_env(["TOY_UNSET", "TOY_MINUS", "TOY_FIVE"], 7) == 5
+    assert utils.get_int_from_env(["TOY_UNSET"], 7) == 7
 
 
 def test_the_place_of_a_process_comes_from_its_launcher(monkeypatch):
-    assert env.get_cpu_distributed_information() == env.CPUInformation(0, 1, 0, 1)
+    assert utils.get_cpu_distributed_information() == utils.CPUInformation(0, 1, 0, 1)
     for name, value in {"RANK": 3, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    assert env.get_cpu_distributed_information() == env.CPUInformation(3, 4, 1, 2)
+    assert utils.get_cpu_distributed_information() == utils.CPUInformation(3, 4, 1, 2)
 
 
 def test_a_patch_is_in_capitals_and_undone_even_after_an_error(monkeypatch):
     monkeypatch.setenv("TOY_OLD", "before")
 
     def fail():
-        with env.patch_environment(toy_old="in", toy_new=3):
+        with utils.patch_environment(toy_old="in", toy_new=3):
             assert (os.environ["TOY_OLD"], os.environ["TOY_NEW"]) == ("in", "3")
             raise KeyError
 
@@ -74,7 +74,7 @@ def test_a_patch_is_in_capitals_and_undone_even_after_an_error(monkeypatch):
 
 def test_a_cleared_environment_comes_back(monkeypatch):
     monkeypatch.setenv("TOY_OLD", "before")
-    with env.clear_environment():
+    with utils.clear_environment():
         assert not os.environ
         os.environ["TOY_NEW"] = "1"
     assert os.environ["TOY_OLD"] == "before"
@@ -88,14 +88,14 @@ def ours() -> dict[str, str]:
 def test_variables_that_a_function_sets_are_purged(monkeypatch):
     monkeypatch.setenv("ACCELERATE_TOY_OLD", "before")
 
-    @env.purge_accelerate_environment
+    @utils.purge_accelerate_environment
     def train(fail: bool) -> int:
         os.environ.update({"ACCELERATE_TOY_OLD": "in", "ACCELERATE_TOY_NEW": "1", "TOY_OTHER": "stays"})
         if fail:
             raise KeyError
         return 5
 
-    @env.purge_accelerate_environment
+    @utils.purge_accelerate_environment
     async def wait() -> int:
         os.environ["ACCELERATE_TOY_NEW"] = "1"
         return 6
@@ -110,7 +110,7 @@ def test_variables_that_a_function_sets_are_purged(monkeypatch):
 
 
 def test_tests_of_a_class_and_of_its_subclasses_are_purged():
-    @env.purge_accelerate_environment
+    @utils.purge_accelerate_environment
     class Base:
         def setup(self) -> None:
             os.environ["ACCELERATE_TOY_SETUP"] = "1"
@@ -132,7 +132,7 @@ def test_tests_of_a_class_and_of_its_subclasses_are_purged():
 
 def test_what_a_shell_could_misread_is_not_passed_on():
     with pytest.warns(UserWarning, match="not passed on") as caught:
-        lines = env.convert_dict_to_env_variables(
+        lines = utils.convert_dict_to_env_variables(
             {"A": "1", "B C": "2", "D": "3;rm", "E": "4\n", "F": "", "G": "<x"}
         )
     assert lines == ["A=1\n"]
@@ -140,11 +140,11 @@ def test_what_a_shell_could_misread_is_not_passed_on():
 
 
 def test_what_is_imported_is_told():
-    assert env.are_libraries_initialized("pytest", "no_such_library") == ["pytest"]
+    assert utils.are_libraries_initialized("pytest", "no_such_library") == ["pytest"]
 
 
 def test_a_device_and_its_type_of_group():
-    kind, group = env.get_current_device_type()
+    kind, group = utils.get_current_device_type()
     assert (kind, group) == ("cpu", "MULTI_CPU") or group.startswith("MULTI_")
 
 
@@ -169,8 +169,8 @@ def smi(tmp_path, monkeypatch):
 
 def test_the_drivers_tool_is_asked(smi):
     smi(["NVIDIA A100", "NVIDIA A100"], "535.1")
-    assert driver_checks.get_gpu_info() == (["NVIDIA A100", "NVIDIA A100"], 2)
-    assert driver_checks.get_driver_version() == "535.1"
+    assert utils.get_gpu_info() == (["NVIDIA A100", "NVIDIA A100"], 2)
+    assert utils.get_driver_version() == "535.1"
     assert driver_checks.has_p2p_infiniband() is True
 
 
@@ -191,11 +191,11 @@ def test_cards_that_hang_in_copies_are_known(smi, names, driver, expected):
 def test_without_the_tool_nothing_is_claimed(monkeypatch, smi):
     smi(["A"], "1", status=9)
     with pytest.raises(DeviceError, match="does not answer"):
-        driver_checks.get_gpu_info()
+        utils.get_gpu_info()
     assert driver_checks.has_p2p_infiniband() is True
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(DeviceError, match="nvidia-smi is not installed"):
-        driver_checks.get_driver_version()
+        utils.get_driver_version()
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_without_the_tool_nothing_is_claimed(monkeypatch, smi):
 def test_an_old_kernel_is_announced(monkeypatch, caplog, release, warned):
     monkeypatch.setattr(driver_checks.platform, "system", lambda: "Linux")
     monkeypatch.setattr(driver_checks.platform, "release", lambda: release)
-    driver_checks.check_os_kernel()
+    utils.check_os_kernel()
     assert bool(caplog.records) is warned
 
 
@@ -263,14 +263,14 @@ def test_only_allowed_cores_are_bound(monkeypatch, caplog):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 4}, raising=False)
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: bound.append(cores), raising=False)
     monkeypatch.setattr(worlds, "_current", World.fake(device="cpu"))
-    affinity.override_numa_affinity(0)
+    utils.override_numa_affinity(0)
     assert bound == [{2, 3}]
-    affinity.set_numa_affinity.cache_clear()
-    affinity.set_numa_affinity(1)
-    affinity.set_numa_affinity(1)
+    utils.set_numa_affinity.cache_clear()
+    utils.set_numa_affinity(1)
+    utils.set_numa_affinity(1)
     assert bound == [{2, 3}] * 2
     monkeypatch.setattr(affinity, "near_cores", lambda *_: [])
-    affinity.override_numa_affinity(0)
+    utils.override_numa_affinity(0)
     assert bound == [{2, 3}] * 2
     with pytest.raises(WorldError, match="-1"):
-        affinity.override_numa_affinity(-1)
+        utils.override_numa_affinity(-1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from accelerate import Accelerator, utils
 from accelerate.core.errors import (
     FeatureNotBuiltError,
     LaunchError,
@@ -17,14 +18,18 @@ from accelerate.core.errors import (
     SettingError,
     UnknownNameError,
 )
-from accelerate.core.kwargs_handler import KwargsHandler
-from accelerate.facade import attribute_utils, client_test_utils, fp8, module_queries
-from accelerate.facade.compilation import TorchDynamoPlugin, compile_regions
-from accelerate.facade.enums import CustomDtype, DistributedType, PrecisionType, RNGType
-from accelerate.offload import module_sizes
-from accelerate.precision.autocast import attach_autocast
-from accelerate.utils import get_grad_scaler, get_mixed_precision_context_manager
-from accelerate.world.world import World
+from accelerate.test_utils import testing
+from accelerate.utils import (
+    CustomDtype,
+    DistributedType,
+    KwargsHandler,
+    PrecisionType,
+    RNGType,
+    TorchDynamoPlugin,
+    compile_regions,
+    get_grad_scaler,
+    get_mixed_precision_context_manager,
+)
 
 
 class Block(nn.Module):
@@ -60,21 +65,21 @@ class Deep(nn.Module):
 
 def test_a_dotted_path_is_followed():
     model = Deep()
-    assert attribute_utils.recursive_getattr(model, "blocks.1.linear") is model.blocks[1].linear
+    assert utils.recursive_getattr(model, "blocks.1.linear") is model.blocks[1].linear
     with pytest.raises(AttributeError):
-        attribute_utils.recursive_getattr(model, "blocks.9")
+        utils.recursive_getattr(model, "blocks.9")
 
 
 def test_pretty_names():
-    assert attribute_utils.get_pretty_name(nn.Linear) == "Linear"
-    assert attribute_utils.get_pretty_name(nn.Linear(1, 1)) == "Linear"
-    assert attribute_utils.get_pretty_name(print) == "print"
-    assert attribute_utils.get_pretty_name(3) == "int"
+    assert utils.get_pretty_name(nn.Linear) == "Linear"
+    assert utils.get_pretty_name(nn.Linear(1, 1)) == "Linear"
+    assert utils.get_pretty_name(print) == "print"
+    assert utils.get_pretty_name(3) == "int"
 
 
 def test_dicts_are_merged_level_by_level():
     destination = {"a": {"c": 2, "both": 0}, "d": 3, "kind": {"x": 1}}
-    merged = attribute_utils.merge_dicts({"a": {"b": 1, "both": 9}, "e": {"f": 4}, "kind": 7}, destination)
+    merged = utils.merge_dicts({"a": {"b": 1, "both": 9}, "e": {"f": 4}, "kind": 7}, destination)
     assert merged is destination
     assert merged == {"a": {"c": 2, "both": 9, "b": 1}, "d": 3, "e": {"f": 4}, "kind": 7}
 
@@ -138,131 +143,131 @@ def test_devices_of_the_registry_are_members():
     ],
 )
 def test_bytes_of_one_element(dtype, size):
-    assert module_sizes.dtype_byte_size(dtype) == size
+    assert utils.dtype_byte_size(dtype) == size
 
 
 def test_an_unknown_dtype_is_refused():
     with pytest.raises(ValueError, match="float17"):
-        module_sizes.dtype_byte_size("float17")
+        utils.dtype_byte_size("float17")
 
 
 @pytest.mark.parametrize(
     ("text", "size"), [("1.5GiB", 1610612736), ("5GB", 5 * 10**9), ("8Gb", 10**9), (12, 12), ("2KB", 2000)]
 )
 def test_sizes_of_files(text, size):
-    assert module_queries.convert_file_size_to_int(text) == size
+    assert utils.convert_file_size_to_int(text) == size
 
 
 def test_a_wrong_size_is_refused():
     with pytest.raises(ValueError, match="5zb"):
-        module_queries.convert_file_size_to_int("5zb")
+        utils.convert_file_size_to_int("5zb")
 
 
 def test_tensors_by_name_parameters_first():
     model = Deep()
-    names = [name for name, _ in module_sizes.named_module_tensors(model, recurse=True)]
+    names = [name for name, _ in utils.named_module_tensors(model, recurse=True)]
     assert names == [*dict(model.named_parameters()), *dict(model.named_buffers())]
-    assert list(module_sizes.named_module_tensors(model)) == []
+    assert list(utils.named_module_tensors(model)) == []
     block = model.blocks[0]
-    assert [name for name, _ in module_sizes.named_module_tensors(block)] == ["scale", "count"]
-    assert list(module_sizes.named_module_tensors(block, include_buffers=False)) == []
-    kept = dict(module_sizes.named_module_tensors(model, recurse=True, remove_non_persistent=True))
+    assert [name for name, _ in utils.named_module_tensors(block)] == ["scale", "count"]
+    assert list(utils.named_module_tensors(block, include_buffers=False)) == []
+    kept = dict(utils.named_module_tensors(model, recurse=True, remove_non_persistent=True))
     assert set(kept) == set(model.state_dict())
 
 
 def test_buffers_that_are_not_saved():
     model = Deep()
-    assert module_sizes.get_non_persistent_buffers(model) == set()
-    assert module_sizes.get_non_persistent_buffers(model, recurse=True) == {"scale"}
+    assert utils.get_non_persistent_buffers(model) == set()
+    assert utils.get_non_persistent_buffers(model, recurse=True) == {"scale"}
     expected = {f"blocks.{index}.scale" for index in range(3)}
-    assert module_sizes.get_non_persistent_buffers(model, recurse=True, fqns=True) == expected
-    assert module_sizes.get_non_persistent_buffers(model.blocks[0], fqns=True) == {"scale"}
+    assert utils.get_non_persistent_buffers(model, recurse=True, fqns=True) == expected
+    assert utils.get_non_persistent_buffers(model.blocks[0], fqns=True) == {"scale"}
 
 
 def test_children_come_before_their_parents_and_once():
     model = Deep()
     model.again = model.blocks[0]
-    order = module_queries.get_module_children_bottom_up(model)
+    order = utils.get_module_children_bottom_up(model)
     assert order[-1] is model
     assert len(order) == len(set(order)) == len(list(model.modules()))
     for module in order:
         assert all(order.index(child) < order.index(module) for child in module.children())
-    pairs = module_queries.get_module_children_bottom_up(model, return_fqns=True)
+    pairs = utils.get_module_children_bottom_up(model, return_fqns=True)
     assert [module for _, module in pairs] == order
     assert all(model.get_submodule(path) is module for path, module in pairs)
 
 
 def test_a_class_is_found_by_name():
-    assert module_queries.get_module_class_from_name(Deep(), "Block") is Block
-    assert module_queries.get_module_class_from_name(Deep(), "Deep") is Deep
-    assert module_queries.get_module_class_from_name(Deep(), "Other") is None
+    assert utils.get_module_class_from_name(Deep(), "Block") is Block
+    assert utils.get_module_class_from_name(Deep(), "Deep") is Deep
+    assert utils.get_module_class_from_name(Deep(), "Other") is None
 
 
 def test_repeated_blocks():
-    assert module_queries.has_repeated_blocks(Deep())
-    assert module_queries.is_repeated_blocks(Deep().blocks)
-    assert not module_queries.is_repeated_blocks(nn.ModuleList([nn.ReLU(), nn.Linear(1, 1)]))
-    assert not module_queries.has_repeated_blocks(nn.Sequential(nn.ReLU(), nn.ReLU()))
-    assert not module_queries.is_repeated_blocks(nn.ModuleList())
+    assert utils.has_repeated_blocks(Deep())
+    assert utils.is_repeated_blocks(Deep().blocks)
+    assert not utils.is_repeated_blocks(nn.ModuleList([nn.ReLU(), nn.Linear(1, 1)]))
+    assert not utils.has_repeated_blocks(nn.Sequential(nn.ReLU(), nn.ReLU()))
+    assert not utils.is_repeated_blocks(nn.ModuleList())
 
 
 def test_a_model_without_sharding():
     model = Deep()
-    assert not module_queries.model_has_dtensor(model)
-    assert module_queries.get_model_tp_size(model) is None
+    assert not utils.model_has_dtensor(model)
+    assert utils.get_model_tp_size(model) is None
     model.tp_size = 4
-    assert module_queries.get_model_tp_size(model) == 4
+    assert utils.get_model_tp_size(model) == 4
 
 
 def test_peft_models_are_known_by_their_class(monkeypatch):
     import types
 
     model = Deep()
-    assert module_queries.is_peft_model(model) is False
+    assert utils.is_peft_model(model) is False
     peft = types.ModuleType("peft")
     peft.PeftModel = Deep
     monkeypatch.setitem(sys.modules, "peft", peft)
-    assert module_queries.is_peft_model(model) is True
-    assert module_queries.is_peft_model(nn.DataParallel(model)) is True
-    assert module_queries.is_peft_model(torch.compile(model, backend="eager")) is True
-    assert module_queries.is_peft_model(Block()) is False
+    assert utils.is_peft_model(model) is True
+    assert utils.is_peft_model(nn.DataParallel(model)) is True
+    assert utils.is_peft_model(torch.compile(model, backend="eager")) is True
+    assert utils.is_peft_model(Block()) is False
 
 
 def test_the_users_model_comes_out_of_its_wrappers():
     model = Deep()
     wrapped = nn.DataParallel(model)
-    assert module_queries.extract_model_from_parallel(model) is model
-    assert module_queries.extract_model_from_parallel(wrapped) is model
+    assert utils.extract_model_from_parallel(model) is model
+    assert utils.extract_model_from_parallel(wrapped) is model
     compiled = torch.compile(wrapped, backend="eager")
-    assert module_queries.is_compiled_module(compiled)
-    assert not module_queries.is_compiled_module(model)
-    assert module_queries.extract_model_from_parallel(compiled, keep_torch_compile=False) is model
-    kept = module_queries.extract_model_from_parallel(compiled)
-    assert module_queries.is_compiled_module(kept)
+    assert utils.is_compiled_module(compiled)
+    assert not utils.is_compiled_module(model)
+    assert utils.extract_model_from_parallel(compiled, keep_torch_compile=False) is model
+    kept = utils.extract_model_from_parallel(compiled)
+    assert utils.is_compiled_module(kept)
     assert kept._orig_mod is model
     assert compiled._orig_mod is wrapped, "the given model is not changed"
     x = torch.randn(2, 4)
     assert torch.equal(kept(x), model(x))
     plain = torch.compile(model, backend="eager")
-    assert module_queries.extract_model_from_parallel(plain) is plain
+    assert utils.extract_model_from_parallel(plain) is plain
 
 
 def test_wrappers_inside_a_model_come_off_on_request():
     model = Deep()
     inner = model.first
     model.first = nn.DataParallel(inner)
-    assert isinstance(module_queries.extract_model_from_parallel(model).first, nn.DataParallel)
-    assert module_queries.extract_model_from_parallel(model, recursive=True).first is inner
+    assert isinstance(utils.extract_model_from_parallel(model).first, nn.DataParallel)
+    assert utils.extract_model_from_parallel(model, recursive=True).first is inner
 
 
 def test_mixed_precision_comes_off_on_request():
-    model = Deep()
-    attach_autocast(model, World.fake(device="cpu").hardware, torch.bfloat16)
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    model = accelerator.prepare(Deep())
     seen: list[torch.dtype] = []
     model.first.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     model(torch.randn(2, 4))
-    module_queries.extract_model_from_parallel(model)(torch.randn(2, 4))
-    module_queries.extract_model_from_parallel(model, keep_fp32_wrapper=False)(torch.randn(2, 4))
+    utils.extract_model_from_parallel(model)(torch.randn(2, 4))
+    utils.extract_model_from_parallel(model, keep_fp32_wrapper=False)(torch.randn(2, 4))
     assert seen == [torch.bfloat16, torch.bfloat16, torch.float32]
 
 
@@ -301,18 +306,18 @@ def test_blocks_are_compiled_in_place_and_names_stay():
         return graph.forward
 
     assert compile_regions(model, backend=backend) is model
-    assert module_queries.has_compiled_regions(model)
+    assert utils.has_compiled_regions(model)
     assert torch.equal(model(x), expected)
     assert list(model.state_dict()) == names
     assert len(compiled) == 1, "blocks of one class share the compiled code"
-    assert not module_queries.has_compiled_regions(Deep())
+    assert not utils.has_compiled_regions(Deep())
 
 
 def test_a_model_without_blocks_is_compiled_whole():
     model = nn.Linear(2, 2)
     assert compile_regions(model, backend="eager") is model
     assert model._compiled_call_impl is not None
-    assert not module_queries.has_compiled_regions(model)
+    assert not utils.has_compiled_regions(model)
 
 
 # --- precision by hand
@@ -361,54 +366,54 @@ def library(monkeypatch):
 
 
 def test_a_recipe_needs_its_library():
-    for recipe, package in ((fp8.TERecipeKwargs, "transformer_engine"), (fp8.AORecipeKwargs, "torchao")):
+    for recipe, package in ((utils.TERecipeKwargs, "transformer_engine"), (utils.AORecipeKwargs, "torchao")):
         with pytest.raises(MissingExtraError, match=f"pip install {package}"):
             recipe()
 
 
 def test_recipes_take_variables_then_defaults(monkeypatch, library):
     library("transformer_engine")
-    recipe = fp8.TERecipeKwargs()
+    recipe = utils.TERecipeKwargs()
     assert recipe.to_kwargs() == {}
     assert (recipe.fp8_format, recipe.margin, recipe.amax_history_len) == ("HYBRID", 0, 1024)
     assert recipe.override_linear_precision == (False, False, False)
     monkeypatch.setenv("ACCELERATE_FP8_MARGIN", "2")
     monkeypatch.setenv("ACCELERATE_FP8_OVERRIDE_WGRAD", "true")
-    recipe = fp8.TERecipeKwargs(fp8_format="e4m3", amax_compute_algo="max")
+    recipe = utils.TERecipeKwargs(fp8_format="e4m3", amax_compute_algo="max")
     assert (recipe.fp8_format, recipe.margin, recipe.amax_compute_algo) == ("E4M3", 2, "max")
     assert recipe.override_linear_precision == (False, False, True)
     with pytest.raises(UnknownNameError, match="HYBRID"):
-        fp8.TERecipeKwargs(fp8_format="HYBRI")
+        utils.TERecipeKwargs(fp8_format="HYBRI")
     monkeypatch.setenv("ACCELERATE_FP8_MARGIN", "two")
     with pytest.raises(SettingError, match="ACCELERATE_FP8_MARGIN is the text 'two'"):
-        fp8.TERecipeKwargs()
+        utils.TERecipeKwargs()
 
 
 def test_a_level_of_optimisation():
-    assert fp8.MSAMPRecipeKwargs().opt_level == "O2"
-    assert fp8.MSAMPRecipeKwargs(opt_level="O1").to_kwargs() == {"opt_level": "O1"}
+    assert utils.MSAMPRecipeKwargs().opt_level == "O2"
+    assert utils.MSAMPRecipeKwargs(opt_level="O1").to_kwargs() == {"opt_level": "O1"}
     with pytest.raises(UnknownNameError, match="O1"):
-        fp8.MSAMPRecipeKwargs(opt_level="O3")
+        utils.MSAMPRecipeKwargs(opt_level="O3")
 
 
 def test_a_recipe_makes_the_librarys_configuration(library, monkeypatch):
     library("torchao")
     library("torchao.float8").Float8LinearConfig = lambda **options: options
     monkeypatch.setenv("ACCELERATE_FP8_PAD_INNER_DIM", "false")
-    assert fp8.AORecipeKwargs().config == {"pad_inner_dim": False, "enable_fsdp_float8_all_gather": True}
+    assert utils.AORecipeKwargs().config == {"pad_inner_dim": False, "enable_fsdp_float8_all_gather": True}
     own = object()
-    assert fp8.AORecipeKwargs(config=own).config is own
+    assert utils.AORecipeKwargs(config=own).config is own
     with pytest.raises(SettingError, match="config is given"):
-        fp8.AORecipeKwargs(config=own, pad_inner_dim=True)
+        utils.AORecipeKwargs(config=own, pad_inner_dim=True)
 
 
 def test_the_old_recipe_still_works_and_says_it_is_old(library):
     with pytest.warns(FutureWarning, match="TERecipeKwargs"):
-        assert fp8.FP8RecipeKwargs(backend="msamp", opt_level="O1").opt_level == "O1"
+        assert utils.FP8RecipeKwargs(backend="msamp", opt_level="O1").opt_level == "O1"
     with pytest.warns(FutureWarning), pytest.raises(MissingExtraError, match="transformer_engine"):
-        fp8.FP8RecipeKwargs(backend="TE")
+        utils.FP8RecipeKwargs(backend="TE")
     with pytest.warns(FutureWarning), pytest.raises(UnknownNameError, match="MSAMP"):
-        fp8.FP8RecipeKwargs(backend="other")
+        utils.FP8RecipeKwargs(backend="other")
 
 
 # --- helpers for other projects' tests
@@ -416,33 +421,31 @@ def test_the_old_recipe_still_works_and_says_it_is_old(library):
 
 def test_a_command_is_run_and_its_output_kept(capfd):
     code = "import sys; print('out'); print('err', file=sys.stderr)"
-    result = client_test_utils.execute_subprocess_async([sys.executable, "-c", code])
+    result = testing.execute_subprocess_async([sys.executable, "-c", code])
     assert (result.returncode, result.stdout, result.stderr) == (0, ["out"], ["err"])
     shown = capfd.readouterr()
     assert "Running:" in shown.out
     assert shown.out.rstrip().endswith("out")
     assert "err" in shown.err
-    client_test_utils.execute_subprocess_async([sys.executable, "-c", code], quiet=True, echo=False)
+    testing.execute_subprocess_async([sys.executable, "-c", code], quiet=True, echo=False)
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_failing_command_raises_with_the_end_of_its_output():
     with pytest.raises(LaunchError, match="exit status 3") as caught:
-        client_test_utils.execute_subprocess_async(
+        testing.execute_subprocess_async(
             [sys.executable, "-c", "import sys; print('the reason', file=sys.stderr); sys.exit(3)"],
             quiet=True,
         )
     assert "the reason" in str(caught.value)
     with pytest.raises(LaunchError, match=r"more than 0\.2 s"):
-        client_test_utils.execute_subprocess_async(
-            [sys.executable, "-c", "import time; time.sleep(60)"], timeout=0.2
-        )
+        testing.execute_subprocess_async([sys.executable, "-c", "import time; time.sleep(60)"], timeout=0.2)
 
 
 def test_each_test_worker_has_a_port(monkeypatch):
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    assert client_test_utils.get_torch_dist_unique_port() == 29500
+    assert testing.get_torch_dist_unique_port() == 29500
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw7")
-    assert client_test_utils.get_torch_dist_unique_port() == 29507
-    assert client_test_utils.path_in_accelerate_package("core", "errors.py").is_file()
-    assert Path(client_test_utils.path_in_accelerate_package()).name == "accelerate"
+    assert testing.get_torch_dist_unique_port() == 29507
+    assert testing.path_in_accelerate_package("core", "errors.py").is_file()
+    assert Path(testing.path_in_accelerate_package()).name == "accelerate"

@@ -14,9 +14,8 @@ from packaging.version import Version
 from accelerate import device as devices
 from accelerate.core import packages
 from accelerate.core.errors import MissingExtraError, SettingError
-from accelerate.core.packages import compare_versions, is_torch_version
 from accelerate.facade import device_availability
-from accelerate.utils import imports
+from accelerate.utils import compare_versions, imports, is_torch_version
 
 
 @pytest.fixture(autouse=True)

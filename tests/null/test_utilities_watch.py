@@ -9,24 +9,23 @@ import pytest
 import torch
 
 from accelerate.core.errors import DeviceError, SettingError, UnknownNameError, WorldError
-from accelerate.core.kwargs_handler import KwargsHandler
-from accelerate.watch.batch_size_search import (
+from accelerate.logging import MultiProcessAdapter, get_logger
+from accelerate.utils import (
+    KwargsHandler,
+    ProfileKwargs,
     find_executable_batch_size,
     release_memory,
     should_reduce_batch_size,
+    tqdm,
 )
-from accelerate.watch.console import tqdm
-from accelerate.watch.logging import MultiProcessAdapter, get_logger
-from accelerate.watch.profile import ProfileKwargs
-from accelerate.world import world as worlds
-from accelerate.world.world import World
+from tests.support.worlds import enter
 
 
 @pytest.fixture
 def speak_as(monkeypatch: pytest.MonkeyPatch) -> Generator[pytest.MonkeyPatch]:
     """``speak_as(rank)`` opens a fake world of four; the level of the root logger is put back."""
     level = logging.root.level
-    yield lambda rank: monkeypatch.setattr(worlds, "_current", World.fake(size=4, rank=rank))
+    yield lambda rank: enter(monkeypatch, size=4, rank=rank)
     logging.root.setLevel(level)
 
 

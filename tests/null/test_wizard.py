@@ -16,15 +16,15 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from accelerate import device as devices
-from accelerate.cli.config_classes import ClusterConfig, SageMakerConfig, load_config_from_file
-from accelerate.cli.main import run
 from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.cli.wizard import config_commands, questions, terminal
 from accelerate.cli.wizard.questions import WizardAnswers, WizardQuestion
+from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig, load_config_from_file
 from accelerate.core.setting import Setting, declared_settings
-from accelerate.device import Device
 from accelerate.launch.launch_request import read_request
 from accelerate.launch.request_checks import check_request
+from tests.support.command import run
+from tests.support.devices import pretend_devices
 
 DOWN, ENTER, CTRL_C = "\x1b[B", "\r", "\x03"
 CPUS = {"machine": "MULTI_CPU"}
@@ -44,7 +44,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("ACCELERATE_CONFIG_FILE", raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", Terminal())
-    monkeypatch.setattr("accelerate.device.probe_devices", lambda machine=None: (Device("cpu"), 0))
+    pretend_devices(monkeypatch, "cpu", 0)
     return tmp_path / "job.yaml"
 
 
@@ -277,7 +277,7 @@ def test_a_job_on_sagemaker(monkeypatch: pytest.MonkeyPatch, place: Path) -> Non
 
 
 def test_devices_found_here_come_first(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
-    monkeypatch.setattr("accelerate.device.probe_devices", lambda machine=None: (Device("cuda"), 4))
+    pretend_devices(monkeypatch, "cuda", 4)
     told, _ = go(monkeypatch, place, {})
     assert (told["distributed_type"], told["num_processes"], told["use_cpu"]) == ("MULTI_GPU", 4, False)
 

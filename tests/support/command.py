@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import psutil
 
 from tests.support.environment import clean
@@ -203,6 +204,20 @@ def accelerate(*args: str, timeout: float = 60, **options: Any) -> Finished:
     """Runs ``accelerate ARGS`` to its end; ``options`` are those of ``Running``."""
     __tracebackhide__ = True
     return Running([*CONSOLE, *args], **options).wait(timeout)
+
+
+def run(args: Sequence[str]) -> int:
+    """Run ``accelerate ARGS`` inside the test, where names can be patched; return the exit code."""
+    from accelerate.cli import main
+
+    return main.run(args)
+
+
+def group() -> click.Group:
+    """The command ``accelerate`` with its sub-commands, as click knows it."""
+    from accelerate.cli import main
+
+    return main.accelerate
 
 
 def launch(

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import yaml
+
+from accelerate.cli.wizard.config_editor import find_setting
+from accelerate.core.errors import UnknownNameError
+from accelerate.launch.config_files import upgrade_keys
+
 _COMMON = """
 compute_environment: LOCAL_MACHINE
 debug: false
@@ -203,3 +209,19 @@ use_cpu: true
     "json": '{"distributed_type": "MULTI_CPU", "num_processes": 2, "dynamo_config": {"backend": "eager"}}',
 }
 WRONG = FORMATS["latest"] + "another_invalid_key: true\ninvalid_key: x\n"
+
+
+def unknown_names(text: str) -> list[str]:
+    """The keys of a file, in today's spelling, that ``accelerate config --set`` does not find."""
+    keys = upgrade_keys(yaml.safe_load(text)).items()
+    names = [
+        [f"{key}.{inner}" for inner in value] if isinstance(value, dict) else [key] for key, value in keys
+    ]
+    return [name for several in names for name in several if not _is_found(name)]
+
+
+def _is_found(name: str) -> bool:
+    try:
+        return bool(find_setting(name))
+    except UnknownNameError:
+        return False

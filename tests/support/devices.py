@@ -18,7 +18,10 @@ from typing import Any
 import pytest
 import torch
 
+from accelerate.device import DEVICES, get, probe_devices
+from accelerate.device.base import Device
 from accelerate.device.machine import DeviceProbeHost
+from accelerate.device.null import FakeTestDevice
 
 TOTAL = 16 * 2**30
 
@@ -239,6 +242,64 @@ def _teach_torch_device(monkeypatch: pytest.MonkeyPatch) -> None:
             return SimpleNamespace(type=kind, index=index)
 
     monkeypatch.setattr(torch, "device", device)
+
+
+def device_named(name: str) -> Device:
+    """The device of that type, as Accelerator uses it."""
+    return get(name)
+
+
+def devices_of(host: DeviceProbeHost) -> tuple[Device, int]:
+    """The device that is found on a machine, and how many there are."""
+    return probe_devices(host)
+
+
+def device_types() -> tuple[str, ...]:
+    """The types of devices that the package knows."""
+    return DEVICES.names()
+
+
+def is_generic(device: Device) -> bool:
+    """Whether no file of the package says anything about this type of device."""
+    return type(device) is Device
+
+
+def fake_device(size: int, capacity: int = 0) -> FakeTestDevice:
+    """``size`` devices that compute nothing, of ``capacity`` bytes each."""
+    return FakeTestDevice(size=size, capacity=capacity) if capacity else FakeTestDevice(size=size)
+
+
+@contextmanager
+def added_device(name: str, priority: int | None = None) -> Generator[None]:
+    """A device of another package, known inside the ``with``; with a priority it is also found here."""
+
+    class Own(Device):
+        def is_usable(self) -> bool:
+            return priority is not None
+
+    Own.type = name
+    if priority is not None:
+        Own.priority = priority
+    with DEVICES.add(name, Own()):
+        yield
+
+
+def pretend_devices(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> None:
+    """Let the search for devices find ``count`` of this kind here, whatever machine it is asked about."""
+    monkeypatch.setattr("accelerate.device.probe_devices", lambda machine=None: (Device(kind), count))
+
+
+def pretend_memory(
+    monkeypatch: pytest.MonkeyPatch, size: int, capacity: int, *, as_type: str = ""
+) -> FakeTestDevice:
+    """Let there be ``size`` fake devices of ``capacity`` bytes here, which torch calls ``as_type``."""
+    device = FakeTestDevice(size=size, capacity=capacity)
+    monkeypatch.setattr("accelerate.device.detect", lambda: device)
+    if as_type:
+        monkeypatch.setattr(
+            FakeTestDevice, "torch_device", lambda self, index=None: torch.device(as_type, index)
+        )
+    return device
 
 
 def machine(

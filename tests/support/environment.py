@@ -49,3 +49,10 @@ def clean(values: Mapping[str, object | None] | None = None, *, accelerators: bo
         else:
             kept[name] = str(value)
     return kept
+
+
+def protocol_variables() -> list[str]:
+    """The variables with which a launcher and its script talk to each other."""
+    from accelerate.core.environ import PROTOCOL_VARIABLES
+
+    return list(PROTOCOL_VARIABLES)

@@ -17,6 +17,9 @@ from typing import Any
 
 import pytest
 
+from accelerate.track import open_runs
+from accelerate.tracking import GeneralTracker
+
 
 @dataclass(frozen=True)
 class Library:
@@ -299,3 +302,18 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str) -> Fake:
         stand_in.__getattr__ = lambda each: getattr(fake.root, each)  # type: ignore[method-assign]
         monkeypatch.setitem(sys.modules, module, stand_in)
     return fake
+
+
+def is_open(tracker: GeneralTracker) -> bool:
+    """Return whether the run of ``tracker`` would be finished when this process ends."""
+    return open_runs.is_open(tracker)
+
+
+def finish(tracker: GeneralTracker) -> None:
+    """Finish the run of ``tracker`` as the end of a process does."""
+    open_runs.finish([tracker])
+
+
+def forget_open_runs() -> None:
+    """Let no run be finished when this process ends."""
+    open_runs._open.clear()

@@ -1,0 +1,17 @@
+"""The world of a fake cluster, as one of its ranks sees it: no process group, no communication."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from accelerate.world import world
+from accelerate.world.world import World
+
+
+def enter(monkeypatch: pytest.MonkeyPatch, **facts: Any) -> World:
+    """Make this process a rank of a fake world of that ``size``, ``rank``, ``nodes`` and ``device``."""
+    entered = World.fake(**facts)
+    monkeypatch.setattr(world, "_current", entered)
+    return entered
