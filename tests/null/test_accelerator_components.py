@@ -101,7 +101,7 @@ def options(**changes: Any) -> PrepareOptions:
     return dataclasses.replace(PrepareOptions(True, True, None, DataLoaderConfiguration()), **changes)
 
 
-def trained(runtime: Runtime) -> tuple[nn.Module, AcceleratedOptimizer, PreparedObjects]:
+def trained(runtime: Runtime) -> tuple[Any, AcceleratedOptimizer, PreparedObjects]:
     """A prepared linear model and its optimizer."""
     model, prepared = nn.Linear(3, 1), PreparedObjects()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
