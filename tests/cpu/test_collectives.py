@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from accelerate.core.errors import CollectiveError, PrepareError, SettingError
-from tests.support.fake_world import fake_world
 from tests.support.ranks import RankServer, same_on_all
+from tests.support.worlds import fake_world
 
 Pair = namedtuple("Pair", "left right")
 

@@ -15,9 +15,9 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismC
 from accelerate.core.errors import SettingError
 from accelerate.state import AcceleratorState
 from tests.support.engine import EnginePlugin, FakeEngineStrategy
-from tests.support.fake_world import fake_world
 from tests.support.ranks import RankServer, same_on_all
 from tests.support.strategies import added_strategy, strategy_names
+from tests.support.worlds import fake_world
 
 # An engine that trains one kind of model is held to its laws by that: tests/cpu/test_megatron.py.
 OWN = {"megatron"}

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
+from accelerate import Accelerator
 from accelerate.checkpoint import load, save, torch_files
 from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
@@ -714,3 +715,36 @@ def test_no_hook_is_left_in_the_logger(tmp_path: Path, caplog: pytest.LogCapture
         save.save(training(), project=project)
     load.load(training(), project=project)
     assert [r for r in caplog.records if r.name.startswith("accelerate")] == []
+
+
+class WholeOptimizer:
+    """An optimizer that is not torch's, whose state is saved whole."""
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        self.param_groups = [{"params": parameters, "lr": 0.1}]
+
+    def step(self) -> None:
+        """Does nothing."""
+
+    def zero_grad(self) -> None:
+        """Does nothing."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"lr": 0.1}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.param_groups[0]["lr"] = state["lr"]
+
+
+def test_the_manifest_lists_optimizers_by_their_index(tmp_path: Path) -> None:
+    """Of any mixture of sharded and whole ones: who fetches only the first n goes by it."""
+    accelerator = Accelerator()
+    model = torch.nn.Linear(2, 1)
+    parameters = list(model.parameters())
+    optimizers = [torch.optim.SGD(parameters, lr=0.1), WholeOptimizer(parameters)]
+    accelerator.prepare(model, *optimizers)
+    accelerator.save_state(tmp_path / "c", sharded=True)
+    manifest = json.loads((tmp_path / "c" / "manifest.json").read_text())
+    files = [entry["file"] for entry in manifest["parts"]["optimizers"]]
+    assert len(files) == 2
+    assert "optimizer_1" in files[1], files

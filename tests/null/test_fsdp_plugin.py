@@ -21,9 +21,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
 from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.utils import fsdp_utils
-from tests.support.chosen_strategies import chosen, fsdp_statuses, fsdp_unit_names, unused
 from tests.support.launch_plans import request_of_file
 from tests.support.sharded_models import Block, tiny
+from tests.support.strategies import chosen, fsdp_statuses, fsdp_unit_names, unused
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from accelerate import Accelerator, ProfileKwargs
 from accelerate.core.errors import MissingExtraError, SettingError
 from accelerate.watch import memory_timeline
 from accelerate.watch.profile import record_profile
-from tests.support.missing_packages import pretend
+from tests.support.packages import pretend_installed
 
 MB = 2**20
 
@@ -178,6 +178,6 @@ def test_options_that_cannot_take_effect_are_refused(tmp_path: Path, monkeypatch
         torch.ones(4).sum()
     assert [path.name for path in tmp_path.iterdir()] == ["own.json"]
 
-    pretend(monkeypatch, lambda module: module != "matplotlib")
+    pretend_installed(monkeypatch, lambda module: module != "matplotlib")
     with pytest.raises(MissingExtraError, match="pip install matplotlib"):
         ProfileKwargs(memory_timeline=True, output_trace_dir=str(tmp_path)).build()

@@ -31,7 +31,7 @@ from accelerate.tracking import (
 )
 from accelerate.utils import LoggerType
 from tests.support.environment import clean
-from tests.support.missing_packages import pretend
+from tests.support.packages import pretend_installed
 
 
 class Own(GeneralTracker):
@@ -114,7 +114,7 @@ def test_a_name_that_does_not_exist_is_an_error_with_the_nearest() -> None:
 def test_all_are_those_that_can_be_used_here_and_are_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pretend(monkeypatch, lambda module: module == "torch")
+    pretend_installed(monkeypatch, lambda module: module == "torch")
     assert accelerator("all").log_with == []
     acc = accelerator(["all", Own()], tmp_path)
     assert acc.log_with[:-1] == ["jsonl"] == get_available_trackers()

@@ -23,7 +23,7 @@ from accelerate import Accelerator, track
 from accelerate.core.errors import MissingExtraError, SettingError
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import LoggerType
-from tests.support.missing_packages import pretend
+from tests.support.packages import pretend_installed
 from tests.support.trackers import Fake, finish, forget_open_runs, install, is_open, leaves
 
 NAMES = track.TRACKERS.names()
@@ -93,7 +93,7 @@ def test_importing_it_imports_no_library(name: str) -> None:
 def test_without_its_package_the_command_that_installs_it_is_said(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pretend(monkeypatch, lambda module: False)
+    pretend_installed(monkeypatch, lambda module: False)
     with pytest.raises(MissingExtraError, match=rf"pip install {track.TRACKERS.get(name).packages[0]}"):
         accelerator(name, tmp_path)
     assert name not in track.available_trackers(tmp_path)

@@ -18,7 +18,7 @@ from accelerate.core.errors import DeviceError, PrepareError
 from accelerate.hooks import remove_hook_from_submodules
 from tests.sim.test_sim_pager import WIDTH, Net, built, inputs
 from tests.support import sim
-from tests.support.offload import mover_of
+from tests.support.offloaded import mover_of
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ from accelerate.hooks import (
 from accelerate.utils import OffloadedWeightsLoader, set_module_tensor_to_device
 from accelerate.utils.modeling import align_module_device, check_device_same, get_state_dict_offloaded_model
 from tests.support import sim
-from tests.support.offload import is_stand_in
+from tests.support.offloaded import is_offloaded
 
 KiB = 2**10
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -141,7 +141,7 @@ def test_memory_that_runs_out_in_the_middle_is_freed() -> None:
             model(x)
         gc.collect()
         assert torch.sim.memory_allocated() == before
-        assert all(is_stand_in(tensor) for tensor in model.parameters())
+        assert all(is_offloaded(tensor) for tensor in model.parameters())
         assert torch.allclose(model(x).cpu(), expected, **CLOSE)
 
 
@@ -259,7 +259,7 @@ def test_values_that_a_client_puts_in_are_offloaded_too(kind: str) -> None:
     with torch.no_grad():
         for _ in range(2):
             assert torch.allclose(model(x).cpu(), expected, rtol=1e-4)
-    assert all(is_stand_in(tensor) for tensor in model.parameters())
+    assert all(is_offloaded(tensor) for tensor in model.parameters())
     for index, layer in enumerate(model):
         assert torch.equal(vars(layer)["_hf_hook"].weights_map["weight"], values[f"{index}.weight"])
 
@@ -324,7 +324,7 @@ def test_threads_share_what_is_here() -> None:
         thread.join()
     assert len(results) == 30
     assert all(torch.allclose(result, expected, **CLOSE) for result in results)
-    assert all(is_stand_in(tensor) for tensor in model.parameters())
+    assert all(is_offloaded(tensor) for tensor in model.parameters())
 
 
 @pytest.mark.parametrize("target", ["cpu", "sim:1"])

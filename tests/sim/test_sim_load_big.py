@@ -14,7 +14,7 @@ from torch import nn
 from accelerate import Accelerator, init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
 from accelerate.core.errors import DeviceError
 from tests.support import sim
-from tests.support.offload import is_stand_in
+from tests.support.offloaded import is_offloaded
 
 KiB = 2**10
 WIDTH, LAYERS = 128, 8
@@ -114,7 +114,7 @@ def test_outputs_are_equal_and_nothing_is_written(
 def test_what_is_on_disk_is_a_stand_in_over_its_file(tmp_path: Path, net: Net) -> None:
     model: Any = load_checkpoint_and_dispatch(empty(), tmp_path / "w", FOUR)
     weight = model.layers[5].up.weight
-    assert is_stand_in(weight)
+    assert is_offloaded(weight)
     assert not weight.source.in_memory
     torch.testing.assert_close(weight.source.host_tensor(), net.layers[5].up.weight.data)  # pyright: ignore
     assert model.layers[0].up.weight.device == torch.device("sim", 0)

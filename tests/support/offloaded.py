@@ -1,4 +1,4 @@
-"""Weights that are offloaded: which are, and the errors about them."""
+"""Dispatched models: which weights are offloaded, what copies and moves them, the errors about them."""
 
 from __future__ import annotations
 
@@ -45,3 +45,18 @@ def offload_to_memory(model: nn.Module, name: str) -> None:
 def prepare_dispatched(model: nn.Module, *, processes: int, trained: bool) -> None:
     """Check a dispatched model as prepare does on so many processes, with an optimizer for it or without."""
     check_trainable(model, several=processes > 1, trained=trained)
+
+
+def pager_of(model: nn.Module) -> Any:
+    """Return what copies the offloaded weights of a dispatched model to its device and back."""
+    hook = hook_of(model)
+    assert hook is not None
+    assert hook._pager is not None
+    return hook._pager
+
+
+def mover_of(model: nn.Module) -> Any:
+    """Return what moves the inputs of a dispatched model's modules to their devices."""
+    hook = hook_of(model)
+    assert hook is not None
+    return hook._mover

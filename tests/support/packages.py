@@ -1,8 +1,13 @@
-"""Which optional packages this machine has."""
+"""Optional packages: which this machine has, and how to pretend that it lacks some."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
+
+import pytest
+
+from accelerate.core import packages
 
 
 def is_installed(module: str) -> bool:
@@ -15,3 +20,9 @@ def is_installed(module: str) -> bool:
     except ModuleNotFoundError:  # its parent is missing
         return False
     return spec is not None and spec.origin is not None
+
+
+def pretend_installed(monkeypatch: pytest.MonkeyPatch, is_there: Callable[[str], bool]) -> None:
+    """Let a package be there only if it is installed and ``is_there(name)``."""
+    real = packages.is_installed
+    monkeypatch.setattr(packages, "is_installed", lambda module: is_there(module) and real(module))

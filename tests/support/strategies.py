@@ -1,19 +1,47 @@
-"""The strategies of the package, for tests that hold every one of them, those added later too."""
+"""All strategies, the one that is chosen for a fake world, and what FSDP says about a plugin and a model."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from accelerate.core.option_report import OptionStatus
+from accelerate.strategy import STRATEGIES, choose_strategy, unused_options
+from accelerate.strategy.base import Strategy, StrategyRequest
+from accelerate.strategy.sharding.fsdp2_options import option_statuses
+from accelerate.strategy.sharding.fsdp_unit_selection import find_units
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.world.world import World
+
+
+def chosen(size: int, *plugins: Any, nodes: int = 1, **asked: Any) -> Strategy:
+    """The strategy of a training with these plugins on ``size`` processes of ``nodes`` machines."""
+    return choose_strategy(StrategyRequest(World.fake(size, nodes=nodes), plugins=plugins, **asked))
+
+
+def unused(strategy: Strategy) -> list[OptionStatus]:
+    """What was asked for and does nothing under the strategy that was chosen."""
+    return [effect for effect in unused_options(strategy.request, strategy) if effect.matters]
+
+
+def fsdp_statuses(plugin: FullyShardedDataParallelPlugin) -> list[OptionStatus]:
+    """What FSDP2 says about each option of a plugin before there is a model."""
+    return list(option_statuses((), plugin, []))
+
+
+def fsdp_unit_names(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[str]:
+    """The names of the modules of which each is an FSDP unit."""
+    names = {module: name for name, module in model.named_modules()}
+    return [names[block] for block in find_units(model, plugin.policy_for(model), set())]
 
 
 def strategy_names() -> list[str]:
     """Return the names of all strategies, ``"single"`` and ``"ddp"`` among them."""
-    from accelerate.strategy import STRATEGIES
-
     return list(STRATEGIES.names())
 
 
 def added_strategy(name: str, strategy: type) -> AbstractContextManager[None]:
     """Let accelerators choose among one strategy more, for the length of a ``with`` block."""
-    from accelerate.strategy import STRATEGIES
-
     return STRATEGIES.add(name, strategy)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,3 +17,11 @@ def enter(monkeypatch: pytest.MonkeyPatch, **facts: Any) -> World:
     entered = World.fake(**facts)
     monkeypatch.setattr(world, "_current", entered)
     return entered
+
+
+@contextmanager
+def fake_world(size: int, rank: int) -> Iterator[None]:
+    """Let this process be ``rank`` of ``size`` ranks inside the block, without a process group."""
+    with pytest.MonkeyPatch.context() as patch:
+        enter(patch, size=size, rank=rank)
+        yield

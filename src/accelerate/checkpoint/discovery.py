@@ -1,4 +1,4 @@
-"""Where checkpoints are: their addresses, which folders are complete ones, which is the newest.
+"""The places of checkpoints: their addresses, which folders are complete ones, which is the newest.
 
 An address is the path of a local folder or the URL of a remote one. A committed checkpoint has a manifest and
 every file of it, with its size. Folders of the public package have no manifest; they count only if nothing in

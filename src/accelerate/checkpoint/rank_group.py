@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass
 class CollectiveSection:
-    """What the ranks exchange at the end of a block, see ``CheckpointRankGroup.collective_section``.
+    """The statuses that ranks exchange at the end of a block, see ``CheckpointRankGroup.collective_section``.
 
     Attributes:
         value: this rank's value for the all-gather; set inside the block.

@@ -183,7 +183,7 @@ def _same_on_all_ranks(name: Callable[[int], str]) -> Callable[[int, int], str]:
 
 @dataclass(frozen=True)
 class ContentKind:
-    """Where the states of one kind of objects are in a checkpoint.
+    """The place of one kind of objects in a checkpoint.
 
     Attributes:
         label: how errors call such an object, before its index.

@@ -1,4 +1,4 @@
-"""What is fixed once an ``Accelerator`` is made: its world, precision and strategy, from its arguments.
+"""The ``Runtime`` of an ``Accelerator``, made from its arguments: its world, precision and strategy.
 
 Arguments are checked, and merged with environment variables and DeepSpeed's configuration.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Runtime:
-    """What the components of an ``Accelerator`` share, and what does not change after its constructor.
+    """The values that components of an ``Accelerator`` share; none changes after its constructor.
 
     Attributes:
         world: the process group and the device of this process.

@@ -195,7 +195,7 @@ class LaunchRequest:
 
     @cached_property
     def origins(self) -> dict[str, tuple[SettingOrigin, ...]]:
-        """By setting, every source that gave a value, the winner first."""
+        """Every source that gave a value, by setting, the winner first."""
         return {
             name: each for cls in reversed(self.loaded) for name, each in self.loaded[cls].origins.items()
         }

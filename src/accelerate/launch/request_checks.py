@@ -1,4 +1,4 @@
-"""What a launch request is refused for on any machine: settings that contradict each other, a missing script.
+"""The checks of a launch request on any machine: settings that contradict each other, a missing script.
 
 Every error names the two places that do not go together.
 """
