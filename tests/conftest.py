@@ -90,6 +90,8 @@ def _reset() -> None:
         gradient.GradientState._reset_state()
     if state := loaded("accelerate.facade.state"):
         state.AcceleratorState._reset_state()
+    if preemption := loaded("accelerate.world.preemption"):
+        preemption.remove_monitor()
     world = loaded("accelerate.world.world")
     if world is not None and world.current() is not None:
         world.close()
