@@ -35,6 +35,7 @@ LISTED: dict[str, str] = {
     r"operations.together: gather(\(scalar\)| 0-d)": _ROWS,
     r"operations.together: reduce .*scale": "the factor counts; there it is ignored on a CPU",
     r"operations.together: reduce\(.*, none\)": "'none' reduces nothing; there it sums",
+    r"operations.together: reduce\(int32, sum\)": "sums of integers are in int64, as torch.sum gives",
     r"operations.together: pad bool": "padding keeps the dtype; there it becomes int64",
     r"operations.together: copy_tensor_to_devices both": "two tensors are refused; there they are summed",
     # --- handlers and enumerations

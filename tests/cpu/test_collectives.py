@@ -145,6 +145,71 @@ def test_a_gather_the_ranks_disagree_about_is_the_same_error_on_all(ranks: RankS
     assert "rank 1: torch.float" in text
 
 
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+NARROW_FLOATS = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+
+
+def reduce_extremes(count: int, world_size: int) -> None:
+    """Values near the end of what a dtype holds; with a large ``count`` they do not travel inline."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    rank, size = accelerator.process_index, accelerator.num_processes
+    assert size == world_size
+
+    def check(value: float, dtype: torch.dtype, reduction: str, wanted: float, to: torch.dtype) -> None:
+        got = accelerator.reduce(torch.full((count,), value).to(dtype), reduction)
+        assert got.dtype == to, (dtype, reduction, got.dtype)
+        torch.testing.assert_close(got, torch.full((count,), wanted, dtype=torch.float64).to(to))
+
+    for dtype in INTEGERS:
+        top = min(torch.iinfo(dtype).max, 2**40)
+        near = top - 1 + rank % 2  # one less on even ranks
+        check(top, dtype, "mean", top, torch.float32)
+        check(top, dtype, "sum", size * top, torch.int64)
+        check(near, dtype, "max", top - 1 + (size > 1), dtype)
+        check(near, dtype, "min", top - 1, dtype)
+    check(rank % 2, torch.bool, "mean", size // 2 / size, torch.float32)
+    check(1, torch.bool, "sum", size, torch.int64)
+    check(rank % 2, torch.bool, "max", size > 1, torch.bool)
+    for dtype in NARROW_FLOATS:
+        top = min(torch.finfo(dtype).max, 2.0**120)
+        check(top, dtype, "mean", top, dtype)
+        check(top, dtype, "max", top, dtype)
+    mixed = torch.tensor([rank, -rank, torch.nan if rank == 0 else 1.0]).repeat(count)
+    assert accelerator.reduce(mixed, "max")[:2].tolist() == [size - 1, 0]
+    assert accelerator.reduce(mixed, "min")[:2].tolist() == [0, 1 - size]
+    assert accelerator.reduce(mixed, "max")[2].isnan()
+    assert accelerator.reduce(mixed, "min")[2].isnan()
+    with pytest.raises(PrepareError, match="have no order"):
+        accelerator.reduce(torch.ones(count, dtype=torch.complex64), "max")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("count", [2, 300_000], ids=["inline", "large"])
+def test_reduce_does_not_overflow_on_the_way(ranks: RankServer, world_size: int, count: int) -> None:
+    """G4. The largest values of each dtype: their mean is themselves, their sum is in int64."""
+    ranks(world_size, reduce_extremes, count, world_size)
+
+
+def reduce_differently(reductions: list[str]) -> str:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    tensor = torch.ones(2)
+    accelerator.reduce(tensor, "sum")  # the layout is known
+    with pytest.raises(CollectiveError) as error:
+        accelerator.reduce(tensor, reductions[accelerator.process_index])
+    return str(error.value)
+
+
+def test_the_ranks_agree_about_the_reduction(ranks: RankServer) -> None:
+    """G4. A mean on one rank and a sum on another are one error on both."""
+    text = same_on_all(ranks(2, reduce_differently, ["sum", "mean"]))
+    assert "reduce(sum)" in text
+    assert "reduce(mean)" in text
+
+
 def reduced() -> tuple[object, ...]:
     from accelerate import Accelerator
     from accelerate.utils import reduce
@@ -157,8 +222,8 @@ def reduced() -> tuple[object, ...]:
     scaled = accelerator.reduce(mine, "sum", scale=0.5).tolist()
     whole = accelerator.reduce(torch.tensor([accelerator.process_index]), "mean").tolist()
     assert torch.equal(mine, kept), "reduce must not change its argument"
-    with pytest.raises(SettingError, match="reduction 'max'"):
-        accelerator.reduce(mine, "max")
+    with pytest.raises(SettingError, match="reduction 'median'"):
+        accelerator.reduce(mine, "median")
     return total, mean, scaled, whole
 
 

@@ -725,7 +725,7 @@ class Accelerator(ProcessMixin):
         return join_uneven_inputs(joinables, self._dataloaders, even_batches)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """All-reduce tensors: the element-wise sum or mean over ranks, times ``scale``."""
+        """All-reduce tensors: element-wise ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``, times ``scale``."""
         return collective.reduce(tensor, reduction, scale)
 
     def pad_across_processes(

@@ -291,60 +291,120 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """All-reduce tensors: return the element-wise sum or mean over ranks, times ``scale``, as new tensors.
+    """All-reduce tensors: combine them element by element over ranks, times ``scale``, to new tensors.
+
+    Integers and bools are combined in int64, floats narrower than float32 in float32, so that nothing
+    overflows on the way. Results have the dtype of the tensor, but integers and bools give int64 sums, as
+    in ``torch.sum``, and means of the default floating dtype, as a division does.
 
     Args:
         tensor: a tensor or a tree of tensors with equal shapes on all ranks.
-        reduction: ``"sum"``, ``"mean"`` or ``"none"`` (only scaled).
+        reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, or ``"none"`` (only scaled). NaN on a rank
+            gives NaN in all of them.
         scale: factor on the result.
 
     Raises:
         SettingError: another reduction.
-        CollectiveError: structure, dtypes or shapes differ between ranks.
+        CollectiveError: reduction, structure, dtypes or shapes differ between ranks.
+        PrepareError: a leaf is not a tensor, or is complex where a maximum or minimum is asked for.
     """
-    if reduction not in ("sum", "mean", "none"):
-        raise SettingError(f"reduction {reduction!r} is unknown", fix="use 'sum', 'mean' or 'none'")
-
-    def scale_result(total: torch.Tensor) -> torch.Tensor:
-        if reduction == "mean" and world_size() > 1:
-            total = total / world_size()
-        return total if scale == 1.0 else total * scale
-
-    if reduction == "none" or world_size() == 1:
-        return recursively_apply(
-            lambda leaf: scale_result(leaf.detach().clone()), tensor, error_on_other_type=True
+    if reduction not in ("sum", "mean", "max", "min", "none"):
+        raise SettingError(
+            f"reduction {reduction!r} is unknown", fix="use 'sum', 'mean', 'max', 'min' or 'none'"
         )
-    packed = PackedTree.pack("reduce", tensor)
+    if reduction == "none":
+        return recursively_apply(
+            lambda leaf: _scale(leaf.detach().clone(), scale), tensor, error_on_other_type=True
+        )
+    if world_size() == 1:
+
+        def reduce_alone(leaf: torch.Tensor) -> torch.Tensor:
+            return _finish_reduction(_reduce_parts((leaf.detach(),), reduction), leaf, reduction, scale)
+
+        return recursively_apply(reduce_alone, tensor, error_on_other_type=True)
+    packed = PackedTree.pack(f"reduce({reduction})", tensor)
     with packed.channel.lock:
         layout = packed.exchange_cached()
         if layout is not None:
-            return packed.rebuild([scale_result(_sum_over_ranks(parts)) for parts in layout.rank_views])
-        messages = packed.exchange()
-        packed.check_agreement(messages)
-        return packed.rebuild(
-            [scale_result(_reduce_leaf(packed, messages, index)) for index in range(len(packed.leaves))]
+            totals = [_reduce_parts(parts, reduction) for parts in layout.rank_views]
+        else:
+            messages = packed.exchange()
+            packed.check_agreement(messages)
+            totals = [_reduce_leaf(packed, messages, index, reduction) for index in range(len(packed.leaves))]
+    leaves = zip(totals, packed.leaves, strict=True)
+    return packed.rebuild([_finish_reduction(total, leaf, reduction, scale) for total, leaf in leaves])
+
+
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which values of ``dtype`` are combined: no sum over ranks overflows in it."""
+    if dtype.is_complex:
+        return torch.promote_types(dtype, torch.complex64)
+    if dtype.is_floating_point:
+        return dtype if dtype.itemsize >= 4 else torch.float32
+    return torch.int64
+
+
+def _reduce_parts(parts: tuple[torch.Tensor, ...], reduction: str) -> torch.Tensor:
+    """Combine the values of all ranks, in rank order: the same bits on all ranks and in every run."""
+    dtype = _accumulation_dtype(parts[0].dtype)
+    if reduction in ("sum", "mean"):
+        if dtype == parts[0].dtype:
+            return torch.stack(parts).sum(0, dtype=dtype)
+        return torch.stack([part.to(dtype) for part in parts]).sum(0)
+    _check_order(parts[0], reduction)
+    stacked = torch.stack([part.to(dtype) for part in parts])
+    return stacked.amax(0) if reduction == "max" else stacked.amin(0)
+
+
+def _check_order(leaf: torch.Tensor, reduction: str) -> None:
+    if leaf.is_complex():
+        raise PrepareError(
+            f"a tensor of {leaf.dtype} cannot go through reduce({reduction})",
+            why="complex numbers have no order",
+            fix="reduce their absolute values, or torch.view_as_real(tensor)",
         )
 
 
-def _sum_over_ranks(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Sum in rank order, so that the result is the same on all ranks and in every run."""
-    return torch.stack(parts).sum(0, dtype=parts[0].dtype)
+def _finish_reduction(total: torch.Tensor, leaf: torch.Tensor, reduction: str, scale: float) -> torch.Tensor:
+    """Divide for a mean, scale, and return to the dtype of the result."""
+    if reduction == "mean":
+        total = total / world_size()
+    total = _scale(total, scale)
+    is_exact = not (leaf.is_floating_point() or leaf.is_complex())
+    if is_exact and (reduction in ("sum", "mean") or scale != 1.0):
+        return total
+    return total.to(leaf.dtype)
+
+
+def _scale(tensor: torch.Tensor, scale: float) -> torch.Tensor:
+    return tensor if scale == 1.0 else tensor * scale
 
 
 def _reduce_leaf(
-    packed: PackedTree, messages: control_channel.GatheredControlMessages, index: int
+    packed: PackedTree, messages: control_channel.GatheredControlMessages, index: int, reduction: str
 ) -> torch.Tensor:
     leaf = packed.leaves[index]
     if messages.inline:
-        return _sum_over_ranks(packed.all_rank_values(messages, index))
-    total = leaf.clone(memory_format=torch.contiguous_format)
-    if total.device.type == "cpu":
-        parts = torch.view_as_real(total) if total.is_complex() else total
-        if parts.numel():
-            packed.channel.all_reduce(parts, "reduce")
-    else:
-        dist.all_reduce(total)
+        return _reduce_parts(packed.all_rank_values(messages, index), reduction)
+    total = leaf.to(_accumulation_dtype(leaf.dtype), memory_format=torch.contiguous_format, copy=True)
+    if reduction in ("sum", "mean"):
+        _all_reduce(total, packed.channel, dist.ReduceOp.SUM)
+        return total
+    _check_order(leaf, reduction)
+    is_nan = total.isnan().to(torch.uint8)  # back ends differ in what a maximum with NaN is
+    _all_reduce(total, packed.channel, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.MIN)
+    if total.is_floating_point():
+        _all_reduce(is_nan, packed.channel, dist.ReduceOp.MAX)
+        total.masked_fill_(is_nan.bool(), torch.nan)
     return total
+
+
+def _all_reduce(tensor: torch.Tensor, channel: control_channel.ControlChannel, op: Any) -> None:
+    """All-reduce a contiguous tensor in place."""
+    if tensor.device.type != "cpu":
+        dist.all_reduce(tensor, op)
+    elif tensor.numel():
+        channel.all_reduce(torch.view_as_real(tensor) if tensor.is_complex() else tensor, op, "reduce")
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:

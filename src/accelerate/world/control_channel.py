@@ -411,9 +411,11 @@ class ControlChannel:
         """All-gather equally many host bytes of each rank into ``out``, in rank order."""
         self._transfer(lambda group: group._allgather_base(out, tensor), operation)
 
-    def all_reduce(self, tensor: torch.Tensor, operation: str) -> None:
-        """All-reduce a host tensor (sum), in place."""
-        self._transfer(lambda group: group.allreduce([tensor]), operation)
+    def all_reduce(self, tensor: torch.Tensor, op: Any, operation: str) -> None:
+        """All-reduce a host tensor by ``op``, a ``torch.distributed.ReduceOp``, in place."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        self._transfer(lambda group: group.allreduce([tensor], options), operation)
 
     def broadcast(self, tensor: torch.Tensor, source: int, operation: str) -> None:
         """Broadcast a host tensor from rank ``source``, in place."""
