@@ -100,7 +100,7 @@ def test_nothing_moves_and_no_hook_is_attached() -> None:
 
 
 def test_what_is_on_disk_is_mapped_from_the_checkpoint(tmp_path: Path) -> None:
-    """E1, E3, E11: real parameters without a copy, a hook, or a byte written."""
+    """E1, E3, E11: real parameters without a copy, a forward of ours, or a byte written."""
     model = built()
     expected = model(IDS)
     index = index_of(model, tmp_path / "model.safetensors")
@@ -111,7 +111,7 @@ def test_what_is_on_disk_is_mapped_from_the_checkpoint(tmp_path: Path) -> None:
             if p is not None:
                 module._parameters[name] = nn.Parameter(p.to("meta"), requires_grad=p.requires_grad)
     dispatch_model(empty, {"": "disk"}, offload_index=index)
-    assert hooked(empty) == []
+    assert not any("forward" in vars(module) for module in empty.modules())
     assert written(tmp_path) == size
     assert {p.device.type for p in empty.parameters()} == {"cpu"}
     torch.testing.assert_close(empty(IDS), expected)
@@ -236,11 +236,32 @@ def test_offloading_to_the_cpu_changes_nothing(tmp_path: Path) -> None:
     model = built()
     expected = model(IDS)
     assert cpu_offload(model, torch.device("cpu:0")) is model
-    assert hooked(model) == []
+    check_hooks_are_for_show(model)
     disk_offload(model, tmp_path)
-    assert hooked(model) == []
+    check_hooks_are_for_show(model)
     torch.testing.assert_close(model(IDS), expected)
     assert len(list(tmp_path.glob("*.dat"))) == len(list(model.parameters()))
+    remove_hook_from_submodules(model)
+    assert hooked(model) == []
+    assert not {"to", "cuda", "_apply", "forward", "_old_forward"} & vars(model).keys()
+    dispatch_model(model, {"layers": "disk", "": "cpu"}, offload_dir=tmp_path)
+    check_hooks_are_for_show(model)
+
+
+def check_hooks_are_for_show(model: nn.Module) -> None:
+    """1.3: clients find ``_hf_hook`` where weights are offloaded; calls do not pass through it."""
+    own = [
+        name for name, module in model.named_modules() if [*module.parameters(False), *module.buffers(False)]
+    ]
+    assert set(hooked(model)) == {"", *own}
+    for name in hooked(model):
+        module: Any = model.get_submodule(name)
+        assert isinstance(module._hf_hook, accelerate.hooks.AlignDevicesHook)
+        assert module._hf_hook.execution_device == torch.device("cpu")
+        assert not module._hf_hook.offload
+        assert module._hf_hook.io_same_device == (name == "")
+        assert module._old_forward == module.forward
+        assert "forward" not in vars(module)
 
 
 def test_hooks_are_attached_if_asked() -> None:

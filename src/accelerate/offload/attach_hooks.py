@@ -15,7 +15,8 @@ from accelerate.offload.offload_folder import PrefixedDataset
 ClassNames = Sequence[str] | None
 
 
-def _has_own_tensors(module: nn.Module) -> bool:
+def has_own_tensors(module: nn.Module) -> bool:
+    """Return True when the module itself, not a submodule, holds a parameter or buffer."""
     tensors = (*module._parameters.values(), *module._buffers.values())
     return any(tensor is not None for tensor in tensors)
 
@@ -90,7 +91,7 @@ def attach_align_device_hook(
         tied_params_map: see ``AlignDevicesHook``.
     """
     whole = offload and _is_preloaded(module, preload_module_classes)
-    if whole or _has_own_tensors(module):
+    if whole or has_own_tensors(module):
         prefix = f"{module_name}." if module_name else ""
         hook = AlignDevicesHook(
             execution_device=execution_device,

@@ -36,6 +36,7 @@ from accelerate.offload.dispatch_steps import (
     place_on_cpu,
     place_resident_tensors,
     replace_with_stand_ins,
+    show_resident_hooks,
 )
 from accelerate.offload.hooks import (
     _accelerate_added_attributes,
@@ -207,6 +208,8 @@ def _place_and_hook(
     place_resident_tensors([p for p in slots if p.device != CPU], values, options)
     paged = replace_with_stand_ins([p for p in slots if p.device != CPU], values)
     if not paged and len(computing) < 2 and not options.force_hooks:
+        if options.is_offload or any(slot.home == "disk" for slot in slots):
+            show_resident_hooks(model, options)
         return
     pager, blocks = None, {}
     if paged:
@@ -294,7 +297,9 @@ def cpu_offload(
     device = _device_of_model(model, execution_device)
     _check_values(model, values := WeightStore(state_dict, None, None))
     remove_dispatch(model)
-    options = DispatchOptions(device, offload_buffers, preload_classes=tuple(preload_module_classes or ()))
+    options = DispatchOptions(
+        device, offload_buffers, preload_classes=tuple(preload_module_classes or ()), is_offload=True
+    )
     _place_and_hook(model, lambda _: "cpu", values, options)
     return model
 
@@ -323,7 +328,9 @@ def disk_offload(
     device = _device_of_model(model, execution_device)
     _check_values(model, values := WeightStore(None, offload_dir, None))
     remove_dispatch(model)
-    options = DispatchOptions(device, offload_buffers, preload_classes=tuple(preload_module_classes or ()))
+    options = DispatchOptions(
+        device, offload_buffers, preload_classes=tuple(preload_module_classes or ()), is_offload=True
+    )
     _place_and_hook(model, lambda _: "disk", values, options)
     return model
 

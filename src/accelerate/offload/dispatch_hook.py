@@ -77,11 +77,13 @@ class DispatchHook(AlignDevicesHook):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to pickle the hook.
+        """Refuse to pickle a hook that moves anything.
 
         Raises:
-            OffloadError: always: what a hook works with belongs to this process.
+            OffloadError: what it works with belongs to this process.
         """
+        if self._mover is None and self._pager is None and not self.offload:
+            return super().__reduce_ex__(protocol)
         raise OffloadError(
             "a dispatched model cannot be pickled",
             why="its hooks hold streams, threads and memory of this process",

@@ -20,6 +20,7 @@ from torch import nn
 
 from accelerate.core.errors import DeviceError
 from accelerate.offload.align_hook import Keys
+from accelerate.offload.attach_hooks import has_own_tensors
 from accelerate.offload.dispatch_hook import DispatchHook, attach_hook, show_hook, watch_replacements
 from accelerate.offload.module_input_output import ModuleInputOutputMover
 from accelerate.offload.offload_folder import PrefixedDataset
@@ -75,6 +76,7 @@ class DispatchOptions:
         preload_classes: names of classes whose weights are fetched together.
         force_hooks: attach hooks also where nothing has to be moved.
         named_devices: modules that the device map names, with their devices.
+        is_offload: all weights are offloaded, also where the main device is the CPU and uses them in place.
     """
 
     main_device: torch.device
@@ -83,6 +85,7 @@ class DispatchOptions:
     preload_classes: Sequence[str] = ()
     force_hooks: bool = False
     named_devices: dict[str, torch.device] = field(default_factory=dict[str, torch.device])
+    is_offload: bool = False
 
 
 def list_tensor_slots(
@@ -371,6 +374,14 @@ def attach_hooks(
         elif _holds_offloaded(module):
             show_hook(module, _make_hook(name, module, loader, options, options.main_device))
     watch_replacements(model)
+
+
+def show_resident_hooks(model: nn.Module, options: DispatchOptions) -> None:
+    """Set the hooks that clients look for where offloaded weights are used in place; none is called."""
+    for name, module in model.named_modules():
+        if not name or has_own_tensors(module):
+            hook = DispatchHook(options.main_device, skip_keys=options.skip_keys, root=not name)
+            show_hook(module, hook)
 
 
 def _named_stand_ins(
