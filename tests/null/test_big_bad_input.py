@@ -167,7 +167,7 @@ MISSPELT = [
     ({"cpu": -1}, "the budget of 'cpu' is -1"),
 ]
 TOO_SMALL = [
-    ({0: 100, "cpu": "1GB"}, r"device 0 may hold 100 bytes, less than the largest block 1\.0"),
+    ({0: 100, "cpu": 100, "disk": 100}, "the budgets are too small for the model"),
     ({0: 0, "cpu": 0}, "no device may hold anything"),
 ]
 

@@ -144,7 +144,6 @@ def test_weights_that_are_to_be_tied_and_are_not_are_told():
 @pytest.mark.parametrize(
     ("budgets", "error", "said"),
     [
-        ({0: 90, "cpu": 1000}, SettingError, "less than the largest block linear2"),
         ({0: 0, "cpu": 0}, SettingError, "every budget is 0"),
         ({"gpu": 100}, UnknownNameError, "an accelerator is a number"),
         ({"cudo:0": 100}, UnknownNameError, "unknown device 'cudo:0'"),
@@ -157,6 +156,17 @@ def test_budgets_that_cannot_work(budgets, error, said):
     with pytest.raises(error, match=said) as caught:
         infer_auto_device_map(Small(), budgets)
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("first", "wanted"),
+    [(90, {"linear1": 0, "batchnorm": "cpu", "linear2": "cpu"}), (50, {"": "cpu"})],
+)
+def test_a_block_larger_than_the_accelerator_is_placed_with_a_warning(first, wanted):
+    """E5: what fits the accelerator is placed there, as in 1.15; computing the block there may fail."""
+    said = "running the model may fail" if 0 in wanted.values() else "nothing is on 0"
+    with pytest.warns(UserWarning, match=said):
+        assert infer_auto_device_map(Small(), {0: first, "cpu": 1000}) == wanted
 
 
 def random_module(chance: random.Random, depth: int, pool: list[nn.Parameter]) -> nn.Module:

@@ -228,7 +228,8 @@ def infer_auto_device_map(
     closed = _as_class_names(no_split_module_classes)
     with _pause_garbage_collection():
         part = build_module_tree(model, dtype, special_dtypes)
-        plan = plan_placement(part, limits, PlacementRules(closed, offload_buffers, fallback_allocation))
+        rules = PlacementRules(closed, offload_buffers, fallback_allocation, oversized_blocks=True)
+        plan = plan_placement(part, limits, rules)
     if check_tied_parameters_in_config(model) and not tied_groups(part):
         _warn("the model says that weights are to be tied, and none are: call its tie_weights() first")
     if verbose:
