@@ -145,6 +145,25 @@ def test_a_gather_the_ranks_disagree_about_is_the_same_error_on_all(ranks: RankS
     assert "rank 1: torch.float" in text
 
 
+def test_a_single_item_is_concatenated_with_nothing() -> None:
+    from accelerate.utils import concatenate
+
+    assert concatenate(["x"]) == "x"
+    assert concatenate([{"a": ["x", 1]}]) == {"a": ["x", 1]}
+    with pytest.raises(PrepareError, match="type str cannot be concatenated"):
+        concatenate(["x", "y"])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_not_padded_and_a_warning_says_so() -> None:
+    from accelerate.utils import pad_across_processes
+
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.warns(UserWarning, match="nested tensor is not padded") as caught:
+        assert pad_across_processes(nested).is_nested
+    assert caught[0].filename == __file__
+
+
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 NARROW_FLOATS = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 

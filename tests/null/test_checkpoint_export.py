@@ -76,13 +76,14 @@ def test_what_an_earlier_save_left_is_removed_and_the_rest_stays(tmp_path: Path,
     assert sorted(os.listdir(tmp_path)) == sorted([*again, index, *keep])
 
 
-def test_tied_weights_are_counted_and_written_once(tmp_path: Path) -> None:
-    """D6: in shards too, the alias is told beside its tensor."""
+def test_tied_weights_are_counted_and_written_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """D6: in shards too, the alias is told beside its tensor, and in the log."""
     state = weights()
     state["tied.weight"] = state["layer.3.weight"]
     files = write_weights(state, tmp_path, max_shard_size="2KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert "tied.weight" not in index["weight_map"]
+    assert "tied.weight shares memory with layer.3.weight" in caplog.text
     assert index["metadata"]["total_size"] == 4000
     with safe_open(tmp_path / files[1], framework="pt") as file:
         assert file.metadata() == {"tied.weight": "layer.3.weight", "format": "pt"}

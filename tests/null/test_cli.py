@@ -252,15 +252,40 @@ def test_the_parser_of_other_launchers_gives_flags_and_an_untouched_script() -> 
         '"',
     ]
     namespace = launch_command_parser().parse_args(args)
-    assert (namespace.cpu, namespace.num_processes, namespace.mixed_precision) == (True, "2", "bf16")
+    assert (namespace.cpu, namespace.num_processes, namespace.mixed_precision) == (True, 2, "bf16")
     assert namespace.training_script == "train.py"
     assert namespace.training_script_args == ["--cpu", "--", "a b", "-m", '"']
-    assert namespace.multi_gpu is None
+    assert namespace.multi_gpu is False
     assert launch_command_parser().parse_args(["-m", "package.train", "-n", "3"]).training_script_args == [
         "-n",
         "3",
     ]
     assert launch_command_parser().parse_args(["--", "--odd.py"]).training_script == "--odd.py"
+
+
+def test_the_parser_gives_the_types_and_defaults_of_1_x() -> None:
+    """Programs read its namespace: numbers are numbers, switches are False, and a wrong number stays text."""
+    defaults = launch_command_parser().parse_args(["x.py"])
+    assert (defaults.max_restarts, defaults.monitor_interval, defaults.fsdp_min_num_params) == (0, 0.1, 10**8)
+    assert (defaults.fsdp_version, defaults.fsdp_offload_params, defaults.tee) == ("1", "false", "0")
+    assert (defaults.use_fsdp, defaults.tpu, defaults.quiet, defaults.num_processes) == (
+        False,
+        False,
+        None,
+        None,
+    )
+    words = (
+        "--gradient_clipping 0.5 --fsdp_version 2 --zero_stage 3 --num_machines 1:4 --main_process_port 29"
+    )
+    words += " --megatron_lm_eod_mask_loss true --fsdp_transformer_layer_cls_to_wrap A -n x"
+    words += " --fsdp_transformer_layer_cls_to_wrap B x.py"
+    typed = launch_command_parser().parse_args(words.split())
+    assert (typed.gradient_clipping, typed.fsdp_version, typed.zero_stage) == (0.5, "2", 3)
+    assert (typed.num_machines, typed.main_process_port, typed.num_processes) == ("1:4", 29, "x")
+    assert typed.megatron_lm_eod_mask_loss is True
+    assert typed.fsdp_transformer_layer_cls_to_wrap == "A,B"
+    with pytest.raises(SettingError, match="--num_processes"):
+        launch_command(typed)
 
 
 def test_the_parser_can_be_a_command_of_another_parser() -> None:
@@ -270,7 +295,7 @@ def test_the_parser_can_be_a_command_of_another_parser() -> None:
     env.env_command_parser(commands)
     commands.add_parser("other")
     namespace = parser.parse_args(["launch", "-n", "2", "train.py", "-x"])
-    assert (namespace.num_processes, namespace.training_script_args) == ("2", ["-x"])
+    assert (namespace.num_processes, namespace.training_script_args) == (2, ["-x"])
     assert callable(namespace.func)
     assert parser.parse_args(["env"]).func is env.env_command
 

@@ -127,21 +127,31 @@ def shards_of(index: Path) -> dict[Path, list[str]]:
     """Return the shards that an index names, with the names of the tensors in them.
 
     Raises:
+        CheckpointError: see ``read_weight_map``.
+    """
+    shards: dict[Path, list[str]] = {}
+    for name, file in read_weight_map(index).items():
+        shards.setdefault(index.parent / file, []).append(name)
+    return shards
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Return tensor -> file of an index of shards: its table ``weight_map``, or all of it where it has none.
+
+    Raises:
         CheckpointError: it is no index, or leads out of its folder.
     """
     with file_errors("read", index):
         body = json.loads(index.read_text(encoding="utf-8"))
-    table = body.get("weight_map") if isinstance(body, dict) else None
-    if not isinstance(table, dict):
+    table = body.get("weight_map", body) if isinstance(body, dict) else None
+    if not isinstance(table, dict) or not table:
         raise CheckpointError(f"{index} is no index of shards", why="it has no table 'weight_map'")
-    shards: dict[Path, list[str]] = {}
     for name, file in table.items():
         if not isinstance(file, str) or PurePosixPath(file).name != file or "\\" in file:
             raise CheckpointError(
                 f"{index} cannot be used", why=f"{name} would be read from {file!r}, outside of the folder"
             )
-        shards.setdefault(index.parent / file, []).append(name)
-    return shards
+    return table
 
 
 def _join_shards(shards: Mapping[Path, Iterable[str]]) -> LazyWeights:

@@ -6,6 +6,7 @@ A file is written beside its name and renamed, so that a crash leaves the old on
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -57,6 +58,8 @@ __all__ = [
 TORCH_SAFE_GLOBALS = torch_files.safe_globals()
 
 _SHARD = r"-\d{5}-of-\d{5}"
+
+logger = logging.getLogger(__name__)
 
 
 def save(
@@ -184,7 +187,12 @@ def save_weights(
     folder = Path(directory).expanduser()
     state = state_dict_files.strip_compile_prefix(state)
     if safe_serialization:
-        return write_weights(lazy_weights.weights_from_state(state), folder, max_shard_size=max_shard_size)
+        weights = lazy_weights.weights_from_state(state)
+        for alias, name in weights.aliases.items():
+            logger.warning(
+                "%s shares memory with %s: it is not saved, and loading ties it again", alias, name
+            )
+        return write_weights(weights, folder, max_shard_size=max_shard_size)
     split = split_torch_state_dict_into_shards(
         dict(state), filename_pattern=layout.WEIGHTS_PATTERN_NAME, max_shard_size=parse_bytes(max_shard_size)
     )

@@ -17,22 +17,94 @@ from accelerate.launch.base import launch
 from accelerate.launch.errors import RankError
 from accelerate.launch.launch_request import LaunchRequest, format_value, read_request
 
-# What flags have in namespaces of 1.x when nobody typed them, where that is more than None and False.
-_DEFAULTS = """
-= dynamo_mode=default tee=0 role=default rdzv_backend=static max_restarts=0 monitor_interval=0.1
-fsdp_version=1 fsdp_offload_params=false fsdp_min_num_params=100000000 fsdp_sharding_strategy=FULL_SHARD
-fsdp_reshard_after_forward=true fsdp_forward_prefetch=false fsdp_use_orig_params=true
-fsdp_cpu_ram_efficient_loading=true fsdp_sync_module_states=true fsdp_activation_checkpointing=false
-fsdp_activation_checkpointing_offload=false megatron_lm_tp_degree=1 megatron_lm_pp_degree=1
-megatron_lm_gradient_clipping=1.0 fp8_margin=0 fp8_interval=1 fp8_format=HYBRID
-fp8_amax_history_len=1024 fp8_amax_compute_algo=most_recent
-fp8_override_linear_precision=False,False,False fp8_opt_level=O2 fp8_enable_fsdp_float8_all_gather=true
-fp8_pad_inner_dim=true parallelism_config_dp_replicate_size=1 parallelism_config_dp_shard_size=1
-parallelism_config_tp_size=1 parallelism_config_cp_size=1 parallelism_config_cp_backend=torch
-parallelism_config_cp_comm_strategy=allgather parallelism_config_sp_size=1
-parallelism_config_sp_seq_length_is_variable=true parallelism_config_sp_attn_implementation=sdpa
-"""
-_DEFAULT_VALUES = {name: value for name, _, value in (pair.partition("=") for pair in _DEFAULTS.split())}
+# What flags have in namespaces of 1.x when nobody typed them, where that is no None and they take a value.
+# The type of a value that is typed is that of the default, else of the setting.
+_DEFAULTS: dict[str, Any] = {
+    "dynamo_mode": "default",
+    "tee": "0",
+    "role": "default",
+    "rdzv_backend": "static",
+    "rdzv_conf": "",
+    "max_restarts": 0,
+    "monitor_interval": 0.1,
+    "fsdp_version": "1",
+    "fsdp_offload_params": "false",
+    "fsdp_min_num_params": 100_000_000,
+    "fsdp_sharding_strategy": "FULL_SHARD",
+    "fsdp_reshard_after_forward": "true",
+    "fsdp_forward_prefetch": "false",
+    "fsdp_use_orig_params": "true",
+    "fsdp_cpu_ram_efficient_loading": "true",
+    "fsdp_sync_module_states": "true",
+    "fsdp_activation_checkpointing": "false",
+    "fsdp_activation_checkpointing_offload": "false",
+    "megatron_lm_tp_degree": 1,
+    "megatron_lm_pp_degree": 1,
+    "megatron_lm_gradient_clipping": 1.0,
+    "megatron_lm_eod_mask_loss": False,
+    "megatron_lm_no_load_optim": False,
+    "megatron_lm_no_save_optim": False,
+    "megatron_lm_optimizer_cpu_offload": False,
+    "megatron_lm_overlap_cpu_optimizer_d2h_h2d": False,
+    "megatron_lm_use_custom_fsdp": False,
+    "megatron_lm_use_precision_aware_optimizer": False,
+    "fp8_margin": 0,
+    "fp8_interval": 1,
+    "fp8_format": "HYBRID",
+    "fp8_amax_history_len": 1024,
+    "fp8_amax_compute_algo": "most_recent",
+    "fp8_override_linear_precision": (False, False, False),
+    "fp8_opt_level": "O2",
+    "fp8_enable_fsdp_float8_all_gather": True,
+    "fp8_pad_inner_dim": True,
+    "parallelism_config_dp_replicate_size": 1,
+    "parallelism_config_dp_shard_size": 1,
+    "parallelism_config_tp_size": 1,
+    "parallelism_config_cp_size": 1,
+    "parallelism_config_cp_backend": "torch",
+    "parallelism_config_cp_comm_strategy": "allgather",
+    "parallelism_config_sp_size": 1,
+    "parallelism_config_sp_backend": "deepspeed",
+    "parallelism_config_sp_seq_length_is_variable": True,
+    "parallelism_config_sp_attn_implementation": "sdpa",
+}
+# Switches that have None there.
+_UNSET_SWITCHES = frozenset({"debug", "module", "no_python", "quiet"})
+_REPEATED = frozenset({"env", "vm"})
+
+
+class _JoinAction(argparse.Action):
+    """Joins the values of a flag that may be repeated with commas."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        before = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, f"{before},{values}" if before else values)
+
+
+def _flag_arguments(param: click.Option) -> dict[str, Any]:
+    """The arguments of ``add_argument`` for a flag, beside its spellings."""
+    dest = _namespace_key(param)
+    if param.is_flag:
+        return {"action": "store_true", "default": None if dest in _UNSET_SWITCHES else False}
+    if param.multiple:
+        return {"action": "append" if dest in _REPEATED else _JoinAction, "default": None}
+    default = _DEFAULTS.get(dest)
+    kind = str
+    if default is not None:
+        kind = type(default)
+    elif isinstance(param, SettingFlag):
+        kind = next((kind for kind in (int, float) if kind in param.setting.types), str)
+    return {"type": partial(_convert_value, kind), "default": default}
+
+
+def _convert_value(kind: type, text: str) -> Any:
+    """Convert a typed value; one that cannot be stays text, for the setting to refuse by its name."""
+    if kind is bool:
+        return text.lower() in ("1", "true", "yes", "on", "y", "t")
+    try:
+        return kind(text) if kind in (int, float) else text
+    except ValueError:
+        return text
 
 
 class LaunchParser(CustomArgumentParser):
@@ -44,10 +116,8 @@ class LaunchParser(CustomArgumentParser):
         for param in command.params:
             if not isinstance(param, click.Option):
                 continue
-            kind: dict[str, Any] = {"action": "store_true", "default": None} if param.is_flag else {}
-            kind |= {"action": "append", "default": None} if param.multiple else {}
             help = argparse.SUPPRESS if param.hidden else (param.help or "").replace("%", "%%")
-            self.add_argument(*param.opts, dest=_namespace_key(param), help=help, **kind)
+            self.add_argument(*param.opts, dest=_namespace_key(param), help=help, **_flag_arguments(param))
         self.add_argument("training_script", nargs="?", help="the script, module or program")
         self.add_argument("training_script_args", nargs="*", help="its arguments, untouched")
 
@@ -150,4 +220,4 @@ def _is_given(param: click.Option, dest: str, value: Any) -> bool:
     if value is None or value is False or value == "":
         return False
     only = len(param.setting.choices) == 1 if isinstance(param, SettingFlag) else False
-    return not only and format_value(value).lower() != _DEFAULT_VALUES.get(dest, "").lower()
+    return not only and format_value(value).lower() != format_value(_DEFAULTS.get(dest, "")).lower()

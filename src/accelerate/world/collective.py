@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import pickle
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 from accelerate.core import tree
 from accelerate.core.errors import CollectiveError, PrepareError, SettingError
+from accelerate.core.user_warning import warn_user
 from accelerate.world import control_channel
 from accelerate.world import world as worlds
 from accelerate.world.local_tensor_trees import (
@@ -420,7 +420,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
         CollectiveError: structure or numbers of dimensions differ between ranks.
     """
     if world_size() == 1:
-        return recursively_apply(lambda leaf: leaf, tensor, error_on_other_type=True)
+        return recursively_apply(_note_nested, tensor, error_on_other_type=True)
     packed = PackedTree.pack("pad_across_processes", tensor)
     with packed.channel.lock:
         messages = packed.exchange(values=False)
@@ -431,13 +431,18 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     padded: list[torch.Tensor] = []
     for leaf, shapes in zip(packed.leaves, shapes_by_leaf, strict=True):
         place = dim + leaf.dim() if dim < 0 else dim
-        if leaf.is_nested:
-            warnings.warn("a nested tensor is not padded", CannotPadNestedTensorWarning, stacklevel=2)
-        elif 0 <= place < leaf.dim():
+        if not _note_nested(leaf).is_nested and 0 <= place < leaf.dim():
             longest = max(shape[place] if place < len(shape) else 0 for shape in shapes)
             leaf = pad_tensor(leaf, place, longest, pad_index, pad_first)
         padded.append(leaf)
     return packed.rebuild(padded)
+
+
+def _note_nested(leaf: torch.Tensor) -> torch.Tensor:
+    """Warn about a nested tensor, and return the tensor."""
+    if leaf.is_nested:
+        warn_user("a nested tensor is not padded", CannotPadNestedTensorWarning)
+    return leaf
 
 
 def split(items: Any, *, apply_padding: bool = False) -> Any:

@@ -184,8 +184,10 @@ def listify(data: Any) -> Any:
 def concatenate(data: Any, dim: int = 0) -> Any:
     """Concatenate a sequence of equal trees, tensor by tensor, along ``dim``.
 
+    A single item that is no tensor is returned as it is.
+
     Raises:
-        PrepareError: the items are not tensors, lists, tuples or mappings of tensors.
+        PrepareError: several items are not tensors, lists, tuples or mappings of tensors.
     """
     first = data[0]
     if isinstance(first, torch.Tensor):
@@ -198,6 +200,8 @@ def concatenate(data: Any, dim: int = 0) -> Any:
         return tree.make_mapping_like(
             first, {key: concatenate([d[key] for d in data], dim=dim) for key in first}
         )
+    if len(data) == 1:
+        return first
     raise PrepareError(
         f"values of type {type(first).__name__} cannot be concatenated", why="only tensors can"
     )

@@ -73,10 +73,11 @@ def read_headers(path: str | os.PathLike[str]) -> dict[str, SafetensorsTensorHea
 def _read_index(index: Path) -> dict[str, SafetensorsTensorHeader]:
     """Return the tensors of an index, in its order."""
     try:
-        names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        body = json.loads(index.read_text(encoding="utf-8"))
+        names: dict[str, str] = body.get("weight_map", body or None)  # some are that table alone
+        files = {name: index.parent / name for name in dict.fromkeys(names.values())}
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index} is no index of shards", why="it has no 'weight_map'") from error
-    files = {name: index.parent / name for name in dict.fromkeys(names.values())}
     absent = [name for name, file in files.items() if not file.is_file()]
     if absent:
         raise CheckpointError(
