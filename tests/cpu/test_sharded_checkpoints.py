@@ -134,10 +134,11 @@ def test_a_run_goes_on_under_another_strategy_and_number_of_processes(
 def two_models(folder: str, seed: int, kind: str, load: bool, **options: Any) -> tuple[list[Any], list[str]]:
     """Weights and moments of two models with an optimizer each, after a save or a load."""
     from accelerate import Accelerator
-    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if kind == "fsdp" else None
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    project = ProjectConfiguration(**options)  # "async_save" makes memory ready after the first step
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, project_config=project)
     torch.manual_seed(seed)
     models: list[Any] = [nn.Linear(3, 5), nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3))]
     models[1][1].compile(backend="eager")
@@ -153,7 +154,7 @@ def two_models(folder: str, seed: int, kind: str, load: bool, **options: Any) ->
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        accelerator.save_state(folder, sharded=True, **options)
+        accelerator.save_state(folder, sharded=True)
         accelerator.wait_for_checkpoint()
     weights = [[whole_of(p) for p in model.parameters()] for model in models]
     states = [o.optimizer.state_dict() for o in optimizers]

@@ -92,6 +92,29 @@ def test_tensors_of_other_classes_are_copied_by_what_they_hold() -> None:
     assert copy[3].device.type == "meta"
 
 
+class Placed(TwoTensor):
+    """Says of its parts, as a DTensor does, one that is no tensor."""
+
+    mesh = ("a", "mesh")
+
+    def __tensor_flatten__(self) -> Any:
+        return ["a", "b", "mesh"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        assert inner["mesh"] is Placed.mesh
+        return Placed(inner["a"], inner["b"])
+
+
+def test_parts_that_are_no_tensors_stay_as_they_are(staging: async_save.SnapshotHostMemory) -> None:
+    value = Placed(torch.arange(4.0), torch.arange(4.0))
+    staging.prepare(async_save.snapshot_sizes([value]))
+    copy = copy_of(value)
+    value.a.fill_(-1)
+    assert type(copy) is Placed
+    assert copy.a.tolist() == copy.b.tolist() == [0, 1, 2, 3]
+
+
 def test_containers_keep_their_class_and_attributes() -> None:
     weights = torch.nn.Linear(2, 2).state_dict()
     copy = copy_of(weights)

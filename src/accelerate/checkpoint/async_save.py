@@ -338,8 +338,11 @@ class _TensorCopies:
         if tensor.device.type == "meta":
             return tensor
         if is_traceable_wrapper_subclass(tensor):
-            names, context = tensor.__tensor_flatten__()
-            inner = {name: self._copy_tensor(getattr(tensor, name)) for name in names}
+            attributes, context = _flatten(tensor)
+            inner = {
+                name: self._copy_tensor(value) if isinstance(value, torch.Tensor) else value
+                for name, value in attributes.items()
+            }
             kind: Any = type(tensor)
             return kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
         if not _has_memory(tensor):
@@ -368,13 +371,22 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     )
 
 
+def _flatten(tensor: Any) -> tuple[dict[str, Any], Any]:
+    """Return (the inner tensors and other attributes of a tensor subclass, what makes it again of them).
+
+    Not all are tensors: a DTensor of torch 2.13 lists its device mesh too.
+    """
+    names, context = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}, context
+
+
 def _storages(tensors: Iterable[torch.Tensor]) -> _Storages:
     """Return the storages behind tensors, each once."""
     storages: _Storages = {}
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
-            names, _ = tensor.__tensor_flatten__()
-            storages.update(_storages(getattr(tensor, name) for name in names))
+            inner = _flatten(tensor)[0].values()
+            storages.update(_storages(value for value in inner if isinstance(value, torch.Tensor)))
         elif tensor.device.type != "meta" and _has_memory(tensor):
             storages[_key(tensor)] = tensor.device, tensor.untyped_storage()
     return storages
