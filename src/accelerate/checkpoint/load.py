@@ -310,17 +310,36 @@ class TrainingStateReader:
         if not folder.is_dir():
             return False
         label, sharded = f"{each.label} ({each.class_name})", each.sharded_state
-        if sharded is None:
-            raise CheckpointError(
-                f"{label} cannot be loaded from {folder}",
-                why="it was saved sharded, by parameter names",
-                fix="save it whole, which every strategy reads: save_state(folder, sharded=False)",
-            )
         trusted = not self.load_kwargs.get("weights_only", True)
         context = CheckpointLoadContext(self.strict, trusted, self.model_kwargs, self.missing, self.notes)
         with file_errors("read", folder):
-            self.pending.append((f"load {label} from {folder}", sharded.prepare_load(folder, context)))
+            load = (
+                self._read_unsharded(each, folder, context)
+                if sharded is None
+                else sharded.prepare_load(folder, context)
+            )
+            self.pending.append((f"load {label} from {folder}", load))
         return True
+
+    def _read_unsharded(
+        self, each: CheckpointObject, folder: Path, context: CheckpointLoadContext
+    ) -> Callable[[], Any]:
+        """Return a function that loads a sharded state into what takes full states only (DeepSpeed)."""
+        if not isinstance(each.item, StatefulAdapter):
+            raise CheckpointError(
+                f"{each.label} ({each.class_name}) cannot be loaded from {folder}",
+                why="it was saved sharded, by parameter names",
+                fix="save it whole, which every strategy reads: save_state(folder, sharded=False)",
+            )
+        from accelerate.checkpoint.sharded_state import read_full_state
+
+        read, item, template = read_full_state(folder, each.category, context), each.item, each.item.template
+        if each.category == "optimizers":
+            return lambda: item.load_state_dict(read())
+        names = template() if template is not None else item.state_dict()
+        return lambda: item.load_state_dict(
+            state_dict_files.fit_names(read(), {}, names), **self.model_kwargs
+        )
 
     def _read_model(self, each: CheckpointObject) -> None:
         model, index, label = each.item, each.index, f"{each.label} ({each.class_name})"

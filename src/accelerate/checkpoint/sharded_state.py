@@ -7,7 +7,7 @@ size: each rank reads the chunks that overlap its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -215,14 +215,8 @@ class ShardedOptimizerState:
         self, shards: ShardFolderReader, context: CheckpointLoadContext, read_plan: ReadPlan
     ) -> dict[str, Any]:
         """Return the optimizer's future ``state_dict``; ``read_plan`` fills its tensors."""
-        entries: dict[Any, list[str]] = {}
-        other: dict[Any, list[str]] = {}
-        for name, path in shards.paths.items():
-            if len(path) > 2 and path[1] == "state":
-                entries.setdefault(path[2], []).append(name)
-            elif len(path) > 1:
-                other.setdefault(path[1], []).append(name)
-        read = {key: _read_nested(shards, group, 2) for key, group in other.items() if key != "state"}
+        entries, other = _optimizer_entries(shards)
+        read = {key: _read_nested(shards, group, 2) for key, group in other.items()}
         saved = list(read.get("param_groups", []))
         param_names = parameter_names(self.optimizer, self.models)
         saved_names = {name for group in saved for name in group["params"]}
@@ -246,6 +240,63 @@ class ShardedOptimizerState:
         for key in entries.keys() - saved_names:
             state[key] = _read_nested(shards, entries[key], 3)
         return {**read, "state": state, "param_groups": groups}
+
+
+def read_full_state(folder: Path, category: str, context: CheckpointLoadContext) -> Callable[[], Any]:
+    """Return a function that reads a sharded state as a full one, on the host, for what takes no shards.
+
+    Args:
+        folder: the folder of the shards.
+        category: ``"models"``, or ``"optimizers"``: then the state dict goes by parameter names, and the
+            state of a parameter is read whenever it is asked for.
+        context: whether reading may run code.
+
+    Raises:
+        CheckpointError: shards are missing.
+    """
+    shards = ShardFolderReader(folder, trusted=context.trusted)
+    shards.check_files(shards.paths)
+    if category == "models":
+        entries = _entries_by_model_name(shards, {})
+        return lambda: {name: _read_nested(shards, group, 2) for name, group in entries.items()}
+    states, other = _optimizer_entries(shards)
+
+    def read() -> dict[str, Any]:
+        by_name = {name: _ParamStateOnDisk(shards, group) for name, group in states.items()}
+        return {**{key: _read_nested(shards, group, 2) for key, group in other.items()}, "state": by_name}
+
+    return read
+
+
+class _ParamStateOnDisk(Mapping[str, Any]):
+    """The state of one parameter, read at each access."""
+
+    def __init__(self, shards: ShardFolderReader, group: Iterable[str]) -> None:
+        self._shards = shards
+        self._entries: dict[str, list[str]] = {}
+        for name in group:
+            self._entries.setdefault(shards.paths[name][3], []).append(name)
+
+    def __getitem__(self, key: str) -> Any:
+        return _read_nested(self._shards, self._entries[key], 4)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _optimizer_entries(shards: ShardFolderReader) -> tuple[dict[Any, list[str]], dict[Any, list[str]]]:
+    """Return the entries of an optimizer's index: (by parameter name, by other keys of its state dict)."""
+    states: dict[Any, list[str]] = {}
+    other: dict[Any, list[str]] = {}
+    for name, path in shards.paths.items():
+        if len(path) > 2 and path[1] == "state":
+            states.setdefault(path[2], []).append(name)
+        elif len(path) > 1 and path[1] != "state":
+            other.setdefault(path[1], []).append(name)
+    return states, other
 
 
 def optimizer_state_by_name(

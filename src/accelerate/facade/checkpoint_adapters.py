@@ -37,8 +37,12 @@ def model_adapter(strategy: Strategy, model: nn.Module) -> StatefulAdapter:
 
 
 def _state_template(strategy: Strategy, model: nn.Module) -> Mapping[str, Any]:
-    """Return a state dict with the names, shapes and ties of the model; its values do not count."""
-    return strategy.model_checkpoint_view(model).state_dict()
+    """Return a state dict with the names, shapes and ties of the model; its values do not count.
+
+    A name that only other ranks hold (pipeline stages) has the value None.
+    """
+    remote_names = strategy.partial_state_names(model)[0] if isinstance(strategy, DataSharding) else ()
+    return {**dict.fromkeys(remote_names), **strategy.model_checkpoint_view(model).state_dict()}
 
 
 def resolve_offloaded(state: Any) -> Any:

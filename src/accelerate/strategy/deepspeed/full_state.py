@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -307,6 +308,12 @@ def _scalar_state(vector_states: Mapping[Any, Any]) -> dict[str, Any]:
     for flat, state in vector_states.items():
         return {name: value for name, value in state.items() if not _is_elementwise(value, flat)}
     return {}
+
+
+def optimizer_view(handle: EngineHandle) -> Any:
+    """Return an object whose ``param_groups`` are those that the user's optimizer had, with its options."""
+    groups = zip(_param_groups(handle), handle.groups, strict=True)
+    return SimpleNamespace(param_groups=[{**options, "params": members} for options, members in groups])
 
 
 def _param_groups(handle: EngineHandle) -> list[dict[str, Any]]:

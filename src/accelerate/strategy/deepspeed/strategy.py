@@ -475,6 +475,13 @@ class DeepSpeed(EngineStrategy):
         handle = self.engines.find_by_optimizer(optimizer)
         return optimizer.state_dict() if handle is None else optimizer_state(handle, self.world.rank == 0)
 
+    def optimizer_checkpoint_view(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Return the groups of the user's parameters: DeepSpeed's optimizer has flat vectors of its own."""
+        from accelerate.strategy.deepspeed.full_state import optimizer_view
+
+        handle = self.engines.find_by_optimizer(optimizer)
+        return optimizer if handle is None else optimizer_view(handle)
+
     def load_optimizer(
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
     ) -> None:
