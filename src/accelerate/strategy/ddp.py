@@ -141,12 +141,17 @@ class ReplicatedModule:
     A copied or pickled replica is a plain module: the copy is not replicated.
     """
 
-    _replica: ClassVar[DistributedDataParallel]
+    _replica: ClassVar[Any]
     _user_module: ClassVar[nn.Module]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward between DDP's work before and after it."""
-        replica = self._replica
+        replica, trains = self._replica, self.training  # type: ignore[attr-defined]
+        # Torch broadcasts buffers only after a forward that reduced; in the middle of a window they differ.
+        if replica.buffers_differ and not trains and replica.require_backward_grad_sync:
+            replica.require_forward_param_sync = True
+        if replica.buffers_differ is not trains:
+            replica.buffers_differ = trains
         args, kwargs = replica._pre_forward(*args, **kwargs)
         DistributedDataParallel._active_ddp_module = replica
         try:
@@ -181,7 +186,9 @@ def replicate(module: nn.Module, **options: Any) -> nn.Module:
         "__qualname__": module_class.__qualname__,
         "__doc__": module_class.__doc__,
     }
-    parts = {"_replica": DistributedDataParallel(module, **options), "_user_module": module}
+    replica: Any = DistributedDataParallel(module, **options)
+    replica.buffers_differ = False
+    parts = {"_replica": replica, "_user_module": module}
     view: Any = object.__new__(
         type(module_class.__name__, (ReplicatedModule, module_class), {**names, **parts})
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate.core.errors import CheckpointError, SettingError
 from accelerate.strategy.deepspeed import full_state
-from accelerate.strategy.deepspeed.engine_handle import EngineHandle
+from accelerate.strategy.deepspeed.engine_handle import EngineHandle, replicate_buffers
 from accelerate.strategy.deepspeed.zero_checkpoint import ZeroCheckpoint, find_unsupported_file
 from accelerate.world.world import World
 
@@ -94,6 +94,8 @@ class DeepSpeedEngineCheckpointer:
                 raise CheckpointError(f"DeepSpeed found nothing to load in {tag_folder}")
         else:
             self._load_resharded(ZeroCheckpoint(tag_folder))
+        # In stage 3 each rank has saved its own.
+        replicate_buffers(self.handle.module)
         self.handle.clear_gradients()
 
     def _load_resharded(self, checkpoint: ZeroCheckpoint) -> None:

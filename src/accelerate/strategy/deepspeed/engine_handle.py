@@ -13,6 +13,7 @@ from accelerate.core import environ, tree
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.strategy.deepspeed.config_tree import DummyOptim, DummyScheduler, as_param_groups
 from accelerate.strategy.deepspeed.config_tree import get_key as config_value
+from accelerate.strategy.protocol.replicated_buffers import broadcast_tensors, sync_buffers_of_groups
 from accelerate.world.world import World
 
 
@@ -271,11 +272,22 @@ def make_engine(model: nn.Module, config: Mapping[str, Any], optimizer: Any, sch
     handle.clip_norm = float(engine.gradient_clipping() or 0.0)
     dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
     _undo_first_step(handle)
+    replicate_buffers(model)
     if dtype is not None:
         handle.hooks += _cast_inputs_outputs(model, dtype)
     if handle.stage == 3:
         handle.hooks.append(_guard_state_dict(engine))
     return handle
+
+
+def replicate_buffers(model: nn.Module) -> None:
+    """Give all ranks the buffers of rank 0, now and while they train: DeepSpeed does it with parameters."""
+    import torch.distributed as dist
+
+    everyone: Any = dist.group.WORLD
+    if dist.get_world_size() > 1:
+        broadcast_tensors(model.buffers(), [everyone])
+        sync_buffers_of_groups(model, [everyone])
 
 
 def _undo_first_step(handle: EngineHandle) -> None:

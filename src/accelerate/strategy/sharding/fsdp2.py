@@ -22,7 +22,6 @@ from accelerate.world import collective
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
     from accelerate.strategy.sharding.fsdp2_sharder import Sharder
     from accelerate.strategy.sharding.fsdp_unit_plan import FSDPShardingPlan
@@ -45,11 +44,6 @@ class FSDP2StrategyBase(ShardedStrategy):
         )
 
     # --- device mesh
-
-    @property
-    def _replicated_meshes(self) -> Sequence[DeviceMesh]:
-        """The further meshes of one dimension along which plain parameters are replicated."""
-        return ()
 
     @property
     def _pipeline_groups(self) -> Sequence[ProcessGroup]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -166,8 +166,17 @@ class ShardedStrategy(Strategy):
             self._register(model)
 
     def _register(self, model: nn.Module) -> None:
-        """Remember that ``model`` is sharded."""
+        """Remember that ``model`` is sharded, and keep its buffers equal."""
+        from accelerate.strategy.protocol.replicated_buffers import sync_buffers
+
         self.models.add(model)
+        if self.world.device.type != "meta":
+            sync_buffers(model, (*self._replicated_meshes, self._shard_mesh))
+
+    @property
+    def _replicated_meshes(self) -> Sequence[DeviceMesh]:
+        """The further meshes of one dimension along which plain parameters are replicated."""
+        return ()
 
     def _move_to_device(self, bundle: PrepareBundle) -> None:
         for index in bundle.positions("model"):

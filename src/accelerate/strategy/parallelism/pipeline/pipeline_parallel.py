@@ -231,8 +231,10 @@ class PipelineParallel(MeshDimension):
             return frozenset(), frozenset()
         names: FullModelStateNames = runner.names
         others = frozenset(names.order) - model.state_dict().keys()
+        # Of the replicas of a stage the first one's buffers count.
+        saves = self.pp_rank != 0 and self.strategy._is_leader
         return others, frozenset(
-            name for name in names.buffers if names.holders[name][0] == self.pp_rank != 0
+            name for name in names.buffers if saves and names.holders[name][0] == self.pp_rank
         )
 
     def original_group_names(self, optimizer: Optimizer) -> list[list[str]] | None:

@@ -1,0 +1,155 @@
+"""Buffers that change in training (BatchNorm's running statistics), where parameters are sharded.
+
+Gradients are reduced, but each rank updates its buffers from its own samples. The
+rule is that of ``torch.nn.parallel.DistributedDataParallel``: before a forward after one in training, the
+buffers of the first rank are broadcast, so every rank evaluates with what a checkpoint holds, and a resumed
+run is the run itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from accelerate.world import collective
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger(__name__)
+
+_SYNCED: weakref.WeakKeyDictionary[nn.Module, ReplicatedBuffers] = weakref.WeakKeyDictionary()
+
+
+def sync_buffers(model: nn.Module, meshes: Iterable[DeviceMesh]) -> None:
+    """Keep the buffers of a sharded model equal on all ranks of ``meshes``, see ``ReplicatedBuffers``."""
+    sync_buffers_of_groups(model, [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)])
+
+
+def sync_buffers_of_groups(model: nn.Module, groups: Iterable[ProcessGroup]) -> None:
+    """Keep the buffers of a model equal on all ranks of ``groups``; does nothing for the second time."""
+    several = [group for group in groups if dist.get_world_size(group) > 1]
+    if several and model not in _SYNCED and any(map(_persistent_buffers, model.modules())):
+        _SYNCED[model] = ReplicatedBuffers(model, several)
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Iterable[torch.Tensor], groups: Iterable[ProcessGroup]) -> None:
+    """Broadcast tensors of any dtypes in place, in one piece, from the first rank along each group."""
+    # Larger elements first, so that each lies at a multiple of its size.
+    ordered = sorted((tensor.data for tensor in tensors), key=lambda tensor: -tensor.itemsize)
+    if not ordered:
+        return
+    packed = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in ordered])
+    for group in groups:
+        dist.broadcast(packed, dist.get_global_rank(group, 0), group=group)
+    parts = packed.split([tensor.nbytes for tensor in ordered])
+    for dtype in dict.fromkeys(tensor.dtype for tensor in ordered):
+        pairs = [(t, part) for t, part in zip(ordered, parts, strict=True) if t.dtype is dtype]
+        # Through ``data``, as DDP does it: a graph that waits for its backward holds no old version.
+        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+            [tensor for tensor, _ in pairs], [part.view(dtype).view_as(t) for t, part in pairs]
+        )
+
+
+class ReplicatedBuffers:
+    """Broadcasts the buffers of a model that change in training, in one piece, before the next forward.
+
+    A module that changes one of its persistent buffers in a forward has buffers that change: all of them are
+    broadcast from then on. Which these are is observed in forwards 1, 2, 4, 8, ... of the training, and
+    agreed on by the ranks; constants (masks, quantized weights) are never sent. Buffers that are not
+    persistent are no state: each rank keeps what it has computed.
+
+    Like DDP, it broadcasts before the first forward after one in training, also before one in evaluation.
+
+    Args:
+        model: the prepared model.
+        groups: the process groups along which the model is replicated, in the order of the broadcasts.
+    """
+
+    def __init__(self, model: nn.Module, groups: Sequence[ProcessGroup]) -> None:
+        self._groups = groups
+        # Not the model: a copy of it has the same hooks, and must not meet the ranks.
+        self._model = weakref.ref(model)
+        self._modules = [module for module in model.modules() if _persistent_buffers(module)]
+        self._is_changing = [False] * len(self._modules)
+        self._observed: list[bool] | None = None
+        self._may_differ, self._forwards = False, 0
+        hook: Any = torch.compiler.disable(self._before_forward)
+        model.register_forward_pre_hook(hook)
+
+    def _before_forward(self, model: nn.Module, _: Any) -> None:
+        if model is not self._model():
+            return
+        if self._may_differ:
+            self._synchronize(model)
+        self._may_differ = any(module.training for module in self._modules)
+        if self._may_differ:
+            self._forwards += 1
+            if self._forwards & (self._forwards - 1) == 0:
+                self._observe(model)
+
+    def _observe(self, model: nn.Module) -> None:
+        """Find the modules that change a buffer in this forward."""
+        before = [_versions(module) for module in self._modules]
+
+        def compare(*_: Any) -> None:
+            handle.remove()
+            pairs = zip(self._modules, before, strict=True)
+            self._observed = [_versions(module) != versions for module, versions in pairs]
+
+        hook: Any = torch.compiler.disable(compare)
+        handle = model.register_forward_hook(hook, always_call=True)
+
+    def _synchronize(self, model: nn.Module) -> None:
+        if self._observed is not None:
+            self._agree(model, self._observed)
+            self._observed = None
+        modules = [m for m, changes in zip(self._modules, self._is_changing, strict=True) if changes]
+        broadcast_tensors((b for module in modules for b in _persistent_buffers(module)), self._groups)
+
+    def _agree(self, model: nn.Module, observed: list[bool]) -> None:
+        """Add the modules that changed a buffer on any rank, and say once that there are some."""
+        first = not any(self._is_changing)
+        device = next(buffer.device for module in self._modules for buffer in _persistent_buffers(module))
+        flags = torch.tensor([*map(max, observed, self._is_changing)], dtype=torch.uint8, device=device)
+        for group in self._groups:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+        self._is_changing = [bool(flag) for flag in flags.tolist()]
+        if first and any(self._is_changing) and collective.rank() == 0:
+            changing = {m for m, changes in zip(self._modules, self._is_changing, strict=True) if changes}
+            names = [
+                name or type(model).__name__ for name, module in model.named_modules() if module in changing
+            ]
+            more = f" and {len(names) - 3} more modules" if len(names) > 3 else ""
+            logger.warning(
+                "the buffers of %s%s change in training: those of rank 0 are broadcast before each forward, "
+                "as under DDP; torch.nn.SyncBatchNorm takes its statistics over all ranks",
+                ", ".join(names[:3]),
+                more,
+            )
+
+
+def _persistent_buffers(module: nn.Module) -> list[torch.Tensor]:
+    """Return the buffers of one module that are part of its state."""
+    return [
+        buffer
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+        and name not in module._non_persistent_buffers_set
+        and not buffer.is_meta
+        and not isinstance(buffer, DTensor)
+    ]
+
+
+def _versions(module: nn.Module) -> list[tuple[int, int]]:
+    # BatchNorm's kernel writes statistics past the version; its counter of batches has one.
+    return [(id(buffer), buffer._version) for buffer in _persistent_buffers(module)]
