@@ -19,7 +19,7 @@ from accelerate.checkpoint.discovery import ProjectConfiguration
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.stateful import CheckpointContents, StatefulAdapter
 from accelerate.checkpoint.storage import FileRecord, LocalCheckpointStorage
-from accelerate.core.errors import CheckpointError
+from accelerate.core.errors import AccelerateError, CheckpointError, find_failed_rank
 from accelerate.world import collective, rng
 from accelerate.world import world as worlds
 from tests.support.ranks import RankServer, same_on_all
@@ -188,7 +188,15 @@ def fail_on(fail_to_write: int, how: str, folder: str) -> tuple[str, list[str]]:
         mine.schedulers = [StatefulAdapter("mine", refuse, dict)]
     if rank == fail_to_write and how == "engine":
         mine.own_files = [FailingOwnFiles()]
-    text = outcome(lambda: save.save(mine, folder, store=store))
+
+    def attempt() -> None:
+        with pytest.raises(AccelerateError) as caught:
+            save.save(mine, folder, store=store)
+        # Only the rank that failed is a cause.
+        assert find_failed_rank(caught.value) == (None if rank == fail_to_write else fail_to_write)
+        raise caught.value
+
+    text = outcome(attempt)
     collective.barrier()
     left = sorted(os.listdir(Path(folder).parent))
     # All is in order afterwards: the same ranks save again.

@@ -169,7 +169,7 @@ def test_an_error_of_the_data_is_raised_on_every_rank(
 ) -> None:
     """Rank 0's error, by its class and text, with its traceback; and the next loop works."""
     first, second = ranks(2, failing, at, workers, style)
-    assert second[1] == "CollectiveError"
+    assert second[1] == "PeerError"
     assert "rank 0 failed to read" in second[2]
     assert "Traceback" in second[2]
     assert (first[3], second[3]) == ([0, 1], [2, 3])

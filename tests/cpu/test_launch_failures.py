@@ -10,6 +10,7 @@ import time
 import pytest
 
 from tests.support.command import Running, launch, start
+from tests.support.long_run import long_run_param
 
 TWO = ("--cpu", "-n", "2")
 HEAD = """
@@ -105,6 +106,37 @@ def test_the_error_is_the_one_that_python_prints() -> None:
         assert says(result.stderr) == ["all 2 ranks failed (exit code 1), in the same way"]
         assert result.stderr.partition("\n")[2].replace(str(running.folder), "") == expected
         assert result.returncode == 1
+
+
+FIRST_FAILS = """
+import time
+from accelerate import PartialState
+state = PartialState(cpu=True)
+
+def read():
+    raise FileNotFoundError("no data set")
+
+try:
+    with state.main_process_first():
+        read()
+finally:
+    if state.is_main_process and {slow}:
+        time.sleep({slow})
+"""
+
+
+@pytest.mark.parametrize("slow", [0.3, long_run_param(5), *[long_run_param(0)] * 18])
+def test_the_traceback_of_the_rank_that_goes_first_is_last(slow: float) -> None:
+    """G12: the others, which hear of it, may end sooner than rank 0."""
+    result = launch(*TWO, script_text=FIRST_FAILS.format(slow=slow), env={"OMP_NUM_THREADS": 1})
+    assert says(result.stderr) == [
+        "rank 1 stopped after it: PeerError: rank 0 failed in a block that it ran first: "
+        "FileNotFoundError: no data set",
+        "rank 0 of 2 failed (exit code 1)" + (", the others were stopped" if slow > 3 else ""),
+    ]
+    assert result.stderr.endswith(
+        'in read\n    raise FileNotFoundError("no data set")\nFileNotFoundError: no data set\n'
+    )
 
 
 def test_a_failed_peer_is_told_in_one_line() -> None:

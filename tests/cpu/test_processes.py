@@ -94,8 +94,9 @@ def _fails_first(local: bool) -> tuple[str, str, list[int]]:
 def test_an_error_of_who_goes_first_is_told_to_the_others(ranks: RankServer, local: bool) -> None:
     first, second = ranks(2, _fails_first, local, timeout=20)
     assert first == ("FileNotFoundError", "no such data set", [0, 1])
-    assert second[0] == "CollectiveError"
+    assert second[0] == "PeerError"
     assert "rank 0 failed in a block that it ran first: FileNotFoundError: no such data set" in second[1]
+    assert 'raise FileNotFoundError("no such data set")\nFileNotFoundError: no such data set' in second[1]
     assert second[2] == [0, 1]
 
 

@@ -19,10 +19,17 @@ def end(rank: int, code: int, at: int = 0, *, asked: bool = False) -> ProcessExi
     return ProcessExit(rank, code, START + at * MS, asked)
 
 
-def raised(folder: Path, rank: int, at: int, summary: str = "ValueError: boom", code: int = 1) -> None:
-    """Leaves what a rank leaves that raised ``at`` ms after the start."""
+def raised(
+    folder: Path,
+    rank: int,
+    at: int,
+    summary: str = "ValueError: boom",
+    code: int = 1,
+    because_of: int | str = "own",
+) -> None:
+    """Leaves what a rank leaves that raised ``at`` ms after the start, maybe because of another rank."""
     text = "" if summary.startswith("sys.exit") else f"Traceback of rank {rank}\n{summary}\n"
-    error_file(folder, rank).write_text(f"{START + at * MS} {code} {summary}\n{text}")
+    error_file(folder, rank).write_text(f"{START + at * MS} {code} {because_of} {summary}\n{text}")
 
 
 def shown(folder: Path, *ends: ProcessExit, stopped_by: int | None = None) -> tuple[int, list[str]]:
@@ -44,6 +51,35 @@ def test_the_first_to_raise_is_the_cause_whoever_ended_first(tmp_path: Path) -> 
         "Traceback of rank 1",
         "ValueError: boom",
     ])  # fmt: skip
+
+
+@pytest.mark.parametrize("because_of", [1, -1])
+def test_what_a_peers_failure_leads_to_is_no_cause_however_early(tmp_path: Path, because_of: int) -> None:
+    """G12: whoever raised, or ended, first."""
+    raised(tmp_path, 0, 0, "PeerError: rank 1 failed", because_of=because_of)
+    raised(tmp_path, 1, 5000)
+    assert shown(tmp_path, end(0, 1, 10), end(1, 1, 5100, asked=True))[1] == [
+        "rank 0 stopped after it: PeerError: rank 1 failed",
+        "rank 1 of 2 failed (exit code 1)",
+        "Traceback of rank 1",
+        "ValueError: boom",
+    ]
+    error_file(tmp_path, 1).unlink()
+    killed = shown(tmp_path, end(0, 1, 10), end(1, -9, 5100))[1]
+    assert killed[1] == "rank 1 of 2 was killed by SIGKILL"
+
+
+def test_a_rank_that_was_stopped_before_it_could_report_is_blamed_by_its_peers(tmp_path: Path) -> None:
+    for rank in (1, 2):
+        raised(tmp_path, rank, rank, "PeerError: rank 0 failed", because_of=0)
+    ends = (end(1, 1, 10), end(2, 1, 20), end(0, -15, 1100, asked=True))
+    assert shown(tmp_path, *ends)[1] == [
+        "ranks 1-2 stopped after it: PeerError: rank 0 failed",
+        "rank 0 of 3 failed (exit code 1), the others were stopped",
+        "  why: rank 0 was stopped before it could report; this is what it told another rank",
+        "Traceback of rank 1",
+        "PeerError: rank 0 failed",
+    ]
 
 
 def test_a_silent_death_is_noticed_late_and_is_still_the_cause(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
-from accelerate.core.errors import CollectiveError, PeerError
+from accelerate.core.errors import UNKNOWN_RANK, CollectiveError, PeerError, find_failed_rank
 from accelerate.world.rank_failure_report import FailureReport, RankStatus, find_deadlock, timeout_report
 
 IN_SAVE = RankStatus(letters=3, doing="save_state at train.py:12", calls=4, at="train.py:12")
@@ -57,6 +59,50 @@ def test_a_timeout_says_who_did_not_come() -> None:
     assert "rank 2 is silent" in report.why
 
 
+def raised_by(rank: int, call: Callable[[], object]) -> FailureReport:
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        call()
+    return FailureReport.from_exception(rank, caught.value)
+
+
+def test_a_consequence_reports_the_rank_that_failed_whatever_the_user_made_of_it() -> None:
+    """G12: also when rank 1 raises an error of its own while it handles that of rank 0."""
+    cause = raised_by(0, lambda: int("x"))
+    assert cause.what.startswith("rank 0 failed: ValueError")
+
+    def consequence() -> None:
+        raise cause.error(1)
+
+    def handle(how: str) -> None:
+        try:
+            consequence()
+        except CollectiveError as error:
+            if how == "from":
+                raise KeyError("no data") from error
+            if how == "none":
+                raise KeyError("no data") from None
+            raise KeyError("no data")  # noqa: B904
+
+    for call in (consequence, *(lambda how=how: handle(how) for how in ("from", "none", "while"))):
+        assert raised_by(1, call) == cause
+
+    def afterwards() -> None:
+        with suppress(KeyError):
+            handle("while")
+        raise KeyError("another")
+
+    assert raised_by(1, afterwards).what == "rank 1 failed: KeyError: 'another'"
+
+
+def test_a_rank_that_is_gone_is_no_failure_of_whoever_noticed() -> None:
+    gone = FailureReport(1, "gather was left", lost_rank=UNKNOWN_RANK)
+    for here in (0, 1):
+        error = gone.error(here)
+        assert type(error) is PeerError
+        assert find_failed_rank(error) == UNKNOWN_RANK
+    assert find_failed_rank(FailureReport(1, "the ranks differ").error(0)) is None
+
+
 def test_reports_and_their_errors_travel() -> None:
     report = FailureReport(1, "rank 1 failed: ValueError: no", traceback="Traceback ...\nValueError: no\n")
     assert FailureReport.from_json(report.to_json()) == report
@@ -65,4 +111,5 @@ def test_reports_and_their_errors_travel() -> None:
     assert str(error).endswith("Traceback ...\nValueError: no")
     twin = pickle.loads(pickle.dumps(error))
     assert str(twin) == str(error)
+    assert find_failed_rank(twin) == find_failed_rank(error) == 1
     assert type(report.error(1)) is CollectiveError

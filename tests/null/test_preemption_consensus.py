@@ -486,7 +486,11 @@ def test_ends_that_ask_for_another_start(tmp_path: Path) -> None:
 def test_leaving_with_that_code_is_no_failure(tmp_path: Path) -> None:
     (tmp_path / "armed_7").write_text("75 15")
     assert not rank_reports.has_traceback(tmp_path, 0, 7)
-    for said, failed in (("5 75 sys.exit(75)\n", False), ("5 1 ValueError: x\n", True), ("", True)):
+    for said, failed in (
+        ("5 75 own sys.exit(75)\n", False),
+        ("5 1 own ValueError: x\n", True),
+        ("", True),
+    ):
         rank_reports.error_file(tmp_path, 0).write_text(said)
         assert rank_reports.has_traceback(tmp_path, 0, 7) is failed
         assert rank_reports.has_traceback(tmp_path, 0, 8)

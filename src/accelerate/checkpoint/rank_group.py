@@ -97,7 +97,9 @@ class CheckpointRankGroup:
         if failures and self.size == 1 and failures[0][1] is error:
             raise failures[0][1]
         if failures:
-            raise self._combine_failures(failures) from error
+            combined = self._combine_failures(failures)
+            combined.failed_rank = failures[0][0] if error is None else None
+            raise combined from error
         section.values = [value for _, value in outcomes]
 
     def _combine_failures(self, failures: list[tuple[int, AccelerateError]]) -> AccelerateError:
@@ -146,7 +148,7 @@ class CheckpointPeerError(CheckpointError, PeerError):
     def from_collective(error: CollectiveError) -> CheckpointPeerError:
         """Return the error with the text of the collective's error."""
         peer_error = CheckpointPeerError(error.what, why=error.why, fix=error.fix)
-        peer_error.traceback = getattr(error, "traceback", "")
+        peer_error.failed_rank, peer_error.traceback = error.failed_rank, getattr(error, "traceback", "")
         return peer_error.with_traceback(error.__traceback__)
 
 

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+UNKNOWN_RANK = -1
+
 
 class AccelerateError(Exception):
     """Base of every error this package raises on purpose.
@@ -28,7 +30,13 @@ class AccelerateError(Exception):
         what: one sentence that names the problem, in the user's words.
         why: the reason or the rule behind it; may be empty.
         fix: what to type or change; may be empty.
+
+    Attributes:
+        failed_rank: the other rank whose failure led to this error, ``UNKNOWN_RANK`` where nobody knows
+            which; None when this rank failed itself.
     """
+
+    failed_rank: int | None = None
 
     def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
         self.what, self.why, self.fix = what, why, fix
@@ -45,6 +53,27 @@ class AccelerateError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         # Errors travel between ranks and from workers; keyword-only arguments need this.
         return _rebuild, (type(self), self.what, self.why, self.fix)
+
+
+def find_failed_rank(error: BaseException) -> int | None:
+    """Return the other rank whose failure led to ``error``, by its chain; None if this rank failed itself."""
+    peer = find_consequence(error)
+    return None if peer is None else peer.failed_rank
+
+
+def find_consequence(error: BaseException) -> AccelerateError | None:
+    """Return the error in the chain of ``error`` that another rank's failure led to, or None."""
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        each = pending.pop()
+        if each is None or id(each) in seen:
+            continue
+        if isinstance(each, AccelerateError) and each.failed_rank is not None:
+            return each
+        seen.add(id(each))
+        pending += (each.__context__, each.__cause__)
+    return None
 
 
 def _rebuild(kind: type[AccelerateError], what: str, why: str, fix: str) -> AccelerateError:
@@ -97,19 +126,21 @@ class CollectiveError(AccelerateError, RuntimeError):
 
 
 class PeerError(CollectiveError):
-    """Another rank failed while this one worked with it.
+    """Another rank failed while this one worked with it: a consequence, and never the cause.
 
     Attributes:
-        traceback: the traceback of the other rank, as Python prints it; the last part of this error's text.
+        failed_rank: the rank that failed.
+        traceback: the traceback of that rank, as Python prints it; the last part of this error's text.
     """
 
+    failed_rank: int | None = UNKNOWN_RANK
     traceback: str = ""
 
     def __str__(self) -> str:
         return f"{super().__str__()}\n\n{self.traceback.rstrip()}" if self.traceback else super().__str__()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return *super().__reduce__(), {"traceback": self.traceback}
+        return *super().__reduce__(), {"traceback": self.traceback, "failed_rank": self.failed_rank}
 
 
 class CheckpointError(AccelerateError, RuntimeError):

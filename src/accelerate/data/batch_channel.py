@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from accelerate.core.errors import CollectiveError, PrepareError
+from accelerate.core.errors import CollectiveError, PeerError, PrepareError
 from accelerate.world import collective
 from accelerate.world import world as worlds
 
@@ -222,12 +222,12 @@ def wait(work: Any, what: str) -> None:
     """Wait until a message is delivered.
 
     Raises:
-        CollectiveError: the other side is gone, or did not come within the group's timeout.
+        PeerError: the other side is gone, or did not come within the group's timeout.
     """
     try:
         work.wait()
     except RuntimeError as error:
-        raise CollectiveError(
+        raise PeerError(
             f"rank {collective.rank()} waited in vain {what}",
             why=str(error).splitlines()[0],
             fix="look for the first error of another rank; all ranks must take the same batches of a "
@@ -369,7 +369,8 @@ class BatchReceiver:
                 fix="break on all ranks in the same step, or use dispatch_batches=False",
             )
         error, text = unpack(block)
-        cause = CollectiveError(f"rank 0 failed to read the next batch of {self.name}", why=text)
+        cause = PeerError(f"rank 0 failed to read the next batch of {self.name}", why=text)
+        cause.failed_rank = 0
         if error is None:
             raise cause
         raise error from cause

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
-from accelerate.core.errors import CollectiveError
 from accelerate.world import collective
 from accelerate.world.collective import split
+from accelerate.world.rank_failure_report import FailureReport
 from accelerate.world.world import World
 
 if TYPE_CHECKING:
@@ -90,7 +90,8 @@ class ProcessMixin:
         """Run the block on rank 0 first, then on the others.
 
         Raises:
-            CollectiveError: on the others, which have not begun, when rank 0 raised in its block.
+            PeerError: on the others, which have not begun, when rank 0 raised in its block; with its
+                traceback.
         """
         return self._first_block(self.is_main_process)
 
@@ -98,7 +99,7 @@ class ProcessMixin:
         """Run the block on the first process of each machine first, then on the others.
 
         Raises:
-            CollectiveError: on all the others, when one of those that go first raised in its block.
+            PeerError: on all the others, when one of those that go first raised in its block.
         """
         return self._first_block(self.is_local_main_process)
 
@@ -165,16 +166,10 @@ class _FirstProcessBlock(ContextDecorator, AbstractContextManager[None]):
 
     def _exchange_error(self, error: Exception | None = None) -> None:
         """All-gather the errors of the ranks that ran first, and raise on the others."""
-        own_error = None if error is None else f"{type(error).__name__}: {error}"
-        failed = [
-            (rank, text)
-            for rank, text in enumerate(collective.all_gather_object(own_error))
-            if text is not None
-        ]
-        if failed and error is None:
-            rank, text = failed[0]
-            raise CollectiveError(
-                f"rank {rank} failed in a block that it ran first: {text}",
-                why=f"rank {self.rank} was to run it after that",
-                fix=f"the output of rank {rank} has the traceback",
-            )
+        report = None
+        if error is not None:
+            what = f"rank {self.rank} failed in a block that it ran first"
+            report = FailureReport.from_exception(self.rank, error, what, why="the others wait for it")
+        for failed in collective.all_gather_object(report):
+            if failed is not None and error is None:
+                raise failed.error(self.rank)

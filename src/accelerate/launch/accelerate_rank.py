@@ -4,8 +4,9 @@ Started once per rank by ``rank_entry_point.py``, and known to Python by this fi
 that no script has. It imports nothing that Python has not loaded already (``__future__`` would be one more),
 so that starting it costs no more than starting Python.
 
-An exception that nobody catches goes to ERROR_FILE: a line of when, exit code and what, then the traceback
-as Python prints it, without the frames of this file. A crash of the interpreter goes to FAULT_FILE. The
+An exception that nobody catches goes to ERROR_FILE: a line of when, exit code, rank and what, then the
+traceback as Python prints it, without the frames of this file. The rank is another one whose failure led to
+the exception (-1 for an unknown one), or "own". A crash of the interpreter goes to FAULT_FILE. The
 launcher prints those of the first failing rank last. When it is gone, everything goes to stderr as usual.
 """
 
@@ -116,7 +117,7 @@ class RankErrorFile:
     def __init__(self, path: str) -> None:
         self.path, self.launcher, self.rank = path, os.getppid(), os.getpid()
 
-    def open_file(self, code: int, summary: str) -> "TextIO | None":
+    def open_file(self, code: int, summary: str, error: BaseException) -> "TextIO | None":
         """The file to write to, its first line written; None when nobody would read it."""
         # A process forked from this one inherits the hook; its errors are not the rank's.
         if os.getppid() != self.launcher or os.getpid() != self.rank:
@@ -125,7 +126,11 @@ class RankErrorFile:
             file = open(self.path, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
         except OSError:
             return None
-        file.write(f"{time.monotonic_ns()} {code} {summary}\n")
+        # Only errors of this package know; where it is not loaded there are none.
+        errors = sys.modules.get("accelerate.core.errors")
+        failed_rank = None if errors is None else errors.find_failed_rank(error)
+        origin = "own" if failed_rank is None else failed_rank
+        file.write(f"{time.monotonic_ns()} {code} {origin} {summary}\n")
         return file
 
     def write_exception(
@@ -137,7 +142,7 @@ class RankErrorFile:
         while trace is not None and trace.tb_frame.f_code.co_filename in inner:
             trace = trace.tb_next
         error = error.with_traceback(trace)
-        file = self.open_file(1, f"{kind.__name__}: {error}".split("\n")[0])
+        file = self.open_file(1, f"{kind.__name__}: {error}".split("\n")[0], error)
         stderr = sys.stderr
         sys.stderr = file or stderr
         try:
@@ -153,7 +158,7 @@ class RankErrorFile:
             return
         text = "" if isinstance(stop.code, int) else f"{stop.code}\n"
         code = stop.code if isinstance(stop.code, int) else 1
-        file = self.open_file(code, text.split("\n")[0] or f"sys.exit({code})")
+        file = self.open_file(code, text.split("\n")[0] or f"sys.exit({code})", stop)
         if file is not None:
             with file:
                 file.write(text)

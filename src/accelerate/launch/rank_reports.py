@@ -13,10 +13,11 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from accelerate.core import environ
-from accelerate.core.errors import LaunchError
+from accelerate.core.errors import UNKNOWN_RANK, LaunchError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.launch.errors import RankError
 from accelerate.launch.launch_request import LaunchRequest
@@ -48,6 +49,8 @@ class RankFailure:
         summary: one line: ``ValueError: no data``.
         text: its traceback, or the stack of its crashed interpreter; may be empty.
         has_report: it left a word about its failure.
+        failed_rank: the other rank whose failure led to this one, ``UNKNOWN_RANK`` where nobody knows which;
+            None for a failure of its own. Whatever a peer's failure leads to is never the cause.
     """
 
     rank: int
@@ -56,6 +59,12 @@ class RankFailure:
     summary: str
     text: str = ""
     has_report: bool = True
+    failed_rank: int | None = None
+
+    @property
+    def blame_order(self) -> tuple[bool, int]:
+        """Sort key: the cause comes first."""
+        return self.failed_rank is not None, self.failed_at
 
 
 def error_file(folder: Path, rank: int) -> Path:
@@ -132,21 +141,30 @@ def has_traceback(folder: Path, rank: int, pid: int) -> bool:
     file = error_file(folder, rank)
     if not file.is_file():
         return False
-    graceful_stop, fields = (
-        read_graceful_stop(folder, pid),
-        file.read_text(encoding="utf-8", errors="replace").split(" ", 2),
-    )
-    return graceful_stop is None or len(fields) < 3 or int(fields[1]) != graceful_stop.code
+    graceful_stop, failure = read_graceful_stop(folder, pid), read_error_file(folder, rank)
+    return graceful_stop is None or failure is None or failure.code != graceful_stop.code
+
+
+def read_error_file(folder: Path, rank: int) -> RankFailure | None:
+    """Read what ``accelerate_rank.RankErrorFile`` wrote; None without it, or if it was killed meanwhile."""
+    file = error_file(folder, rank)
+    if not file.is_file():
+        return None
+    head, _, text = file.read_text(encoding="utf-8", errors="replace").partition("\n")
+    fields = head.split(" ", 3)
+    if len(fields) < 4:
+        return None
+    failed_at, code, origin, summary = fields
+    failed_rank = None if origin == "own" else int(origin)
+    return RankFailure(rank, int(code), int(failed_at), summary, text, failed_rank=failed_rank)
 
 
 def read_failure(end: ProcessExit, folder: Path) -> RankFailure:
     """How a rank failed, by its exit code and what it left."""
-    error, fault = error_file(folder, end.rank), fault_file(folder, end.rank)
-    head, _, text = error.read_text(encoding="utf-8").partition("\n") if error.is_file() else ("", "", "")
-    if head.count(" ") > 1:  # not killed while it wrote
-        at, code, summary = head.split(" ", 2)
+    failure, fault = read_error_file(folder, end.rank), fault_file(folder, end.rank)
+    if failure is not None:
         # It was about to end with that code. What its libraries did while it shut down is not the news.
-        return RankFailure(end.rank, int(code) if end.code < 0 else end.code, int(at), summary, text)
+        return replace(failure, code=failure.code if end.code < 0 else end.code)
     # Giving up is what a communication library does when a peer is gone: a consequence, not a cause.
     at = end.seen_at if end.code == -signal.SIGABRT else end.seen_at - DETECTION_DELAY
     crash = fault.read_text(encoding="utf-8", errors="replace") if fault.is_file() else ""
@@ -173,9 +191,11 @@ def build_job_error(outcome: JobOutcome, folder: Path, size: int | None = None) 
     causes = [each for end, each in failures.items() if each.has_report or not end.was_asked_to_stop] or list(
         failures.values()
     )
-    causes.sort(key=lambda each: each.failed_at)
-    first = causes[0]
+    causes.sort(key=lambda each: each.blame_order)
+    first = _name_lost_cause(causes[0])
     same = [each for each in causes if each is first or (each.text and each.summary == first.summary)]
+    if first is not causes[0]:
+        same = [first]
     stopped = len(outcome.exits) > len(causes)
     error = RankError(
         _describe_failures(first, same, size or len(outcome.exits), stopped), why=_failure_hint(first)
@@ -184,6 +204,13 @@ def build_job_error(outcome: JobOutcome, folder: Path, size: int | None = None) 
     error.others = _later_failure_lines(each for each in causes if each not in same)
     error.traceback = first.text
     return error
+
+
+def _name_lost_cause(first: RankFailure) -> RankFailure:
+    """Blame the rank that ``first`` names: it was stopped before it could report, and told its peers."""
+    if first.failed_rank is None or first.failed_rank == UNKNOWN_RANK:
+        return first
+    return replace(first, rank=first.failed_rank)
 
 
 def _resumable_error(outcome: JobOutcome) -> RankError:
@@ -241,6 +268,8 @@ def _failure_hint(first: RankFailure) -> str:
         return _HINTS.get(-first.code, "")
     if not first.has_report:
         return "it left no traceback: it called os._exit, or printed its error itself"
+    if first.failed_rank == first.rank:
+        return f"rank {first.rank} was stopped before it could report; this is what it told another rank"
     return "" if first.text else f"it called {first.summary}"
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-from accelerate.core.errors import CollectiveError, PeerError
+from accelerate.core.errors import CollectiveError, PeerError, find_consequence
 
 SAME_CALLS = (
     "every rank must make the same collective calls in the same order: look for one under a condition on the "
     "rank (`if accelerator.is_main_process`), or for an error that one rank caught"
 )
+MAX_TRACEBACK = 20_000  # characters of a stored traceback
 _MAX_ROWS = 16  # ranks in a table
 _NEW_ROW = "\n       "  # below the first row, which the error prints after "  why: "
 
@@ -56,13 +58,42 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Why the ranks cannot go on; ``rank`` noticed it, or (with a traceback) failed itself."""
+    """Why the ranks cannot go on.
+
+    Attributes:
+        rank: the rank that noticed it, or (with a traceback) failed itself.
+        what, why, fix: the text of the error.
+        traceback: that of the rank that failed.
+        lost_rank: the rank that is gone without a word, ``UNKNOWN_RANK`` where nobody knows which.
+    """
 
     rank: int
     what: str
     why: str = ""
     fix: str = ""
     traceback: str = ""
+    lost_rank: int | None = None
+
+    @staticmethod
+    def from_exception(rank: int, error: BaseException, what: str = "", why: str = "") -> FailureReport:
+        """Report ``error``, raised on ``rank``; one that another rank's failure led to reports that rank.
+
+        Args:
+            rank: this rank.
+            error: the exception, with its traceback.
+            what: replaces ``"rank 1 failed"`` in the text.
+            why: the reason why others cannot go on.
+        """
+        peer = find_consequence(error)
+        if isinstance(peer, PeerError) and peer.failed_rank is not None:
+            return FailureReport(
+                peer.failed_rank, peer.what, peer.why, peer.fix, peer.traceback,
+                lost_rank=None if peer.traceback else peer.failed_rank,
+            )  # fmt: skip
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        summary = traceback.format_exception_only(type(error), error)[-1].strip()
+        text = text[-MAX_TRACEBACK:]
+        return FailureReport(rank, f"{what or f'rank {rank} failed'}: {summary}", why, traceback=text)
 
     def to_json(self) -> str:
         """Return the JSON text for the store."""
@@ -75,10 +106,11 @@ class FailureReport:
 
     def error(self, here: int) -> CollectiveError:
         """Return the error to raise on rank ``here``: the same on all ranks but the one that failed."""
-        if not self.traceback or self.rank == here:
+        failed_rank = self.rank if self.traceback else self.lost_rank
+        if failed_rank is None or failed_rank == here:
             return CollectiveError(self.what, why=self.why, fix=self.fix)
         error = PeerError(self.what, why=self.why, fix=self.fix)
-        error.traceback = self.traceback
+        error.failed_rank, error.traceback = failed_rank, self.traceback
         return error
 
 

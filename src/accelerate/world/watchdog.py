@@ -18,7 +18,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -26,7 +25,7 @@ from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple
 
-from accelerate.core.errors import CollectiveError
+from accelerate.core.errors import UNKNOWN_RANK, CollectiveError
 from accelerate.world.rank_failure_report import FailureReport, RankStatus, find_deadlock, timeout_report
 from accelerate.world.store_client import StoreClient
 
@@ -38,7 +37,6 @@ WAIT_REPORT_DELAY = 1.5  # seconds in one collective until a rank publishes that
 HINT_DELAY = 10.0  # seconds until it also logs a warning
 EXIT_GRACE = 2.0  # seconds that rank 0, which may host the store, waits for the others to read it
 DIAGNOSIS_TIMEOUT = 3.0  # seconds to find out which rank closed a connection
-MAX_TRACEBACK = 20_000  # characters of a stored traceback
 
 # Texts in torch's errors when a peer is gone; its error classes do not distinguish this from other errors.
 _CONNECTION_ERRORS = (
@@ -246,6 +244,7 @@ class Watchdog:
                     why="it was killed, or ended without an error message "
                     f"({str(error).partition(chr(10))[0]})",
                     fix="what it printed, and what the system says about its memory, may tell more",
+                    lost_rank=UNKNOWN_RANK,
                 )
             )
         return report.error(self.rank)
@@ -279,13 +278,7 @@ class Watchdog:
             return
         self._failure_announced = True
         if self.report is None or not isinstance(error, CollectiveError):
-            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-            summary = traceback.format_exception_only(type(error), error)[-1].strip()
-            self._publish_report(
-                FailureReport(
-                    self.rank, f"rank {self.rank} failed: {summary}", traceback=text[-MAX_TRACEBACK:]
-                )
-            )
+            self._publish_report(FailureReport.from_exception(self.rank, error))
         if self.rank == 0 and not isinstance(error, KeyboardInterrupt):
             self._wait_for_peers("heard")
 
@@ -338,6 +331,7 @@ class Watchdog:
                     f"rank 0, or the launcher, is gone while rank {self.rank} was in {self._describe_call()}",
                     why="the connection to the store of the group is closed",
                     fix="the first error in the output of the other ranks says why",
+                    lost_rank=UNKNOWN_RANK,
                 )
             )
         return self.report

@@ -53,14 +53,14 @@ class LocalAttempt(WorkerSupervisor):
         return self.stop_at is not None and not self.was_cancelled
 
     def seconds_since_failure(self) -> float:
-        """Seconds since the first process failed."""
+        """Seconds since the first process failed by itself; 0 if all failed because of other machines."""
         now = time.monotonic_ns()
         ends = [end for end in self.outcome.exits if end.code]
         raised = [rank for rank in self.alive if rank_reports.error_file(self.folder, rank).is_file()]
         ends += [ProcessExit(rank, 1, now, was_asked_to_stop=False) for rank in raised]
+        failures = (rank_reports.read_failure(end, self.folder) for end in ends)
         return max(
-            ((now - rank_reports.read_failure(end, self.folder).failed_at) / 1e9 for end in ends),
-            default=0.0,
+            ((now - each.failed_at) / 1e9 for each in failures if each.failed_rank is None), default=0.0
         )
 
     def _apply_deadlines(self) -> None:

@@ -280,20 +280,19 @@ class NotebookRendezvousConfig:
 
     def _local_error(self, folder: Path, processes: int, error: RankError | None) -> RankError | None:
         """The launcher's own end, with the traceback of the rank of this machine that failed first."""
-        files = [rank_reports.error_file(folder, rank) for rank in range(processes)]
-        left = {file: file.read_text(encoding="utf-8") for file in files if file.is_file()}
+        reports = (rank_reports.read_error_file(folder, rank) for rank in range(processes))
+        failures = [each for each in reports if each is not None]
         if error is None:
             return None
-        if not left:
+        if not failures:
             error.what, error.why = (
                 f"the job failed (exit code {error.code})",
                 "what its launcher printed says it",
             )
             return error
-        first = min(left.values(), key=lambda text: int(text.split(" ", 1)[0]))
-        head, _, error.traceback = first.partition("\n")
-        error.what = f"the function failed on this machine: {head.split(' ', 2)[2]}"
-        error.why = ""
+        first = min(failures, key=lambda each: each.blame_order)
+        error.what, error.why = f"the function failed on this machine: {first.summary}", ""
+        error.traceback = first.text
         return error
 
 

@@ -138,7 +138,7 @@ class ExceptionHook:
     def _write_traceback(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        file = self.error_file.open_file(1, f"{kind.__name__}: {error}".split("\n")[0])
+        file = self.error_file.open_file(1, f"{kind.__name__}: {error}".split("\n")[0], error)
         # Not by the interpreter's own hook: it looks for lines in files only, and a cell is in none.
         with file or nullcontext(sys.stderr) as place:
             traceback.print_exception(kind, error, trace, file=place)
