@@ -21,6 +21,11 @@ from accelerate.strategy.sharding.full_state import is_sharded_placement
 
 def fsdp_param_groups(model: nn.Module) -> Iterator[Any]:
     """Yield torch's FSDP parameter groups, whose parameters are all-gathered together."""
+    return (group for group, _ in _groups_with_policies(model))
+
+
+def _groups_with_policies(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yield each parameter group with the ``MixedPrecisionPolicy`` of its module."""
     seen: set[int] = set()
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -29,7 +34,7 @@ def fsdp_param_groups(model: nn.Module) -> Iterator[Any]:
             for group in [state._fsdp_param_group] if several is None else several:
                 if group is not None and id(group) not in seen:
                     seen.add(id(group))
-                    yield group
+                    yield group, state._mp_policy
 
 
 def reduces_gradients(model: nn.Module) -> bool:
@@ -78,15 +83,23 @@ def unsharded_param(fsdp_param: Any) -> torch.Tensor | None:
 
 def unreduced_grad(fsdp_param: Any) -> torch.Tensor | None:
     """Return the unsharded gradient that has not been reduced yet, or None."""
-    if fsdp_param.unsharded_accumulated_grad is not None:
-        return fsdp_param.unsharded_accumulated_grad
+    accumulated = getattr(fsdp_param, "unsharded_accumulated_grad", None)
+    if accumulated is not None:
+        return accumulated
     whole = unsharded_param(fsdp_param)
     return None if whole is None else whole.grad
 
 
+def _grad_stays_at_param(fsdp_param: Any) -> bool:
+    """Return whether unreduced gradients stay in ``.grad`` of the unsharded parameter, as from torch 2.15."""
+    kind: Any = type(fsdp_param)
+    return hasattr(kind, "unsharded_grad_dtype")
+
+
 def clear_unreduced(fsdp_param: Any) -> None:
     """Clear the unreduced gradient."""
-    fsdp_param.unsharded_accumulated_grad = None
+    if not _grad_stays_at_param(fsdp_param):
+        fsdp_param.unsharded_accumulated_grad = None
     whole = unsharded_param(fsdp_param)
     if whole is not None:
         whole.grad = None
@@ -95,11 +108,13 @@ def clear_unreduced(fsdp_param: Any) -> None:
 def unreduced_bytes(models: Iterable[nn.Module]) -> int:
     """Return the bytes of the unsharded gradients that wait for the last micro-batch of a window."""
     total = 0
-    for group in (group for model in models for group in fsdp_param_groups(model)):
+    for group, policy in (pair for model in models for pair in _groups_with_policies(model)):
         for fsdp_param in group.fsdp_params:
             sharded_param = fsdp_param.sharded_param
             if sharded_param.requires_grad:
-                dtype = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype or sharded_param.dtype
+                # That of the computation, until torch 2.15 keeps that of the parameter.
+                computed = None if _grad_stays_at_param(fsdp_param) else policy.param_dtype
+                dtype = policy.reduce_dtype or computed or sharded_param.dtype
                 total += fsdp_param._orig_size.numel() * dtype.itemsize
     return total
 
