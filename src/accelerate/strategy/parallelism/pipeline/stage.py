@@ -149,31 +149,51 @@ class TrainingStage(PipelineStage):
 
     Attributes:
         backward_context: makes it from the micro-batch, the stage, and whether it is the last one.
+        last_outputs: on the last stage, the outputs of each micro-batch that waits for its backward.
     """
 
     backward_context: Callable[[int, int, bool], AbstractContextManager[Any]]
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.last_outputs: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._chunks_with_grad: set[int] = set()
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a forward; errors of the user's code are raised as they are, not wrapped by torch."""
         try:
-            return super().forward_one_chunk(*args, **kwargs)
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         except RuntimeError as error:
             if error.__cause__ is not None:
                 raise error.__cause__ from None
             raise
+        outputs = output if isinstance(output, tuple) else (output,)
+        # The tensors themselves stay with torch, which frees those that are sent.
+        if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in outputs):
+            self._chunks_with_grad.add(fwd_chunk_id)
+        if self.is_last and self.has_backward:
+            self.last_outputs[fwd_chunk_id] = outputs
+        return output
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """Run a backward; where nothing trains, only zeros are sent back."""
-        outputs, _ = self.fwd_cache[bwd_chunk_id]
-        roots = (loss,) if self.is_last else outputs
-        if not any(isinstance(root, torch.Tensor) and root.requires_grad for root in roots):
-            self.fwd_cache.pop(bwd_chunk_id)
+        has_grad = bwd_chunk_id in self._chunks_with_grad
+        if self.is_last:
+            self.last_outputs.pop(bwd_chunk_id, None)
+            has_grad = isinstance(loss, torch.Tensor) and loss.requires_grad
+        if not has_grad:
             self.bwd_cache[bwd_chunk_id] = (None,) * len(self.args_recv_info[bwd_chunk_id])
             return
         with self.backward_context(bwd_chunk_id, self.stage_index, last_backward):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def clear_runtime_states(self) -> None:
+        """Release what the micro-batches of a call have left."""
+        super().clear_runtime_states()
+        self.last_outputs.clear()
+        self._chunks_with_grad.clear()
 
 
 def make_stage(
@@ -247,8 +267,10 @@ class TwoPhaseGPipeSchedule(ScheduleGPipe):
         pending_sends: list[dist.Work] = []
         for chunk in range(self._n_microbatches):
             _wait_all(_start_ops(stage.get_bwd_recv_ops(chunk)))
-            outputs = [*stage.fwd_cache[chunk][0], *(outer_weights if chunk == 0 else ())]
-            loss = _weighted_sum(outputs, gradients[chunk]) if stage.is_last else None
+            loss = None
+            if stage.is_last:
+                outputs = [*stage.last_outputs[chunk], *(outer_weights if chunk == 0 else ())]
+                loss = _weighted_sum(outputs, gradients[chunk])
             stage.backward_one_chunk(chunk, loss=loss, last_backward=chunk == self._n_microbatches - 1)
             pending_sends += _start_ops(stage.get_bwd_send_ops(chunk))
         _wait_all(pending_sends)
