@@ -127,7 +127,7 @@ def test_the_values_are_those_of_1_x() -> None:
 
 def test_the_configuration_given_stays_as_it_is() -> None:
     given = config(fsdp_sharding_strategy="NO_SHARD", own="kept")
-    assert convert_config_to_fsdp2(given)["fsdp_config"]["fsdp_own"] == "kept"
+    assert convert_config_to_fsdp2(given)["fsdp_config"]["own"] == "kept"
     assert given == config(fsdp_sharding_strategy="NO_SHARD", own="kept")
     of_version_2 = config(fsdp_version=2, fsdp_use_orig_params=True)
     assert convert_config_to_fsdp2(of_version_2) == of_version_2
@@ -143,7 +143,6 @@ def test_the_configuration_given_stays_as_it_is() -> None:
             "distributed_type: MULTI_GPU\nfsdp_config: {fsdp_version: 1}\n",
             "its distributed_type is MULTI_GPU",
         ),
-        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n", "is a configuration of FSDP2 already"),
         ("distributed_type: FSDP\nfsdp_config: FULL_SHARD\n", "is a table of keys"),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: HALF}\n", "unknown value 'HALF'"),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 1, version: 1}\n", "fsdp_version twice"),
@@ -160,6 +159,15 @@ def test_what_is_no_fsdp1_file_is_refused_and_stays(
     assert what in told
     assert "job.yaml" in told
     assert path.read_text() == text
+
+
+def test_a_file_of_fsdp2_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in 1.15: scripts convert every file that they have."""
+    path, other = tmp_path / "job.yaml", tmp_path / "other.yaml"
+    path.write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_use_orig_params: true}\n")
+    assert run(["to-fsdp2", "--config_file", str(path), "--output_file", str(other)]) == 0
+    assert "is a configuration of FSDP2 already" in capsys.readouterr().out
+    assert load_config(str(other)) == load_config(str(path))
 
 
 def test_nothing_is_replaced_without_being_asked_to(

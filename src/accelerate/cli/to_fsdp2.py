@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from accelerate.core.errors import SettingError, UnknownNameError
+from accelerate.core.setting import declared_settings
 from accelerate.launch import config_files, config_writer
+from accelerate.strategy.launch_settings.fsdp import FSDPSettings
 
 if TYPE_CHECKING:
     import argparse
@@ -105,13 +107,16 @@ def _is_hybrid(table: Mapping[str, Any]) -> bool:
 
 
 def _fsdp_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of sharding, with their prefix."""
+    """The options of sharding, those of FSDP with their prefix; others stay as they are."""
     table = config.get(SECTION) or {}
     if not isinstance(table, dict):
         raise SettingError(f"{SECTION} is {table!r}, but it is a table of keys")
     options: dict[str, Any] = {}
+    known = {*ARGUMENT_KEY_MAPPING, *(each.name for each in declared_settings(FSDPSettings))}
     for key, value in table.items():
-        name = str(key) if str(key).startswith(PREFIX) else f"{PREFIX}{key}"
+        name = str(key)
+        if f"{PREFIX}{name}" in known:
+            name = f"{PREFIX}{name}"
         if name in options:
             raise SettingError(f"{SECTION} gives {name} twice", fix="keep one of them")
         options[name] = value
@@ -131,7 +136,13 @@ def _convert_value(key: str, value: Any) -> Any:
 
 
 def _dropped_key_lines(config: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each key that is left out."""
+    """A line for each key that is left out, and for each that gets another meaning."""
+    if _fsdp_options(config).get(VERSION) == 2:
+        yield (
+            "it is a configuration of FSDP2 already, and stays as it is; if its keys are those of FSDP1, "
+            f"write {VERSION}: 1 there and run this again"
+        )
+        return
     for key in _fsdp_options(config):
         if isinstance(ARGUMENT_KEY_MAPPING.get(key), ConversionStatus):
             reason = "prefetches by itself" if key.endswith("_prefetch") else "has no such option"
@@ -143,7 +154,7 @@ def _dropped_key_lines(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _refuse_other_files(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse a file that is no FSDP1 configuration."""
+    """Refuse a file that is no configuration of FSDP."""
     kind = config.get("distributed_type")
     if not _fsdp_options(config):
         raise SettingError(
@@ -154,11 +165,6 @@ def _refuse_other_files(config: Mapping[str, Any], path: Path) -> None:
     if kind is not None and str(kind).upper() != "FSDP":
         raise SettingError(
             f"{path} has a {SECTION}, but its distributed_type is {kind}", fix="write distributed_type: FSDP"
-        )
-    if _fsdp_options(config).get(VERSION) == 2:
-        raise SettingError(
-            f"{path} is a configuration of FSDP2 already",
-            fix=f"if its keys are those of FSDP1, write {VERSION}: 1 there and run this again",
         )
 
 

@@ -42,6 +42,10 @@ class ModelSkeletonError(AccelerateError, ValueError):
     """A model cannot be built from what was named."""
 
 
+class ModelNotFoundError(ModelSkeletonError, FileNotFoundError):
+    """There is no such model, or the hub does not give it."""
+
+
 def build_skeleton(
     model: str | os.PathLike[str],
     *,
@@ -68,7 +72,8 @@ def build_skeleton(
         token: of the hub, for models that not everybody may see; None is the one that is logged in.
 
     Raises:
-        ModelSkeletonError: there is no such model, or its configuration does not describe one.
+        ModelNotFoundError: there is no such model.
+        ModelSkeletonError: its configuration does not describe one.
         MissingExtraError: its library is not installed.
     """
     name, weight_dtype = os.fspath(model), as_dtype(dtype)
@@ -136,7 +141,7 @@ class _ModelLocation:
             self.folder = self.folder.parent
         self.local = self.folder.exists()
         if not self.local and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-            raise ModelSkeletonError(
+            raise ModelNotFoundError(
                 f"there is no folder {name}", fix="a folder with config.json, or a name on the hub"
             )
 
@@ -164,18 +169,18 @@ def _download_file(repository: str, name: str, token: str | None) -> Path | None
         return Path(hf_hub_download(repository, name, token=token, local_files_only=not _is_hub_reachable()))
     except errors.GatedRepoError as error:
         message, reason = f"the hub does not show {repository!r} to everybody", str(error).splitlines()[0]
-        raise ModelSkeletonError(
+        raise ModelNotFoundError(
             message, why=reason, fix="ask for access on its page, then: hf auth login"
         ) from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         message, reason = f"there is no model {repository!r}, neither a folder here nor on the hub", ""
-        raise ModelSkeletonError(
+        raise ModelNotFoundError(
             message, why=reason, fix=f"its name as owner/name; hf auth login if it is private; {example}"
         ) from error
     except errors.LocalEntryNotFoundError as error:
         message = f"there is no folder {repository!r}, and the hub cannot be reached"
         reason = "a name that is no folder is looked up on huggingface.co, or in its cache on this machine"
-        raise ModelSkeletonError(message, why=reason, fix=example) from error
+        raise ModelNotFoundError(message, why=reason, fix=example) from error
     except errors.EntryNotFoundError:
         return None
 
