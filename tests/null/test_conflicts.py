@@ -49,11 +49,6 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
         ["--use_parallelism_config is True", "my.yaml, line 1: fsdp_config.fsdp_version is 1"],
     ),
     ("distributed_type: OTHER", {"use_fsdp": True}, ["--use_fsdp and my.yaml, line 1: distributed_type", NO]),
-    (
-        "distributed_type: 'NO'\nnum_processes: 2",
-        {},
-        ["line 2: num_processes is 2", "line 1: distributed_ty"],
-    ),
     ("num_machines: 1", {"machine_rank": "1"}, ["--machine_rank is 1", "my.yaml, line 1: num_machines is 1"]),
     ("", {"machine_rank": "1"}, ["--machine_rank is 1", "num_machines is 1 (the default)"]),
     ("", {"fsdp_version": "2"}, ["--fsdp_version is given", "--use_fsdp is not"]),
@@ -61,11 +56,6 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
         "distributed_type: MULTI_GPU",
         {"fsdp_version": "2"},
         ["--fsdp_version is given", "my.yaml, line 1: distributed_type is MULTI_GPU"],
-    ),
-    (
-        "distributed_type: FSDP\nother_config:\n  other_speed: 3",
-        {},
-        ["line 3: other_config.other_speed is given", "line 1: distributed_type is FSDP"],
     ),
 ]
 

@@ -385,5 +385,5 @@ def test_options_that_nobody_asked_for_are_refused(config: Any) -> None:
     with pytest.raises(SettingError, match="--fsdp_offload_params is given, but --use_fsdp is not") as error:
         config("{}", fsdp_offload_params="true")
     assert "--use_fsdp" in str(error.value)
-    with pytest.raises(SettingError, match="nothing asks for the way of training"):
-        config("fsdp_config: {version: 2}")
+    (problem,) = config("fsdp_config: {version: 2}").file.problems
+    assert "line 1: fsdp_config has no effect: nothing asks for it; to use it, add --use_fsdp" in problem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from accelerate.core.errors import SettingError, UnknownNameError
 from tests.support import launch_plans
+from tests.support.command import run
 
 
 def write(path: Path, text: str) -> Path:
@@ -102,7 +104,6 @@ def test_a_missing_file_suggests_a_similar_one(config: Any, tmp_path: Path) -> N
         ("debug: false\nmain_process_port: high\n", 2, "main_process_port is the text 'high'"),
         ("dynamo_config:\n  dynamo_mode: fast\n", 2, "unknown value 'fast' of dynamo_mode"),
         ("dynamo_config: inductor\n", 1, "dynamo_config is 'inductor', but it is a table"),
-        ("debug: true\nnum_processes: 2\ndebug: false\n", 3, "the key 'debug' stands twice"),
         ("a: [1\n", 2, "this is not valid YAML"),
         ("a:\n\t- 1\n", 2, "this is not valid YAML"),
     ],
@@ -127,13 +128,51 @@ def test_a_file_that_is_no_table(config: Any, text: str) -> None:
         config(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "what"), [("{", "line 1: this is not valid JSON"), ('{"a": 1, "a": 2}', "'a' stands twice")]
-)
-def test_a_json_file(config: Any, text: str, what: str) -> None:
+def test_a_json_file(config: Any) -> None:
     assert config('{"num_processes": 4, "dynamo_config": {}}', "job.json").get("num_processes") == 4
-    with pytest.raises(SettingError, match=what):
-        config(text, "job.json")
+    with pytest.raises(SettingError, match="line 1: this is not valid JSON"):
+        config("{", "job.json")
+
+
+OLD_FILES = {
+    "debug: true\nnum_processes: 2\ndebug: false\n": "line 3: the key 'debug' stands twice: line 1 has no",
+    '{"num_processes": 1, "num_processes": 2}': "the key 'num_processes' stands twice: the first has",
+    "distributed_type: 'NO'\nnum_processes: 8\n": "line 2: num_processes is 8, which has no effect",
+    "distributed_type: 'NO'\ndeepspeed_config:\n  zero_stage: 2\n": "line 2: deepspeed_config has no effect",
+    "distributed_type: FSDP\nmegatron_lm_config:\n  tp_degree: 2\nfsdp_config: {version: 2}\n": (
+        "line 2: megatron_lm_config has no effect: .* line 1: distributed_type is FSDP"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", OLD_FILES)
+def test_what_has_no_effect_in_an_old_file_is_told(config: Any, tmp_path: Path, text: str) -> None:
+    """Such files started under 1.x: a launch says the line, ``config update`` mends it."""
+    name = "job.json" if text.startswith("{") else "job.yaml"
+    request = config(text, name)
+    (problem,) = request.file.problems
+    assert name in problem
+    assert re.search(OLD_FILES[text], problem)
+    assert request.get("num_processes") in (2, None)
+    assert (
+        not {"ACCELERATE_DEEPSPEED_ZERO_STAGE", "MEGATRON_LM_TP_DEGREE"} & request.script_variables().keys()
+    )
+    assert run(["config", "update", "--config_file", name]) == 0
+    assert launch_plans.request_of_file(tmp_path / name).file.problems == ()
+    assert (tmp_path / f"{name}.bak").read_text() == text
+
+
+def test_strict_mode_refuses_an_old_file(
+    config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "job.yaml", "distributed_type: 'NO'\nnum_processes: 8\n")
+    write(tmp_path / "train.py", "")
+    words = ["launch", "--dry_run", "--config_file", str(tmp_path / "job.yaml"), str(tmp_path / "train.py")]
+    assert run(words) == 0
+    assert run([*words[:1], "--strict", *words[1:]]) == 2
+    told = capsys.readouterr().err
+    assert "line 2: num_processes is 8, which has no effect" in told
+    assert "fix: accelerate config update --config_file" in told
 
 
 def test_a_file_that_cannot_be_read(config: Any, tmp_path: Path) -> None:

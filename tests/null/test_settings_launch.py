@@ -152,7 +152,6 @@ def test_an_unknown_type_of_group_suggests_the_nearest(asks: Any, tmp_path: Path
         ({"num_processes": "0"}, ["--num_processes is 0", "at least 1"]),
         ({"main_process_port": "65536"}, ["--main_process_port is 65536", "no port"]),
         ({"main_process_port": "-1"}, ["--main_process_port is -1", "no port"]),
-        ({"file": "distributed_type: NO\nnum_processes: 2"}, ["line 2: num_processes is 2", "line 1", "NO"]),
     ],
 )
 def test_a_contradiction_names_both_places(asks: Any, flags: dict[str, Any], words: list[str]) -> None:

@@ -83,7 +83,9 @@ def launch(request: LaunchRequest, *, replace: bool = False) -> None:
         plan, notes=(*lines, *plan.notes), variables={**plan.variables, **origin_variables(request)}
     )
     options = requested_options(request, kind, plan)
-    unused = [option.unused_text for option in options if option.unused_reason and option.is_explicit]
+    unused = [] if request.file is None else [*request.file.problems]
+    fix = f"accelerate config update --config_file {request.file.path}" if unused and request.file else ""
+    unused += [option.unused_text for option in options if option.unused_reason and option.is_explicit]
     if request.settings.dry_run:
         from accelerate.launch import dry_run
 
@@ -92,7 +94,7 @@ def launch(request: LaunchRequest, *, replace: bool = False) -> None:
         raise SettingError(
             unused[0],
             why="; ".join([f"{request.origin('strict').where} asks for an error", *unused[1:]]),
-            fix="leave it out" if len(unused) == 1 else "leave them out",
+            fix=fix or ("leave it out" if len(unused) == 1 else "leave them out"),
         )
     if request.settings.dry_run:
         if request.settings.dry_run_model:

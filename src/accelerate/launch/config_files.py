@@ -30,17 +30,33 @@ class ConfigFile:
         lines: the line of each key, by path: ``("mixed_precision",)``, ``("fsdp_config", "fsdp_version")``;
             empty for JSON.
         is_explicit: the user named it; otherwise it was found where such files lie.
+        problems: a sentence for each thing in it that has no effect. Files of 1.x have such things: a launch
+            says them, and refuses them in strict mode.
+        leftovers: paths of the keys that were taken out of ``values`` because they have no effect.
     """
 
     path: Path
     values: Mapping[str, Any]
     lines: Mapping[tuple[str, ...], int] = field(default_factory=dict)
     is_explicit: bool = True
+    problems: tuple[str, ...] = ()
+    leftovers: tuple[tuple[str, ...], ...] = ()
 
     def locate(self, *keys: str) -> str:
         """The place of a key in the user's words: ``"config.yaml, line 3"``."""
         line = self.lines.get(keys)
         return f"{self.path}, line {line}" if line else str(self.path)
+
+    def without(self, keys: tuple[str, ...], problem: str) -> ConfigFile:
+        """The file without a key, which has no effect for the reason that ``problem`` says."""
+        values = dict(self.values)
+        if len(keys) == 1:
+            del values[keys[0]]
+        else:
+            values[keys[0]] = {key: value for key, value in self.section(keys[0]).items() if key != keys[1]}
+        return replace(
+            self, values=values, problems=(*self.problems, problem), leftovers=(*self.leftovers, keys)
+        )
 
     def section(self, name: str) -> Mapping[str, Any]:
         """A nested table; empty when absent.
@@ -100,17 +116,17 @@ def read_config(path: Path, *, is_explicit: bool = True) -> ConfigFile:
     Raises:
         SettingError: it is missing, unreadable, not valid, or not a table of keys.
     """
-    values, lines = read_raw(path)
+    values, lines, problems = read_raw(path)
     new = upgrade_keys(values)
     for old, key in (("fp16", "mixed_precision"), ("dynamo_backend", "dynamo_config")):
         if (old,) in lines and key in new:
             lines.setdefault((key,), lines[(old,)])
             lines.setdefault((key, old), lines[(old,)])
-    return ConfigFile(path, new, lines, is_explicit)
+    return ConfigFile(path, new, lines, is_explicit, problems)
 
 
-def read_raw(path: Path) -> tuple[dict[Any, Any], dict[tuple[str, ...], int]]:
-    """(what a file says, as it stands there; the line of each key of its upper two levels).
+def read_raw(path: Path) -> tuple[dict[Any, Any], dict[tuple[str, ...], int], tuple[str, ...]]:
+    """(what a file says, as it stands there; the line of each key of its upper two levels; its problems).
 
     Raises:
         SettingError: as for ``read_config``.
@@ -121,12 +137,14 @@ def read_raw(path: Path) -> tuple[dict[Any, Any], dict[tuple[str, ...], int]]:
         raise _missing_file_error(path) from error
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"the configuration file {path} cannot be read", why=str(error)) from error
-    values, lines = _parse_json(path, text) if path.suffix == ".json" else _parse_yaml(path, text)
+    problems: list[str] = []
+    parse = _parse_json if path.suffix == ".json" else _parse_yaml
+    values, lines = parse(path, text, problems)
     if not isinstance(values, dict):
         raise SettingError(
             f"{path} is not a table of keys", why="a configuration file holds lines like 'num_processes: 2'"
         )
-    return values, lines
+    return values, lines, tuple(problems)
 
 
 class MissingConfigFileError(SettingError, FileNotFoundError):
@@ -143,14 +161,14 @@ def _missing_file_error(path: Path) -> MissingConfigFileError:
     )
 
 
-def _parse_yaml(path: Path, text: str) -> tuple[Any, dict[tuple[str, ...], int]]:
+def _parse_yaml(path: Path, text: str, problems: list[str]) -> tuple[Any, dict[tuple[str, ...], int]]:
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
     try:
         node = loader.get_single_node()
         values = {} if node is None else loader.construct_document(node)
-        lines = {} if node is None else dict(_key_lines(path, node, loader))
+        lines = {} if node is None else dict(_key_lines(path, node, loader, problems))
     except SettingError:
         raise
     except yaml.YAMLError as error:
@@ -166,9 +184,9 @@ def _parse_yaml(path: Path, text: str) -> tuple[Any, dict[tuple[str, ...], int]]
 
 
 def _key_lines(
-    path: Path, node: Any, loader: Any, above: tuple[str, ...] = ()
+    path: Path, node: Any, loader: Any, problems: list[str], above: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], int]]:
-    """(path of a key, its line) for two levels; a key that stands twice is an error, YAML takes the last.
+    """(path of a key, its line) for two levels; a key that stands twice is a problem, YAML takes the last.
 
     What a table takes over from others (``<<``) is among its keys by now, with the lines of the others;
     keys of its own win over it.
@@ -180,10 +198,8 @@ def _key_lines(
         name, line = str(loader.construct_object(key, deep=True)), key.start_mark.line + 1
         is_own_key = node.start_mark.line < line <= node.end_mark.line + 1
         if name in seen and is_own_key and seen[name] > node.start_mark.line:
-            raise SettingError(
-                f"{path}, line {line}: the key {name!r} stands twice",
-                why=f"it stands on line {seen[name]} too",
-                fix="keep one of them",
+            problems.append(
+                f"{path}, line {line}: the key {name!r} stands twice: line {seen[name]} has no effect"
             )
         if value.id == "scalar" and value.tag.endswith(":int") and ":" in value.value:
             raise SettingError(
@@ -193,22 +209,22 @@ def _key_lines(
             )
         seen[name] = line
         yield (*above, name), line
-        yield from _key_lines(path, value, loader, (*above, name))
+        yield from _key_lines(path, value, loader, problems, (*above, name))
 
 
-def _parse_json(path: Path, text: str) -> tuple[Any, dict[tuple[str, ...], int]]:
+def _parse_json(path: Path, text: str, problems: list[str]) -> tuple[Any, dict[tuple[str, ...], int]]:
     import json
 
-    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def note_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table: dict[str, Any] = {}
         for key, value in pairs:
             if key in table:
-                raise SettingError(f"{path}: the key {key!r} stands twice", fix="keep one of them")
+                problems.append(f"{path}: the key {key!r} stands twice: the first has no effect")
             table[key] = value
         return table
 
     try:
-        return json.loads(text or "{}", object_pairs_hook=refuse_duplicates), {}
+        return json.loads(text or "{}", object_pairs_hook=note_duplicates), {}
     except json.JSONDecodeError as error:
         raise SettingError(f"{path}, line {error.lineno}: this is not valid JSON", why=error.msg) from error
     except RecursionError as error:

@@ -296,7 +296,7 @@ class LaunchRequest:
         """
         for cls, loaded in self.loaded.items():
             for name in loaded.origins if self.missing_switch(cls) else ():
-                if loaded.origin(name).source in ("flag", "file"):
+                if loaded.origin(name).source == "flag":
                     switch, kind = cls.__switch__, self.origin("distributed_type")
                     instead = f"{kind.where} is {kind.value}" if kind.value else f"--{switch} is not"
                     raise SettingError(
@@ -304,6 +304,30 @@ class LaunchRequest:
                         why="nothing asks for the way of training that this is an option of",
                         fix=self._how_to_enable(switch),
                     )
+
+    def find_leftover(self) -> tuple[tuple[str, ...], str] | None:
+        """Return the path of a key in the file that has no effect, and a sentence about it; None without one.
+
+        Files of 1.x hold such keys: the options of a way of training that was chosen once, and a number of
+        processes beside ``distributed_type: NO``, which starts one.
+        """
+        kind, processes = self.origin("distributed_type"), self.origin("num_processes")
+        several = processes.source == "file" and processes.value not in (None, 1)
+        if str(kind.value).upper() == NOT_DISTRIBUTED and several:
+            return ("num_processes",), (
+                f"{processes.where} is {processes.value}, which has no effect: {kind.where} is "
+                f"{NOT_DISTRIBUTED}, which means one process"
+            )
+        for cls, loaded in self.loaded.items():
+            for row in declared_settings(cls) if self.missing_switch(cls) else ():
+                if loaded.origin(row.name).source == "file" and self.file is not None:
+                    keys = (row.section or row.name,)
+                    said = f"{kind.where} is {kind.value}" if kind.value else "nothing asks for it"
+                    return keys, (
+                        f"{self.file.locate(*keys)}: {keys[0]} has no effect: {said}; to use it, "
+                        f"{self._how_to_enable(cls.__switch__)}"
+                    )
+        return None
 
     def missing_switch(self, cls: type[Any]) -> str:
         """The switch that nobody turned on, without which the settings of a class do nothing; or ""."""
@@ -414,6 +438,9 @@ def build_request(
             lines=None if file is None else file.section_lines(section),
         )
     request = LaunchRequest(loaded[JobSettings].value, loaded, tuple(program), file, scheduler)
+    leftover = request.find_leftover()
+    if leftover is not None and file is not None:
+        return build_request(file.without(*leftover), flags, program, script_settings, env)
     request.check_switches()
     return request
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from accelerate.core.errors import LaunchError, SettingError, nearest
 from accelerate.core.frozen_dataclass import frozen_dataclass
-from accelerate.launch.launch_request import NOT_DISTRIBUTED, LaunchRequest
+from accelerate.launch.launch_request import LaunchRequest
 
 
 @frozen_dataclass
@@ -103,14 +103,6 @@ def _refuse_conflicts(request: LaunchRequest) -> None:
                 place.where, request.origin("tpu").where, "a TPU has a way of training of its own"
             )
         _refuse_fsdp1_mesh(request, engine)
-    kind, processes = request.origin("distributed_type"), request.origin("num_processes")
-    several = processes.source == "file" and processes.value not in (None, 1)
-    if str(kind.value).upper() == NOT_DISTRIBUTED and several:
-        raise SettingError(
-            f"{processes.where} is {processes.value}, but {kind.where} is {NOT_DISTRIBUTED}",
-            why=f"{NOT_DISTRIBUTED} means one process",
-            fix="leave distributed_type out: it follows from the devices and the number of processes",
-        )
 
 
 def _refuse_fsdp1_mesh(request: LaunchRequest, engine: str) -> None:

@@ -17,7 +17,7 @@ from accelerate.core.setting import Setting, convert_value
 from accelerate.launch import config_files, config_writer
 from accelerate.launch.config_files import ConfigFile
 from accelerate.launch.config_writer import KeyPath
-from accelerate.launch.launch_request import build_request, launcher_settings
+from accelerate.launch.launch_request import LaunchRequest, build_request, launcher_settings
 from accelerate.launch.request_checks import check_request
 
 # What every file of today says, and old ones do not.
@@ -143,7 +143,7 @@ def save_config(path: Path, old: Mapping[Any, Any], new: Mapping[str, Any]) -> P
         A copy of the file as it was, where comments or its layout could not be kept.
     """
     text = path.read_text(encoding="utf-8") if path.exists() else ""
-    if path.suffix != ".json":
+    if path.suffix != ".json" and not (path.exists() and config_files.read_raw(path)[2]):
         edited_text = config_writer.edit_yaml(text, config_writer.find_changes(old, new))
         if edited_text is not None:
             config_writer.write_file(path, edited_text)
@@ -156,12 +156,27 @@ def save_config(path: Path, old: Mapping[Any, Any], new: Mapping[str, Any]) -> P
 def find_refusal(values: Mapping[str, Any], path: Path) -> AccelerateError | None:
     """Return the error of ``accelerate launch`` for a file with these values; None if it is valid."""
     try:
-        file = ConfigFile(path, config_files.upgrade_keys(values))
-        # A module, so that nobody looks for a script.
-        check_request(build_request(file, {"module": True}, ("module",), SCRIPT_SETTINGS, env={}))
+        check_request(_request_of_file(values, path))
     except AccelerateError as error:
         return error
     return None
+
+
+def _request_of_file(values: Mapping[str, Any], path: Path) -> LaunchRequest:
+    file = ConfigFile(path, config_files.upgrade_keys(values))
+    # A module, so that nobody looks for a script.
+    return build_request(file, {"module": True}, ("module",), SCRIPT_SETTINGS, env={})
+
+
+def _without_leftovers(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The values without those that have no effect."""
+    file = _request_of_file(values, path).file
+    assert file is not None
+    left = ConfigFile(path, values)
+    for keys in file.leftovers:
+        if _get_nested(values, keys) is not None:
+            left = left.without(keys, "")
+    return dict(left.values)
 
 
 def upgrade_values(values: Mapping[Any, Any], path: Path) -> dict[str, Any]:
@@ -207,26 +222,31 @@ def _typed_value(row: Setting, value: Any, path: Path) -> Any:
     return file_value(convert_value(row, value, f"{path}: {row.path}", text=False))
 
 
-def update_file(path: Path) -> tuple[list[ConfigValueChange], Path | None]:
+def update_file(path: Path) -> tuple[list[ConfigValueChange | str], Path | None]:
     """Rewrites a file in today's format; a copy of the old one stays beside it if it was changed.
 
+    What has no effect is taken out: options of a way of training that nothing asks for, keys that stand
+    twice.
+
     Returns:
-        What changed, and the copy.
+        What changed, a line each, and the copy.
 
     Raises:
         SettingError: the file is missing, cannot be read, or has a wrong key or value; it stays as it is.
     """
-    old = config_files.read_raw(path)[0]
+    old, _, duplicates = config_files.read_raw(path)
     new = upgrade_values(old, path)
     problem = find_refusal(new, path)
     if isinstance(problem, UnknownNameError):
         raise problem
-    changes = list(_list_changes(old, new))
+    if problem is None:
+        new = upgrade_values(_without_leftovers(new, path), path)
+    changes = [*duplicates, *_list_changes(old, new)]
     if not changes:
         return [], None
     copy = config_writer.copy_to_backup(path)
     text = None
-    if path.suffix != ".json":
+    if path.suffix != ".json" and not duplicates:
         text = config_writer.edit_yaml(path.read_text(encoding="utf-8"), config_writer.find_changes(old, new))
     config_writer.write_file(path, config_writer.format_config(new, path) if text is None else text)
     return changes, copy
