@@ -234,6 +234,71 @@ def test_damage_is_named_on_all_ranks_and_changes_nothing(ranks: RankServer, tmp
     assert same_on_all(ranks(2, try_load, str(tmp_path / "c"))) == ("fine", True)
 
 
+class Phase:
+    """A registered object that one rank refuses to load."""
+
+    def __init__(self, number: int, last: int) -> None:
+        self.number, self.last = number, last
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+        if self.number > self.last:
+            raise ValueError("this phase is over")
+
+
+def loads_that_are_refused(kind: str, folder: str) -> list[tuple[str, bool]]:
+    """Of a model, an optimizer and an object that do not fit: (what is said, whether anything changed)."""
+    from accelerate import Accelerator
+    from accelerate.core.errors import CheckpointError
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    told: list[tuple[str, bool]] = []
+    for change in ("", "sgd", "wider", "groups", "phase"):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if kind == "fsdp" else None
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        torch.manual_seed(len(change))
+        model: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4 if change == "wider" else 2))
+        groups: Any = [{"params": [*part.parameters()]} for part in model]
+        kind_of_optimizer = torch.optim.SGD if change == "sgd" else torch.optim.AdamW
+        optimizer = kind_of_optimizer(groups if change == "groups" else model.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        phase = Phase(7 if change else 8, 7 if change == "phase" and accelerator.process_index == 1 else 8)
+        accelerator.register_for_checkpointing(phase)
+        accelerator.backward(model(torch.ones(1, 3)).sum())
+        optimizer.step()
+        if not change:
+            accelerator.save_state(folder)
+            continue
+
+        def values(model: Any = model, optimizer: Any = optimizer, phase: Any = phase) -> Any:
+            held = [value for state in optimizer.state.values() for value in state.values()]
+            tensors = [whole_of(t) for t in (*model.parameters(), *held) if isinstance(t, torch.Tensor)]
+            return tensors, phase.number
+
+        before = values()
+        try:
+            accelerator.load_state(folder)
+        except CheckpointError as error:
+            told.append((str(error), before != values()))
+    return told
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(
+    ranks: RankServer, tmp_path: Path, kind: str
+) -> None:
+    """G8: also where one rank alone finds out."""
+    told = same_on_all(ranks(2, loads_that_are_refused, kind, str(tmp_path / "c")))
+    assert [changed for _, changed in told] == [False] * 4
+    for (text, _), words in zip(
+        told, ("momentum", "1.weight", "group", "rank 1 of 2: could not load registered object"), strict=True
+    ):
+        assert words in text
+
+
 def loads_in_place(folder: str) -> bool:
     """Check that parameters and their moments stay where they are in memory, and have the saved values."""
     run = prepare_run("fsdp", 0)

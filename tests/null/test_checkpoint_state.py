@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -549,6 +550,115 @@ def test_a_model_that_does_not_fit_is_named(tmp_path: Path) -> None:
     load.load(CheckpointContents([wider]), path, model_kwargs={"strict": False})
 
 
+class Strict(Counter):
+    """An object that looks at its state while it takes it over."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+        if self.count > 100:
+            raise ValueError("more than 100 phases")
+
+
+def prepared_run(change: str = "") -> tuple[Accelerator, Any]:
+    """(accelerator, all its state) after a step; ``change`` makes it another run than the saved one."""
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(len(change))
+    model: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1, bias=change != "bias"))
+    if change == "shape":
+        model[0] = nn.Linear(3, 4, bias=False)
+        model[0].bias = nn.Parameter(torch.zeros(1))
+    weights, biases = [model[0].weight, model[1].weight], [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": weights}, {"params": biases}] if change == "groups" else [*weights, *biases]
+    groups = groups[::-1] if change == "order" else groups
+    kind = {"sgd": torch.optim.SGD, "adamax": torch.optim.Adamax}.get(change, torch.optim.AdamW)
+    optimizer = kind(groups, lr=0.1)
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    if change == "schedule":
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+    first, second = Counter(1), Strict(1000 if not change else 1)
+    prepared = accelerator.prepare(model, optimizer, scheduler)
+    accelerator.register_for_checkpointing(first, *([] if change == "fewer" else [second]))
+    accelerator.backward(prepared[0](torch.ones(2, 3)).sum())
+    prepared[1].step()
+    prepared[2].step()
+    return accelerator, lambda: copy.deepcopy(
+        (*(each.state_dict() for each in prepared), first.count, second.count, torch.get_rng_state())
+    )
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("groups", "groups"),
+        ("sgd", r"state of AdamW \(.*betas.*\), and the optimizer is SGD \(.*momentum"),
+        ("bias", "1.bias"),
+        ("shape", r"0.bias.*\(4,\).*\(1,\)"),
+        ("schedule", "lr_lambdas"),
+        ("fewer", "registered"),
+        ("refused", "more than 100 phases"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_changes_nothing(
+    tmp_path: Path, change: str, text: str, sharded: bool
+) -> None:
+    """G8: groups, parameters, another optimizer or schedule, and an object that refuses at the end."""
+    prepared_run()[0].save_state(str(tmp_path / "c"), sharded=sharded)
+    accelerator, states = prepared_run(change)
+    before = states()
+    with pytest.raises(CheckpointError, match="(?s)" + text.replace("state of AdamW", "state of .*")):
+        accelerator.load_state(str(tmp_path / "c"))
+    assert_same(states(), before)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"), [("adamax", "state of AdamW"), ("order", "exp_avg of its param")]
+)
+def test_a_state_of_another_optimizer_is_refused_although_options_agree(
+    tmp_path: Path, change: str, text: str
+) -> None:
+    prepared_run()[0].save_state(str(tmp_path / "c"))
+    with pytest.raises(CheckpointError, match=text):
+        prepared_run(change)[0].load_state(str(tmp_path / "c"))
+
+
+def test_what_is_missing_in_a_model_may_be_left_as_it_is(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 2, bias=False))
+    accelerator.save_state(str(tmp_path / "c"))
+    other = Accelerator(cpu=True)
+    model = other.prepare(nn.Linear(2, 2))
+    bias = model.bias.tolist()
+    with pytest.raises(CheckpointError, match="bias"):
+        other.load_state(str(tmp_path / "c"))
+    assert other.load_state(str(tmp_path / "c"), strict=False).missing == ("bias (in model.safetensors)",)
+    assert model.bias.tolist() == bias
+
+
+class Renamed(nn.Linear):
+    """Takes states of its older self, and says no to others while it loads."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        if f"{prefix}w" in state:
+            state[f"{prefix}weight"] = state.pop(f"{prefix}w")
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+def test_a_model_that_converts_older_states_is_tried_and_taken_back(tmp_path: Path) -> None:
+    old = nn.Module()
+    old.w, old.bias = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
+    path = save.save(CheckpointContents([old]), tmp_path / "c")
+    model = Renamed(2, 2)
+    load.load(CheckpointContents([model]), path)
+    assert model.weight.tolist() == [[1, 1], [1, 1]]
+    del old.bias
+    path = save.save(CheckpointContents([old]), tmp_path / "c")
+    model.weight.data.fill_(5)
+    with pytest.raises(CheckpointError, match="bias"):
+        load.load(CheckpointContents([model]), path)
+    assert model.weight.tolist() == [[5, 5], [5, 5]]
+
+
 def test_an_object_without_state_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     """D8."""
     with pytest.raises(CheckpointError, match=r"registered object 1 cannot be saved: it is a object"):
@@ -680,7 +790,7 @@ def test_a_rank_without_random_states_gets_derived_ones(
     def draws(rank: int, size: int) -> tuple[float, float, float]:
         torch.manual_seed(99)
         reader_ranks = CheckpointRankGroup(rank, size)
-        from accelerate.checkpoint.load import TrainingStateReader
+        from accelerate.checkpoint.state_reader import TrainingStateReader
         from accelerate.checkpoint.storage import LocalCheckpointStorage, read_manifest
 
         parts = CheckpointContents(rng=rng)
@@ -699,7 +809,7 @@ def test_a_rank_without_random_states_gets_derived_ones(
 
 def test_a_gap_in_the_ranks_is_missing_not_derived(tmp_path: Path) -> None:
     """D2: a rank's file that should be there and is not."""
-    from accelerate.checkpoint.load import TrainingStateReader
+    from accelerate.checkpoint.state_reader import TrainingStateReader
 
     path = public_checkpoint(tmp_path / "c", training(steps=1), ranks=3)
     (path / "random_states_1.pkl").unlink()

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.checkpoint import layout, torch_files
-from accelerate.checkpoint.load import TrainingStateReader, resolve_map_location
+from accelerate.checkpoint.load import resolve_map_location
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.save import model_writers, object_writer
+from accelerate.checkpoint.state_reader import TrainingStateReader
 from accelerate.checkpoint.stateful import CheckpointContents
 from accelerate.checkpoint.weight_files import replace_file
 from accelerate.world import rng
@@ -83,6 +84,8 @@ def load_accelerator_state(
         Path(input_dir), None, ranks, True, location, load_kwargs or {}, load_model_func_kwargs
     )
     reader.read(train_state)
+    with reader.undone_on_error():
+        reader.try_to_apply()
     reader.apply()
     reader.finish(train_state)
     return {} if reader.step is None else {"step": reader.step}

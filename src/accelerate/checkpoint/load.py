@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from accelerate.checkpoint import discovery, file_reads, layout, state_dict_files, torch_files
+from accelerate.checkpoint import discovery
 from accelerate.checkpoint.checkpoint_fetch import local_checkpoint
 from accelerate.checkpoint.discovery import Address, ProjectConfiguration
-from accelerate.checkpoint.durable_file import file_digest, file_digests
+from accelerate.checkpoint.durable_file import file_digests
 from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.layout import Manifest
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
-from accelerate.checkpoint.stateful import (
-    KINDS,
-    CheckpointContents,
-    CheckpointLoadContext,
-    CheckpointObject,
-    RNGStates,
-    StatefulAdapter,
-)
+from accelerate.checkpoint.state_reader import TrainingStateReader
+from accelerate.checkpoint.stateful import CheckpointContents
 from accelerate.checkpoint.storage import CheckpointStorage, read_manifest
 from accelerate.core.errors import CheckpointError
 from accelerate.world import world as worlds
-
-# Errors that objects raise when a state does not fit them.
-_REFUSALS = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError)
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +112,8 @@ def load(
                 before(path)
             reader.check_custom_count(contents)
             reader.read(contents)
+        with reader.undone_on_error(), ranks.collective_section(action):
+            reader.try_to_apply()
         with ranks.collective_section(action):
             reader.apply()
         with ranks.collective_section(action):
@@ -224,243 +214,3 @@ def verify_files(folder: Path, manifest: Manifest, ranks: CheckpointRankGroup) -
                 why=f"its digest is {actual[:16]}..., expected {record.digest[:16]}... ({manifest.hashing})",
                 fix="load another checkpoint; nothing was changed",
             )
-
-
-@dataclass
-class TrainingStateReader:
-    """A reader of one checkpoint for one rank.
-
-    Attributes:
-        folder: the checkpoint.
-        manifest: None for one of the public package.
-        ranks: those that load together.
-        strict: a missing state is an error; otherwise it is listed in ``missing``.
-        map_location: where torch files are loaded to.
-        load_kwargs: more arguments of ``torch.load``.
-        model_kwargs: more arguments of the models' ``load_state_dict``.
-        pending: states that are read and not yet loaded: (description, function).
-        pending_rng: the same for random states, which are loaded last.
-        missing, notes: what the caller should know.
-        step: the step counter beside the random states.
-    """
-
-    folder: Path
-    manifest: Manifest | None
-    ranks: CheckpointRankGroup
-    strict: bool = True
-    map_location: Any = "cpu"
-    load_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    model_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    pending: list[tuple[str, Callable[[], Any]]] = field(default_factory=list)
-    pending_rng: list[tuple[str, Callable[[], Any]]] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    step: int | None = None
-
-    def read(self, contents: CheckpointContents) -> None:
-        """Read everything that ``contents`` asks for; change nothing yet.
-
-        Raises:
-            CheckpointError: a file is missing or cannot be read.
-        """
-        for each in contents.objects().values():
-            if self._read_sharded(each):
-                continue
-            if each.category == "models":
-                self._read_model(each)
-            elif each.category == "loaders":
-                self._read_position(each)
-            elif each.category == "rng":
-                self._read_rng(contents.rng)
-            else:
-                self._read_torch_file(each)
-
-    def apply(self) -> None:
-        """Load the states that were read, except for own files and random states.
-
-        Raises:
-            CheckpointError: an object refuses its state; those before it have theirs already.
-        """
-        for action, function in self.pending:
-            _attempt(action, function)
-
-    def finish(self, contents: CheckpointContents) -> None:
-        """Load folders of own files, then random states: nothing draws a number after."""
-        for part in contents.own_files:
-            _attempt(f"load {part.name} from {self.folder}", partial(part.load, self.folder))
-        for action, function in self.pending_rng:
-            _attempt(action, function)
-
-    def _report_missing(self, file: str, what: str) -> None:
-        if not self.strict:
-            self.missing.append(f"{file} ({what})")
-            return
-        present = ", ".join(sorted(p.name for p in self.folder.iterdir()))
-        raise CheckpointError(
-            f"{self.folder / file} is missing",
-            why=f"{what} was to be loaded from it; this checkpoint holds: {present}",
-            fix="prepare the objects that were saved, or pass strict=False to leave this one as it is",
-        )
-
-    def _read_sharded(self, each: CheckpointObject) -> bool:
-        """Return True if the object was saved sharded, after preparing its load."""
-        if each.category not in ("models", "optimizers"):
-            return False
-        folder = self.folder / layout.sharded_folder(each.category, each.index)
-        if not folder.is_dir():
-            return False
-        label, sharded = f"{each.label} ({each.class_name})", each.sharded_state
-        trusted = not self.load_kwargs.get("weights_only", True)
-        context = CheckpointLoadContext(self.strict, trusted, self.model_kwargs, self.missing, self.notes)
-        with file_errors("read", folder):
-            load = (
-                self._read_unsharded(each, folder, context)
-                if sharded is None
-                else sharded.prepare_load(folder, context)
-            )
-            self.pending.append((f"load {label} from {folder}", load))
-        return True
-
-    def _read_unsharded(
-        self, each: CheckpointObject, folder: Path, context: CheckpointLoadContext
-    ) -> Callable[[], Any]:
-        """Return a function that loads a sharded state into what takes full states only (DeepSpeed)."""
-        if not isinstance(each.item, StatefulAdapter):
-            raise CheckpointError(
-                f"{each.label} ({each.class_name}) cannot be loaded from {folder}",
-                why="it was saved sharded, by parameter names",
-                fix="save it whole, which every strategy reads: save_state(folder, sharded=False)",
-            )
-        from accelerate.checkpoint.sharded_state import read_full_state
-
-        read, item, template = read_full_state(folder, each.category, context), each.item, each.item.template
-        if each.category == "optimizers":
-            return lambda: item.load_state_dict(read())
-        names = template() if template is not None else item.state_dict()
-        return lambda: item.load_state_dict(
-            state_dict_files.fit_names(read(), {}, names), **self.model_kwargs
-        )
-
-    def _read_model(self, each: CheckpointObject) -> None:
-        model, index, label = each.item, each.index, f"{each.label} ({each.class_name})"
-        safe = self.folder / layout.model_file(index, safe=True)
-        other = (layout.model_file(index, safe=False), layout.gathered_file(index))
-        path = next((p for p in (safe, *(self.folder / name for name in other)) if p.is_file()), safe)
-        if not path.is_file():
-            self._report_missing(safe.name, label)
-            return
-        if path is safe:
-            with file_errors("read", safe):
-                state, aliases = state_dict_files.read_safetensors(safe)
-                files = [file_reads.MappedTensorAddresses.create(safe, state)]
-        else:
-            kwargs = {"map_location": "cpu", "mmap": True, **self.load_kwargs}
-            state, aliases, files = torch_files.read(path, **kwargs), {}, []
-        if self.model_kwargs.get("assign"):  # the model keeps them: then they must not stay mapped
-            state = {name: copy.deepcopy(value) for name, value in state.items()}
-        template = (
-            model.template() if isinstance(model, StatefulAdapter) and model.template else model.state_dict()
-        )
-        for alias, name in state_dict_files.find_untied(aliases, template).items():
-            self.notes.append(f"{path.name} has {alias} tied to {name}; in this model they are two tensors")
-        state = state_dict_files.fit_names(state, aliases, template)
-        function = partial(
-            file_reads.load_from_mapped, files, model.load_state_dict, state, **self.model_kwargs
-        )
-        self.pending.append((f"load {label} from {path}", function))
-
-    def _read_torch_file(self, each: CheckpointObject) -> None:
-        assert each.kind.file is not None
-        item, label = each.item, f"{each.label} ({each.class_name})"
-        file = each.kind.file(each.index, self.ranks.rank)
-        if each.kind.per_rank and not (self.folder / file).is_file():
-            file = each.kind.file(each.index, 0)
-        path = self.folder / file
-        if not path.is_file():
-            self._report_missing(file, label)
-            return
-        kwargs = {"map_location": self.map_location, **self.load_kwargs}
-        if (
-            each.category == "optimizers"
-            and "mmap" not in kwargs
-            and torch_files.can_map(path, kwargs["map_location"])
-        ):
-            load = partial(torch_files.MappedOptimizerState(path, **kwargs).load_into, item.load_state_dict)
-        else:
-            load = partial(item.load_state_dict, torch_files.read(path, **kwargs))
-        self.pending.append((f"load {label} from {path}", load))
-
-    def check_custom_count(self, contents: CheckpointContents) -> None:
-        """Refuse a number of registered objects that differs from the saved number.
-
-        Raises:
-            CheckpointError: it differs, and loading is strict.
-        """
-        saved, now = len(list(self.folder.glob(f"{layout.CUSTOM_NAME}_*.pkl"))), len(contents.custom)
-        if saved != now and self.strict:
-            raise CheckpointError(
-                f"{self.folder} holds {saved} registered object(s), but {now} are registered now",
-                fix="register the same objects, in the same order, with register_for_checkpointing, or pass "
-                "strict=False",
-            )
-
-    def _read_position(self, each: CheckpointObject) -> None:
-        saved = self.manifest.loaders if self.manifest else []
-        if each.index < len(saved):
-            load = partial(each.item.load_state_dict, saved[each.index])
-            self.pending.append((f"put {each.label} to its position", load))
-        elif self.manifest is None:
-            self.notes.append(f"the position of {each.label} is not saved: it starts anew")
-        else:
-            self._report_missing(layout.MANIFEST_NAME, f"the position of {each.label}")
-
-    def _read_rng(self, rng: RNGStates | None) -> None:
-        assert rng is not None
-        rank = self.ranks.rank
-        path = self.folder / layout.rng_file(rank)
-        count = self.manifest.world_size if self.manifest else self._rng_count()
-        if path.is_file():
-            # Generators take their states from the host, whatever device they are of.
-            state = dict(torch_files.read(path, **{**self.load_kwargs, "map_location": "cpu"}))
-            self.step = state.pop("step", None)
-            self.pending_rng.append(
-                (f"restore the random states of {path}", partial(self._restore_rng, rng, state))
-            )
-        elif rank >= count > 0:
-            self.pending_rng.append((f"seed rank {rank}", partial(rng.set_seed, self._derive_seed(rank))))
-        else:
-            self._report_missing(path.name, f"{KINDS['rng'].label} {rank}")
-        if self.ranks.size != count > 0:
-            self.notes.append(_describe_world_size(count, self.ranks.size))
-
-    def _restore_rng(self, rng: RNGStates, state: Mapping[str, Any]) -> None:
-        for name in rng.restore(state):
-            self.notes.append(f"no random state is saved for the generator {name}: it stays as it is")
-
-    def _rng_count(self) -> int:
-        return len(list(self.folder.glob(f"{layout.RNG_STATE_NAME}_*.pkl")))
-
-    def _derive_seed(self, rank: int) -> int:
-        """Return a seed from the saved state of rank 0, this rank and the world size alone."""
-        text = f"{file_digest(self.folder / layout.rng_file(0))}:{rank}:{self.ranks.size}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-
-
-def _attempt(what: str, function: Callable[[], Any]) -> None:
-    try:
-        function()
-    except CheckpointError:
-        raise
-    except _REFUSALS as error:
-        raise CheckpointError(
-            f"could not {what}",
-            why=f"{type(error).__name__}: {error}",
-            fix="prepare the same objects, in the same order, as when it was saved",
-        ) from error
-
-
-def _describe_world_size(saved: int, now: int) -> str:
-    text = f"saved by {saved} process(es), loaded by {now}: random states of "
-    if now < saved:
-        return text + f"rank {now} and above are not used"
-    return text + f"rank {saved} and above are derived from those of rank 0"

@@ -7,7 +7,7 @@ size: each rank reads the chunks that overlap its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,11 +22,11 @@ from accelerate.checkpoint import layout, state_dict_files
 from accelerate.checkpoint.dcp_files import LocalSavePlan, RankShardFile, ShardFolderReader, only_distributed
 from accelerate.checkpoint.file_reads import ReadPlan
 from accelerate.checkpoint.layout import ManifestEntry
+from accelerate.checkpoint.state_comparison import describe_other_class, list_names
 from accelerate.checkpoint.stateful import CheckpointLoadContext
 from accelerate.core.errors import CheckpointError
 
 _CHECKPOINTED = "_checkpoint_wrapped_module."  # torch's wrapper for activation checkpointing
-_SHOWN = 6
 
 
 @dataclass(eq=False)
@@ -93,7 +93,7 @@ class ShardedModelState:
         """Prepare the load, see ``ShardedState``. Tensors are read into the model's own memory."""
         shards = ShardFolderReader(folder, trusted=context.trusted)
         state = self._state()
-        entries = _entries_by_model_name(shards, state)
+        entries = entries_by_model_name(shards, state)
         self._compare_names(shards, entries, state, context)
         shards.check_files(name for group in entries.values() for name in group)
         _note_untied(shards, entries, self.module, context)
@@ -150,7 +150,7 @@ class ShardedModelState:
                     shards.add_reads(group[0], tensor, read_plan)
                 planned.add(owner)
             elif name in state:
-                state[name] = _read_nested(shards, group, 2)
+                state[name] = read_nested(shards, group, 2)
         return partial(self._load, read_plan, state, context)
 
     def _load(self, read_plan: ReadPlan, state: dict[str, Any], context: CheckpointLoadContext) -> Any:
@@ -215,8 +215,8 @@ class ShardedOptimizerState:
         self, shards: ShardFolderReader, context: CheckpointLoadContext, read_plan: ReadPlan
     ) -> dict[str, Any]:
         """Return the optimizer's future ``state_dict``; ``read_plan`` fills its tensors."""
-        entries, other = _optimizer_entries(shards)
-        read = {key: _read_nested(shards, group, 2) for key, group in other.items()}
+        entries, other = optimizer_entries(shards)
+        read = {key: read_nested(shards, group, 2) for key, group in other.items()}
         saved = list(read.get("param_groups", []))
         param_names = parameter_names(self.optimizer, self.models)
         saved_names = {name for group in saved for name in group["params"]}
@@ -224,6 +224,10 @@ class ShardedOptimizerState:
             n for members in param_names for n in members
         }
         saved = [{**group, "params": [n for n in group["params"] if n not in others]} for group in saved]
+        if context.strict and isinstance(self.optimizer, torch.optim.Optimizer):
+            why = describe_other_class(self.optimizer, saved)
+            if why:
+                raise CheckpointError(f"{shards.folder} does not fit the optimizer", why=why)
         own_state = self.optimizer.state_dict()
         groups = _match_groups(shards, own_state["param_groups"], saved, param_names, context)
         state: dict[Any, Any] = {}
@@ -236,58 +240,13 @@ class ShardedOptimizerState:
                 make = partial(
                     _tensor_like_param, parameter, self.optimizer.state.get(parameter, {}), read_plan
                 )
-                state[index] = _read_nested(shards, entries[name], 3, make)
+                state[index] = read_nested(shards, entries[name], 3, make)
         for key in entries.keys() - saved_names:
-            state[key] = _read_nested(shards, entries[key], 3)
+            state[key] = read_nested(shards, entries[key], 3)
         return {**read, "state": state, "param_groups": groups}
 
 
-def read_full_state(folder: Path, category: str, context: CheckpointLoadContext) -> Callable[[], Any]:
-    """Return a function that reads a sharded state as a full one, on the host, for what takes no shards.
-
-    Args:
-        folder: the folder of the shards.
-        category: ``"models"``, or ``"optimizers"``: then the state dict goes by parameter names, and the
-            state of a parameter is read whenever it is asked for.
-        context: whether reading may run code.
-
-    Raises:
-        CheckpointError: shards are missing.
-    """
-    shards = ShardFolderReader(folder, trusted=context.trusted)
-    shards.check_files(shards.paths)
-    if category == "models":
-        entries = _entries_by_model_name(shards, {})
-        return lambda: {name: _read_nested(shards, group, 2) for name, group in entries.items()}
-    states, other = _optimizer_entries(shards)
-
-    def read() -> dict[str, Any]:
-        by_name = {name: _ParamStateOnDisk(shards, group) for name, group in states.items()}
-        return {**{key: _read_nested(shards, group, 2) for key, group in other.items()}, "state": by_name}
-
-    return read
-
-
-class _ParamStateOnDisk(Mapping[str, Any]):
-    """The state of one parameter, read at each access."""
-
-    def __init__(self, shards: ShardFolderReader, group: Iterable[str]) -> None:
-        self._shards = shards
-        self._entries: dict[str, list[str]] = {}
-        for name in group:
-            self._entries.setdefault(shards.paths[name][3], []).append(name)
-
-    def __getitem__(self, key: str) -> Any:
-        return _read_nested(self._shards, self._entries[key], 4)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-
-def _optimizer_entries(shards: ShardFolderReader) -> tuple[dict[Any, list[str]], dict[Any, list[str]]]:
+def optimizer_entries(shards: ShardFolderReader) -> tuple[dict[Any, list[str]], dict[Any, list[str]]]:
     """Return the entries of an optimizer's index: (by parameter name, by other keys of its state dict)."""
     states: dict[Any, list[str]] = {}
     other: dict[Any, list[str]] = {}
@@ -396,7 +355,7 @@ def _drop_non_tensors(state: Any) -> Any:
     return state if isinstance(state, torch.Tensor) else {}
 
 
-def _entries_by_model_name(shards: ShardFolderReader, state: Mapping[str, Any]) -> dict[str, list[str]]:
+def entries_by_model_name(shards: ShardFolderReader, state: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the index's entries by the model's names; an object may have several entries."""
     tops = {path[0] for path in shards.paths.values()}
     below = len(tops) == 1 and all(len(path) > 1 for path in shards.paths.values())
@@ -430,11 +389,10 @@ def _note_untied(
 def _describe_differences(missing: Sequence[str], surplus: Sequence[str]) -> Iterable[str]:
     for text, tensor_names in (("it lacks", missing), ("the model does not have", surplus)):
         if tensor_names:
-            more = f" and {len(tensor_names) - _SHOWN} more" if len(tensor_names) > _SHOWN else ""
-            yield f"{text} {', '.join(tensor_names[:_SHOWN])}{more}"
+            yield f"{text} {list_names(tensor_names)}"
 
 
-def _read_nested(
+def read_nested(
     shards: ShardFolderReader,
     group: Iterable[str],
     depth: int,

@@ -51,6 +51,9 @@ class StatefulAdapter:
             None where that is not possible.
         template: for a model, returns a cheap state with its names and ties; ``state_dict`` if None.
         check: raises the reason why the state cannot be saved, for this rank only; None if there can be none.
+        compare: returns why a full state cannot be loaded, empty if it can; takes the state and the name of
+            the class that was saved. It changes nothing. None if that is known only by loading.
+        module: for a model, the user's own module.
     """
 
     name: str
@@ -59,13 +62,16 @@ class StatefulAdapter:
     sharded_state: Callable[[], ShardedState] | None = None
     template: Callable[[], Mapping[str, Any]] | None = None
     check: Callable[[], None] | None = None
+    compare: Callable[[Any, str], str] | None = None
+    module: Any = None
 
 
 class FolderStateful(Protocol):
     """An object that writes files of its own, such as a DeepSpeed checkpoint.
 
     Both methods are called on every rank, with the same folder, and may be collective. Whatever ``save``
-    writes below the folder is checked, committed and verified with the rest.
+    writes below the folder is checked, committed and verified with the rest. A method ``compare(folder)``, if
+    there is one, returns why the files do not fit, empty if nothing speaks against them.
     """
 
     name: str
@@ -199,8 +205,8 @@ class ContentKind:
     is_users: bool = False
 
 
-# In the order in which they are collected, written and loaded; random states are restored last. A new kind is
-# one line here, and one field of ``CheckpointContents``.
+# In the order in which they are collected, written and read. A new kind is one line here, and one field of
+# ``CheckpointContents``.
 KINDS = {
     "models": ContentKind("model"),
     "optimizers": ContentKind("optimizer", _same_on_all_ranks(layout.optimizer_file)),

@@ -233,6 +233,9 @@ class MappedOptimizerState:
     Args:
         path: the file.
         kwargs: arguments of ``read``.
+
+    Attributes:
+        state: what the file holds, until it is loaded.
     """
 
     _open: ClassVar[list[MappedOptimizerState]] = []
@@ -242,12 +245,12 @@ class MappedOptimizerState:
         with file_errors("read", path):
             self._file = path.open("rb")  # keeps this file, whatever is renamed to its name
         self._stamp = _stamp(self._file.fileno())
-        self._state: Any = read(path, mmap=True, **kwargs)
+        self.state: Any = read(path, mmap=True, **kwargs)
         self._thread: threading.Thread | None = None
 
     def load_into(self, load: Callable[[Any], Any]) -> None:
         """Pass the state to ``load``; a thread copies the pages of the tensors that it keeps."""
-        state, self._state = self._state, None
+        state, self.state = self.state, None
         references = [
             StorageWeakRef(leaf.untyped_storage())
             for _, leaf in tree.iterate_leaves(state)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accelerate.checkpoint.state_comparison import describe_optimizer, describe_other_class
 from accelerate.checkpoint.stateful import StatefulAdapter
 from accelerate.offload.offloaded_tensor import source_of
 from accelerate.strategy.base import DataSharding
@@ -22,25 +23,28 @@ if TYPE_CHECKING:
 def model_adapter(strategy: Strategy, model: nn.Module) -> StatefulAdapter:
     """Return the adapter that saves and loads a prepared model, full or sharded."""
     if isinstance(strategy, EngineStrategy):
-        full_state, template, sharded_state = strategy.master_state, strategy.state_template, None
+        full_state, sharded_state = strategy.master_state, None
     else:
-        full_state, template = strategy.model_state, partial(_state_template, strategy)
+        full_state = strategy.model_state
         sharded_state = cache(partial(sharded_model_state, strategy, model))
     return StatefulAdapter(
         type(model).__name__,
         lambda: resolve_offloaded(full_state(model)),
         partial(strategy.load_model, model),
         sharded_state=sharded_state,
-        template=partial(template, model) if strategy.shards_params else None,
+        template=partial(state_template, strategy, model) if strategy.shards_params else None,
         check=partial(strategy.check_materialized, model),
+        module=strategy.unwrap(model),
     )
 
 
-def _state_template(strategy: Strategy, model: nn.Module) -> Mapping[str, Any]:
+def state_template(strategy: Strategy, model: nn.Module) -> Mapping[str, Any]:
     """Return a state dict with the names, shapes and ties of the model; its values do not count.
 
     A name that only other ranks hold (pipeline stages) has the value None.
     """
+    if isinstance(strategy, EngineStrategy):
+        return strategy.state_template(model)
     remote_names = strategy.partial_state_names(model)[0] if isinstance(strategy, DataSharding) else ()
     return {**dict.fromkeys(remote_names), **strategy.model_checkpoint_view(model).state_dict()}
 
@@ -66,13 +70,32 @@ def optimizer_adapter(strategy: Strategy, optimizer: Any, models: Sequence[nn.Mo
     if not isinstance(inner, torch.optim.Optimizer):
         return optimizer
     return StatefulAdapter(
-        type(optimizer).__name__,
+        type(inner).__name__,
         partial(strategy.optimizer_state, inner, models),
         partial(load_optimizer_state, strategy, inner, models),
         sharded_state=cache(partial(sharded_optimizer_state, strategy, inner, models))
         if not isinstance(strategy, EngineStrategy)
         else None,
+        compare=partial(compare_optimizer_state, strategy, inner, models),
     )
+
+
+def compare_optimizer_state(
+    strategy: Strategy,
+    optimizer: torch.optim.Optimizer,
+    models: Sequence[nn.Module],
+    state: Any,
+    saved_class: str,
+) -> str:
+    """Return why a full state dict does not fit an optimizer; empty if nothing speaks against it."""
+    view = strategy.optimizer_checkpoint_view(optimizer)
+    names = strategy.original_group_names(optimizer) if isinstance(strategy, DataSharding) else None
+    if names is None and isinstance(strategy, EngineStrategy):
+        return describe_other_class(optimizer, state["param_groups"], saved_class)
+    groups = [group["params"] for group in view.param_groups]
+    shapes = None if names else [parameter.shape for group in groups for parameter in group]
+    sizes = [len(group) for group in names or groups]
+    return describe_optimizer(optimizer, sizes, state, saved_class=saved_class, shapes=shapes)
 
 
 def load_optimizer_state(

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accelerate.checkpoint.state_comparison import describe_shapes
 from accelerate.core.errors import CheckpointError
-from accelerate.facade.checkpoint_adapters import load_optimizer_state
+from accelerate.facade.checkpoint_adapters import load_optimizer_state, state_template
 from accelerate.strategy import STRATEGIES
 from accelerate.strategy.base import DataSharding
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
@@ -52,6 +53,14 @@ class EngineStateLoader:
     def save(self, folder: Path, /) -> list[str]:
         """Refuse to save: the strategy that trains the model saves it."""
         raise CheckpointError(f"{self.name} is saved by the strategy that trains it")
+
+    def compare(self, folder: Path, /) -> str:
+        """Return why the saved model does not fit this one."""
+        if self.strategy.shards_params:
+            own = state_template(self.strategy, self.model)
+        else:
+            own = self.strategy.unwrap(self.model).state_dict()
+        return describe_shapes(self.checkpoint.shapes, own, strict=self.strict)
 
     def load(self, folder: Path, /) -> None:
         """Load full states on the host of every rank; the strategy keeps the shard of this rank."""

@@ -70,6 +70,22 @@ class DeepSpeedEngineCheckpointer:
             names += [name for name in ("latest", "zero_to_fp32.py") if (folder / name).is_file()]
         return names
 
+    def compare(self, folder: Path, /) -> str:
+        """Return why the saved shapes do not fit the model; empty where only DeepSpeed can read them."""
+        if self.options.get("custom_load_fn") is not None or find_unsupported_file(folder / self.name):
+            return ""
+        strict = bool(self.options.get("load_module_strict", True))
+        own = {name: value.shape for name, value in full_state.shape_template(self.handle.module).items()}
+        saved = {name: shape for name, (_, shape) in ZeroCheckpoint(folder / self.name).shapes.items()}
+        wrong = [
+            f"{name} was saved with the shape {tuple(saved[name])}, and has {tuple(own[name])}"
+            for name in saved.keys() & own.keys()
+            if saved[name] != own[name]
+        ]
+        wrong += [f"{name} was not saved" for name in own.keys() - saved.keys() if strict]
+        wrong += [f"{name} is not in the model" for name in saved.keys() - own.keys() if strict]
+        return "; ".join(sorted(wrong)[:6])
+
     def load(self, folder: Path, /) -> None:
         """Load a DeepSpeed checkpoint; collective.
 

@@ -1,0 +1,376 @@
+"""The reader of one checkpoint on one rank: it reads and compares everything, and then loads it."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.checkpoint import file_reads, layout, state_dict_files, torch_files
+from accelerate.checkpoint.durable_file import file_digest
+from accelerate.checkpoint.errors import file_errors
+from accelerate.checkpoint.layout import Manifest
+from accelerate.checkpoint.rank_group import CheckpointRankGroup
+from accelerate.checkpoint.state_comparison import (
+    converts_states,
+    copy_state,
+    describe_model,
+    describe_optimizer,
+    model_differences,
+)
+from accelerate.checkpoint.stateful import (
+    KINDS,
+    CheckpointContents,
+    CheckpointLoadContext,
+    CheckpointObject,
+    RNGStates,
+    StatefulAdapter,
+)
+from accelerate.core import tree
+from accelerate.core.errors import CheckpointError
+
+# Errors that objects raise when a state does not fit them.
+_REFUSALS = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError)
+
+
+@dataclass
+class TrainingStateReader:
+    """A reader of one checkpoint for one rank.
+
+    Attributes:
+        folder: the checkpoint.
+        manifest: None for one of the public package.
+        ranks: those that load together.
+        strict: a missing state is an error; otherwise it is listed in ``missing``.
+        map_location: where torch files are loaded to.
+        load_kwargs: more arguments of ``torch.load``.
+        model_kwargs: more arguments of the models' ``load_state_dict``.
+        trials: states that an object may still refuse: (description, function, object). They are loaded
+            first, and taken back if one is refused, on this rank or another.
+        pending: states that fit, or are too large to be taken back: (description, function).
+        pending_rng: the same for random states, which are loaded last.
+        missing, notes: what the caller should know.
+        step: the step counter beside the random states.
+    """
+
+    folder: Path
+    manifest: Manifest | None
+    ranks: CheckpointRankGroup
+    strict: bool = True
+    map_location: Any = "cpu"
+    load_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    model_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    trials: list[tuple[str, Callable[[], Any], Any]] = field(default_factory=list)
+    pending: list[tuple[str, Callable[[], Any]]] = field(default_factory=list)
+    pending_rng: list[tuple[str, Callable[[], Any]]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    step: int | None = None
+    _undo: list[Callable[[], Any]] = field(default_factory=list, init=False)
+
+    def read(self, contents: CheckpointContents) -> None:
+        """Read everything that ``contents`` asks for; change nothing yet.
+
+        Raises:
+            CheckpointError: a file is missing or cannot be read.
+        """
+        for each in contents.objects().values():
+            if self._read_sharded(each):
+                continue
+            if each.category == "models":
+                self._read_model(each)
+            elif each.category == "loaders":
+                self._read_position(each)
+            elif each.category == "rng":
+                self._read_rng(contents.rng)
+            else:
+                self._read_torch_file(each)
+        for part in contents.own_files:
+            compare = getattr(part, "compare", None)
+            why = compare(self.folder) if compare is not None else ""
+            if why:
+                raise _refusal(f"load {part.name} from {self.folder}", why)
+
+    @contextmanager
+    def undone_on_error(self) -> Generator[None]:
+        """Give the objects of ``trials`` their states back after an error."""
+        try:
+            yield
+        except BaseException:
+            for undo in reversed(self._undo):
+                undo()
+            raise
+        self._undo.clear()
+
+    def try_to_apply(self) -> None:
+        """Load the states that can be taken back: of schedules, the scaler, loaders, the user's objects.
+
+        Raises:
+            CheckpointError: an object refuses its state.
+        """
+        for action, function, item in self.trials:
+            self._undo.append(partial(item.load_state_dict, copy_state(item.state_dict())))
+            _attempt(action, function)
+
+    def apply(self) -> None:
+        """Load the other states that were read, except for own files and random states.
+
+        Raises:
+            CheckpointError: a file cannot be read any more.
+        """
+        for action, function in self.pending:
+            _attempt(action, function)
+
+    def finish(self, contents: CheckpointContents) -> None:
+        """Load folders of own files, then random states: nothing draws a number after."""
+        for part in contents.own_files:
+            _attempt(f"load {part.name} from {self.folder}", partial(part.load, self.folder))
+        for action, function in self.pending_rng:
+            _attempt(action, function)
+
+    def _report_missing(self, file: str, what: str) -> None:
+        if not self.strict:
+            self.missing.append(f"{file} ({what})")
+            return
+        present = ", ".join(sorted(p.name for p in self.folder.iterdir()))
+        raise CheckpointError(
+            f"{self.folder / file} is missing",
+            why=f"{what} was to be loaded from it; this checkpoint holds: {present}",
+            fix="prepare the objects that were saved, or pass strict=False to leave this one as it is",
+        )
+
+    def _read_sharded(self, each: CheckpointObject) -> bool:
+        """Return True if the object was saved sharded, after preparing its load."""
+        if each.category not in ("models", "optimizers"):
+            return False
+        folder = self.folder / layout.sharded_folder(each.category, each.index)
+        if not folder.is_dir():
+            return False
+        label, sharded = f"{each.label} ({each.class_name})", each.sharded_state
+        trusted = not self.load_kwargs.get("weights_only", True)
+        context = CheckpointLoadContext(self.strict, trusted, self.model_kwargs, self.missing, self.notes)
+        with file_errors("read", folder):
+            if sharded is None:
+                self._read_unsharded(each, folder, context)
+            else:
+                load = sharded.prepare_load(folder, context)
+                self.pending.append((f"load {label} from {folder}", load))
+        return True
+
+    def _read_unsharded(self, each: CheckpointObject, folder: Path, context: CheckpointLoadContext) -> None:
+        """Add the load of a sharded state into an object that takes full states only (DeepSpeed)."""
+        if not isinstance(each.item, StatefulAdapter):
+            raise CheckpointError(
+                f"{each.label} ({each.class_name}) cannot be loaded from {folder}",
+                why="it was saved sharded, by parameter names",
+                fix="save it whole, which every strategy reads: save_state(folder, sharded=False)",
+            )
+        from accelerate.checkpoint.full_from_shards import read_full_state
+
+        item, template = each.item, each.item.template
+        outline, read = read_full_state(folder, each.category, context)
+        if each.category == "optimizers":
+            self._add_optimizer(each, folder, outline, lambda: item.load_state_dict(read()))
+            return
+        names = template() if template is not None else item.state_dict()
+        outline = state_dict_files.fit_names(outline, {}, names)
+
+        def load(**options: Any) -> Any:
+            return item.load_state_dict(state_dict_files.fit_names(read(), {}, names), **options)
+
+        self._add_model(each, folder, outline, names, load)
+
+    def _read_model(self, each: CheckpointObject) -> None:
+        model, index, label = each.item, each.index, f"{each.label} ({each.class_name})"
+        safe = self.folder / layout.model_file(index, safe=True)
+        other = (layout.model_file(index, safe=False), layout.gathered_file(index))
+        path = next((p for p in (safe, *(self.folder / name for name in other)) if p.is_file()), safe)
+        if not path.is_file():
+            self._report_missing(safe.name, label)
+            return
+        if path is safe:
+            with file_errors("read", safe):
+                state, aliases = state_dict_files.read_safetensors(safe)
+                files = [file_reads.MappedTensorAddresses.create(safe, state)]
+        else:
+            kwargs = {"map_location": "cpu", "mmap": True, **self.load_kwargs}
+            state, aliases, files = torch_files.read(path, **kwargs), {}, []
+        if self.model_kwargs.get("assign"):  # the model keeps them: then they must not stay mapped
+            state = {name: copy.deepcopy(value) for name, value in state.items()}
+        template = (
+            model.template() if isinstance(model, StatefulAdapter) and model.template else model.state_dict()
+        )
+        for alias, name in state_dict_files.find_untied(aliases, template).items():
+            self.notes.append(f"{path.name} has {alias} tied to {name}; in this model they are two tensors")
+        state = state_dict_files.fit_names(state, aliases, template)
+        load = partial(file_reads.load_from_mapped, files, model.load_state_dict, state)
+        self._add_model(each, path, state, template, load)
+
+    def _add_model(
+        self,
+        each: CheckpointObject,
+        source: Path,
+        state: Mapping[str, Any],
+        template: Mapping[str, Any],
+        load: Callable[..., Any],
+    ) -> None:
+        """Compare a full state with the model that it is for, then add its load.
+
+        Raises:
+            CheckpointError: it does not fit.
+        """
+        item, action = each.item, f"load {each.label} ({each.class_name}) from {source}"
+        options = dict(self.model_kwargs) if self.strict else {"strict": False, **self.model_kwargs}
+        strict = options.get("strict", True)
+        missing, surplus, shapes = model_differences(state, template)
+        why = describe_model(missing, surplus, shapes, strict=strict)
+        adapted = isinstance(item, StatefulAdapter)
+        if why and not converts_states(item.module if adapted else item):
+            raise _refusal(action, why)
+        if not strict:
+            self.missing += [f"{name} (in {source.name})" for name in missing]
+            self.notes += [f"{name} is in {source.name}, and not in this model" for name in surplus]
+        if why and not (adapted and item.template):
+            self.trials.append((action, partial(load, **options), item))
+        else:
+            self.pending.append((action, partial(load, **options)))
+
+    def _read_torch_file(self, each: CheckpointObject) -> None:
+        assert each.kind.file is not None
+        item, label = each.item, f"{each.label} ({each.class_name})"
+        file = each.kind.file(each.index, self.ranks.rank)
+        if each.kind.per_rank and not (self.folder / file).is_file():
+            file = each.kind.file(each.index, 0)
+        path = self.folder / file
+        if not path.is_file():
+            self._report_missing(file, label)
+            return
+        kwargs = {"map_location": self.map_location, **self.load_kwargs}
+        if (
+            each.category == "optimizers"
+            and "mmap" not in kwargs
+            and torch_files.can_map(path, kwargs["map_location"])
+        ):
+            mapped = torch_files.MappedOptimizerState(path, **kwargs)
+            state, load = mapped.state, partial(mapped.load_into, item.load_state_dict)
+        else:
+            state = torch_files.read(path, **kwargs)
+            load = partial(item.load_state_dict, state)
+        action = f"load {label} from {path}"
+        if each.category == "custom" and isinstance(item, nn.Module) and tree.is_mapping(state):
+            self._add_model(each, path, state, item.state_dict(), load)
+        elif each.category == "optimizers" or isinstance(item, torch.optim.Optimizer):
+            self._add_optimizer(each, path, state, load)
+        elif each.category == "stateful_loaders":  # asking for its state may start its workers
+            self.pending.append((action, load))
+        else:
+            self.trials.append((action, load, item))
+
+    def _add_optimizer(
+        self, each: CheckpointObject, source: Path, state: Any, load: Callable[[], Any]
+    ) -> None:
+        """Compare a full state with the optimizer that it is for, then add its load.
+
+        Raises:
+            CheckpointError: it does not fit.
+        """
+        item, entries = each.item, self.manifest.parts.get(each.category, []) if self.manifest else []
+        saved_class = entries[each.index].kind if each.index < len(entries) else ""
+        why = ""
+        if isinstance(item, torch.optim.Optimizer):
+            sizes = [len(group["params"]) for group in item.param_groups]
+            shapes = [p.shape for group in item.param_groups for p in group["params"]]
+            why = describe_optimizer(item, sizes, state, saved_class=saved_class, shapes=shapes)
+        elif isinstance(item, StatefulAdapter) and item.compare is not None:
+            why = item.compare(state, saved_class)
+        action = f"load {each.label} ({each.class_name}) from {source}"
+        if why:
+            raise _refusal(action, why)
+        self.pending.append((action, load))
+
+    def check_custom_count(self, contents: CheckpointContents) -> None:
+        """Refuse a number of registered objects that differs from the saved number.
+
+        Raises:
+            CheckpointError: it differs, and loading is strict.
+        """
+        saved, now = len(list(self.folder.glob(f"{layout.CUSTOM_NAME}_*.pkl"))), len(contents.custom)
+        if saved != now and self.strict:
+            raise CheckpointError(
+                f"{self.folder} holds {saved} registered object(s), but {now} are registered now",
+                fix="register the same objects, in the same order, with register_for_checkpointing, or pass "
+                "strict=False",
+            )
+
+    def _read_position(self, each: CheckpointObject) -> None:
+        saved = self.manifest.loaders if self.manifest else []
+        if each.index < len(saved):
+            load = partial(each.item.load_state_dict, saved[each.index])
+            self.trials.append((f"put {each.label} to its position", load, each.item))
+        elif self.manifest is None:
+            self.notes.append(f"the position of {each.label} is not saved: it starts anew")
+        else:
+            self._report_missing(layout.MANIFEST_NAME, f"the position of {each.label}")
+
+    def _read_rng(self, rng: RNGStates | None) -> None:
+        assert rng is not None
+        rank = self.ranks.rank
+        path = self.folder / layout.rng_file(rank)
+        count = self.manifest.world_size if self.manifest else self._rng_count()
+        if path.is_file():
+            # Generators take their states from the host, whatever device they are of.
+            state = dict(torch_files.read(path, **{**self.load_kwargs, "map_location": "cpu"}))
+            self.step = state.pop("step", None)
+            self.pending_rng.append(
+                (f"restore the random states of {path}", partial(self._restore_rng, rng, state))
+            )
+        elif rank >= count > 0:
+            self.pending_rng.append((f"seed rank {rank}", partial(rng.set_seed, self._derive_seed(rank))))
+        else:
+            self._report_missing(path.name, f"{KINDS['rng'].label} {rank}")
+        if self.ranks.size != count > 0:
+            self.notes.append(_describe_world_size(count, self.ranks.size))
+
+    def _restore_rng(self, rng: RNGStates, state: Mapping[str, Any]) -> None:
+        for name in rng.restore(state):
+            self.notes.append(f"no random state is saved for the generator {name}: it stays as it is")
+
+    def _rng_count(self) -> int:
+        return len(list(self.folder.glob(f"{layout.RNG_STATE_NAME}_*.pkl")))
+
+    def _derive_seed(self, rank: int) -> int:
+        """Return a seed from the saved state of rank 0, this rank and the world size alone."""
+        text = f"{file_digest(self.folder / layout.rng_file(0))}:{rank}:{self.ranks.size}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def _attempt(what: str, function: Callable[[], Any]) -> None:
+    try:
+        function()
+    except CheckpointError:
+        raise
+    except _REFUSALS as error:
+        raise _refusal(what, f"{type(error).__name__}: {error}") from error
+
+
+def _refusal(action: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"could not {action}",
+        why=why,
+        fix="prepare the same objects, in the same order, as when it was saved",
+    )
+
+
+def _describe_world_size(saved: int, now: int) -> str:
+    text = f"saved by {saved} process(es), loaded by {now}: random states of "
+    if now < saved:
+        return text + f"rank {now} and above are not used"
+    return text + f"rank {saved} and above are derived from those of rank 0"
