@@ -137,6 +137,37 @@ def test_a_schedule_by_metric_counts_evaluations(ranks: RankServer) -> None:
     assert same_on_all(ranks(2, by_metric)) == alone
 
 
+def by_local_metric(coupled: bool) -> tuple[list[float], list[str]]:
+    """Rank 0 gets better all the time, and rank 1 faster worse; then both get NaN."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(step_scheduler_with_optimizer=coupled)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plateau = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    model, optimizer, plateau = accelerator.prepare(model, optimizer, plateau)
+    found = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            optimizer.step()
+            metric = torch.tensor(2.0 * step) if accelerator.process_index else torch.tensor(-1.0 * step)
+            plateau.step(metrics=metric) if step % 2 else plateau.step(metric)
+            found.append(optimizer.param_groups[0]["lr"])
+        plateau.step(float("nan"))
+    return found, [str(each.message) for each in caught if "metric" in str(each.message)]
+
+
+@pytest.mark.parametrize("coupled", [True, False])
+def test_a_schedule_by_a_local_metric_goes_by_the_mean(ranks: RankServer, coupled: bool) -> None:
+    """G5: the learning rate is one, and it is said once that metrics differ."""
+    (rates, said), (other, silent) = ranks(2, by_local_metric, coupled)
+    assert rates == other == [0.1, 0.05, 0.025, 0.0125]
+    assert silent == []
+    (note,) = said
+    assert "another metric on each process, from -1 to 2: their mean 0.5 counts" in note
+
+
 def overflow(window: int) -> list[tuple[bool, int, float, bool, float]]:
     """One process alone meets an infinite loss: per step, what everybody sees."""
     from accelerate import Accelerator, GradScalerKwargs

@@ -1,11 +1,11 @@
-"""The strategy protocol is small enough to read: 45 members, and two capabilities found by type."""
+"""The strategy protocol is small enough to read: 45 members, and three capabilities found by type."""
 
 from __future__ import annotations
 
 import inspect
 
 from accelerate.strategy import STRATEGIES
-from accelerate.strategy.base import DataSharding, Strategy, StrategyRequest
+from accelerate.strategy.base import DataSharding, ReductionMonitor, Strategy, StrategyRequest
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 from accelerate.strategy.single import SingleProcessStrategy
 from accelerate.world.world import World
@@ -22,6 +22,7 @@ def test_a_strategy_has_45_members() -> None:
     core = members(Strategy) | {name for name in of_instances if not name.startswith("_")}
     assert len(core) <= 45
     assert len(members(DataSharding)) <= 8
+    assert len(members(ReductionMonitor)) <= 3
     assert len(members(EngineStrategy) - core) <= 15
 
 
@@ -36,6 +37,7 @@ def test_capabilities_are_found_by_type() -> None:
         "megatron",
     }
     assert {name for name, kind in kinds.items() if issubclass(kind, DataSharding)} == {"parallelism"}
+    assert {name for name, kind in kinds.items() if issubclass(kind, ReductionMonitor)} == {"ddp"}
     assert all(kind.owns_step is issubclass(kind, EngineStrategy) for kind in kinds.values())
 
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from accelerate.core import tree
 from accelerate.facade.gradient_state import GradientState
 from accelerate.precision.base import Precision
-from accelerate.strategy.base import Strategy
+from accelerate.strategy.base import ReductionMonitor, Strategy
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
 
@@ -48,7 +48,10 @@ class AcceleratedOptimizer(Optimizer):
         # LOMO updates weights during backward; its step and zero_grad have nothing left to do.
         self.fuses_backward = callable(getattr(optimizer, "fused_backward", None))
         self.skipped_steps = 0
-        self._first_step_checks: tuple[Callable[[AcceleratedOptimizer], None], ...] = ()
+        self._checks: tuple[Callable[[AcceleratedOptimizer], None], ...] = ()
+        self._first_step_checks = self._checks
+        self._monitor: ReductionMonitor | None = None
+        self._unreduced: set[torch.Tensor] = set()
         self._is_accelerate_prepared = True
 
     def bind(
@@ -59,7 +62,9 @@ class AcceleratedOptimizer(Optimizer):
         first_step_checks: tuple[Callable[[AcceleratedOptimizer], None], ...] = (),
     ) -> AcceleratedOptimizer:
         """Bind it to one ``Accelerator``, which may check it before its first step; return itself."""
-        self._first_step_checks = first_step_checks
+        self._checks = self._first_step_checks = first_step_checks
+        if isinstance(strategy, ReductionMonitor):
+            self._monitor, self._unreduced = strategy, strategy.unreduced
         self.gradient_state, self._precision, self._strategy = gradients, precision, strategy
         self._engine = strategy if isinstance(strategy, EngineStrategy) else None
         self.scaler = precision.scaler
@@ -119,8 +124,9 @@ class AcceleratedOptimizer(Optimizer):
         return self._is_overflow
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the inner optimizer."""
+        """Add a group to the inner optimizer, whose next step is checked as a first one."""
         self.optimizer.add_param_group(param_group)
+        self._first_step_checks = self._checks
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of the inner optimizer."""
@@ -178,6 +184,8 @@ class AcceleratedOptimizer(Optimizer):
             if closure is None:
                 for check in checks:
                     check(self)
+        if self._unreduced and self._monitor is not None:
+            self._monitor.report_unreduced(p for group in self.param_groups for p in group["params"])
         if gradients.loss_weighting is not None:
             gradients.loss_weighting.check_complete(self.optimizer)
         if self._engine is not None:

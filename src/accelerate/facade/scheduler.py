@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +12,7 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accelerate.core.errors import PrepareError
+from accelerate.core.user_warning import warn_user
 from accelerate.facade.gradient_state import GradientState
 from accelerate.world import collective
 
@@ -19,7 +22,8 @@ class AcceleratedScheduler:
 
     Its length is taken to be counted in batches of the unsharded loader, of which one step consumes one per
     process; so each optimizer step advances it by the number of processes. One that goes by a metric
-    (``ReduceLROnPlateau``) counts evaluations, and advances by 1.
+    (``ReduceLROnPlateau``) counts evaluations, and advances by 1; the mean of the metric over all processes
+    counts, and each of them calls ``step``.
 
     Args:
         scheduler: the user's.
@@ -38,6 +42,8 @@ class AcceleratedScheduler:
         self.gradient_state = GradientState()
         self._total_steps: int | None = getattr(scheduler, "total_steps", None)
         self._is_metric_based = isinstance(scheduler, ReduceLROnPlateau)
+        self._metric = _find_metric(scheduler)
+        self._has_warned = False
         self._overrun_monitor = ScheduleEndMonitor(scheduler)
         # The number of data shards; None: the world size.
         self._data_shards: int | None = None
@@ -65,12 +71,14 @@ class AcceleratedScheduler:
             PrepareError: the optimizer was never prepared, so its steps are not known.
         """
         if not self.step_with_optimizer:
+            args, kwargs = self._agree_on_metric(args, kwargs)
             self.scheduler.step(*args, **kwargs)
             return
         if not self.gradient_state.sync_gradients:
             return
         if not self.optimizers:
             raise _unprepared_optimizer_error()
+        args, kwargs = self._agree_on_metric(args, kwargs)
         if self._is_metric_based:
             self.scheduler.step(*args, **kwargs)
             return
@@ -85,6 +93,31 @@ class AcceleratedScheduler:
             self._overrun_monitor.check_step(self.optimizers, processes)
         for _ in range(processes):
             self._advance(*args, **kwargs)
+
+    def _agree_on_metric(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with the mean of the metric over all processes; collective if there is one."""
+        if self._metric is None or collective.world_size() == 1:
+            return args, kwargs
+        place, name = self._metric
+        value = args[place] if place < len(args) else kwargs.get(name)
+        if value is None:
+            return args, kwargs
+        values: list[float] = collective.all_gather_object(float(value), f"scheduler.step({name})")
+        if all(other == values[0] or (math.isnan(other) and math.isnan(values[0])) for other in values):
+            return args, kwargs
+        mean = sum(values) / len(values)
+        if not self._has_warned and collective.rank() == 0:
+            self._has_warned = True
+            warn_user(
+                f"{type(self.scheduler).__name__}.step() was given another metric on each process, from "
+                f"{min(values):.6g} to {max(values):.6g}: their mean {mean:.6g} counts, so that the learning "
+                "rate stays one. accelerator.gather_for_metrics gives each the metric of all samples"
+            )
+        if place < len(args):
+            return (*args[:place], mean, *args[place + 1 :]), kwargs
+        return args, {**kwargs, name: mean}
 
     def _advance(self, *args: Any, **kwargs: Any) -> None:
         # A one-cycle schedule raises when it is stepped past its end.
@@ -154,6 +187,16 @@ class ScheduleEndMonitor:
                 "loader before prepare",
                 stacklevel=4,
             )
+
+
+def _find_metric(scheduler: Any) -> tuple[int, str] | None:
+    """Return position and name of the argument of ``scheduler.step`` that takes a metric, if there is one."""
+    step = getattr(scheduler, "step", None)
+    try:
+        names = list(inspect.signature(step).parameters) if callable(step) else []
+    except ValueError:  # a function that tells nothing of itself
+        return None
+    return next(((place, name) for place, name in enumerate(names) if name in ("metrics", "metric")), None)
 
 
 def schedule_length(scheduler: Any) -> int | None:

@@ -16,6 +16,7 @@ from accelerate.facade.micro_batch_windows import GradientAccumulationWindows
 from accelerate.facade.optimizer import AcceleratedOptimizer
 from accelerate.facade.prepared_objects import PreparedObjects
 from accelerate.facade.runtime import Runtime
+from accelerate.strategy.base import ReductionMonitor
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
 
@@ -33,6 +34,7 @@ class TrainLoop:
         self.prepared = prepared
         self.world, self.strategy, self.precision = runtime.world, runtime.strategy, runtime.precision
         self.gradients = runtime.gradients
+        self.monitor = runtime.strategy if isinstance(runtime.strategy, ReductionMonitor) else None
         self.engine = runtime.strategy if isinstance(runtime.strategy, EngineStrategy) else None
 
     def make_windows(
@@ -159,7 +161,7 @@ class TrainLoop:
         """Warn on rank 0 if the first step has no gradients, or gradients that no rank reduces."""
         if self.strategy.owns_step or self.world.rank != 0:
             return
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
         prepared = {p for model in self.prepared.models for p in model.parameters()}
         if all(p.grad is None for p in parameters) and not self.precision.scales_loss:
             places = ", ".join(sorted({str(p.device) for p in parameters}))
@@ -173,6 +175,17 @@ class TrainLoop:
                 f"optimizer.step() of {len(parameters)} parameters that belong to no prepared model: unless "
                 f"their gradients are reduced in another way, each of {self.world.size} processes trains "
                 "them separately. Prepare both: model, optimizer = accelerator.prepare(model, optimizer)"
+            )
+        elif self.monitor is not None and (late := self.monitor.late_parameters(parameters)):
+            named: dict[torch.Tensor, str] = {
+                p: name for model in self.prepared.models for name, p in model.named_parameters()
+            }
+            names = [named.get(p, f"a parameter of shape {tuple(p.shape)}") for p in late]
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            warn_user(
+                f"optimizer.step() of {', '.join(names[:3])}{more}, whose gradients are not reduced, so that "
+                f"each of {self.world.size} processes trains them separately: they were added to a model "
+                "after its prepare, or belong to none. Build the whole model before you prepare it"
             )
 
 

@@ -1,9 +1,10 @@
 """The strategy protocol: what ``prepare`` does to a bundle, and how gradients and states are shared.
 
 A strategy is one file of this folder with ``PLUGIN = <subclass of Strategy>``, or the ``strategy.py`` of a
-folder. Its methods about gradients and states stand in the files of ``protocol``. It may have two more
+folder. Its methods about gradients and states stand in the files of ``protocol``. It may have three more
 capabilities, which callers find by its type: ``EngineStrategy`` owns the optimizer and the step
-(``protocol/engine_strategy.py``), and ``DataSharding`` has ranks that read the same samples.
+(``protocol/engine_strategy.py``), ``DataSharding`` has ranks that read the same samples, and
+``ReductionMonitor`` knows gradients that no reduction has seen.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from accelerate.strategy.protocol.data_sharding import DataSharding, RankDataSha
 from accelerate.strategy.protocol.gradient_sync import (
     NO_CONTEXT,
     GradientSync,
+    ReductionMonitor,
     ZeroBackward,
     graph_leaves,
     run_with_zero_gradients,
@@ -38,6 +40,7 @@ __all__ = [
     "PrepareBundle",
     "PrepareStep",
     "RankDataShard",
+    "ReductionMonitor",
     "Strategy",
     "StrategyRequest",
     "ZeroBackward",

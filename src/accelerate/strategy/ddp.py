@@ -12,6 +12,8 @@ gradients, and the user's own object stays a plain module.
 from __future__ import annotations
 
 import dataclasses
+import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,18 +23,22 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.enum_bases import BaseEnum
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import OptionStatus, RequestedOption, non_default_options
+from accelerate.core.user_warning import user_line, warn_user
 from accelerate.strategy.base import (
     NO_CONTEXT,
     PrepareBundle,
     PrepareStep,
+    ReductionMonitor,
     Strategy,
     StrategyRequest,
     ZeroBackward,
+    graph_leaves,
 )
 
 _PREFIX = "module."
@@ -135,30 +141,92 @@ def _bf16_wrapper(hook: Callable[..., Any]) -> Callable[..., Any]:
     return compress_and_call
 
 
+class ReplicaProgress:
+    """What has happened to one replica, so that gradients which torch's reducer does not see are noticed.
+
+    Attributes:
+        replica: a weak reference to torch's object.
+        names, params: those that the reducer averages, in its order.
+        is_armed: a forward has made the reducer wait for a backward, which has not come yet.
+        reached: not empty if a backward has reached the replica just now.
+        buffers_differ: the last forward was one in training.
+    """
+
+    __slots__ = ("buffers_differ", "is_armed", "names", "params", "reached", "replica")
+
+    def __init__(self, replica: DistributedDataParallel) -> None:
+        self.replica: Callable[[], DistributedDataParallel | None] = weakref.ref(replica)
+        ignored = replica.parameters_to_ignore
+        trained = [
+            (n, p) for n, p in replica.module.named_parameters() if p.requires_grad and n not in ignored
+        ]
+        self.names, self.params = [n for n, _ in trained], WeakIdKeyDictionary({p: None for _, p in trained})
+        self.is_armed, self.buffers_differ = False, False
+        self.reached: list[torch.Tensor] = []
+        if trained:
+            # A built-in function, for it runs in every backward; one parameter stands for all.
+            trained[-1][1].register_post_accumulate_grad_hook(self.reached.append)
+
+    def explain(self, error: RuntimeError) -> PrepareError | None:
+        """Return what a backward has left out, if that is why torch refuses the next forward."""
+        match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        replica = self.replica()
+        if match is None or replica is None:
+            return None
+        names = [self.names[int(index)] for index in match[1].split()]
+        params = dict(replica.module.named_parameters())
+        frozen = [name for name in names if name in params and not params[name].requires_grad]
+        return PrepareError(
+            f"the last backward gave no gradient to {_shorten(frozen or names)}",
+            why="DDP waits for the gradient of every parameter that trained when the model was prepared; "
+            + ("since then these were frozen" if frozen else "the loss does not depend on these"),
+            fix="DistributedDataParallelKwargs(find_unused_parameters=True) in kwargs_handlers, or freeze "
+            "them before prepare",
+        )
+
+
+def _shorten(names: Sequence[str]) -> str:
+    """Return the first three names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 class ReplicatedModule:
     """The first base of a replicated module's class: runs DDP's work around a call.
 
     A copied or pickled replica is a plain module: the copy is not replicated.
     """
 
-    _replica: ClassVar[Any]
+    _replica: ClassVar[DistributedDataParallel]
+    _progress: ClassVar[ReplicaProgress]
     _user_module: ClassVar[nn.Module]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward between DDP's work before and after it."""
-        replica, trains = self._replica, self.training  # type: ignore[attr-defined]
+        """Run the forward between DDP's work before and after it.
+
+        Raises:
+            PrepareError: the backward before it left trained parameters without a gradient.
+        """
+        replica, progress, trains = self._replica, self._progress, self.training  # type: ignore[attr-defined]
         # Torch broadcasts buffers only after a forward that reduced; in the middle of a window they differ.
-        if replica.buffers_differ and not trains and replica.require_backward_grad_sync:
+        if progress.buffers_differ and not trains and replica.require_backward_grad_sync:
             replica.require_forward_param_sync = True
-        if replica.buffers_differ is not trains:
-            replica.buffers_differ = trains
-        args, kwargs = replica._pre_forward(*args, **kwargs)
+        progress.buffers_differ = trains
+        try:
+            args, kwargs = replica._pre_forward(*args, **kwargs)
+        except RuntimeError as error:
+            explained = progress.explain(error)
+            if explained is None:
+                raise
+            raise explained from error
         DistributedDataParallel._active_ddp_module = replica
         try:
             output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         finally:
             DistributedDataParallel._active_ddp_module = None
-        return replica._post_forward(output)
+        output = replica._post_forward(output)
+        if replica.require_backward_grad_sync and torch.is_grad_enabled():
+            progress.is_armed = True
+        return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _return_module, (self._user_module,)
@@ -186,9 +254,8 @@ def replicate(module: nn.Module, **options: Any) -> nn.Module:
         "__qualname__": module_class.__qualname__,
         "__doc__": module_class.__doc__,
     }
-    replica: Any = DistributedDataParallel(module, **options)
-    replica.buffers_differ = False
-    parts = {"_replica": replica, "_user_module": module}
+    replica = DistributedDataParallel(module, **options)
+    parts = {"_replica": replica, "_progress": ReplicaProgress(replica), "_user_module": module}
     view: Any = object.__new__(
         type(module_class.__name__, (ReplicatedModule, module_class), {**names, **parts})
     )
@@ -196,13 +263,20 @@ def replicate(module: nn.Module, **options: Any) -> nn.Module:
     return view
 
 
-class DDP(Strategy):
+class DDP(Strategy, ReductionMonitor):
     """Data parallel training with replicas, by torch's reducer."""
 
     name: ClassVar[str] = "ddp"
     replicates_model: ClassVar[bool] = True
     priority: ClassVar[int] = 1
     handler_class: ClassVar[type[KwargsHandler] | None] = DistributedDataParallelKwargs
+
+    def __init__(self, request: StrategyRequest) -> None:
+        super().__init__(request)
+        self.unreduced = set()
+        self._progress: list[ReplicaProgress] = []
+        self._unreduced_backward = ""
+        self._reported: set[str] = set()
 
     @classmethod
     def claims(cls, request: StrategyRequest) -> bool:
@@ -234,12 +308,90 @@ class DDP(Strategy):
         bundle.replace("model", self._replicate_model)
 
     def _replicate_model(self, model: nn.Module) -> nn.Module:
-        if not _has_trained_params(model) or _replica(model) is not None:
+        replica = _replica(model)
+        if replica is None:
+            self._watch_frozen(model)
+        if isinstance(model, ReplicatedModule) and model._progress not in self._progress:
+            self._progress.append(model._progress)
+        if not _has_trained_params(model) or replica is not None:
             return model
         devices = None if self.world.device.type == "cpu" else [self.world.device]
         view = replicate(model, device_ids=devices, **self.handler.to_kwargs())
         self.handler.register_comm_hook(view)
+        self._progress = [each for each in self._progress if each.replica() is not None]
+        self._progress.append(view._progress)  # type: ignore[arg-type]
         return view
+
+    def _watch_frozen(self, model: nn.Module) -> None:
+        """Let autograd add parameters that are frozen now to ``unreduced`` if they get a gradient."""
+        for parameter in model.parameters():
+            if not parameter.requires_grad and (parameter.is_floating_point() or parameter.is_complex()):
+                # Torch takes the hook of a tensor that trains only, and keeps it.
+                parameter.requires_grad_(True).register_post_accumulate_grad_hook(self.unreduced.add)
+                parameter.requires_grad_(False)
+
+    # --- the loop
+
+    def backward(self, loss: torch.Tensor, *, sync_gradients: bool = True, **kwargs: Any) -> None:
+        """Run the backward; note the parameters that get a gradient which no reducer waits for."""
+        for progress in self._progress:
+            if progress.is_armed:
+                break
+        else:
+            if sync_gradients and self._progress:
+                self._note_unreduced(loss)
+        loss.backward(**kwargs)
+        for progress in self._progress:
+            if progress.reached:
+                progress.reached.clear()
+                progress.is_armed = False
+
+    def _note_unreduced(self, loss: torch.Tensor) -> None:
+        replicas = [replica for progress in self._progress if (replica := progress.replica()) is not None]
+        waiting = [replica for replica in replicas if replica.require_backward_grad_sync]
+        if waiting and not self.local_training:
+            params = {p for replica in waiting for p in replica.module.parameters() if p.requires_grad}
+            self.unreduced |= params & graph_leaves(loss)
+            self._unreduced_backward = user_line()
+
+    def report_unreduced(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Say once which of ``parameters`` are stepped with a gradient that was not reduced; forget all."""
+        stepped = {p for p in parameters if p in self.unreduced and p.grad is not None and p.grad.any()}
+        self.unreduced.clear()
+        if self.world.rank != 0 or not stepped:
+            return
+        reduced = {p for progress in self._progress for p in progress.params}
+        names = _names_of(stepped, self._progress)
+        unfrozen = [name for p, name in names.items() if p not in reduced and name not in self._reported]
+        around = [name for p, name in names.items() if p in reduced and name not in self._reported]
+        self._reported.update(unfrozen, around)
+        if unfrozen:
+            warn_user(
+                f"optimizer.step() with gradients of {_shorten(unfrozen)} that are not averaged over "
+                f"{self.world.size} processes, so their copies drift apart: these parameters were frozen "
+                "when the model was prepared. Prepare it with all that will ever train, and freeze after "
+                "prepare, with DistributedDataParallelKwargs(find_unused_parameters=True)"
+            )
+        if around:
+            warn_user(
+                f"optimizer.step() with gradients of {_shorten(around)} that are not averaged over "
+                f"{self.world.size} processes, so their copies drift apart: the loss of the backward at "
+                f"{self._unreduced_backward} came from no forward of the prepared model since the last "
+                "backward. Call the prepared model itself, or a method of it that calls self(...), once for "
+                "each backward; not a submodule, nor the object that was given to prepare"
+            )
+
+    def late_parameters(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the trained parameters that no reducer has, and that were not frozen either."""
+        reduced = {p for progress in self._progress for p in progress.params}
+        trained = (p for p in parameters if p.requires_grad and p.grad is not None)
+        return [p for p in trained if p not in reduced and p not in self.unreduced]
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer, zero: Callable[[], None]) -> None:
+        """Clear gradients; what was not reduced is not stepped either."""
+        if self.unreduced:
+            self.unreduced.difference_update(p for group in optimizer.param_groups for p in group["params"])
+        zero()
 
     def accumulation_context(self, models: Iterable[nn.Module], *, sync: bool) -> AbstractContextManager[Any]:
         """Return torch's ``no_sync`` where ``sync`` is False."""
@@ -269,6 +421,10 @@ class DDP(Strategy):
         if not any(replica.find_unused_parameters for replica in replicas):
             zero = dataclasses.replace(zero, graph_params=set(zero.parameters))
         super().backward_zero(zero)
+        for progress in self._progress:
+            if progress.reached:
+                progress.reached.clear()
+                progress.is_armed = False
 
     @staticmethod
     def sync_next_backward(model: nn.Module) -> None:
@@ -278,6 +434,8 @@ class DDP(Strategy):
             replica.require_backward_grad_sync = True
             replica.require_forward_param_sync = True
             replica.reducer.prepare_for_backward([])
+            if isinstance(model, ReplicatedModule):
+                model._progress.is_armed = True
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the state with the prefix ``module.``, as torch's wrapper saves it."""
@@ -306,6 +464,12 @@ def _has_trained_params(model: nn.Module) -> bool:
 
 def _replica(model: nn.Module) -> DistributedDataParallel | None:
     return model if isinstance(model, DistributedDataParallel) else replica_of(model)
+
+
+def _names_of(params: set[torch.Tensor], replicas: Iterable[ReplicaProgress]) -> dict[torch.Tensor, str]:
+    """Return the names of those of ``params`` that a replica has, in its order."""
+    models = [replica.module for progress in replicas if (replica := progress.replica()) is not None]
+    return {p: name for model in models for name, p in model.named_parameters() if p in params}
 
 
 def _describe_difference(option: RequestedOption, replica: DistributedDataParallel) -> str:

@@ -148,3 +148,22 @@ class GradientSync:
         A gradient that is not finite, for example, is seen only by the rank that holds it.
         """
         return None
+
+
+class ReductionMonitor:
+    """A capability: replicas whose gradients a backward reduces by itself, unless a program goes around it.
+
+    Attributes:
+        unreduced: the parameters with a gradient that should have been reduced, and was not; always the same
+            set, which ``optimizer.step`` reads.
+    """
+
+    unreduced: set[torch.Tensor]
+
+    def report_unreduced(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Say once which of ``parameters`` are stepped with a gradient that was not reduced; forget all."""
+        raise NotImplementedError
+
+    def late_parameters(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the trained ones whose gradients will never be reduced: they came after ``prepare``."""
+        raise NotImplementedError

@@ -1,0 +1,221 @@
+"""Replicas that would drift apart are named at the first step: parameters, and the call that did it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.core.errors import PrepareError
+from tests.support.ranks import RankServer, same_on_all
+
+
+class Net(nn.Module):
+    """With a method that computes around the forward, and one that goes through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, whole: bool = True) -> torch.Tensor:
+        hidden = torch.tanh(self.body(x))
+        return self.head(hidden) if whole else hidden
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).square().mean()
+
+    def around(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x)).square().mean()
+
+
+def frozen_body() -> Net:
+    net = Net()
+    net.body.requires_grad_(False)
+    return net
+
+
+class Case:
+    """One training of two steps, of which the second does what ``change`` does."""
+
+    def __init__(self, model: Net | None = None, window: int = 1, **options: Any) -> None:
+        from accelerate import Accelerator, DistributedDataParallelKwargs
+
+        self.accelerator = Accelerator(
+            cpu=True,
+            gradient_accumulation_steps=window,
+            kwargs_handlers=[DistributedDataParallelKwargs(**options)],
+        )
+        self.user = model or Net()
+        optimizer = torch.optim.SGD(self.user.parameters(), lr=0.1)
+        self.model, self.optimizer = self.accelerator.prepare(self.user, optimizer)
+        self.x = torch.full((2, 3), 1.0 + self.accelerator.process_index)
+
+    def step(self, *losses: Callable[[], torch.Tensor]) -> list[str]:
+        """Backward of each loss, and a step; what is said of it."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for loss in losses:
+                self.accelerator.backward(loss())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return [str(each.message) for each in caught]
+
+    def forward(self) -> torch.Tensor:
+        return self.model.loss(self.x)
+
+    def drifted(self) -> bool:
+        """Whether the copies of the ranks differ."""
+        whole = torch.cat([p.detach().flatten() for p in self.model.parameters()])
+        first, second = self.accelerator.gather(whole[None])
+        return not torch.equal(first, second)
+
+
+def wrong() -> dict[str, tuple[list[str], list[str], list[str], bool]]:
+    """Of each mistake: what is said of the step before, of the first with it, of the next; the drift."""
+
+    def unfrozen() -> Any:
+        case = Case(frozen_body())
+        yield case, case.step(case.forward)
+        case.model.body.requires_grad_(True)
+        yield case.step(case.forward), case.step(case.forward)
+
+    def method() -> Any:
+        case = Case()
+        yield case, case.step(case.forward)
+        yield [case.step(lambda: case.model.around(case.x)) for _ in range(2)]
+
+    def submodule() -> Any:
+        case = Case()
+        yield case, case.step(case.forward)
+        yield [case.step(lambda: case.model.body(case.x).mean()) for _ in range(2)]
+
+    def original() -> Any:
+        case = Case()
+        yield case, case.step(case.forward)
+        yield [case.step(lambda: case.user.loss(case.x)) for _ in range(2)]
+
+    def beside() -> Any:  # reduced, and then some that is not
+        case = Case()
+        yield case, case.step(case.forward)
+        yield [case.step(case.forward, lambda: case.model.around(case.x)) for _ in range(2)]
+
+    def twice() -> Any:
+        case = Case()
+        yield case, case.step(case.forward)
+        outputs = [case.model(case.x), case.model(2 * case.x)]
+        yield case.step(*(output.mean for output in outputs)), []
+
+    def added() -> Any:
+        case = Case()
+        yield case, case.step(case.forward)
+        case.model.extra = nn.Linear(1, 1)
+        case.optimizer.add_param_group({"params": list(case.model.extra.parameters())})
+        loss = lambda: case.model.extra(case.model(case.x)).mean()  # noqa: E731
+        yield case.step(loss), case.step(loss)
+
+    def late() -> Any:  # all of it was frozen, so there is no reducer
+        net = Net().requires_grad_(False)
+        case = Case(net)
+        yield case, []
+        case.model.requires_grad_(True)
+        yield case.step(case.forward), case.step(case.forward)
+
+    found: dict[str, tuple[list[str], list[str], list[str], bool]] = {}
+    for each in (unfrozen, method, submodule, original, beside, twice, added, late):
+        run = each()
+        case, before = next(run)
+        first, second = next(run)
+        found[each.__name__] = before, first, second, case.drifted()
+    return found
+
+
+def test_each_mistake_is_named_at_its_first_step_and_once(ranks: RankServer) -> None:
+    """G5."""
+    said, silent = ranks(2, wrong)
+    for name, (before, first, second, drifts) in said.items():
+        assert (before, second, drifts) == ([], [], True), name
+        assert len(first) == 1, (name, first)
+    assert all(not any(each[:3]) for each in silent.values()), "rank 0 speaks for all"
+    notes = {name: first[0] for name, (_, first, _, _) in said.items()}
+    assert "gradients of body.weight, body.bias that are not averaged over 2 processes" in notes["unfrozen"]
+    assert "were frozen when the model was prepared" in notes["unfrozen"]
+    for name in "method", "submodule", "original", "beside", "twice":
+        assert "gradients of body.weight, body.bias" in notes[name]
+        assert "the backward at test_replica_drift.py:" in notes[name]
+    assert "head" not in notes["submodule"]
+    assert "extra.weight, extra.bias, whose gradients are not reduced" in notes["added"]
+
+
+def right() -> list[str]:
+    """What must stay silent: windows, two models, discarded gradients, retained graphs, frozen later."""
+    case = Case()
+    said = case.step(case.forward)
+    # A gradient of the input, for an adversarial sample: what it leaves in the parameters is dropped.
+    sample = case.x.clone().requires_grad_(True)
+    case.accelerator.backward(case.user(sample).mean())
+    case.optimizer.zero_grad()
+    said += case.step(case.forward)
+    with case.accelerator.no_sync(case.model):
+        case.accelerator.backward(case.forward())
+    said += case.step(case.forward)
+    window = Case(window=3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            with window.accelerator.accumulate(window.model):
+                window.accelerator.backward(window.forward())
+                window.optimizer.step()
+                window.optimizer.zero_grad()
+        one, two = Case(), Case()
+        for _ in range(2):
+            first, second = one.forward(), two.forward()
+            one.accelerator.backward(first)
+            two.accelerator.backward(second)
+            one.optimizer.step()
+            two.optimizer.step()
+        # Both models by one Accelerator, each with its own backward, in the other order.
+        other = case.accelerator.prepare(Net())
+        for _ in range(2):
+            first, second = case.forward(), other.loss(case.x)
+            case.accelerator.backward(second)
+            case.accelerator.backward(first)
+            case.optimizer.step()
+        frozen = Case(find_unused_parameters=True)
+        for _ in range(2):
+            frozen.accelerator.backward(frozen.forward())
+            frozen.optimizer.step()
+            frozen.optimizer.zero_grad()
+            frozen.model.body.requires_grad_(False)
+    assert not any(each.drifted() for each in (case, window, one, two, frozen))
+    return said + [str(each.message) for each in caught]
+
+
+def test_training_that_does_not_drift_is_silent(ranks: RankServer) -> None:
+    assert same_on_all(ranks(2, right)) == []
+
+
+def unreached() -> list[str]:
+    """What the forward after an incomplete backward says."""
+    found = []
+    for freeze in False, True:
+        case = Case()
+        if freeze:
+            case.model.body.requires_grad_(False)
+        case.accelerator.backward(case.forward() if freeze else case.model(case.x, whole=False).mean())
+        with pytest.raises(PrepareError) as error:
+            case.forward()
+        found.append(str(error.value))
+    return found
+
+
+def test_what_a_backward_left_out_is_named_before_torch_counts_it(ranks: RankServer) -> None:
+    unused, frozen = same_on_all(ranks(2, unreached))
+    assert "gave no gradient to body.weight, body.bias" in frozen
+    assert "since then these were frozen" in frozen
+    assert "gave no gradient to head.weight, head.bias" in unused
+    assert "the loss does not depend on these" in unused
