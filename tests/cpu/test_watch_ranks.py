@@ -10,7 +10,8 @@ import pytest
 from accelerate import PartialState
 from accelerate.logging import get_logger
 from accelerate.utils import find_executable_batch_size
-from tests.support.ranks import RanksError, RankServer
+from tests.support.ranks import RanksError, RankServer, same_on_all
+from tests.support.watchdog import speed_up_watchdog
 
 
 def search(full_above: list[int], wrong_on: int | None) -> tuple[int, list[int]]:
@@ -44,6 +45,68 @@ def test_another_error_ends_the_search_on_all_ranks(ranks: RankServer) -> None:
     assert first.status in ("raised", "stopped")
     if first.status == "raised":
         assert "rank 1 failed" in first.message
+
+
+def leave_others_behind(where: str, strategy: str) -> list[Any]:
+    """Rank 1 runs out of memory in its second batch, while the others wait for it."""
+    import torch
+    import torch.distributed as dist
+
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    speed_up_watchdog()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if strategy == "fsdp2" else None
+    accelerator = Accelerator(fsdp_plugin=plugin, cpu=True)
+    torch.manual_seed(0)
+    around = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    outer, outer_optimizer = accelerator.prepare(around, torch.optim.SGD(around.parameters(), lr=0.1))
+    tried: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=20)
+    def train(batch_size: int) -> int:
+        tried.append(batch_size)
+        plain = torch.nn.Linear(2, 3)
+        model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+        for batch in range(3):
+            rows = torch.ones(batch_size, 2) * (accelerator.process_index + 1)
+            out = (outer(rows) + model(rows)).sum()
+            if accelerator.process_index == 1 and batch_size > 15 and batch == 1:
+                raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            if where == "backward":
+                accelerator.backward(out)
+            elif where == "gather":
+                accelerator.gather(out.detach())
+                accelerator.backward(out)
+            elif where == "torch":
+                dist.all_reduce(out.detach())
+                accelerator.backward(out)
+            for each in (optimizer, outer_optimizer):
+                each.step()
+                each.zero_grad()
+        return batch_size
+
+    size = train()
+    weights = [p.detach().sum().item() for p in outer.parameters()]
+    return [size, tried, weights, accelerator.gather(torch.ones(1)).tolist()]
+
+
+@pytest.mark.parametrize(("where", "world"), [("backward", 2), ("backward", 3), ("gather", 2), ("torch", 2)])
+def test_ranks_that_wait_for_a_full_one_leave_the_attempt_with_it(
+    ranks: RankServer, where: str, world: int
+) -> None:
+    """C8: the usual case. They train on, with one process group, and with equal replicas."""
+    size, tried, _, ones = same_on_all(ranks(world, leave_others_behind, where, "ddp"))
+    assert (size, tried, ones) == (14, [20, 18, 16, 14], [1.0] * world)
+
+
+def test_a_model_that_ranks_share_ends_the_search_with_the_size_to_start_with(ranks: RankServer) -> None:
+    with pytest.raises(RanksError) as caught:
+        ranks(2, leave_others_behind, "backward", "fsdp2")
+    for outcome in caught.value.outcomes:
+        assert outcome.kind == "CollectiveError"
+        assert "the memory of rank 1 is full with batches of 20" in outcome.message
+        assert "starting_batch_size=18" in outcome.message
 
 
 def record_attempts() -> list[Any]:

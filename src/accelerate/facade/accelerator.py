@@ -198,7 +198,7 @@ class Accelerator(ProcessMixin):
             runtime, prepared, self._checkpoints, lambda: reference._save_and_exit()
         )
         self._trigger = False
-        restore_after_failure(self, Accelerator._snapshot)
+        restore_after_failure(self, Accelerator._snapshot, shares_model=not runtime.strategy.replicates_model)
 
     def _snapshot(self) -> Callable[[], None]:
         """Return a function that undoes what an attempt with too large a batch has changed."""

@@ -12,6 +12,7 @@ gradients, and the user's own object stays a plain module.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ from accelerate.strategy.base import (
     ZeroBackward,
     graph_leaves,
 )
+from accelerate.world import world as worlds
 
 _PREFIX = "module."
 
@@ -166,6 +168,12 @@ class ReplicaProgress:
         if trained:
             # A built-in function, for it runs in every backward; one parameter stands for all.
             trained[-1][1].register_post_accumulate_grad_hook(self.reached.append)
+
+    def renew(self, replica: DistributedDataParallel) -> None:
+        """Follow another replica of the same module."""
+        self.replica = weakref.ref(replica)
+        self.is_armed, self.buffers_differ = False, False
+        self.reached.clear()
 
     def explain(self, error: RuntimeError) -> PrepareError | None:
         """Return what a backward has left out, if that is why torch refuses the next forward."""
@@ -320,7 +328,20 @@ class DDP(Strategy, ReductionMonitor):
         self.handler.register_comm_hook(view)
         self._progress = [each for each in self._progress if each.replica() is not None]
         self._progress.append(view._progress)  # type: ignore[arg-type]
+        worlds.add_group_user(view, self._renew_replica)
         return view
+
+    def _renew_replica(self, view: Any) -> None:
+        """Make torch's reducer anew, over a new process group."""
+        kind, devices = type(view), view._replica.device_ids
+        view._user_module.zero_grad()  # reduced on some ranks only
+        kind._replica = None
+        gc.collect()  # the reducer before takes its hooks from the parameters
+        kind._replica = DistributedDataParallel(
+            view._user_module, device_ids=devices, **self.handler.to_kwargs()
+        )
+        kind._progress.renew(kind._replica)
+        self.handler.register_comm_hook(view)
 
     def _watch_frozen(self, model: nn.Module) -> None:
         """Let autograd add parameters that are frozen now to ``unreduced`` if they get a gradient."""

@@ -10,28 +10,36 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple
 
 from accelerate import device as devices
 from accelerate.core.errors import CollectiveError, DeviceError, PrepareError, SettingError
-from accelerate.world import collective, rng, world
+from accelerate.world import collective, rng, watchdog, world
+from accelerate.world.control_channel import DepartureError
+from accelerate.world.rank_failure_report import SAME_CALLS, FailureReport, rank_table
 
 Undo = Callable[[], None]
-Outcome = Literal["done", "full", "failed"]
+# "left": it waited for a rank that had left the attempt.
+Outcome = Literal["done", "full", "left", "failed"]
+OPERATION = "find_executable_batch_size"
 
 
 # Object that an attempt may change -> function that captures its state and returns a function to restore it.
 _state_captures: weakref.WeakKeyDictionary[Any, Callable[[Any], Undo]] = weakref.WeakKeyDictionary()
+_model_sharers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def restore_after_failure(owner: Any, remember: Callable[[Any], Undo]) -> None:
+def restore_after_failure(owner: Any, remember: Callable[[Any], Undo], *, shares_model: bool = False) -> None:
     """Register ``owner``: its state is restored after each failed attempt, for as long as it lives.
 
     Args:
         owner: an object that attempts change.
         remember: called with the owner before an attempt; returns a function that restores the state.
+        shares_model: its ranks hold parts of one model, which cannot move to another process group.
     """
     _state_captures[owner] = remember
+    if shares_model:
+        _model_sharers.add(owner)
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
@@ -70,8 +78,9 @@ def find_executable_batch_size(
     """Call ``function(batch_size, ...)`` with smaller and smaller batches until it fits into memory.
 
     The next call begins with the size that worked. With several ranks every rank must make the call: the
-    ranks agree after each attempt, so that all end with the same size. Before the next attempt the changes
-    of the failed one are undone: RNG states, and the prepared objects and counters of an ``Accelerator``.
+    ranks agree after each attempt, so that all end with the same size; those that wait in backward or in a
+    collective for a rank whose memory is full leave the attempt too. Before the next attempt the changes of
+    the failed one are undone: RNG states, and the prepared objects and counters of an ``Accelerator``.
 
     Args:
         function: takes the batch size first; callers leave that argument out. None makes a decorator.
@@ -80,7 +89,8 @@ def find_executable_batch_size(
 
     Raises:
         DeviceError: not even one sample fits.
-        CollectiveError: another rank failed for another reason.
+        CollectiveError: another rank failed for another reason; or its memory is full while this one waits
+            for it in a model that the ranks share (FSDP, tensor parallel, ...).
         PrepareError: the caller passed the batch size itself.
     """
     if function is None:
@@ -124,24 +134,22 @@ class _BatchSizeSearch:
         last: Exception | None = None
         while self.size > 0:
             clear_device_cache(garbage_collection=True)
-            undo = _capture_state()
+            undo, sharers = _capture_state(), list(_model_sharers)
             with _BatchSizeTrial() as attempt:
                 attempt.result = self.function(self.size, *args, **kwargs)
             last = attempt.error or last
             smaller = self._propose_smaller() if attempt.outcome == "full" else self.size
-            trials: list[tuple[Outcome, int]] = collective.all_gather_object(
-                (attempt.outcome, smaller), "find_executable_batch_size"
-            )
-            outcomes: list[Outcome] = [outcome for outcome, _ in trials]
-            if "failed" in outcomes:
-                attempt.give_up(outcomes)
-            if "full" not in outcomes:
+            trials = attempt.agree(smaller)
+            attempt.give_up_if_failed(trials)
+            if not any(trial.outcome == "full" for trial in trials):
                 return attempt.result
             # The smallest proposal of all ranks: ranks with free memory follow those without.
-            self.size = min(size for _, size in trials)
+            before, self.size = self.size, min(trial.size for trial in trials)
             attempt.result = None
             for each in undo:
                 each()
+            if any(trial.lost_group for trial in trials):
+                _renew_group(trials, sharers, before, self.size)
         raise DeviceError(
             "no batch size fits into memory: not even one sample does",
             fix="use a smaller model or precision, gradient checkpointing, or sharding",
@@ -169,6 +177,37 @@ def _restore(states: dict[str, Any]) -> None:
     rng.restore(states)
 
 
+class _TrialResult(NamedTuple):
+    """What a rank tells the others of an attempt.
+
+    Attributes:
+        outcome: how it ended.
+        size: the size that this rank can try next.
+        lost_group: the default process group was closed to end a collective.
+        failure: the report of an error that has nothing to do with memory.
+    """
+
+    outcome: Outcome
+    size: int
+    lost_group: bool
+    failure: FailureReport | None
+
+
+def _renew_group(trials: list[_TrialResult], sharers: list[Any], size: int, smaller: int) -> None:
+    """Open a new process group; refuse where the ranks hold parts of one model over the closed one."""
+    if sharers:
+        full = next(rank for rank, trial in enumerate(trials) if trial.outcome == "full")
+        error = CollectiveError(
+            f"the memory of rank {full} is full with batches of {size}, while others wait for it "
+            "in a model that the ranks share",
+            why="it can leave the attempt only between collectives of the model",
+            fix=f"start with a smaller batch: find_executable_batch_size(starting_batch_size={smaller})",
+        )
+        error.failed_rank = None if full == collective.rank() else full
+        raise error
+    world.renew_group()
+
+
 class _BatchSizeTrial:
     """One call of the function and its outcome. An error is held until the ranks have agreed."""
 
@@ -183,18 +222,52 @@ class _BatchSizeTrial:
         if not isinstance(error, Exception):
             return False
         self.error = error
-        self.outcome = "full" if should_reduce_batch_size(error) else "failed"
-        if self.outcome == "full":
+        if should_reduce_batch_size(error):
+            self.outcome = "full"
+        elif self.lost_group or isinstance(error, DepartureError) or watchdog.is_disconnect(error):
+            self.outcome = "left"
+        else:
+            self.outcome = "failed"
+        if self.outcome != "failed":
             # The frames hold the tensors of the attempt: they must be gone before the next one.
             traceback.clear_frames(trace)
         return True
 
-    def give_up(self, outcomes: list[Outcome]) -> NoReturn:
-        """Raise this rank's own error, or name the ranks that failed."""
+    @property
+    def lost_group(self) -> bool:
+        """Return whether the process group is closed, because this rank waited in torch for one that left."""
+        watch = watchdog.current()
+        return watch is not None and watch.was_interrupted
+
+    def agree(self, size: int) -> list[_TrialResult]:
+        """All-gather the results of the attempt; ranks that are in another collective leave it first."""
+        failure = None
         if self.outcome == "failed" and self.error is not None:
+            what = f"rank {collective.rank()} failed while the batch size was searched"
+            failure = FailureReport.from_exception(collective.rank(), self.error, what)
+        while True:
+            lost_group = self.lost_group or watchdog.is_disconnect(self.error)
+            try:
+                return collective.all_gather_object(
+                    _TrialResult(self.outcome, size, lost_group, failure), OPERATION
+                )
+            except DepartureError:
+                continue
+
+    def give_up_if_failed(self, trials: list[_TrialResult]) -> None:
+        """Raise this rank's own error, or that of the first rank that failed."""
+        outcomes = [trial.outcome for trial in trials]
+        nobody_full = "left" in outcomes and "full" not in outcomes
+        if self.error is not None and (
+            self.outcome == "failed" or (nobody_full and "failed" not in outcomes)
+        ):
             raise self.error
-        ranks = ", ".join(str(rank) for rank, outcome in enumerate(outcomes) if outcome == "failed")
-        raise CollectiveError(
-            f"rank {ranks} failed while the batch size was searched",
-            why="its error has nothing to do with memory; that rank shows the message",
-        )
+        for trial in trials:
+            if trial.failure is not None:
+                raise trial.failure.error(collective.rank())
+        if nobody_full:
+            raise CollectiveError(
+                "this rank has ended an attempt of find_executable_batch_size, and others have not",
+                why=rank_table(outcomes),
+                fix=SAME_CALLS,
+            )

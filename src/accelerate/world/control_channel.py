@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from accelerate.core.errors import CollectiveError
 from accelerate.world import watchdog
-from accelerate.world.rank_failure_report import SAME_CALLS, rank_table
+from accelerate.world.rank_failure_report import DEPARTURES, SAME_CALLS, rank_table
 from accelerate.world.watchdog import CallSite, find_call_site
 
 # Label for error texts; digests of operation and structure, flag any_size, bytes of the description, bytes of
@@ -64,6 +64,13 @@ USER_OPERATIONS = frozenset(
     }
 )
 NOT_ON_HOST = -1  # size of values that are not in host memory, so cannot be inline
+
+
+_DEPARTURE_CODES = {zlib.crc32(operation.encode()) for operation in DEPARTURES}
+
+
+class DepartureError(CollectiveError):
+    """A rank has left an attempt that all ranks make together, while another was in a collective of it."""
 
 
 class GatheredControlMessages(NamedTuple):
@@ -277,7 +284,8 @@ class ControlChannel:
             texts, codes, structures, kinds, description_sizes, value_sizes = zip(*heads, strict=True)
             if set(codes) != {code} or set(kinds) != {kind}:
                 self.watchdog.active_call = None
-                raise CollectiveError(
+                kind_of_error = DepartureError if _DEPARTURE_CODES & set(codes) else CollectiveError
+                raise kind_of_error(
                     "the ranks called different collectives",
                     why=rank_table(map(_decode_label, texts)) + self.watchdog.earlier_call_sites,
                     fix=SAME_CALLS,

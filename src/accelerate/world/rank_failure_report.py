@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 
 from accelerate.core.errors import CollectiveError, PeerError, find_consequence
 
+# Operations by which a rank leaves an attempt that all ranks make together, in whatever they are meanwhile.
+DEPARTURES = frozenset({"find_executable_batch_size"})
 SAME_CALLS = (
     "every rank must make the same collective calls in the same order: look for one under a condition on the "
     "rank (`if accelerator.is_main_process`), or for an error that one rank caught"
@@ -37,6 +39,11 @@ class RankStatus:
     inside: str = ""
     at: str = ""
     ended: bool = False
+
+    @property
+    def has_departed(self) -> bool:
+        """Return whether it has left an attempt, and waits for the others to leave it too."""
+        return self.doing.partition(" at ")[0] in DEPARTURES
 
     def to_json(self) -> str:
         """Return the JSON text for the store."""
@@ -119,6 +126,7 @@ def find_deadlock(me: int, size: int, positions: Mapping[int, RankStatus]) -> Fa
 
     That is: a rank has ended without having begun the collective in which ``me`` waits; or two ranks are
     deadlocked: one waits inside torch in a collective that the other, in the control channel, has not begun.
+    A rank that has left an attempt waits for others that are interrupted.
     """
     status = positions[me]
     for rank, other in positions.items():
@@ -127,13 +135,13 @@ def find_deadlock(me: int, size: int, positions: Mapping[int, RankStatus]) -> Fa
         if status.doing and other.letters < status.letters:
             if other.ended:
                 return _missing_rank_report(me, size, positions, status.doing)
-            if other.inside and other.calls > status.calls:
-                return _deadlock_report(me, size, positions)
+            if other.inside and other.calls > status.calls and not status.has_departed:
+                return deadlock_report(me, size, positions)
         if status.inside and status.calls > other.calls:
             if other.ended and other.letters <= status.letters:
                 return _missing_rank_report(me, size, positions, status.inside)
-            if other.doing and other.letters > status.letters:
-                return _deadlock_report(me, size, positions)
+            if other.doing and other.letters > status.letters and not other.has_departed:
+                return deadlock_report(me, size, positions)
     return None
 
 
@@ -158,7 +166,8 @@ def _missing_rank_report(
     return FailureReport(me, message, why=table(size, positions), fix=SAME_CALLS)
 
 
-def _deadlock_report(me: int, size: int, positions: Mapping[int, RankStatus]) -> FailureReport:
+def deadlock_report(me: int, size: int, positions: Mapping[int, RankStatus]) -> FailureReport:
+    """Return the report for ranks that wait for each other."""
     doing = positions[me].doing or next(p.doing for p in positions.values() if p.doing)
     count = _count_arrived(me, positions, doing)
     return FailureReport(

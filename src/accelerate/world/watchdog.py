@@ -26,7 +26,14 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple
 
 from accelerate.core.errors import UNKNOWN_RANK, CollectiveError
-from accelerate.world.rank_failure_report import FailureReport, RankStatus, find_deadlock, timeout_report
+from accelerate.world.group_interrupt import interrupt_group
+from accelerate.world.rank_failure_report import (
+    FailureReport,
+    RankStatus,
+    deadlock_report,
+    find_deadlock,
+    timeout_report,
+)
 from accelerate.world.store_client import StoreClient
 
 logger = logging.getLogger(__name__)
@@ -154,6 +161,13 @@ def backend_timeouts(backends: list[Any]) -> list[timedelta]:
     return [limit for limit in limits if limit is not None]
 
 
+def is_disconnect(error: BaseException | None) -> bool:
+    """Return whether an error is torch's about a peer that is gone, or does not answer."""
+    if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
+        return False
+    return any(phrase in str(error) for phrase in _CONNECTION_ERRORS)
+
+
 def shut_down() -> None:
     """Announce that this process makes no more collectives; called before the group is destroyed."""
     global _current
@@ -195,6 +209,8 @@ class Watchdog:
         active_call: the collective that it is in: operation and line of user code; None outside.
         earlier_call_sites: rows for error texts: a call that the ranks made from different lines; or empty.
         report: why no collective can end any more, once that is known.
+        was_interrupted: a rank has left the attempt that the ranks make together (``DEPARTURES``) while this
+            one was in a collective of torch; the default group is closed.
         group: the default process group.
     """
 
@@ -211,6 +227,7 @@ class Watchdog:
         self.active_call: tuple[str, CallSite] | None = None
         self.earlier_call_sites = ""
         self.report: FailureReport | None = None
+        self.was_interrupted = False
         self.caller_thread = threading.get_ident()
         self.poll_interval = POLL_INTERVAL * max(1.0, size / LARGE_WORLD)
         self._wake_event, self._stop_event = threading.Event(), threading.Event()
@@ -225,6 +242,16 @@ class Watchdog:
         # Started early: a rank that never calls a collective of this package may wait for others in torch.
         self._thread = threading.Thread(target=self._run, name="accelerate-watchdog", daemon=True)
         self._thread.start()
+
+    def use_group(self, group: Any) -> None:
+        """Watch a new default process group, which replaces one that was interrupted."""
+        import torch.distributed as dist
+
+        self._counters, self.group, self.was_interrupted = [], None, False
+        self.track_group(group)
+        self.group = group
+        # ``start`` knows by it that this watchdog is the group's.
+        self.store.group_store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
 
     def track_group(self, group: Any) -> None:
         """Count the collectives of one more group; all ranks must start the same number of them."""
@@ -261,9 +288,7 @@ class Watchdog:
 
     def explain(self, error: BaseException) -> BaseException:
         """Return the error to show in place of torch's connection error when another rank failed."""
-        if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
-            return error
-        if not any(phrase in str(error) for phrase in _CONNECTION_ERRORS):
+        if not is_disconnect(error):
             return error
         report = self._diagnose()
         if report is None or (report.traceback and report.rank == self.rank):
@@ -376,12 +401,28 @@ class Watchdog:
             text = self.store.get("report")
             if text is not None:
                 self._accept_report(FailureReport.from_json(text))
-            elif waiting or status.inside:
-                statuses = self._peer_statuses()
-                statuses[self.rank] = status
+                return
+            if status.has_departed and waiting:
+                self.store.put("left", status.to_json())
+            is_stuck = self._is_left_alone(status) and not self._interrupt()
+            if is_stuck or waiting or status.inside:
+                statuses = {**self._peer_statuses(), self.rank: status}
                 report = find_deadlock(self.rank, self.size, statuses)
+                if report is None and is_stuck:
+                    report = deadlock_report(self.rank, self.size, statuses)
                 if report is not None:
                     self._publish_report(report)
+
+    def _is_left_alone(self, status: RankStatus) -> bool:
+        """Return whether a rank has left the attempt, and this one began a collective of torch without it."""
+        text = None if self.was_interrupted else self.store.get("left")
+        left = None if text is None else RankStatus.from_json(text)
+        return left is not None and status.letters < left.letters and status.calls > left.calls
+
+    def _interrupt(self) -> bool:
+        """Close the default group; return False where it stays as it is."""
+        self.was_interrupted = interrupt_group(group_backends(self.group), self.store.group_store)
+        return self.was_interrupted
 
     def _publish_report(self, report: FailureReport) -> FailureReport:
         """Publish a report; return the first one that any rank has written."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,7 +20,7 @@ from accelerate.core import environ
 from accelerate.core.errors import PeerError, WorldError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.setting import load_settings
-from accelerate.world import clusters, watchdog
+from accelerate.world import clusters, group_interrupt, watchdog
 from accelerate.world.settings import ProcessDeviceSettings
 
 if TYPE_CHECKING:
@@ -125,6 +126,17 @@ _owns_group = False
 # port.
 _store: Any = None
 _group_count = 0
+
+
+# The back end and timeout of the group.
+_group_arguments: dict[str, Any] = {}
+# Object that holds the default process group -> function that makes it use a new one.
+_group_users: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
+
+
+def add_group_user(owner: Any, renew: Callable[[Any], None]) -> None:
+    """Register ``renew(owner)`` to be called, on all ranks, when the default process group was replaced."""
+    _group_users[owner] = renew
 
 
 # Called while the ranks can still communicate.
@@ -302,7 +314,7 @@ def _open_group(
 ) -> None:
     import torch.distributed as dist
 
-    global _store, _group_count
+    global _store
     # torch and every library above it read these names; schedulers use others.
     environ.set_variables(
         {
@@ -320,12 +332,11 @@ def _open_group(
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{hardware.group_backend()}"
     arguments: dict[str, Any] = {"backend": backend, "timeout": timeout, **group}
     arguments = {name: value for name, value in arguments.items() if value is not None}
-    _group_count += 1
     if _store is not None and not arguments.keys() & {"init_method", "store"}:
-        store = dist.distributed_c10d.PrefixStore(f"accelerate/group/{_group_count}", _store)
-        arguments |= {"store": store, "rank": cluster.rank, "world_size": cluster.size}
+        arguments |= _next_group_store(cluster.rank, cluster.size)
     try:
-        dist.init_process_group(**arguments)
+        with group_interrupt.record_connections():
+            dist.init_process_group(**arguments)
     except RuntimeError as error:
         # A rank that has opened the group may fail and end before the others have.
         if not any(text in str(error) for text in _PEER_IS_GONE):
@@ -337,6 +348,42 @@ def _open_group(
         ) from error
     if not arguments.keys() & {"init_method", "store"}:
         _store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    _group_arguments.clear()
+    _group_arguments.update(backend=backend, timeout=timeout)
+
+
+def _next_group_store(rank: int, size: int) -> dict[str, Any]:
+    """Return the arguments of one more group that meets by the store of the first."""
+    import torch.distributed as dist
+
+    global _group_count
+    _group_count += 1
+    store = dist.distributed_c10d.PrefixStore(f"accelerate/group/{_group_count}", _store)
+    return {"store": store, "rank": rank, "world_size": size}
+
+
+def renew_group() -> None:
+    """Replace the default process group after ``group_interrupt``, and what uses it; a collective.
+
+    Raises:
+        WorldError: the group was opened by the user, or other groups depend on it.
+    """
+    import torch.distributed as dist
+
+    watch = watchdog.current()
+    other_groups = len(dist.distributed_c10d._world.pg_map) > 1  # pyright: ignore[reportPrivateUsage]
+    if _current is None or watch is None or not _owns_group or _store is None or other_groups:
+        raise WorldError(
+            "the process group cannot be replaced after a collective that one rank never joined",
+            why="other groups depend on it" if other_groups else "it was not opened by this package",
+        )
+    dist.destroy_process_group()
+    arguments = {name: value for name, value in _group_arguments.items() if value is not None}
+    with group_interrupt.record_connections():
+        dist.init_process_group(**arguments, **_next_group_store(_current.rank, _current.size))
+    watch.use_group(dist.group.WORLD)
+    for owner, renew in list(_group_users.items()):
+        renew(owner)
 
 
 def _select_device(

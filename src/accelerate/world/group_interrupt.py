@@ -1,0 +1,79 @@
+"""Interrupts the default process group: threads that wait in a collective of torch get an error at once.
+
+A collective which one rank will never join ends at its timeout, half an hour later. NCCL can abort it. Gloo
+cannot, but its connections are sockets of this process, and an operation whose connection is closed fails.
+The group is of no use afterwards: ``world.renew_group`` opens another one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+_FD_FOLDER = "/proc/self/fd"  # on Linux only; elsewhere waits in gloo cannot be interrupted
+
+_group_sockets: set[str] = set()
+
+
+@contextmanager
+def record_connections() -> Generator[None]:
+    """Record which sockets a block opens, in which the default process group is made."""
+    before = set(_open_sockets().values())
+    yield
+    _group_sockets.clear()
+    _group_sockets.update(set(_open_sockets().values()) - before)
+
+
+def _open_sockets() -> dict[int, str]:
+    """Return the sockets of this process: descriptor -> the kernel's name, which is used once."""
+    sockets: dict[int, str] = {}
+    for name in os.listdir(_FD_FOLDER) if os.path.isdir(_FD_FOLDER) else ():
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            target = os.readlink(f"{_FD_FOLDER}/{name}")
+            if target.startswith("socket:"):
+                sockets[int(name)] = target
+    return sockets
+
+
+def interrupt_group(backends: list[Any], store: Any) -> bool:
+    """End every collective of the default process group, also those in which other threads wait.
+
+    Returns:
+        False where that is not possible: the group was not opened by this package, or not on Linux.
+
+    Args:
+        backends: the back ends of the group.
+        store: its key-value store, whose connections stay.
+    """
+    if not _group_sockets:
+        return False
+    for backend in backends:
+        if backend.name() != "gloo":
+            backend.abort()
+    port = _store_port(store)
+    for fd, name in _open_sockets().items():
+        if name in _group_sockets:
+            _close_connection(fd, port)
+    return True
+
+
+def _close_connection(fd: int, store_port: int | None) -> None:
+    """Close a connection for whoever uses it, unless it is one to the store or from it."""
+    try:
+        with socket.socket(fileno=os.dup(fd)) as connection:
+            if store_port not in (connection.getsockname()[1], connection.getpeername()[1]):
+                connection.shutdown(socket.SHUT_RDWR)
+    except OSError as error:
+        # A socket that listens, or one that was closed meanwhile.
+        if error.errno not in (errno.ENOTCONN, errno.EBADF):
+            raise
+
+
+def _store_port(store: Any) -> int | None:
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "port", None)
