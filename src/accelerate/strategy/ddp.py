@@ -171,8 +171,7 @@ class ReplicaProgress:
 
     def renew(self, replica: DistributedDataParallel) -> None:
         """Follow another replica of the same module."""
-        self.replica = weakref.ref(replica)
-        self.is_armed, self.buffers_differ = False, False
+        self.replica, self.is_armed, self.buffers_differ = weakref.ref(replica), False, False
         self.reached.clear()
 
     def explain(self, error: RuntimeError) -> PrepareError | None:
@@ -257,11 +256,7 @@ def replicate(module: nn.Module, **options: Any) -> nn.Module:
         options: arguments of ``torch.nn.parallel.DistributedDataParallel``.
     """
     module_class = type(module)
-    names = {
-        "__module__": module_class.__module__,
-        "__qualname__": module_class.__qualname__,
-        "__doc__": module_class.__doc__,
-    }
+    names = {name: getattr(module_class, name) for name in ("__module__", "__qualname__", "__doc__")}
     replica = DistributedDataParallel(module, **options)
     parts = {"_replica": replica, "_progress": ReplicaProgress(replica), "_user_module": module}
     view: Any = object.__new__(
@@ -337,9 +332,8 @@ class DDP(Strategy, ReductionMonitor):
         view._user_module.zero_grad()  # reduced on some ranks only
         kind._replica = None
         gc.collect()  # the reducer before takes its hooks from the parameters
-        kind._replica = DistributedDataParallel(
-            view._user_module, device_ids=devices, **self.handler.to_kwargs()
-        )
+        options = {"device_ids": devices, **self.handler.to_kwargs()}
+        kind._replica = DistributedDataParallel(view._user_module, **options)
         kind._progress.renew(kind._replica)
         self.handler.register_comm_hook(view)
 
