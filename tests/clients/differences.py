@@ -62,7 +62,6 @@ LISTED: dict[str, str] = {
     ),
     r"accelerator: split number": _REFUSED,
     r"accelerator: prepare nothing": "an error that says so; there an IndexError",
-    r"accelerator: prepare a number": "what cannot be prepared is refused; there it comes back as it is",
     r"accelerator: get_state_dict wrapped": "a dict of the same entries",
     r"accelerator: tracker": "a tracker that does nothing, of a class of its own",
     r"wrappers: optimizer closure": "step returns the loss of its closure, as torch's does",

@@ -56,13 +56,50 @@ def test_prepare_gives_back_the_same_objects_in_order() -> None:
     assert len(accelerator._models) == len(accelerator._optimizers) == 1
 
 
-@pytest.mark.parametrize("thing", [3, "text", object(), nn.Linear, [1]])
-def test_an_unknown_object_is_named_and_nothing_is_changed(thing: object) -> None:
+class DuckScheduler:
+    """Not torch's: prepare leaves it alone, prepare_scheduler takes it."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+@pytest.mark.parametrize("thing", [3, "text", object(), nn.Linear, [1], len, DuckScheduler()])
+def test_an_unknown_object_comes_back_and_is_told_once(
+    thing: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in 1.15: scripts prepare tokenizers, datasets and loaders of other libraries."""
     accelerator = Accelerator()
     model, *_ = parts()
-    with pytest.raises(PrepareError, match=f"a {type(thing).__name__} cannot be prepared"):
-        accelerator.prepare(model, thing)
+    assert accelerator.prepare(model, thing)[1] is thing
+    assert accelerator.prepare(thing) is thing
+    (record,) = [record for record in caplog.records if "gives back" in record.message]
+    assert f"a {type(thing).__name__} as it is" in record.message
+    assert ("every process sees all" in record.message) == hasattr(thing, "__iter__")
+    assert accelerator._schedulers == []
+
+
+def test_an_unknown_object_is_refused_in_strict_mode_and_nothing_is_changed() -> None:
+    accelerator = Accelerator(strict=True)
+    model, *_ = parts()
+    with pytest.raises(PrepareError, match="a list cannot be prepared"):
+        accelerator.prepare(model, [1])
     assert accelerator._models == []
+
+
+def test_a_scheduler_of_another_class_is_prepared_by_name() -> None:
+    accelerator, schedule = Accelerator(), DuckScheduler()
+    prepared = accelerator.prepare_scheduler(schedule)
+    assert prepared.scheduler is schedule
+    assert accelerator._schedulers == [prepared]
 
 
 def test_preparing_nothing_is_an_error() -> None:

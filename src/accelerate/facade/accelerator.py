@@ -191,6 +191,7 @@ class Accelerator(ProcessMixin):
             gradient_accumulation_steps=gradient_accumulation_steps,
             gradient_accumulation_plugin=gradient_accumulation_plugin,
         )
+        options.strict = self._option_reporter.strict
         first_step_checks = self._loop.check_first_step, self._option_reporter.report_first_step
         self._preparer = Preparer(runtime, prepared, options, first_step_checks)
         reference = weakref.proxy(self)
@@ -378,14 +379,15 @@ class Accelerator(ProcessMixin):
         """Prepare models, optimizers, schedulers and loaders for the strategy of this run.
 
         Args:
-            args: the objects, in any order and number; None stands for itself.
+            args: the objects, in any order and number; what is none of these comes back as it is.
             device_placement: per object, whether it goes to the device.
 
         Returns:
             The prepared objects in the same order; one object alone comes back alone.
 
         Raises:
-            PrepareError: nothing is given, or an object cannot be prepared; nothing is changed then.
+            PrepareError: nothing is given, an object cannot be prepared, or is nothing to prepare and the
+                run is strict; nothing is changed then.
         """
         bundle = self._preparer.make_bundle(args, device_placement)
         self._preparer.prepare(bundle)
@@ -413,8 +415,12 @@ class Accelerator(ProcessMixin):
         return self.prepare(optimizer)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Prepare one learning rate scheduler."""
-        return self.prepare(scheduler)
+        """Prepare one learning rate scheduler, of any class."""
+        bundle = self._preparer.make_bundle((scheduler,), None)
+        bundle.kinds[0] = "scheduler"
+        self._preparer.prepare(bundle)
+        self._option_reporter.report()
+        return bundle.objects[0]
 
     def prepare_data_loader(
         self,

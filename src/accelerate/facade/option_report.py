@@ -90,6 +90,11 @@ class OptionReporter:
         self._failed_statuses: list[OptionStatus] = []
         self._store_key = f"effects/{next(_report_ids)}"
 
+    @property
+    def strict(self) -> bool:
+        """Whether an option that cannot be applied is an error."""
+        return self._settings.strict
+
     def collect(self) -> OptionReport:
         """Return the status of every requested option on this rank, as far as known now."""
         return OptionReport(self._with_origin(status) for status in self._collect_statuses())

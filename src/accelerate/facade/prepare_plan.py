@@ -63,11 +63,7 @@ def _format_memory(step: PrepareStep) -> str:
 
 
 def object_kind(value: Any) -> ObjectKind:
-    """Return the kind of an object given to ``prepare``.
-
-    Raises:
-        PrepareError: it is nothing that can be prepared.
-    """
+    """Return the kind of an object given to ``prepare``; ``"other"`` comes back as it is."""
     if isinstance(value, DataLoader):
         return "loader"
     stands_for = getattr(type(value), "prepared_as", None)
@@ -77,21 +73,7 @@ def object_kind(value: Any) -> ObjectKind:
         return "model"
     if isinstance(value, Optimizer) or (hasattr(value, "param_groups") and hasattr(value, "step")):
         return "optimizer"
-    if isinstance(value, LRScheduler | AcceleratedScheduler) or _looks_like_scheduler(value):
-        return "scheduler"
-    if value is None:
-        return "other"
-    raise PrepareError(
-        f"a {type(value).__name__} cannot be prepared",
-        why="prepare takes models (torch.nn.Module), optimizers, learning rate schedulers and "
-        "torch.utils.data.DataLoaders",
-        fix="leave it out of prepare, or wrap data in a DataLoader",
-    )
-
-
-def _looks_like_scheduler(value: Any) -> bool:
-    calls = ("step", "state_dict", "load_state_dict")
-    return all(callable(getattr(value, name, None)) for name in calls) and not isinstance(value, type)
+    return "scheduler" if isinstance(value, LRScheduler | AcceleratedScheduler) else "other"
 
 
 def make_bundle(
@@ -105,7 +87,7 @@ def make_bundle(
         training: False when the models are only evaluated.
 
     Raises:
-        PrepareError: nothing is given, an object cannot be prepared, or ``place`` has another length.
+        PrepareError: nothing is given, or ``place`` has another length.
     """
     if not objects:
         raise PrepareError("prepare() was given nothing", fix="accelerator.prepare(model, optimizer, loader)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -25,6 +26,8 @@ from accelerate.offload.trainable_check import check_trainable
 from accelerate.strategy.base import DataSharding, PrepareBundle
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class PrepareOptions:
@@ -35,12 +38,14 @@ class PrepareOptions:
         step_scheduler_with_optimizer: schedulers advance with the optimizer, not at every call.
         rng_types: generators that rank 0 broadcasts at the start of every epoch.
         dataloader: how loaders share data.
+        strict: an object that is nothing to prepare is an error; otherwise it comes back as it is.
     """
 
     device_placement: bool
     step_scheduler_with_optimizer: bool
     rng_types: list[Any] | None
     dataloader: DataLoaderConfiguration
+    strict: bool = False
 
 
 class Preparer:
@@ -62,6 +67,7 @@ class Preparer:
     ) -> None:
         self.runtime, self.prepared, self.options = runtime, prepared, options
         self.first_step_checks = tuple(first_step_checks)
+        self._unprepared_types: set[type[Any]] = set()
 
     def make_bundle(
         self, objects: tuple[Any, ...], place: list[bool] | None, training: bool = True
@@ -86,6 +92,8 @@ class Preparer:
         Raises:
             PrepareError: one cannot be prepared; nothing is changed then.
         """
+        for value in bundle.objects_of("other"):
+            self._note_unprepared(value)
         distributed, trained = self.runtime.world.size > 1, bool(bundle.objects_of("optimizer"))
         for model in bundle.objects_of("model"):
             if distributed and not environ.get_flag("ACCELERATE_BYPASS_DEVICE_MAP"):
@@ -94,6 +102,25 @@ class Preparer:
         bundle.replace("model", self._find_prepared)
         self.make_plan(bundle).apply(bundle)
         self.prepared.add_bundle(bundle)
+
+    def _note_unprepared(self, value: Any) -> None:
+        """Say once for each type that objects of it come back as they are."""
+        kind = type(value)
+        if value is None or kind in self._unprepared_types:
+            return
+        self._unprepared_types.add(kind)
+        what = "models (torch.nn.Module), optimizers, schedulers (LRScheduler) and DataLoaders of torch"
+        if self.options.strict:
+            raise PrepareError(
+                f"a {kind.__name__} cannot be prepared",
+                why=f"prepare takes {what}",
+                fix="leave it out of prepare, wrap data in a DataLoader, or run without strict",
+            )
+        if self.runtime.world.rank == 0:
+            shared = ", so every process sees all of it" if hasattr(value, "__iter__") else ""
+            logger.warning(
+                "prepare() gives back a %s as it is%s: it prepares %s", kind.__name__, shared, what
+            )
 
     def _find_prepared(self, model: nn.Module) -> nn.Module:
         """Return the prepared object of a model that is prepared again, else the model itself."""
