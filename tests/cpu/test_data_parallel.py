@@ -70,6 +70,50 @@ def test_the_prepared_model_is_the_users_own(ranks: RankServer) -> None:
     assert found[:5] == (True, "Net", "set", True, True)
 
 
+class Owner(Net):
+    """A model that has members of these names itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Identity()
+
+    def no_sync(self) -> str:
+        return "mine"
+
+
+def members_of_the_wrapper() -> tuple[object, ...]:
+    import warnings
+
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    user = nn.Linear(1, 1, bias=False)
+    model = accelerator.prepare(user)
+    x = torch.full((1, 1), float(accelerator.process_index + 1))
+    with model.no_sync():
+        inside = model.require_backward_grad_sync
+        accelerator.backward(model(x).sum())
+        local = model.weight.grad.item()
+    accelerator.backward(model(x).sum())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert model.module is user
+        assert model.module is user
+    notes = [str(each.message) for each in caught]
+    owner = accelerator.prepare(Owner())
+    assert isinstance(owner.module, nn.Identity)
+    assert owner.no_sync() == "mine"
+    assert not hasattr(accelerator.unwrap_model(model), "no_sync")
+    return inside, local == accelerator.process_index + 1, model.weight.grad.item(), len(notes), *notes
+
+
+def test_what_people_use_of_torchs_wrapper_is_there(ranks: RankServer) -> None:
+    """Scripts of 1.x call ``model.no_sync()`` and read ``model.module``."""
+    inside, is_local, total, count, note = same_on_all(ranks(2, members_of_the_wrapper))
+    assert (inside, is_local, total, count) == (False, True, 3.0, 1)
+    assert "Linear.module is the object that was given to prepare" in note
+
+
 def world_of_two() -> tuple[object, ...]:
     from accelerate import Accelerator, PartialState
 

@@ -2,19 +2,12 @@
 
 Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
 (arXiv:2006.15704), and ``torch.nn.parallel.DistributedDataParallel``, which does the work.
-
-torch's class wraps a model and hides its type. Here the prepared model is a second object over the state of
-the user's module (they share one ``__dict__``), of a subclass of the user's class that does torch's work
-around a call. So it keeps methods, attributes and parameter names, every method that calls the model reduces
-gradients, and the user's own object stays a plain module.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-import re
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +17,6 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.enum_bases import BaseEnum
 from accelerate.core.errors import PrepareError, SettingError
@@ -40,6 +32,13 @@ from accelerate.strategy.base import (
     StrategyRequest,
     ZeroBackward,
     graph_leaves,
+)
+from accelerate.strategy.protocol.replicated_module import (
+    ReplicaProgress,
+    ReplicatedModule,
+    replica_of,
+    replicate,
+    shorten,
 )
 from accelerate.world import world as worlds
 
@@ -141,129 +140,6 @@ def _bf16_wrapper(hook: Callable[..., Any]) -> Callable[..., Any]:
         return hook(state, bucket).then(lambda done: whole.copy_(done.value()))
 
     return compress_and_call
-
-
-class ReplicaProgress:
-    """What has happened to one replica, so that gradients which torch's reducer does not see are noticed.
-
-    Attributes:
-        replica: a weak reference to torch's object.
-        names, params: those that the reducer averages, in its order.
-        is_armed: a forward has made the reducer wait for a backward, which has not come yet.
-        reached: not empty if a backward has reached the replica just now.
-        buffers_differ: the last forward was one in training.
-    """
-
-    __slots__ = ("buffers_differ", "is_armed", "names", "params", "reached", "replica")
-
-    def __init__(self, replica: DistributedDataParallel) -> None:
-        self.replica: Callable[[], DistributedDataParallel | None] = weakref.ref(replica)
-        ignored = replica.parameters_to_ignore
-        trained = [
-            (n, p) for n, p in replica.module.named_parameters() if p.requires_grad and n not in ignored
-        ]
-        self.names, self.params = [n for n, _ in trained], WeakIdKeyDictionary({p: None for _, p in trained})
-        self.is_armed, self.buffers_differ = False, False
-        self.reached: list[torch.Tensor] = []
-        if trained:
-            # A built-in function, for it runs in every backward; one parameter stands for all.
-            trained[-1][1].register_post_accumulate_grad_hook(self.reached.append)
-
-    def renew(self, replica: DistributedDataParallel) -> None:
-        """Follow another replica of the same module."""
-        self.replica, self.is_armed, self.buffers_differ = weakref.ref(replica), False, False
-        self.reached.clear()
-
-    def explain(self, error: RuntimeError) -> PrepareError | None:
-        """Return what a backward has left out, if that is why torch refuses the next forward."""
-        match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-        replica = self.replica()
-        if match is None or replica is None:
-            return None
-        names = [self.names[int(index)] for index in match[1].split()]
-        params = dict(replica.module.named_parameters())
-        frozen = [name for name in names if name in params and not params[name].requires_grad]
-        return PrepareError(
-            f"the last backward gave no gradient to {_shorten(frozen or names)}",
-            why="DDP waits for the gradient of every parameter that trained when the model was prepared; "
-            + ("since then these were frozen" if frozen else "the loss does not depend on these"),
-            fix="DistributedDataParallelKwargs(find_unused_parameters=True) in kwargs_handlers, or freeze "
-            "them before prepare",
-        )
-
-
-def _shorten(names: Sequence[str]) -> str:
-    """Return the first three names, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-class ReplicatedModule:
-    """The first base of a replicated module's class: runs DDP's work around a call.
-
-    A copied or pickled replica is a plain module: the copy is not replicated.
-    """
-
-    _replica: ClassVar[DistributedDataParallel]
-    _progress: ClassVar[ReplicaProgress]
-    _user_module: ClassVar[nn.Module]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward between DDP's work before and after it.
-
-        Raises:
-            PrepareError: the backward before it left trained parameters without a gradient.
-        """
-        replica, progress, trains = self._replica, self._progress, self.training  # type: ignore[attr-defined]
-        # Torch broadcasts buffers only after a forward that reduced; in the middle of a window they differ.
-        if progress.buffers_differ and not trains and replica.require_backward_grad_sync:
-            replica.require_forward_param_sync = True
-        progress.buffers_differ = trains
-        try:
-            args, kwargs = replica._pre_forward(*args, **kwargs)
-        except RuntimeError as error:
-            explained = progress.explain(error)
-            if explained is None:
-                raise
-            raise explained from error
-        DistributedDataParallel._active_ddp_module = replica
-        try:
-            output = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            DistributedDataParallel._active_ddp_module = None
-        output = replica._post_forward(output)
-        if replica.require_backward_grad_sync and torch.is_grad_enabled():
-            progress.is_armed = True
-        return output
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _return_module, (self._user_module,)
-
-
-def _return_module(module: nn.Module) -> nn.Module:
-    return module
-
-
-def replica_of(module: nn.Module) -> DistributedDataParallel | None:
-    """Return the ``DistributedDataParallel`` behind a replicated module, or None."""
-    return module._replica if isinstance(module, ReplicatedModule) else None
-
-
-def replicate(module: nn.Module, **options: Any) -> nn.Module:
-    """Return a replicated view of ``module``: an object of a subclass of its class over the same state.
-
-    Args:
-        module: the model, on its device; equal on all ranks afterwards (rank 0's values).
-        options: arguments of ``torch.nn.parallel.DistributedDataParallel``.
-    """
-    module_class = type(module)
-    names = {name: getattr(module_class, name) for name in ("__module__", "__qualname__", "__doc__")}
-    replica = DistributedDataParallel(module, **options)
-    parts = {"_replica": replica, "_progress": ReplicaProgress(replica), "_user_module": module}
-    view: Any = object.__new__(
-        type(module_class.__name__, (ReplicatedModule, module_class), {**names, **parts})
-    )
-    view.__dict__ = module.__dict__
-    return view
 
 
 class DDP(Strategy, ReductionMonitor):
@@ -382,14 +258,14 @@ class DDP(Strategy, ReductionMonitor):
         self._reported.update(unfrozen, around)
         if unfrozen:
             warn_user(
-                f"optimizer.step() with gradients of {_shorten(unfrozen)} that are not averaged over "
+                f"optimizer.step() with gradients of {shorten(unfrozen)} that are not averaged over "
                 f"{self.world.size} processes, so their copies drift apart: these parameters were frozen "
                 "when the model was prepared. Prepare it with all that will ever train, and freeze after "
                 "prepare, with DistributedDataParallelKwargs(find_unused_parameters=True)"
             )
         if around:
             warn_user(
-                f"optimizer.step() with gradients of {_shorten(around)} that are not averaged over "
+                f"optimizer.step() with gradients of {shorten(around)} that are not averaged over "
                 f"{self.world.size} processes, so their copies drift apart: the loss of the backward at "
                 f"{self._unreduced_backward} came from no forward of the prepared model since the last "
                 "backward. Call the prepared model itself, or a method of it that calls self(...), once for "
