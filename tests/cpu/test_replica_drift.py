@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -219,3 +220,95 @@ def test_what_a_backward_left_out_is_named_before_torch_counts_it(ranks: RankSer
     assert "since then these were frozen" in frozen
     assert "gave no gradient to head.weight, head.bias" in unused
     assert "the loss does not depend on these" in unused
+
+
+def made(kind: str, rate: float, momentum: bool) -> tuple[Any, Any, Any]:
+    """A prepared model, with momentum from before on rank 0 only."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    more: dict[str, Any] = (
+        {} if kind == "ddp" else {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=int(kind))}
+    )
+    accelerator = Accelerator(cpu=True, **more)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=rate, momentum=0.9)
+    if momentum:
+        net.loss(torch.ones(2, 3)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    net.load_state_dict(Net().state_dict())
+    model, optimizer = accelerator.prepare(net, optimizer)
+    return accelerator, model, optimizer
+
+
+def loaded(kind: str, everywhere: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
+    from accelerate import PartialState
+
+    first = PartialState().is_main_process
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator, model, optimizer = made(kind, 0.1, everywhere or first)
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(2, 3)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    state = accelerator.get_state_dict(model)
+    return state, [str(each.message) for each in caught if "rank 0" in str(each.message)]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "1", "2"])
+def test_an_optimizer_state_on_rank_0_only_is_that_of_all(ranks: RankServer, kind: str) -> None:
+    """G5: its state counts as its weights do."""
+    (state, said), (_, silent) = ranks(2, loaded, kind, False)
+    ((expected, nothing), _) = ranks(2, loaded, kind, True)
+    torch.testing.assert_close(state, expected, rtol=0, atol=0)
+    assert nothing == silent == []
+    assert "that of rank 0 counts" in said[0]
+
+
+def other_rate(kind: str) -> str:
+    from accelerate import PartialState
+
+    with pytest.raises(PrepareError) as error:
+        made(kind, 0.1 * (1 + PartialState().process_index), False)
+    return error.value.what
+
+
+@pytest.mark.parametrize("kind", ["ddp", "2"])
+def test_another_learning_rate_on_a_rank_is_refused(ranks: RankServer, kind: str) -> None:
+    assert (
+        same_on_all(ranks(2, other_rate, kind))
+        == "lr of group 0 of the SGD is 0.1 on rank 0 and 0.2 on rank 1"
+    )
+
+
+def saved(folder: str) -> list[list[str]]:
+    """What each save says: of equal replicas, of another rate, of another parameter, and when not asked."""
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    found = []
+    for interval in 1, 0:
+        project = ProjectConfiguration(replica_check_interval=interval)
+        accelerator = Accelerator(cpu=True, project_config=project)
+        net = Net().to(torch.bfloat16)
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for change in range(3):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                if change == 1:
+                    optimizer.param_groups[0]["lr"] *= 1 + accelerator.process_index
+                elif change == 2:
+                    with torch.no_grad():
+                        model.head.bias += accelerator.process_index * 1e-2
+                accelerator.save_state(f"{folder}/{interval}-{change}")
+            found.append([str(each.message) for each in caught if "replicas" in str(each.message)])
+    return found
+
+
+def test_a_save_names_what_has_drifted(ranks: RankServer, tmp_path: Path) -> None:
+    said, silent = ranks(2, saved, str(tmp_path))
+    assert silent == [[]] * 6
+    assert [len(each) for each in said] == [0, 1, 1, 0, 0, 0]
+    assert "the learning rate of group 0 of the SGD of rank 1 is not that of rank 0" in said[1][0]
+    assert "head.bias and 1 more of rank 1" in said[2][0]

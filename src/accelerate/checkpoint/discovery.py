@@ -481,6 +481,8 @@ class ProjectConfiguration:
         save_on_each_node: each machine writes a whole checkpoint to a disk of its own; for folders that the
             machines do not share.
         async_save: ``save_state`` copies the state and returns; the copy is written while training goes on.
+        replica_check_interval: at each so many ``save_state`` under DDP the replicas are compared, and the
+            first parameter that differs is named; 0 never compares.
 
     Raises:
         SettingError: ``total_limit`` is below 1.
@@ -493,6 +495,7 @@ class ProjectConfiguration:
     iteration: int = 0
     save_on_each_node: bool = False
     async_save: bool = False
+    replica_check_interval: int = 1
 
     def set_directories(self, project_dir: str | None = None) -> None:
         """Set ``project_dir``, and ``logging_dir`` if it has none yet."""

@@ -25,6 +25,7 @@ from accelerate.facade.checkpoint_adapters import model_adapter, optimizer_adapt
 from accelerate.facade.engine_checkpoint_import import engine_state_loaders
 from accelerate.facade.module_queries import extract_model_from_parallel
 from accelerate.facade.prepared_objects import PreparedObjects
+from accelerate.facade.replica_agreement import check_replicas
 from accelerate.facade.runtime import Runtime
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 from accelerate.world import collective, rng
@@ -49,6 +50,7 @@ class CheckpointManager:
         self.world, self.strategy, self.precision = runtime.world, runtime.strategy, runtime.precision
         self.gradients, self.prepared, self.project = runtime.gradients, prepared, project
         self.custom_objects: list[Any] = []
+        self._saves = 0
         # OrderedDicts: torch's handles hold them weakly, which a plain dict does not allow.
         self.save_hooks: dict[int, Any] = OrderedDict()
         self.load_hooks: dict[int, Any] = OrderedDict()
@@ -104,6 +106,11 @@ class CheckpointManager:
     ) -> Path | str:
         """Save models, optimizers, schedulers, scaler, loaders, random states and registered objects."""
         prepared, options = self.prepared, dict(engine_options or {})
+        interval, replicated = self.project.replica_check_interval, self.strategy.replicates_model
+        if interval and replicated and self.world.size > 1 and not self.strategy.local_training:
+            if self._saves % interval == 0:
+                check_replicas(prepared.models, prepared.optimizers)
+            self._saves += 1
         train_state = self._train_state()
         engine_files = self._engine_files(options) if sharded is not False else []
         if engine_files:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from accelerate.core import tree
@@ -13,6 +15,9 @@ from accelerate.facade.gradient_state import GradientState
 from accelerate.precision.base import Precision
 from accelerate.strategy.base import ReductionMonitor, Strategy
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
+
+# The kinds of options of a group that all ranks must have alike; a text may name a device.
+_PLAIN = (int, float, tuple, type(None))
 
 
 def move_to_device(state: Any, device: torch.device) -> Any:
@@ -220,3 +225,36 @@ def patch_optimizer_step(
 ) -> Callable[..., Any]:
     """Return ``method`` as it is; kept for compatibility, since skipped steps are known without a patch."""
     return method
+
+
+def agree_on_optimizers(optimizers: Iterable[Any], device: torch.device) -> None:
+    """Check that all ranks prepare optimizers with equal options and state: one all-reduce of four numbers.
+
+    Raises:
+        PrepareError: options differ; see ``replica_agreement.settle_optimizers``, also about the state.
+    """
+    fresh = [o for o in optimizers if not isinstance(o, AcceleratedOptimizer) and hasattr(o, "param_groups")]
+    options = [
+        [{k: v for k, v in group.items() if isinstance(v, _PLAIN)} for group in o.param_groups] for o in fresh
+    ]
+    states = [
+        [(sorted(state), [float(v.double().sum()) for v in state.values() if _has_values(v)])]
+        for o in fresh
+        for group in o.param_groups
+        for p in group["params"]
+        if (state := getattr(o, "state", {}).get(p))
+    ]
+    digests = [crc32(repr(options).encode()), crc32(repr(states).encode())]
+    # Equal where the greatest is the least.
+    place = "cpu" if device.type == "meta" else device
+    both = torch.tensor([*digests, *(-digest for digest in digests)], dtype=torch.int64, device=place)
+    dist.all_reduce(both, dist.ReduceOp.MAX)
+    greatest = both.tolist()
+    if greatest[:2] != [-least for least in greatest[2:]]:
+        from accelerate.facade.replica_agreement import settle_optimizers
+
+        settle_optimizers(fresh, options)
+
+
+def _has_values(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_meta

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -18,7 +19,7 @@ from accelerate.data.configuration import DataLoaderConfiguration
 from accelerate.data.loader import DataLoaderShard
 from accelerate.data.prepare import prepare_data_loader
 from accelerate.facade import prepare_plan
-from accelerate.facade.optimizer import AcceleratedOptimizer
+from accelerate.facade.optimizer import AcceleratedOptimizer, agree_on_optimizers
 from accelerate.facade.prepared_objects import PreparedObjects
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.scheduler import AcceleratedScheduler
@@ -99,6 +100,8 @@ class Preparer:
             if distributed and not environ.get_flag("ACCELERATE_BYPASS_DEVICE_MAP"):
                 self._refuse_dispatched(model)
             check_trainable(model, several=distributed, trained=trained)
+        if trained and dist.is_initialized() and distributed and bundle.objects_of("model"):
+            agree_on_optimizers(bundle.objects_of("optimizer"), self.runtime.world.device)
         bundle.replace("model", self._find_prepared)
         self.make_plan(bundle).apply(bundle)
         self.prepared.add_bundle(bundle)
