@@ -207,3 +207,27 @@ def test_items_and_experts(ranks: RankServer) -> None:
     weighted, losses = same_on_all(ranks(2, both, timeout=200))
     assert len(weighted) == 9
     assert losses[-1] < losses[0]
+
+
+def frozen_later(kind: str) -> list[str]:
+    """Change what trains after ``prepare``: the step says so, until it is changed back."""
+    accelerator, model, optimizer = engine(ASKED[kind])
+    said = []
+    user = accelerator.unwrap_model(model)
+    for part, trains in (user.layers[0], False), (user.frozen, True), (user.frozen, False):
+        part.requires_grad_(trains)
+        (words,) = batches(1)
+        accelerator.backward(model(words).square().mean())
+        try:
+            optimizer.step()
+        except ValueError as error:
+            said.append(str(error))
+        user.layers[0].requires_grad_(True)
+    return said
+
+
+@pytest.mark.parametrize("kind", ["2", "3"])
+def test_what_trains_cannot_change_after_prepare(ranks: RankServer, kind: str) -> None:
+    frozen, unfrozen = same_on_all(ranks(2, frozen_later, kind))
+    assert "requires_grad of layers.0.norm.weight, layers.0.norm.bias" in frozen
+    assert unfrozen.startswith("requires_grad of frozen.weight, frozen.bias was changed after prepare")

@@ -522,3 +522,51 @@ def test_what_became_of_the_options(ranks: RankServer) -> None:
     assert said["fsdp_activation_checkpointing"][1] == "2 units"
     assert "save_state writes shards for any world size" in said["fsdp_state_dict_type"][1]
     assert len(said) >= 9
+
+
+def frozen_later(original: bool, freeze: bool) -> tuple[dict[str, torch.Tensor], str]:
+    """Change what trains after ``prepare``, and train on."""
+    accelerator = accelerator_of({**LAYERS, "use_orig_params": original})
+    model = tiny().requires_grad_(True)
+    if original:
+        model.layers[1].requires_grad_(freeze)
+        model.embed.requires_grad_(freeze)
+    said = ""
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for words in batches(3):
+        accelerator.backward(loss_of(model, share(words, accelerator.process_index, 2)))
+        optimizer.step()
+        optimizer.zero_grad()
+        if original:
+            model.embed.requires_grad_(not freeze)
+            model.layers[1].requires_grad_(not freeze)
+            continue
+        with pytest.raises(ValueError, match="flat") as error:
+            model.embed.requires_grad_(False)
+        said = str(error.value)
+        model.layers.requires_grad_(True)  # whole units
+    return accelerator.get_state_dict(model), said
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_what_trains_may_change_after_prepare(ranks: RankServer, freeze: bool) -> None:
+    """G6: with the user's parameters it takes effect, to the numbers of one process."""
+    model = tiny().requires_grad_(True)
+    changing = (model.layers[1], model.embed)
+    for part in changing:
+        part.requires_grad_(freeze)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for words in batches(3):
+        loss_of(model, words).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for part in changing:
+            part.requires_grad_(not freeze)
+    state, _ = ranks(2, frozen_later, True, freeze)[0]
+    torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-5, atol=1e-6)
+
+
+def test_what_trains_cannot_change_inside_a_flat_parameter(ranks: RankServer) -> None:
+    """G6: refused by name, not ignored."""
+    said = same_on_all([said for _, said in ranks(2, frozen_later, False, True)])
+    assert said.startswith("embed.requires_grad_(False) after prepare, with use_orig_params=False")

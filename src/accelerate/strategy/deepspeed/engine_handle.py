@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from accelerate.strategy.deepspeed.config_tree import DummyOptim, DummyScheduler
 from accelerate.strategy.deepspeed.config_tree import get_key as config_value
 from accelerate.strategy.protocol.replicated_buffers import broadcast_tensors, sync_buffers_of_groups
 from accelerate.world.world import World
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 @dataclass
@@ -32,6 +36,7 @@ class EngineHandle:
         window_complete: whether the last backward was the last of its window.
         grad_factor: the factor for gradients when they are used, set for a short window.
         hooks: the hooks on the module besides DeepSpeed's own.
+        trained: of the parameters in ``groups``, which trained when DeepSpeed took them.
     """
 
     engine: Any
@@ -44,6 +49,10 @@ class EngineHandle:
     window_complete: bool = False
     grad_factor: float = 1.0
     hooks: list[Any] = field(default_factory=list)
+    trained: list[bool] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.trained = list(map(_REQUIRES_GRAD, chain(*self.groups)))
 
     @property
     def module(self) -> nn.Module:
@@ -78,8 +87,11 @@ class EngineHandle:
         """Take the step, and clear gradients.
 
         Raises:
-            PrepareError: the last backward was not the last of its window.
+            PrepareError: the last backward was not the last of its window, or parameters were frozen or
+                unfrozen after ``prepare``.
         """
+        if list(map(_REQUIRES_GRAD, chain(*self.groups))) != self.trained:
+            self._refuse_changed()
         if self.has_gradients and not self.window_complete:
             raise PrepareError(
                 "optimizer.step() with gradients that are not complete",
@@ -95,6 +107,18 @@ class EngineHandle:
             self.engine.step()
         self.has_gradients, self.grad_factor = False, 1.0
         self._set_clipping(self.clip_norm)
+
+    def _refuse_changed(self) -> None:
+        pairs = zip(chain(*self.groups), self.trained, strict=True)
+        changed = {id(p) for p, trained in pairs if p.requires_grad is not trained}
+        names = [name for name, p in self.module.named_parameters() if id(p) in changed]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise PrepareError(
+            f"requires_grad of {', '.join(names[:3])}{more} was changed after prepare",
+            why="DeepSpeed has partitioned the parameters that trained then: it would go on to change frozen "
+            "ones, and never change the others",
+            fix="set requires_grad before prepare, or prepare the model and its optimizer anew",
+        )
 
     def clear_gradients(self) -> None:
         """Clear gradients that were never used."""

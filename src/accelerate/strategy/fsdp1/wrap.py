@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,6 +142,7 @@ class FSDP1Wrapper:
         if plugin.activation_checkpointing:
             checkpoint_activations(model, layout.blocks)
         parents = _parent_modules(model)
+        flattened = {} if plugin.use_orig_params else _flattened_modules(layout.units)
         materialized: dict[torch.Tensor, torch.Tensor] = {}
         done: set[nn.Module] = set()
         wrapped: nn.Module = model
@@ -158,6 +160,9 @@ class FSDP1Wrapper:
         wrapped_model = FSDP1WrappedModel(wrapped, self.mesh, order, formats)
         wrapped.__dict__[_RECORD] = wrapped_model
         _guard_state_dict(wrapped)
+        for module, name in flattened.items():
+            # It has no parameters any more that it could change.
+            vars(module)["requires_grad_"] = partial(_refuse_requires_grad, name)
         flats = {
             n: (unit.flat, slot.stand_in)
             for unit in wrapped_model.flat_params
@@ -292,6 +297,26 @@ def _guard_state_dict(root: nn.Module) -> None:
     # Torch's own comes first otherwise, and that is where it gathers.
     hooks: Any = root._state_dict_pre_hooks
     hooks.move_to_end(handle.id, last=False)
+
+
+def _flattened_modules(units: list[tuple[nn.Module, list[nn.Parameter]]]) -> dict[nn.Module, str]:
+    """Return the modules, with their names, of which a flat parameter around them takes parameters."""
+    root = units[-1][0]
+    flattened: dict[nn.Module, str] = {}
+    for name, module in root.named_modules():
+        inside = set(module.modules())
+        own = {p for part, params in units if part in inside for p in params}
+        if any(p not in own for p in module.parameters()):
+            flattened[module] = name
+    return flattened
+
+
+def _refuse_requires_grad(name: str, requires_grad: bool = True) -> None:
+    raise PrepareError(
+        f"{name}.requires_grad_({requires_grad}) after prepare, with use_orig_params=False",
+        why="the parameters of an FSDP unit are one flat parameter, which trains as a whole",
+        fix="use_orig_params=True (FSDP_USE_ORIG_PARAMS=true), or freeze whole units before prepare",
+    )
 
 
 def _verify_wrapped(wrapped_model: FSDP1WrappedModel, layout: FSDP1WrapLayout) -> None:
