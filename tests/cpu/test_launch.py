@@ -6,6 +6,7 @@ import ast
 import json
 import marshal
 import re
+import shlex
 import socket
 import sys
 from pathlib import Path
@@ -329,6 +330,34 @@ def test_output_of_some_ranks_is_marked() -> None:
     assert "[rank 1] out 1 7\n" in result.stdout
     assert "\nout 0 7\n" in result.stdout
     assert "\nerr 1 7\n" in result.stderr
+
+
+TALKATIVE = """
+import os, sys
+for line in range(4000):  # more than a pipe holds
+    print("x" * 60, line, flush=True)
+    print("y" * 60, line, file=sys.stderr, flush=True)
+open(f"done{os.environ['RANK']}", "w").close()
+"""
+
+
+@pytest.mark.parametrize("redirect", ["2>err.txt", "2>&1"])
+def test_a_full_disk_and_a_closed_console_stop_nothing(tmp_path: Path, redirect: str) -> None:
+    """G10: the log of rank 0 is on a full disk, and `head` has gone after a line."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank_0.log").symlink_to("/dev/full")
+    (tmp_path / "train.py").write_text(TALKATIVE)
+    command = f"{shlex.join([*MODULE, 'launch'])} --cpu -n 2 --log_dir logs train.py {redirect}"
+    shell = ["bash", "-o", "pipefail", "-c", f"{command} | head -n 1"]
+    result = Running(shell, cwd=tmp_path).wait(timeout=60)
+    assert result.returncode == 0, result.output
+    assert len(result.stdout.splitlines()) == 1
+    assert {"done0", "done1"} <= {path.name for path in tmp_path.iterdir()}
+    assert (tmp_path / "logs/rank_1.log").read_text().count("\n") == 8000
+    if redirect == "2>err.txt":
+        notes = [line for line in (tmp_path / "err.txt").read_text().splitlines() if "accelerate:" in line]
+        assert sum("rank_0.log is not written any more: No space left" in line for line in notes) == 1
+        assert sum("nobody reads this output" in line for line in notes) == 1
 
 
 # ---------------------------------------------------------------- as a function, as a command

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from io import RawIOBase
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TextIO
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from accelerate.core.errors import LaunchError, SettingError
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     import subprocess
 
 STDOUT, STDERR = 1, 2
+_READ_BYTES = 1 << 16
+_PIECE_BYTES = 1 << 20  # a line without an end is passed on in pieces of this size: it may never end
 _STREAMS = {"0": 0, "1": STDOUT, "2": STDERR, "3": STDOUT | STDERR}
 
 
@@ -49,6 +53,9 @@ class RankLogSettings:
                 ) from error
             if not os.access(self.folder, os.W_OK):
                 raise LaunchError(f"the folder {folder} (--log_dir) cannot be written to")
+        out, err = sys.stdout, sys.stderr
+        self._stdout = OutputSink(out, lambda error: _drop_console(out, err))
+        self._stderr = OutputSink(err, lambda error: _drop_console(err, out))
         self.reader_threads: list[threading.Thread] = []
         self.opened_ranks: set[int] = set()  # by rank; a rank that is started again adds to its log
 
@@ -73,13 +80,26 @@ class RankLogSettings:
             return
         mode = "ab" if rank in self.opened_ranks else "wb"
         self.opened_ranks.add(rank)
-        log = None if self.folder is None else (self.folder / f"rank_{rank}.log").open(mode, buffering=0)
+        log = None if self.folder is None else self._open_log(self.folder / f"rank_{rank}.log", mode)
         mark = self.prefix(rank).encode()
-        for pipe, console in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+        for pipe, console in ((process.stdout, self._stdout), (process.stderr, self._stderr)):
             if pipe is not None:
                 pump = threading.Thread(target=_forward_output, args=(pipe, console, log, mark), daemon=True)
                 pump.start()
                 self.reader_threads.append(pump)
+
+    def _open_log(self, path: Path, mode: str) -> OutputSink | None:
+        """Return the log of a rank; None if it cannot be opened, which is said and stops nothing."""
+
+        def report(error: Exception) -> None:
+            reason = getattr(error, "strerror", None) or error
+            _print_note(sys.stderr, f"{path} is not written any more: {reason}; the training goes on")
+
+        try:
+            return OutputSink(path.open(mode, buffering=0), report)
+        except OSError as error:
+            report(error)
+            return None
 
     def finish(self) -> None:
         """Waits for the last lines; a process that a rank left behind may hold a pipe open for ever."""
@@ -100,24 +120,88 @@ def _parse_tee(tee: str) -> tuple[int, dict[int, int]]:
         ) from error
 
 
-def _forward_output(pipe: IO[bytes], console: TextIO, log: IO[bytes] | None, mark: bytes) -> None:
-    """Passes whole lines on; a carriage return ends a line too, for progress bars."""
-    rest = b""
-    while chunk := pipe.read1(65536):  # type: ignore[attr-defined]
-        lines = (rest + chunk).replace(b"\r\n", b"\n").splitlines(keepends=True)
-        rest = b"" if lines[-1].endswith((b"\n", b"\r")) else lines.pop()
-        _write_lines(console, mark, lines, log)
-    if rest:
-        _write_lines(console, mark, [rest + b"\n"], log)
+def _read_lines(pipe: IO[bytes]) -> Iterator[list[bytes]]:
+    """Yield the whole lines of each read; of a line that does not end, long pieces.
+
+    A carriage return ends a line too, for progress bars.
+    """
+    begun: list[bytes] = []
+    size = 0
+    while chunk := pipe.read1(_READ_BYTES):  # type: ignore[attr-defined]
+        lines: list[bytes] = chunk.replace(b"\r\n", b"\n").splitlines(keepends=True)
+        is_open = not lines[-1].endswith((b"\n", b"\r"))
+        begun.append(lines[0])
+        size += len(lines[0])
+        if is_open and len(lines) == 1 and size < _PIECE_BYTES:
+            continue
+        lines[0] = b"".join(begun)
+        begun = [lines.pop()] if is_open and len(lines) > 1 else []
+        size = sum(map(len, begun))
+        yield lines
+    if begun:
+        yield [b"".join(begun) + b"\n"]
     pipe.close()
 
 
-def _write_lines(console: TextIO, mark: bytes, lines: list[bytes], log: IO[bytes] | None) -> None:
-    if log is not None:
-        log.write(b"".join(lines))
-    marked = b"".join(mark + line for line in lines)
-    if hasattr(console, "buffer"):
-        console.buffer.write(marked)
-    else:  # a notebook's, which takes text alone
-        console.write(marked.decode("utf-8", "replace"))
-    console.flush()
+def _forward_output(pipe: IO[bytes], console: OutputSink, log: OutputSink | None, mark: bytes) -> None:
+    """Pass the lines of a rank on, until it closes its end; whatever happens to the places they go to."""
+    before = b"\n"
+    for lines in _read_lines(pipe):
+        if log is not None:
+            log.write(b"".join(lines))
+        marked: list[bytes] = []
+        for line in lines:
+            # Not where a line goes on, nor between the two ends of b"\r\n" that were read apart.
+            begins = before == b"\n" or (before == b"\r" and line != b"\n")
+            marked.append(mark + line if begins else line)
+            before = line[-1:]
+        console.write(b"".join(marked))
+
+
+class OutputSink:
+    """A place where output goes. After an error it takes no more, so that the ranks never wait for it.
+
+    Args:
+        stream: a text stream (a console, perhaps a notebook's) or an unbuffered binary file.
+        on_failure: called once with the error.
+    """
+
+    def __init__(self, stream: TextIO | IO[bytes], on_failure: Callable[[Exception], None]) -> None:
+        self._stream: Any = stream
+        self._on_failure = on_failure
+        self._is_broken = False
+
+    def write(self, content: bytes) -> None:
+        """Write all of it, or nothing any more."""
+        if self._is_broken:
+            return
+        try:
+            self._write(memoryview(content))
+        except (OSError, ValueError) as error:  # ValueError: somebody has closed the stream
+            self._is_broken = True
+            self._on_failure(error)
+
+    def _write(self, content: memoryview) -> None:
+        if hasattr(self._stream, "buffer"):
+            self._stream.buffer.write(content)
+        elif isinstance(self._stream, RawIOBase):
+            while content:  # a file that gets full takes a part
+                content = content[self._stream.write(content) :]
+            return
+        else:  # a notebook's console, which takes text alone
+            self._stream.write(str(content, "utf-8", "replace"))
+        self._stream.flush()
+
+
+def _drop_console(console: TextIO, other: TextIO) -> None:
+    """Let what still goes to a console that is closed go nowhere; the other one says so, where it can."""
+    with suppress(OSError, ValueError):  # a notebook's console has no descriptor
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(descriptor, console.fileno())
+        os.close(descriptor)
+    _print_note(other, "nobody reads this output any more; the training goes on")
+
+
+def _print_note(console: TextIO, text: str) -> None:
+    with suppress(OSError, ValueError):
+        print(f"accelerate: {text}", file=console, flush=True)
