@@ -382,6 +382,21 @@ def test_no_rank_outlives_a_kernel_that_is_killed(
 # ------------------------------------------------------------------------------- debug_launcher
 
 
+def test_copies_of_a_process_with_an_accelerator_are_refused() -> None:
+    """Each would train as the only process of the world that it has inherited."""
+    lock, accelerator = threading.Lock(), Accelerator()
+    assert accelerator.num_processes == 1
+
+    def train() -> int:
+        with lock:
+            return Accelerator().num_processes
+
+    with pytest.raises(LaunchError, match=r"'lock'.*cannot be pickled[\s\S]*accelerator\.end_training\(\)"):
+        debug_launcher(train)
+    accelerator.end_training()
+    assert debug_launcher(train) == [2, 2]
+
+
 def add(x: int) -> tuple[str, float, str]:
     """A function of a test module."""
     accelerator = Accelerator()

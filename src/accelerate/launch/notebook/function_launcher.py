@@ -107,10 +107,9 @@ class FunctionLauncher:
         try:
             payload.write_payload(folder / "parcel", function, args)
         except payload.UnpicklableFunctionError as error:
-            if self.why_no_fork:
-                error.why += (
-                    f"\n       so the ranks would have to be copies of this process, {self.why_no_fork}"
-                )
+            reason = self.why_no_fork or _why_no_copies()
+            if reason:
+                error.why += f"\n       so the ranks would have to be copies of this process, {reason}"
                 raise
             if not hasattr(os, "fork"):
                 raise
@@ -150,6 +149,18 @@ class FunctionLauncher:
         ).run()
         logs.finish()
         return error_to_raise(outcome, folder, rank_reports.build_job_error(outcome, folder))
+
+
+def _why_no_copies() -> str:
+    """Return why copies of this process cannot be ranks: its world would be theirs, one for each copy."""
+    from accelerate.world import world
+
+    if world.current() is None:
+        return ""
+    return (
+        "but it has an Accelerator or PartialState already, and each copy would train alone with it: create "
+        "it inside the function only; accelerator.end_training() ends the one that is here"
+    )
 
 
 @frozen_dataclass
