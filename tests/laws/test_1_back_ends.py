@@ -44,7 +44,9 @@ _PROMISED = "arguments and attributes that the public interface names so"
 ALLOWED = {
     ("device/cuda", "fp8"): _NUMBERS,
     ("device/hpu", "fp8"): _NUMBERS,
+    ("facade/accelerator", "deepspeed"): _PROMISED,
     ("facade/accelerator", "fp8"): _PROMISED,
+    ("facade/accelerator", "megatron"): _PROMISED,
     ("facade/state", "deepspeed"): _PROMISED,
     ("facade/state", "fsdp"): _PROMISED,
     ("facade/fp8", "fsdp"): "a field of torchao's configuration, by torchao's name",

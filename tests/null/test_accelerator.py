@@ -236,8 +236,8 @@ class Unknown(KwargsHandler):
     [
         ({"mixed_precision": "fp61"}, "fp16"),
         ({"mixed_precision": 16}, "mixed_precision"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0"),
-        ({"parallelism_config": 1}, "parallelism_config is a int"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps of Accelerator is 0"),
+        ({"parallelism_config": 1}, "parallelism_config of Accelerator is 1"),
         ({"kwargs_handlers": [Unknown()]}, "Unknown is not a kwargs handler"),
         ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, "two AutocastKwargs"),
         (

@@ -31,7 +31,7 @@ def step(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
 
 @pytest.mark.parametrize("handlers", [[AutocastKwargs], [3], [GradScalerKwargs(), GradScalerKwargs()]])
 def test_a_wrong_handler_is_named(handlers: list[Any]) -> None:
-    with pytest.raises(SettingError, match=r"kwargs handler|GradScalerKwargs") as error:
+    with pytest.raises(SettingError, match=r"kwargs_handlers") as error:
         Accelerator(kwargs_handlers=handlers)
     assert error.value.fix
 
@@ -244,5 +244,5 @@ def test_a_model_of_another_accelerator_takes_the_precision_of_the_newest() -> N
 
 def test_accumulation_must_be_a_whole_number() -> None:
     for steps in (0, -2):
-        with pytest.raises(SettingError, match="gradient_accumulation_steps"):
+        with pytest.raises(SettingError, match="num_steps"):
             Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=steps))

@@ -467,7 +467,7 @@ def test_a_file_that_another_machine_wrote_elsewhere_is_named(tmp_path: Path) ->
 
 
 def test_a_limit_below_one_is_refused() -> None:
-    with pytest.raises(SettingError, match="total_limit is 0"):
+    with pytest.raises(SettingError, match="total_limit of ProjectConfiguration is 0"):
         ProjectConfiguration(total_limit=0)
 
 

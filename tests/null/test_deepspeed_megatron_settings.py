@@ -488,7 +488,10 @@ def test_the_deepspeed_config_file_may_be_the_text_itself(asks: Any) -> None:
     [
         ({"use_deepspeed": True, "zero_stage": "4"}, "unknown value '4' of zero_stage"),
         ({"use_deepspeed": True, "offload_param_device": "gpu"}, "'gpu' of offload_param_device"),
-        ({"use_deepspeed": True, "gradient_clipping": "much"}, "gradient_clipping is a number or 'auto'"),
+        (
+            {"use_deepspeed": True, "gradient_clipping": "much"},
+            "is a number (0 or more) or 'auto'",
+        ),
         ({"use_deepspeed": True, "zero3_init_flag": "maybe"}, "zero3_init_flag is true or false"),
         ({"use_deepspeed": True, "deepspeed_multinode_launcher": "ssh"}, "'ssh' of deepspeed_multinode"),
         ({"use_deepspeed": True, "offload_param_device": "nvme"}, "nothing says in which folder"),

@@ -260,7 +260,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"custom_megatron_datasets_provider_function": print}, "Megatron-LM's repository"),
     ({"sequence_parallelism": True}, "without tensor parallelism"),
     ({"sequence_parallelism": True, "tp_degree": 2}, "Apex's or TransformerEngine's"),
-    ({"num_micro_batches": 0}, "use 1 or more"),
+    ({"num_micro_batches": 0}, "1 to 1000000"),
 ]
 
 

@@ -29,7 +29,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"schedule": "1f1b", "num_microbatches": 1}, "too few for 2 stages"),
     ({"schedule": "interleaved", "num_microbatches": 5}, "num_microbatches=6"),
     ({"stages_per_process": 2}, "schedule='interleaved'"),
-    ({"num_microbatches": 0}, "give 1 or more"),
+    ({"num_microbatches": 0}, "(1 or more)"),
 ]
 
 

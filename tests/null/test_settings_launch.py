@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -15,7 +17,7 @@ from accelerate.launch.base import LaunchKind, choose_kind
 from accelerate.launch.device_selection import allocate_devices, count_cores
 from accelerate.launch.kinds import KINDS
 from accelerate.launch.kinds.local import shared_variables, torchrun_variables
-from accelerate.launch.launch_request import LaunchRequest, read_request
+from accelerate.launch.launch_request import LaunchRequest, all_settings, read_request
 from accelerate.launch.logs import RankLogSettings
 from accelerate.launch.request_checks import check_request
 
@@ -148,10 +150,10 @@ def test_an_unknown_type_of_group_suggests_the_nearest(asks: Any, tmp_path: Path
         ({"module": True, "no_python": True}, ["--module", "--no_python"]),
         ({"machine_rank": "2", "num_machines": "2"}, ["--machine_rank is 2", "--num_machines is 2"]),
         ({"machine_rank": "1"}, ["--machine_rank is 1", "num_machines is 1 (the default)"]),
-        ({"machine_rank": "-1"}, ["--machine_rank is -1", "at least 0"]),
-        ({"num_processes": "0"}, ["--num_processes is 0", "at least 1"]),
-        ({"main_process_port": "65536"}, ["--main_process_port is 65536", "no port"]),
-        ({"main_process_port": "-1"}, ["--main_process_port is -1", "no port"]),
+        ({"machine_rank": "-1"}, ["--machine_rank is -1", "0 to 1000000"]),
+        ({"num_processes": "0"}, ["--num_processes is 0", "1 to 1000000"]),
+        ({"main_process_port": "65536"}, ["--main_process_port is 65536", "0 to 65535"]),
+        ({"main_process_port": "-1"}, ["--main_process_port is -1", "0 to 65535"]),
     ],
 )
 def test_a_contradiction_names_both_places(asks: Any, flags: dict[str, Any], words: list[str]) -> None:
@@ -275,6 +277,43 @@ def test_ranks_are_told_in_torchruns_protocol() -> None:
     assert told["GROUP_RANK"] == 0
 
 
+# Numbers that may be negative, and those that are text too, which is read later.
+ANY_NUMBER = {"fp8_margin", "mpirun_ccl", "num_machines", "gpu_ids"}
+# What takes memory or processes for each one.
+COUNTS = {"num_processes", "nproc_per_node", "machine_rank", "main_process_port", "max_restarts"}
+COUNTS |= {"num_cpu_threads_per_process", "parallelism_config_tp_size", "megatron_lm_pp_degree"}
+
+
+@pytest.mark.parametrize(("text", "least"), [("nan", 30), ("-1", 30), (str(10**11), len(COUNTS))])
+def test_every_number_has_a_range(text: str, least: int, asks: Any) -> None:
+    """`-n 99999999999` took all memory, and `--stop_timeout nan` never ended."""
+    rows = {row.name: row for row in all_settings(SCRIPT_SETTINGS) if {int, float} & bare_types(row.type)}
+    names = COUNTS if least == len(COUNTS) else rows.keys() - ANY_NUMBER
+    assert len(names) >= least
+    for name in names:
+        with pytest.raises(SettingError, match=rf"{name} is .* but {name} is|unknown value .* of {name} "):
+            asks(**{name: text})
+
+
+def bare_types(kind: Any) -> set[Any]:
+    """The types of which a type is made, without their rules."""
+    parts = get_args(kind)
+    return {kind} if not parts else set[Any]().union(*map(bare_types, parts))
+
+
+def test_processes_of_one_machine_are_few(asks: Any) -> None:
+    with pytest.raises(SettingError, match="--num_processes asks for 20000 processes on this machine"):
+        check_request(asks(num_processes="20000"))
+    check_request(asks(num_processes="20000", num_machines="4"))
+
+
+def test_a_folder_for_logs_has_a_name(asks: Any) -> None:
+    with pytest.raises(SettingError, match="log_dir is text that is not empty"):
+        asks(log_dir="")
+    with pytest.raises(SettingError, match="no text may have a NUL character"):
+        asks('log_dir: "a\\0b"')
+
+
 # ---------------------------------------------------------------- output, kinds
 
 
@@ -309,6 +348,25 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(LaunchError, match="--log_dir"):
         RankLogSettings(None, str(tmp_path / "file" / "logs"))
+
+
+def test_output_without_lines_costs_no_more_than_with(tmp_path: Path, capfd: Any) -> None:
+    """G10: 10 MB without a newline took 25 times as long as 10 MB of lines."""
+    text = b"one\r\ntwo\rthree" + b"x" * 10_000_000 + b"\nlast"
+    writer = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    logs = RankLogSettings("1", str(tmp_path), prefix="<{}>".format)
+    began = time.process_time()
+    logs.read(3, writer)
+    assert writer.stdin is not None
+    writer.stdin.write(text)
+    writer.stdin.close()
+    writer.wait()
+    logs.finish()
+    assert time.process_time() - began < 1.5
+    assert (tmp_path / "rank_3.log").read_bytes() == b"one\ntwo\rthree" + text[14:] + b"\n"
+    out = capfd.readouterr().out
+    assert [line[:8] for line in out.split("\n")] == ["<3>one", "<3>two\r<", "<3>last", ""]
+    assert out.count("<3>") == 4
 
 
 def test_every_file_of_the_launcher_is_a_kind_or_is_known_not_to_be() -> None:

@@ -39,7 +39,9 @@ from accelerate.checkpoint.storage import (
     parse_working_name,
     read_manifest,
 )
+from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import CheckpointError, SettingError
+from accelerate.core.value_types import NonNegativeInt, PathText, PositiveInt
 
 logger = logging.getLogger(__name__)
 
@@ -322,7 +324,7 @@ def locate(text: str | Path) -> tuple[CheckpointStorage, str]:
     return open_store(root), name
 
 
-def requested_address(directory: str | Path | None) -> Address:
+def requested_address(directory: PathText | None) -> Address:
     """Return the folder that the caller named, ``~`` expanded, or the URL.
 
     Raises:
@@ -333,7 +335,7 @@ def requested_address(directory: str | Path | None) -> Address:
             "no folder is given for the checkpoint",
             fix="pass one, or use ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)",
         )
-    return parse_address(directory)
+    return parse_address(directory if isinstance(directory, str) else Path(directory))
 
 
 def automatic_folder(project: ProjectConfiguration) -> Address:
@@ -468,6 +470,7 @@ def next_iteration(name: str, manifest: Manifest | None, project: ProjectConfigu
     return _next_free_number(open_store(automatic_folder(project)), iteration)
 
 
+@check_arguments
 @dataclass
 class ProjectConfiguration:
     """Folders of a project and the naming of its checkpoints.
@@ -485,28 +488,25 @@ class ProjectConfiguration:
             first parameter that differs is named; 0 never compares.
 
     Raises:
-        SettingError: ``total_limit`` is below 1.
+        SettingError: ``total_limit`` is below 1 (the newest checkpoint is always kept), or ``iteration``
+            below 0.
     """
 
-    project_dir: str = None  # type: ignore[assignment]  # the public signature
-    logging_dir: str = None  # type: ignore[assignment]
+    project_dir: PathText | None = None
+    logging_dir: PathText | None = None
     automatic_checkpoint_naming: bool = False
-    total_limit: int = None  # type: ignore[assignment]
-    iteration: int = 0
+    total_limit: PositiveInt | None = None
+    iteration: NonNegativeInt = 0
     save_on_each_node: bool = False
     async_save: bool = False
     replica_check_interval: int = 1
 
-    def set_directories(self, project_dir: str | None = None) -> None:
+    def set_directories(self, project_dir: PathText | None = None) -> None:
         """Set ``project_dir``, and ``logging_dir`` if it has none yet."""
-        self.project_dir = project_dir  # type: ignore[assignment]
+        self.project_dir = project_dir
         if self.logging_dir is None:
-            self.logging_dir = project_dir  # type: ignore[assignment]
+            self.logging_dir = project_dir
 
     def __post_init__(self) -> None:
-        if self.total_limit is not None and self.total_limit < 1:
-            raise SettingError(
-                f"total_limit is {self.total_limit}, but the newest checkpoint is always kept",
-                fix="use 1 or more, or None to keep all",
-            )
-        self.set_directories(self.project_dir)
+        if self.logging_dir is None:
+            self.logging_dir = self.project_dir

@@ -19,18 +19,19 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 from accelerate.core.setting import Setting, SettingsWithOrigins, declared_settings, load_settings
+from accelerate.core.value_types import convert_to, wrong_value
 
 T = TypeVar("T")
 
 
 def load_fields(
-    instance: object, cls: type[Any] | None = None, *, objects: Collection[str] = (), **code: Any
+    instance: object, cls: type[Any] | None = None, *, objects: Mapping[str, Any] | None = None, **code: Any
 ) -> SettingsWithOrigins[Any]:
     """Load the settings that the fields of ``instance`` are, and write the values into the fields.
 
@@ -39,7 +40,7 @@ def load_fields(
     Args:
         instance: an object with such fields.
         cls: the class that declares them; None takes all of the object's own class.
-        objects: fields that may hold an object that no text can say; it stays as it is.
+        objects: fields that may hold an object that no text can say, with its type; it stays as it is.
         code: values of settings that count instead of the fields, by name.
 
     Raises:
@@ -52,16 +53,25 @@ def load_fields(
     kept: set[str] = set()
     for row in rows:
         value = code.get(row.name, getattr(instance, row.field))
-        if row.field in objects and value is not None and not isinstance(value, str | bool):
+        if objects and row.field in objects and value is not None and not isinstance(value, str | bool):
+            setattr(instance, row.field, _check_object(value, row, objects[row.field], type(instance)))
             kept.add(row.field)
         else:
             given[row.name] = _plain_value(value)
-    loaded = load_settings(declaring, code=given, container=SimpleNamespace)
+    loaded = load_settings(declaring, code=given, container=SimpleNamespace, owner=type(instance).__name__)
     for row in rows:
         if row.field not in kept:
             value = getattr(loaded.value, row.field)
             setattr(instance, row.field, row.fallback if value is None else value)
     return loaded
+
+
+def _check_object(value: Any, row: Setting, kind: Any, owner: type[Any]) -> Any:
+    kind = kind | row.type
+    fits, result = convert_to(kind, value, "code")
+    if not fits:
+        raise wrong_value(f"the argument {row.field} of {owner.__name__}", row.field, kind, value)
+    return result
 
 
 def _plain_value(value: Any) -> Any:

@@ -15,8 +15,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-import types
-import typing
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import field
 from functools import cache
@@ -25,6 +23,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 from accelerate.core import environ
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.core.value_types import UNIONS, convert_to, is_choice, wrong_value
 
 T = TypeVar("T")
 SOURCES = ("code", "flag", "environment", "scheduler", "file", "default")
@@ -187,7 +186,7 @@ def declared_settings(cls: type) -> tuple[Setting, ...]:
                 _annotations[key] = eval(kind, vars(sys.modules[modules[item.name]]))
             kind = _annotations[key]
         kind = kind | None if default is None else kind
-        kinds = get_args(kind) if get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+        kinds = get_args(kind) if get_origin(kind) in UNIONS else (kind,)
         # int | Literal["auto"] has no choices.
         members = [each for each in kinds if each is not type(None)]
         is_literal = all(get_origin(each) is Literal for each in members)
@@ -277,6 +276,7 @@ def load_settings(
     file_name: str = "the configuration file",
     lines: Mapping[str, int] | None = None,
     container: Callable[..., Any] | None = None,
+    owner: str = "",
 ) -> SettingsWithOrigins[T]:
     """Load the settings ``cls`` from all sources; None in ``code`` or ``flags`` means "not given".
 
@@ -290,6 +290,7 @@ def load_settings(
         file_name: how to call that file in errors.
         lines: the line of that file each of these keys stands on, where known.
         container: takes the values by field name, in place of ``cls``.
+        owner: the class whose arguments ``code`` holds, for errors.
 
     Raises:
         SettingError: a value has the wrong type or is not among the choices.
@@ -307,6 +308,7 @@ def load_settings(
     }
     values: dict[str, Any] = {}
     origins: dict[str, tuple[SettingOrigin, ...]] = {}
+    of = f" of {owner}" if owner else ""
     for row in rows:
         candidates: list[SettingOrigin] = []
         for source, table in sources.items():
@@ -317,10 +319,11 @@ def load_settings(
                 elif scheduler and source == "scheduler":
                     place = scheduler[row.name].where
                 else:
-                    places = {"code": f"the argument {row.name}", "flag": "".join(row.flags[:1])}
+                    places = {"code": f"the argument {row.field}{of}", "flag": "".join(row.flags[:1])}
                     place = places.get(source, f"the environment variable {row.variable}")
                 text = source in ("flag", "environment", "scheduler")
-                candidates.append(SettingOrigin(source, place, convert_value(row, value, place, text=text)))
+                value = convert_value(row, value, place, text=text, from_code=source == "code")
+                candidates.append(SettingOrigin(source, place, value))
         if row.default is not dataclasses.MISSING:
             candidates.append(SettingOrigin("default", "", row.default))
         if not candidates:
@@ -375,7 +378,7 @@ class _ConfigSection:
         return f"{self.file_name}, line {line}" if line else self.file_name
 
 
-def convert_value(row: Setting, value: Any, where: str, *, text: bool) -> Any:
+def convert_value(row: Setting, value: Any, where: str, *, text: bool, from_code: bool = False) -> Any:
     """Convert ``value`` to the declared type.
 
     Args:
@@ -383,108 +386,23 @@ def convert_value(row: Setting, value: Any, where: str, *, text: bool) -> Any:
         value: the value of the source.
         where: the source in the user's words.
         text: the source only knows text (flag, variable), so ``"8"`` is a fine whole number.
+        from_code: the source is an argument of a constructor, whose name is the field's.
 
     Raises:
         SettingError: it does not fit; the error says what would.
     """
-    result, fits = value, False
-    for kind in row.types:
-        fits, result = _convert_to_type(kind, value, text)
-        if fits:
-            break
+    fits, result = convert_to(row.type, value, "text" if text else "code" if from_code else "file")
+    name = row.field if from_code else row.name
     if not row.choices:
         if fits:
             return result
-        raise SettingError(
-            f"{where} is {_describe_value(value)}, but {row.name} is {_type_name(row)}",
-            fix=_suggest_fix(row, value),
-        )
+        raise wrong_value(where, name, row.type, value)
     result = result if fits else value
-    if result is None or result in row.choices:
+    if result is None or is_choice(result, row.choices):
         return result
     folded = {str(choice).lower(): choice for choice in row.choices} | dict(row.aliases)
     spelling = "no" if result is False else str(result)  # YAML reads a bare `no` as false
     if spelling.lower() in folded:
         return folded[spelling.lower()]
     choices = [str(choice) for choice in row.choices]
-    raise UnknownNameError("value", str(result), choices, where=f"of {row.name} ({where})")
-
-
-def _convert_to_type(kind: Any, value: Any, text: bool) -> tuple[bool, Any]:
-    """Return (whether ``value`` fits one plain type, the converted value)."""
-    if kind is type(None):
-        absent = value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
-        return absent, None
-    if get_origin(kind) is Literal:
-        return value in get_args(kind), value
-    if kind is bool:
-        # Files in the wild hold 'no' and 'true' as words; a yes/no word is never ambiguous.
-        if isinstance(value, str) and value.lower() in environ.TRUE | environ.FALSE:
-            return True, value.lower() in environ.TRUE
-        return isinstance(value, bool), value
-    if kind in (int, float):
-        if isinstance(value, bool):
-            return False, value
-        if text and isinstance(value, str):
-            try:
-                return True, kind(value)
-            except ValueError:
-                return False, value
-        if kind is float and isinstance(value, int):
-            return True, float(value)
-        return isinstance(value, kind), value
-    if get_origin(kind) in (tuple, list):
-        return _convert_sequence(kind, value, text)
-    if get_origin(kind) is dict or kind is dict:
-        return isinstance(value, dict), value
-    if kind is str:
-        return isinstance(value, str), value
-    if isinstance(kind, type) and issubclass(kind, str):  # a text that shows itself in its own way
-        return isinstance(value, str), kind(value) if isinstance(value, str) else value
-    return kind is Any or (isinstance(kind, type) and isinstance(value, kind)), value
-
-
-def _convert_sequence(kind: Any, value: Any, text: bool) -> tuple[bool, Any]:
-    """Convert to a list or tuple of one item type; text is split at commas."""
-    if text and isinstance(value, str):
-        value = [part.strip() for part in value.split(",") if part.strip()]
-    if not isinstance(value, list | tuple):
-        return False, value
-    items = typing.cast("list[Any]", value)
-    results = [_convert_to_type(get_args(kind)[0], item, text) for item in items]
-    return all(fits for fits, _ in results), get_origin(kind)(item for _, item in results)
-
-
-def _describe_value(value: Any) -> str:
-    return f"the text {value!r}" if isinstance(value, str) else repr(value)
-
-
-_TYPE_NAMES: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    dict: "a table of keys",
-}
-
-
-def _type_name(row: Setting) -> str:
-    return " or ".join(_type_part_name(part) for part in row.types if part is not type(None))
-
-
-def _type_part_name(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return " or ".join(repr(choice) for choice in get_args(kind))
-    if get_origin(kind) in (tuple, list):
-        return f"a list ({_type_part_name(get_args(kind)[0])} each)"
-    return _TYPE_NAMES.get(kind) or getattr(kind, "__name__", str(kind))
-
-
-def _suggest_fix(row: Setting, value: Any) -> str:
-    for kind in row.types:
-        if kind in (int, float) and isinstance(value, str):
-            try:
-                return f"write {row.name}: {kind(value)} without quotes"
-            except ValueError:
-                continue
-    return f"give {_type_name(row)}"
+    raise UnknownNameError("value", str(result), choices, where=f"of {name} ({where})")

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+from accelerate.core.argument_checks import check_arguments
+from accelerate.core.value_types import Seed
 
 
+@check_arguments
 @dataclass
 class DataLoaderConfiguration:
     """Options of every loader that is prepared after they are set.
@@ -31,7 +36,7 @@ class DataLoaderConfiguration:
     dispatch_batches: bool | None = None
     even_batches: bool = True
     use_seedable_sampler: bool = False
-    data_seed: int | None = None
+    data_seed: Seed | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
-    shard: bool | str = "auto"
+    shard: bool | Literal["auto"] = "auto"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -19,14 +19,17 @@ from torch.utils.hooks import RemovableHandle
 from accelerate.checkpoint.discovery import Address, ProjectConfiguration
 from accelerate.checkpoint.load import CheckpointLoadResult
 from accelerate.checkpoint.weight_files import save as save_object
+from accelerate.core.argument_checks import LazyClass, check_arguments
 from accelerate.core.errors import WorldError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import OptionReport
+from accelerate.core.value_types import PathText, PositiveInt
 from accelerate.data.configuration import DataLoaderConfiguration
 from accelerate.data.loader import skip_first_batches as skip
 from accelerate.facade import runtime as runtimes
 from accelerate.facade.checkpoint_manager import CheckpointManager, register_hook
-from accelerate.facade.enums import FP8BackendType
+from accelerate.facade.compilation import TorchDynamoPlugin
+from accelerate.facade.enums import FP8BackendType, RNGName
 from accelerate.facade.gradient_state import GradientAccumulationPlugin
 from accelerate.facade.join import join_uneven_inputs
 from accelerate.facade.metrics import gather_for_metrics, mean_loss
@@ -53,6 +56,20 @@ from accelerate.watch.profile import ProfileKwargs, record_profile
 from accelerate.world import collective
 from accelerate.world.preemption import PreemptionKwargs
 from accelerate.world.world import InitProcessGroupKwargs, World
+
+if TYPE_CHECKING:
+    from accelerate.strategy.deepspeed.plugin import DeepSpeedPlugin
+    from accelerate.strategy.megatron.plugin import MegatronLMPlugin
+    from accelerate.strategy.parallelism.config import ParallelismConfig, TorchTensorParallelPlugin
+    from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
+else:  # slow to import: the types of arguments that most scripts do not give
+    DeepSpeedPlugin = LazyClass("accelerate.strategy.deepspeed.plugin:DeepSpeedPlugin")
+    MegatronLMPlugin = LazyClass("accelerate.strategy.megatron.plugin:MegatronLMPlugin")
+    ParallelismConfig = LazyClass("accelerate.strategy.parallelism.config:ParallelismConfig")
+    TorchTensorParallelPlugin = LazyClass("accelerate.strategy.parallelism.config:TorchTensorParallelPlugin")
+    FullyShardedDataParallelPlugin = LazyClass(
+        "accelerate.strategy.sharding.plugin:FullyShardedDataParallelPlugin"
+    )
 
 _UNSET: Any = object()
 _DATA_OPTION = "The option of ``DataLoaderConfiguration``; used by the next ``prepare``."
@@ -89,6 +106,7 @@ def _mesh_rank_property(dimension: str, doc: str) -> property:
     return property(lambda self: _mesh_rank(self.strategy.mesh, dimension), doc=doc)
 
 
+@check_arguments
 class Accelerator(ProcessMixin):
     """Runs a training loop on whatever it is launched on.
 
@@ -126,25 +144,25 @@ class Accelerator(ProcessMixin):
         self,
         device_placement: bool = True,
         split_batches: bool = _UNSET,
-        mixed_precision: Any = None,
-        gradient_accumulation_steps: int = 1,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: PositiveInt = 1,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
-        deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
-        torch_tp_plugin: Any = None,
-        megatron_lm_plugin: Any = None,
-        rng_types: list[Any] | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
+        megatron_lm_plugin: MegatronLMPlugin | None = None,
+        rng_types: list[RNGName] | None = None,
         log_with: Any = None,
-        project_dir: str | os.PathLike[str] | None = None,
+        project_dir: PathText | None = None,
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: list[KwargsHandler] | None = None,
-        dynamo_backend: Any = None,
-        dynamo_plugin: Any = None,
-        deepspeed_plugins: Any = None,
-        parallelism_config: Any = None,
+        dynamo_backend: str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
+        parallelism_config: ParallelismConfig | None = None,
         strict: bool | None = None,
     ) -> None:
         parallelism = runtimes.resolve_parallelism(parallelism_config, torch_tp_plugin)
@@ -166,7 +184,7 @@ class Accelerator(ProcessMixin):
                 dataloader_config, None if split_batches is _UNSET else split_batches
             ),
         )
-        project = project_config or ProjectConfiguration(project_dir=project_dir)  # type: ignore[arg-type]
+        project = project_config or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and project.project_dir is None:
             project.set_directories(str(project_dir))
         plugins = (deepspeed_plugin, deepspeed_plugins, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin)
@@ -886,12 +904,12 @@ class Accelerator(ProcessMixin):
         return self._checkpoints.writes_exports
 
     @property
-    def project_dir(self) -> str | None:
+    def project_dir(self) -> PathText | None:
         """The folder of the project."""
         return self.project_configuration.project_dir
 
     @property
-    def logging_dir(self) -> str | None:
+    def logging_dir(self) -> PathText | None:
         """The folder of the logs."""
         return self.project_configuration.logging_dir
 

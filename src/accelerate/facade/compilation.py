@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accelerate.core import environ
+from accelerate.core.argument_checks import check_arguments
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import OptionStatus, RequestedOption, report_overridden, requested_options
 from accelerate.core.setting import load_settings
@@ -17,6 +18,7 @@ from accelerate.facade.module_queries import is_repeated_blocks
 from accelerate.precision.settings import CompileSettings, DynamoBackend
 
 
+@check_arguments
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
     """Options of ``torch.compile`` (see there); a field that is None takes its variable, then its default.
@@ -39,7 +41,7 @@ class TorchDynamoPlugin(KwargsHandler):
     mode: str | None = None
     fullgraph: bool | None = None
     dynamic: bool | None = None
-    options: Any = None
+    options: Mapping[str, Any] | None = None
     disable: bool = False
     use_regional_compilation: bool | None = None
 

@@ -7,10 +7,11 @@ package adds is a member as soon as that package is installed.
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from accelerate import device as devices
 from accelerate.core.enum_bases import BaseEnum, StringEnum
+from accelerate.core.value_types import ValueRule
 from accelerate.precision import PRECISIONS
 from accelerate.track import TRACKERS
 
@@ -63,6 +64,11 @@ class RNGType(BaseEnum):
         XPU = "xpu"
     for each in sorted({device.type for device in devices.accelerators()}):
         vars()[each.upper()] = each
+
+
+RNGName = Annotated[
+    str, ValueRule(f", {' or '.join(map(repr, RNGType.list()))}", lambda name: name in RNGType.list())
+]
 
 
 class PrecisionType(BaseEnum):

@@ -6,18 +6,19 @@ declared in ``precision/recipes/fp8.py``.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
-from typing import Literal
 
 from accelerate.core import packages
+from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import MissingExtraError, SettingError, UnknownNameError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_fields import describe_fields, load_fields
 from accelerate.core.setting import load_settings
+from accelerate.core.user_warning import warn_user
 from accelerate.precision.recipes.fp8 import AOOptions, FP8Settings, MSAMPOptions, TEOptions
 
 
+@check_arguments
 @describe_fields
 @dataclass
 class AORecipeKwargs(AOOptions, KwargsHandler):
@@ -50,6 +51,7 @@ class AORecipeKwargs(AOOptions, KwargsHandler):
         )
 
 
+@check_arguments
 @describe_fields
 @dataclass
 class TERecipeKwargs(TEOptions, KwargsHandler):
@@ -73,6 +75,7 @@ class TERecipeKwargs(TEOptions, KwargsHandler):
             )
 
 
+@check_arguments
 @describe_fields
 @dataclass
 class MSAMPRecipeKwargs(MSAMPOptions, KwargsHandler):
@@ -86,6 +89,7 @@ class MSAMPRecipeKwargs(MSAMPOptions, KwargsHandler):
         load_fields(self, MSAMPOptions)
 
 
+@check_arguments
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     """The recipe of either library in one class; deprecated for the classes above.
@@ -98,20 +102,19 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
         MissingExtraError: the library is not installed.
     """
 
-    backend: Literal["MSAMP", "TE"] | None = None
+    backend: str | None = None
 
     def __post_init__(self) -> None:
-        warnings.warn(
+        warn_user(
             "FP8RecipeKwargs is deprecated: use TERecipeKwargs, MSAMPRecipeKwargs or AORecipeKwargs",
             FutureWarning,
-            stacklevel=3,
         )
         backend = load_settings(FP8Settings, code={"fp8_backend": self.backend}).value.backend
         if backend is None:
             backend = "MSAMP" if packages.is_installed("msamp") else "TE"
         if backend not in ("MSAMP", "TE"):
             raise UnknownNameError("value of backend", str(backend), ("MSAMP", "TE"))
-        self.backend = backend  # type: ignore[assignment]
+        self.backend = backend
         if self.backend == "TE":
             TERecipeKwargs.__post_init__(self)
         else:

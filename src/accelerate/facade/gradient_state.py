@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import PrepareError
 from accelerate.core.kwargs_handler import KwargsHandler
+from accelerate.core.value_types import PositiveInt
 from accelerate.data.active_loaders import UNOWNED, ActiveLoaders
 
 
+@check_arguments
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
     """The options of gradient accumulation.
@@ -23,7 +26,7 @@ class GradientAccumulationPlugin(KwargsHandler):
             is that of a run on one process; otherwise by the number of processes, as in Accelerate 1.x.
     """
 
-    num_steps: int | None = None
+    num_steps: PositiveInt | None = None
     adjust_scheduler: bool = True
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False

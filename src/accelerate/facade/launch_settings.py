@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from accelerate.core import environ
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import setting
+from accelerate.core.value_types import PositiveInt
 
 if TYPE_CHECKING:
     from accelerate.core.option_report import RequestedOption
@@ -20,7 +21,7 @@ class GradientAccumulationSettings:
 
     __topic__ = "Training"
 
-    gradient_accumulation_steps: int = setting(1, help="micro-batches per optimizer step")
+    gradient_accumulation_steps: PositiveInt = setting(1, help="micro-batches per optimizer step")
 
 
 @frozen_dataclass

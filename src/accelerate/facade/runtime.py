@@ -94,14 +94,10 @@ def resolve_parallelism(config: ParallelismConfig | None, tp_plugin: Any) -> Par
     """Return the parallelism config: as given, from the older plugin, or from the launcher; None without.
 
     Raises:
-        SettingError: ``config`` is no ``ParallelismConfig``, or the two differ in ``tp_size``.
+        SettingError: the two differ in ``tp_size``.
     """
     from accelerate.strategy.launch_settings.parallelism import UseParallelismConfigSetting
 
-    if config is not None and not hasattr(config, "total_size"):
-        raise SettingError(
-            f"parallelism_config is a {type(config).__name__}", fix="give a ParallelismConfig, or None"
-        )
     tp_size = getattr(tp_plugin, "tp_size", 1)
     if config is None and (
         tp_size > 1 or load_settings(UseParallelismConfigSetting).value.use_parallelism_config
@@ -178,7 +174,6 @@ def resolve_accumulation(
                 "gradient_accumulation_steps is given twice: as an argument and in the plugin",
                 fix="keep the second",
             )
-        _check_steps(1 if plugin.num_steps is None else plugin.num_steps)
         return plugin
     code_values = {"gradient_accumulation_steps": steps if steps != 1 else None}
     loaded = load_settings(GradientAccumulationSettings, code=code_values)
@@ -193,10 +188,6 @@ def resolve_accumulation(
             why="each of the two would train in another way",
             fix='keep one of them, or write "auto" there',
         )
-    _check_steps(count)
-    return GradientAccumulationPlugin(num_steps=count)
-
-
-def _check_steps(count: int) -> None:
-    if count < 1:
+    if count < 1:  # in DeepSpeed's own configuration
         raise SettingError(f"gradient_accumulation_steps is {count}", fix="use 1 or more")
+    return GradientAccumulationPlugin(num_steps=count)

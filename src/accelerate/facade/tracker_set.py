@@ -30,9 +30,11 @@ class TrackerSet:
         trackers: those whose run is open; empty on the other processes.
     """
 
-    def __init__(self, log_with: Any, logging_dir: str | None, is_main_process: bool) -> None:
+    def __init__(
+        self, log_with: Any, logging_dir: str | os.PathLike[str] | None, is_main_process: bool
+    ) -> None:
         """Check the requested trackers on every rank; start none."""
-        self.log_with = filter_trackers(log_with, logging_dir)
+        self.log_with = [] if log_with is None else filter_trackers(log_with, logging_dir)
         self.trackers: list[GeneralTracker] = []
         self._logging_dir, self._is_main = logging_dir, is_main_process
         self._uses_all = track.ALL in (log_with if isinstance(log_with, list | tuple) else [log_with])

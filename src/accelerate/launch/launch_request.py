@@ -24,6 +24,7 @@ from accelerate.core.setting import (
     load_settings,
     setting,
 )
+from accelerate.core.value_types import Count, FilledPath, Index, LocalCount, Port, Seconds, convert_to
 from accelerate.launch import config_files
 from accelerate.launch.config_files import ConfigFile
 from accelerate.launch.job_scheduler import JobSchedulerContext, detect_scheduler
@@ -50,16 +51,16 @@ class JobSettings:
 
     __topic__ = "Processes"
 
-    num_processes: int | Literal["auto", "gpu", "cpu"] | None = setting(
+    num_processes: Count | Literal["auto", "gpu", "cpu"] | None = setting(
         None,
         flags=("-n",),
         help="how many processes to start, on all machines together; by default one per device, one on a CPU",
         question="How many processes in all?",
     )
-    nproc_per_node: int | Literal["auto", "gpu", "cpu"] | None = setting(
+    nproc_per_node: LocalCount | Literal["auto", "gpu", "cpu"] | None = setting(
         None, variable=None, in_file=False, help="how many processes to start on each machine"
     )
-    num_machines: int | str = setting(
+    num_machines: Count | str = setting(
         1,
         flags=("--nnodes",),
         help="how many machines take part: a number, or from 1 to 4 as 1:4",
@@ -68,7 +69,7 @@ class JobSettings:
     standalone: bool = setting(
         False, variable=None, in_file=False, help="the job is on one machine and waits for no other"
     )
-    machine_rank: int = setting(
+    machine_rank: Index = setting(
         0,
         flags=("--node_rank",),
         help="the number of this machine, from 0",
@@ -82,20 +83,20 @@ class JobSettings:
         question="At which address is machine 0?",
         when=MULTI_MACHINE,
     )
-    main_process_port: int | None = setting(
+    main_process_port: Port | None = setting(
         None,
         flags=("--master_port",),
         help="the port of rank 0; by default, and with 0, a free one",
         question="At which port of machine 0 do they meet?",
         when=MULTI_MACHINE,
     )
-    num_cpu_threads_per_process: int | None = setting(
+    num_cpu_threads_per_process: Count | None = setting(
         None, help="threads of each process's CPU kernels; by default the cores are shared out"
     )
-    stop_timeout: float = setting(
+    stop_timeout: Seconds = setting(
         3.0, help="seconds that processes which are asked to stop have before they are killed"
     )
-    preemption_grace: float | None = setting(
+    preemption_grace: Seconds | None = setting(
         None,
         help="seconds that processes have which stop in good order on a signal (accelerator.should_stop), "
         "before they are killed; by default as long as they need, or until a second signal",
@@ -103,7 +104,7 @@ class JobSettings:
     multi_gpu: bool = setting(
         False, variable=None, in_file=False, topic="Hardware", help="insist on accelerators: fail without"
     )
-    gpu_ids: str | int | None = setting(
+    gpu_ids: str | Index | None = setting(
         None, topic="Hardware", help="which devices to use: 'all', or their numbers like 0,2"
     )
     distributed_type: str | None = setting(
@@ -130,7 +131,7 @@ class JobSettings:
     config_file: str | None = setting(
         None, in_file=False, topic="Script", help="a YAML or JSON file with any of these settings"
     )
-    log_dir: str | None = setting(
+    log_dir: FilledPath | None = setting(
         None, topic="Output", help="a folder for the output of each rank: rank_0.log, ... (--tee says which)"
     )
     tee: str | None = setting(
@@ -228,10 +229,10 @@ class LaunchRequest:
                 fix="write a number, 2, or the fewest and the most, 1:4",
             )
         least, most = int(ends[0]), int(ends[-1])
-        if not 1 <= least <= most:
+        if not (1 <= least <= most and convert_to(Count, most, "file")[0]):
             location = origin.where or "num_machines"
             raise SettingError(
-                f"{location} is {origin.value}, but it is at least 1, and the fewest come first"
+                f"{location} is {origin.value}, but it is 1 to 1000000, and the fewest come first"
             )
         return least, most
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from accelerate.core.errors import LaunchError, SettingError, nearest
 from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.core.value_types import LocalCount, convert_to
 from accelerate.launch.launch_request import LaunchRequest
 
 
@@ -37,38 +38,28 @@ CONFLICTS = (
     SettingConflictRule("use_cpu", "gpu_ids", "a CPU has no device numbers", flags_only=True),
     SettingConflictRule("module", "no_python", "a module is started by Python, a program by itself"),
 )
-LEAST_VALUES = {
-    "num_processes": 1,
-    "nproc_per_node": 1,
-    "machine_rank": 0,
-    "num_cpu_threads_per_process": 1,
-    "stop_timeout": 0,
-}
 
 
 def check_request(request: LaunchRequest) -> None:
     """Refuses what contradicts itself, whatever the machine.
 
     Raises:
-        SettingError: two settings do not go together, or a number is out of its range.
+        SettingError: two settings do not go together.
         LaunchError: there is no script.
     """
     job = request.settings
-    for name, least in LEAST_VALUES.items():
-        value = request.get(name)
-        if isinstance(value, int | float) and value < least:
-            raise SettingError(f"{_describe_setting(request, name)}, but it is at least {least}")
     _, machines = request.machines
     if job.machine_rank >= machines:
         raise SettingError(
             f"{_describe_setting(request, 'machine_rank')}, but {_describe_setting(request, 'num_machines')}",
             why=f"machines are counted from 0: the last of {machines} is {machines - 1}",
         )
-    port = job.main_process_port
-    if port is not None and not 0 <= port <= 65535:
+    local = request.local_processes
+    if isinstance(local.value, int) and not convert_to(LocalCount, local.value, "file")[0]:
         raise SettingError(
-            f"{_describe_setting(request, 'main_process_port')}, which is no port",
-            why="ports are numbers from 0 to 65535; 0 takes a free one",
+            f"{local.where} asks for {local.value} processes on this machine",
+            why="more than 10000 on one machine are a slip, and would take all its memory",
+            fix="say how many processes all machines start together (-n), and how many machines there are",
         )
     _refuse_conflicts(request)
     if job.dry_run_model and not job.dry_run:

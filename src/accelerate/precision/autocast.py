@@ -13,6 +13,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import nn
 
+from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import DeviceError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.device.base import Device
@@ -20,6 +21,7 @@ from accelerate.precision.base import Precision
 from accelerate.world.local_tensor_trees import convert_to_fp32
 
 
+@check_arguments
 @dataclass
 class AutocastKwargs(KwargsHandler):
     """Options of ``torch.autocast``.

@@ -11,20 +11,23 @@ from typing import Any, ClassVar
 
 import torch
 
+from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import PrepareError
 from accelerate.core.kwargs_handler import KwargsHandler
+from accelerate.core.value_types import PositiveInt, PositiveNumber
 from accelerate.device.base import Device
 from accelerate.precision.autocast import AutocastKwargs, HalfPrecisionAutocast
 
 
+@check_arguments
 @dataclass
 class GradScalerKwargs(KwargsHandler):
     """Options of ``torch.amp.GradScaler`` (see there)."""
 
-    init_scale: float = 65536.0
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
+    init_scale: PositiveNumber = 65536.0
+    growth_factor: PositiveNumber = 2.0
+    backoff_factor: PositiveNumber = 0.5
+    growth_interval: PositiveInt = 2000
     enabled: bool = True
 
 

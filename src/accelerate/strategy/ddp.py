@@ -18,11 +18,13 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from accelerate.core.argument_checks import check_arguments
 from accelerate.core.enum_bases import BaseEnum
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import OptionStatus, RequestedOption, non_default_options
 from accelerate.core.user_warning import user_line, warn_user
+from accelerate.core.value_types import PositiveInt
 from accelerate.strategy.base import (
     NO_CONTEXT,
     PrepareBundle,
@@ -55,6 +57,7 @@ class DDPCommunicationHookType(BaseEnum):
     BATCHED_POWER_SGD = "batched_power_sgd"
 
 
+@check_arguments
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
     """Options of ``torch.nn.parallel.DistributedDataParallel`` (see there), and of its communication hook.
@@ -67,7 +70,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     dim: int = 0
     broadcast_buffers: bool = True
-    bucket_cap_mb: int = 25
+    bucket_cap_mb: PositiveInt = 25
     find_unused_parameters: bool = False
     check_reduction: bool = False
     gradient_as_bucket_view: bool = False

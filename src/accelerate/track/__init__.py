@@ -58,14 +58,14 @@ def register_tracker_class(tracker_class: Class) -> Class:
     return tracker_class
 
 
-def check_name(name: str) -> None:
+def check_name(name: str, where: str = "") -> None:
     """Refuse a name that no tracker has.
 
     Raises:
         UnknownNameError: no tracker has the name; the nearest is suggested.
     """
     if name not in tracker_classes():
-        raise UnknownNameError("tracker", name, [*tracker_classes(), ALL])
+        raise UnknownNameError("tracker", name, [*tracker_classes(), ALL], where=where)
 
 
 def available_trackers(logging_dir: object = None) -> list[str]:
@@ -105,7 +105,7 @@ def choose_trackers(log_with: Any, logging_dir: object = None) -> list[str | Gen
         if name == ALL:
             chosen += [usable for usable in available_trackers(logging_dir) if usable not in chosen]
             continue
-        check_name(name)
+        check_name(name, where="in log_with")
         tracker_classes()[name].check(logging_dir)
         chosen += [] if name in chosen else [name]
     return chosen

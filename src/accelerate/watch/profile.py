@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate.core import packages
+from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import MissingExtraError, SettingError, UnknownNameError
 from accelerate.core.kwargs_handler import KwargsHandler
+from accelerate.core.value_types import PathText
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -21,6 +23,7 @@ PROFILE_PATTERN_NAME = "profile_{suffix}.json"
 MEMORY_PATTERN_NAME = "memory_{suffix}.png"
 
 
+@check_arguments
 @dataclass
 class ProfileKwargs(KwargsHandler):
     """Options of ``torch.profiler.profile`` (see there).
@@ -46,7 +49,7 @@ class ProfileKwargs(KwargsHandler):
     with_stack: bool = False
     with_flops: bool = False
     with_modules: bool = False
-    output_trace_dir: str | None = None
+    output_trace_dir: PathText | None = None
     memory_timeline: bool = False
 
     def build(self) -> profile:

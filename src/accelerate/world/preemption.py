@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate.core import environ
+from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import CollectiveError, SettingError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.world import watchdog
@@ -40,6 +41,7 @@ ENDED_CHECK_INTERVAL = 1.0  # seconds between checks for ranks that have ended
 _ENDED = "ends"
 
 
+@check_arguments
 @dataclass
 class PreemptionKwargs(KwargsHandler):
     """The reaction to a signal that announces the end of the job.

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import device as devices
 from accelerate.core import environ
+from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import PeerError, WorldError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.setting import load_settings
+from accelerate.core.value_types import Timeout
 from accelerate.world import clusters, group_interrupt, watchdog
 from accelerate.world.settings import ProcessDeviceSettings
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from accelerate.device.base import Device
 
 
+@check_arguments
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
     """Arguments of ``torch.distributed.init_process_group``.
@@ -41,7 +44,7 @@ class InitProcessGroupKwargs(KwargsHandler):
 
     backend: str | None = "nccl"
     init_method: str | None = None
-    timeout: timedelta | None = None
+    timeout: Timeout | None = None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from accelerate.core import environ
 from accelerate.core.errors import SettingError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import setting
+from accelerate.core.value_types import Index, PositiveNumber
 from accelerate.device.machine import DeviceProbeHost
 from accelerate.launch.base import LaunchKind, print_line
 from accelerate.launch.device_selection import LaunchDeviceSelection, allocate_devices
@@ -52,11 +53,11 @@ class ElasticLaunchSettings:
         "machines, and then for more",
     )
     rdzv_id: str = setting("none", help="the name of the job, where several use one endpoint")
-    max_restarts: int = setting(
+    max_restarts: Index = setting(
         0, help="how often the processes are started again when one fails, on all machines together"
     )
-    monitor_interval: float = setting(0.1, help="seconds between looks at the other machines")
-    machine_timeout: float = setting(
+    monitor_interval: PositiveNumber = setting(0.1, help="seconds between looks at the other machines")
+    machine_timeout: PositiveNumber = setting(
         60.0, help="seconds without a word from a machine after which it is lost, and the job ends"
     )
     same_network: bool = setting(

@@ -13,6 +13,7 @@ import accelerate.device as devices
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
 from accelerate.core.setting import load_settings
+from accelerate.core.value_types import Count, Index, LocalCount, PositiveNumber, convert_to, wrong_value
 from accelerate.device import Device, DeviceProbeHost
 from accelerate.launch.device_selection import count_cores
 from accelerate.launch.notebook import device_use
@@ -79,7 +80,14 @@ def notebook_launcher(
         KeyboardInterrupt: the cell was interrupted; no process is left.
     """
     call = _check_call(function, args)
-    _check_numbers(num_processes, mixed_precision, node_rank, num_nodes, max_restarts)
+    _check_numbers(
+        num_processes=(num_processes, LocalCount | None),
+        num_nodes=(num_nodes, Count),
+        node_rank=(node_rank, Index),
+        max_restarts=(max_restarts, Index),
+        monitor_interval=(monitor_interval, PositiveNumber),
+    )
+    _check_place(mixed_precision, node_rank, num_nodes)
     port = _parse_port(use_port)
     _refuse_nested("notebook_launcher")
     device, count = _detect_devices()
@@ -139,7 +147,7 @@ def debug_launcher(
             rank and ends with its traceback; that error itself, if the exception cannot be pickled.
     """
     call = _check_call(function, args)
-    _check_numbers(num_processes, "no", 0, 1, 0)
+    _check_numbers(num_processes=(num_processes, LocalCount))
     _refuse_nested("debug_launcher")
     variables = {"ACCELERATE_USE_CPU": "true", **_thread_variables(num_processes)}
     if sys.platform == "linux":
@@ -230,11 +238,13 @@ def _check_call(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any,
     return tuple(args)
 
 
-def _check_numbers(processes: int | None, precision: str, node_rank: int, nodes: int, restarts: int) -> None:
-    least = {"num_processes": (processes, 1), "num_nodes": (nodes, 1), "max_restarts": (restarts, 0)}
-    for name, (value, smallest) in least.items():
-        if value is not None and (not isinstance(value, int) or value < smallest):
-            raise SettingError(f"{name} is {value!r}, but it is a whole number of at least {smallest}")
+def _check_numbers(**arguments: tuple[Any, Any]) -> None:
+    for name, (value, kind) in arguments.items():
+        if not convert_to(kind, value, "code")[0]:
+            raise wrong_value(f"the argument {name}", name, kind, value)
+
+
+def _check_place(precision: str, node_rank: int, nodes: int) -> None:
     if not 0 <= node_rank < nodes:
         raise SettingError(
             f"node_rank is {node_rank}, but num_nodes is {nodes}", why="machines are counted from 0"

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from accelerate.core.errors import SettingError
 from accelerate.core.frozen_dataclass import mutable_dataclass
 from accelerate.core.setting import SettingOrigin, setting
+from accelerate.core.value_types import PositiveInt
 
 Origins = Callable[[str], tuple[SettingOrigin, ...]]
 BACKENDS = ("TE", "AO", "MSAMP", "NO")
@@ -26,7 +27,7 @@ class TEOptions:
         None, fallback=False, help="8 bits also in evaluation (TE)"
     )
     margin: int | None = setting(None, fallback=0, help="margin of the scaling factor, a power of two (TE)")
-    interval: int | None = setting(None, fallback=1, help="steps between two scaling factors (TE)")
+    interval: PositiveInt | None = setting(None, fallback=1, help="steps between two scaling factors (TE)")
     fp8_format: Literal["HYBRID", "E4M3", "E5M2"] | None = setting(
         None,
         fallback="HYBRID",
@@ -34,7 +35,7 @@ class TEOptions:
         question="Which format?",
         when=_TE,
     )
-    amax_history_len: int | None = setting(
+    amax_history_len: PositiveInt | None = setting(
         None,
         fallback=1024,
         help="steps of the history of largest values (TE)",

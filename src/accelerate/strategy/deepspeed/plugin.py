@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from accelerate.core import environ
+from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import MissingExtraError, SettingError
 from accelerate.core.option_fields import describe_fields, load_fields
 from accelerate.core.option_report import RequestedOption
@@ -23,6 +24,7 @@ _PRECISIONS = ("fp16", "bf16")
 _GATHER, _ = COUNTERPARTS["zero3_save_16bit_model"]
 
 
+@check_arguments
 @describe_fields
 @dataclass
 class DeepSpeedPlugin(DeepSpeedOptions):
@@ -50,7 +52,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         self.dschf: Any = None
         # (the dict, its content since an engine was made, its content before)
         self._shown_config: tuple[dict[str, Any], dict[str, Any], dict[str, Any]] | None = None
-        self._settings = load_fields(self, objects=("hf_ds_config",))
+        self._settings = load_fields(self, objects={"hf_ds_config": Any})
         self._code_values = {
             name: origin.value
             for name in self._settings.origins
@@ -110,7 +112,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         config = source.config
         if "zero_optimization" not in config:
             raise SettingError(
-                "the DeepSpeed configuration says nothing about zero_optimization",
+                "the DeepSpeed configuration (hf_ds_config) says nothing about zero_optimization",
                 why="its stage decides what is partitioned over the processes",
                 fix='add "zero_optimization": {"stage": 2}, or stage 0 for none',
             )
@@ -157,7 +159,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
     def _refuse_msamp(self) -> None:
         if self.enable_msamp or environ.get("ACCELERATE_FP8_BACKEND") == "MSAMP":
             raise SettingError(
-                "MS-AMP is asked for, and cannot be had",
+                "enable_msamp (or ACCELERATE_FP8_BACKEND=MSAMP) asks for MS-AMP, which cannot be had",
                 why="it is on no package index, and does not know this version of DeepSpeed",
                 fix="leave it out and train in bf16",
             )
@@ -388,7 +390,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
             self.set_deepspeed_weakref()
 
 
-def _accumulation_steps(source: int | str | None) -> int | str:
+def _accumulation_steps(source: int | Literal["auto"] | None) -> int | Literal["auto"]:
     """Return the micro-batches per step: given, of the launcher's variable, or ``"auto"``."""
     text = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS") if source is None else source
     if text is None or str(text).lower() == AUTO:

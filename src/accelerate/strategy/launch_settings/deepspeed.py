@@ -16,6 +16,7 @@ from accelerate.core import environ
 from accelerate.core.errors import SettingError
 from accelerate.core.frozen_dataclass import frozen_dataclass, mutable_dataclass
 from accelerate.core.setting import SettingOrigin, declared_settings, setting
+from accelerate.core.value_types import FilledPath, NonNegativeNumber, PositiveInt
 
 Origins = Callable[[str], tuple[SettingOrigin, ...]]
 _SEVERAL_MACHINES = {"num_machines": range(2, 10_000)}
@@ -66,10 +67,10 @@ class DeepSpeedOptions:
         variable="ACCELERATE_DEEPSPEED_CONFIG_FILE",
         question="Its own JSON file? (empty: none)",
     )
-    gradient_accumulation_steps: Any = None
+    gradient_accumulation_steps: PositiveInt | Literal["auto"] | None = None
     gradient_clipping: Any = _option(
         "the largest norm of all gradients together; auto takes what clip_grad_norm_ says",
-        type=float | Literal["auto"],
+        type=NonNegativeNumber | Literal["auto"],
         fallback="auto",
         key="gradient_clipping",
         variable="ACCELERATE_GRADIENT_CLIPPING",
@@ -165,7 +166,7 @@ class DeepSpeedSettings(DeepSpeedOptions):
         question="What starts the machines?",
         when=_SEVERAL_MACHINES,
     )
-    deepspeed_hostfile: str | None = setting(
+    deepspeed_hostfile: FilledPath | None = setting(
         None,
         variable=None,
         help="a file with a line per machine, like 'worker-1 slots=8'",

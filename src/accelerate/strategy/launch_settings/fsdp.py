@@ -6,10 +6,12 @@ An option is declared here. What it means stands in ``strategy/sharding/fsdp2_op
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from accelerate.core.frozen_dataclass import frozen_dataclass, mutable_dataclass
 from accelerate.core.setting import setting
+from accelerate.core.value_types import Count, NonNegativeInt
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
@@ -130,7 +132,7 @@ class FSDPSettings:
         help="of FSDP1: keep the user's own parameters (true), so that frozen ones and several groups of an "
         "optimizer may share a unit; always so in FSDP2",
     )
-    param_init_fn: Any = None
+    param_init_fn: Callable[..., Any] | None = None
     sync_module_states: bool | None = setting(
         None,
         switch=False,
@@ -177,13 +179,13 @@ class FSDPSettings:
         question="Class names of the layers?",
         when={"fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP",)},
     )
-    min_num_params: int | None = setting(
+    min_num_params: NonNegativeInt | None = setting(
         None,
         help="least parameters of an FSDP unit, if units are chosen by size",
         question="Least parameters of an FSDP unit?",
         when={"fsdp_auto_wrap_policy": ("SIZE_BASED_WRAP",)},
     )
-    replicate_size: int | None = setting(
+    replicate_size: Count | None = setting(
         None,
         help="replicas under HYBRID_SHARD; by default one for each machine",
     )

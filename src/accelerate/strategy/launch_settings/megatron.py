@@ -10,6 +10,7 @@ from typing import Any
 
 from accelerate.core.frozen_dataclass import frozen_dataclass, mutable_dataclass
 from accelerate.core.setting import setting
+from accelerate.core.value_types import Count, NonNegativeNumber
 
 
 def _option(
@@ -61,13 +62,13 @@ class MegatronSettings:
         *("use_distributed_optimizer", "gradient_clipping", "recompute_activations"),
     )
 
-    tp_degree: int = _option(
+    tp_degree: Count = _option(
         "tensor parallel size",
         fallback=1,
         argument="tensor_model_parallel_size",
         question="Tensor parallel size?",
     )
-    pp_degree: int = _option(
+    pp_degree: Count = _option(
         "pipeline parallel size",
         fallback=1,
         argument="pipeline_model_parallel_size",
@@ -82,7 +83,7 @@ class MegatronSettings:
     no_save_optim: bool = _option("leave optimizer state out of checkpoints", fallback=False)
     optimizer_cpu_offload: bool = _option("keep optimizer state in the memory of the host", fallback=False)
     use_precision_aware_optimizer: bool = _option("optimizer state in narrower numbers", fallback=False)
-    decoder_last_pipeline_num_layers: int | None = _option(
+    decoder_last_pipeline_num_layers: Count | None = _option(
         "layers of the last pipeline stage; by default as many as of the others"
     )
     recompute_granularity: str = _option(
@@ -95,7 +96,7 @@ class MegatronSettings:
         nominal="uniform",
         choices=("uniform", "block"),
     )
-    recompute_num_layers: int = _option("layers of a part that is computed again", nominal=1)
+    recompute_num_layers: Count = _option("layers of a part that is computed again", nominal=1)
     # Today's Megatron-LM has backends by name; the public package asks yes or no.
     attention_backend: bool = _option(
         "how attention is computed",
@@ -103,12 +104,16 @@ class MegatronSettings:
         nominal=True,
         unread="attention is that of megatron-core itself, which has no other back ends",
     )
-    expert_model_parallel_size: int = _option("expert parallel size", fallback=1)
-    context_parallel_size: int = _option("context parallel size", nominal=2)
-    attention_dropout: float = _option("dropout of attention; by default the model's own", nominal=0.0)
-    hidden_dropout: float = _option("dropout between layers; by default the model's own", nominal=0.0)
+    expert_model_parallel_size: Count = _option("expert parallel size", fallback=1)
+    context_parallel_size: Count = _option("context parallel size", nominal=2)
+    attention_dropout: NonNegativeNumber = _option(
+        "dropout of attention; by default the model's own", nominal=0.0
+    )
+    hidden_dropout: NonNegativeNumber = _option(
+        "dropout between layers; by default the model's own", nominal=0.0
+    )
     attention_softmax_in_fp32: bool = _option("the softmax of attention in 32 bits", fallback=True)
-    expert_tensor_parallel_size: int = _option("tensor parallel size of the experts", fallback=1)
+    expert_tensor_parallel_size: Count = _option("tensor parallel size of the experts", fallback=1)
     calculate_per_token_loss: bool = _option(
         "the loss is a mean over all tokens of all copies and micro-batches; false: the mean of their means",
         fallback=True,
@@ -116,10 +121,10 @@ class MegatronSettings:
     use_rotary_position_embeddings: bool = _option(
         "positions by rotation", nominal=True, unread="the model's configuration says how positions are told"
     )
-    num_micro_batches: int = _option(
+    num_micro_batches: Count = _option(
         "micro-batches of a step in the pipeline", fallback=1, question="How many micro-batches?"
     )
-    gradient_clipping: float = _option(
+    gradient_clipping: NonNegativeNumber = _option(
         "the largest norm of all gradients together; 0: any; clip_grad_norm_ in the loop takes its place",
         fallback=1.0,
         argument="clip_grad",

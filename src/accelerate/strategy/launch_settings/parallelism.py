@@ -10,6 +10,7 @@ from typing import Any
 
 from accelerate.core.frozen_dataclass import frozen_dataclass, mutable_dataclass
 from accelerate.core.setting import setting
+from accelerate.core.value_types import Count, PositiveInt
 
 
 @frozen_dataclass
@@ -31,22 +32,22 @@ class MeshSettings:
     __prefix__ = "parallelism_config_"
     __variables__ = ""
 
-    dp_replicate_size: int | None = setting(
+    dp_replicate_size: Count | None = setting(
         None,
         help="data parallel replicas of the model",
         fallback=1,
         question="How many replicas of the model?",
     )
-    dp_shard_size: int | None = setting(
+    dp_shard_size: Count | None = setting(
         None,
         help="processes that shard each replica, on different data",
         fallback=1,
         question="How many processes shard each replica?",
     )
-    tp_size: int | None = setting(
+    tp_size: Count | None = setting(
         None, help="tensor parallel size", fallback=1, question="Tensor parallel size?"
     )
-    cp_size: int | None = setting(
+    cp_size: Count | None = setting(
         None,
         help="context parallel size: processes that shard each sequence, with attention over all keys",
         fallback=1,
@@ -55,7 +56,7 @@ class MeshSettings:
     cp_backend: Any = setting(
         None, help="the back end of context parallelism", type=str, choices=("torch",), fallback="torch"
     )
-    sp_size: int | None = setting(
+    sp_size: Count | None = setting(
         None,
         help="sequence parallel size (Ulysses): processes that shard each sequence, and heads in attention",
         fallback=1,
@@ -70,7 +71,7 @@ class MeshSettings:
     tp_handler: Any = None
     cp_handler: Any = None
     sp_handler: Any = None
-    pp_size: int | None = setting(
+    pp_size: Count | None = setting(
         None, help="pipeline parallel size", fallback=1, question="Pipeline parallel size?"
     )
     pp_handler: Any = None
@@ -100,7 +101,9 @@ class SequenceParallelSettings:
     __prefix__ = "parallelism_config_"
     __variables__ = ""
 
-    sp_seq_length: int | None = setting(None, help="tokens of every sequence, where they are equally long")
+    sp_seq_length: PositiveInt | None = setting(
+        None, help="tokens of every sequence, where they are equally long"
+    )
     sp_seq_length_is_variable: bool | None = setting(
         None, switch=False, fallback=True, help="whether sequences differ in length"
     )

@@ -10,13 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import FeatureNotBuiltError, PrepareError, SettingError
 from accelerate.core.option_fields import describe_fields, load_fields
 from accelerate.core.setting import declared_settings
+from accelerate.core.value_types import Fraction, NonNegativeInt, NonNegativeNumber, PathText, PositiveInt
 from accelerate.strategy.launch_settings.megatron import MegatronSettings
 from accelerate.strategy.megatron.parsers import add_model_args
 
 
+@check_arguments
 @describe_fields
 @dataclass
 class MegatronLMPlugin(MegatronSettings):
@@ -39,33 +42,33 @@ class MegatronLMPlugin(MegatronSettings):
         other_megatron_args: further arguments of Megatron-LM's ``TransformerConfig``.
     """
 
-    pipeline_model_parallel_split_rank: int | None = None
-    num_layers_per_virtual_pipeline_stage: int | None = None
-    is_train_batch_min: Any = True
-    train_iters: int | None = None
-    train_samples: int | None = None
+    pipeline_model_parallel_split_rank: NonNegativeInt | None = None
+    num_layers_per_virtual_pipeline_stage: PositiveInt | None = None
+    is_train_batch_min: bool = True
+    train_iters: PositiveInt | None = None
+    train_samples: PositiveInt | None = None
     weight_decay_incr_style: str = "constant"
-    start_weight_decay: float | None = None
-    end_weight_decay: float | None = None
+    start_weight_decay: NonNegativeNumber | None = None
+    end_weight_decay: NonNegativeNumber | None = None
     lr_decay_style: str = "linear"
-    lr_decay_iters: int | None = None
-    lr_decay_samples: int | None = None
-    lr_warmup_iters: int | None = None
-    lr_warmup_samples: int | None = None
-    lr_warmup_fraction: float | None = None
-    min_lr: float = 0
+    lr_decay_iters: PositiveInt | None = None
+    lr_decay_samples: PositiveInt | None = None
+    lr_warmup_iters: NonNegativeInt | None = None
+    lr_warmup_samples: NonNegativeInt | None = None
+    lr_warmup_fraction: Fraction | None = None
+    min_lr: NonNegativeNumber = 0
     consumed_samples: list[int] | None = None
     no_wd_decay_cond: Callable[..., Any] | None = None
     scale_lr_cond: Callable[..., Any] | None = None
-    lr_mult: float = 1.0
+    lr_mult: NonNegativeNumber = 1.0
     megatron_dataset_flag: bool = False
-    seq_length: int | None = None
-    encoder_seq_length: int | None = None
-    decoder_seq_length: int | None = None
-    tensorboard_dir: str | None = None
+    seq_length: PositiveInt | None = None
+    encoder_seq_length: PositiveInt | None = None
+    decoder_seq_length: PositiveInt | None = None
+    tensorboard_dir: PathText | None = None
     set_all_logging_options: bool = False
-    eval_iters: int = 100
-    eval_interval: int = 1000
+    eval_iters: NonNegativeInt = 100
+    eval_interval: NonNegativeInt = 1000
     return_logits: bool = False
     custom_train_step_class: Any = None
     custom_train_step_kwargs: dict[str, Any] | None = None

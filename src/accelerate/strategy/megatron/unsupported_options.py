@@ -77,8 +77,6 @@ def check_options(plugin: MegatronLMPlugin, precision: str) -> None:
             "has run them here",
             fix="use mixed_precision='bf16' or 'no'",
         )
-    if plugin.num_micro_batches < 1:
-        raise SettingError(f"num_micro_batches is {plugin.num_micro_batches}", fix="use 1 or more")
 
 
 def _check_sequence_parallel(plugin: MegatronLMPlugin) -> None:

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import SettingError, UnknownNameError, WorldError
 from accelerate.core.option_fields import describe_fields, load_fields
+from accelerate.core.value_types import PositiveInt
 from accelerate.strategy.launch_settings.parallelism import (
     ContextParallelSettings,
     MeshSettings,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 _DATA, _OTHER = ("dp_replicate", "dp_shard"), ("tp", "cp", "sp", "pp")
 
 
+@check_arguments
 @describe_fields
 @dataclass
 class TorchContextParallelConfig(ContextParallelSettings):
@@ -48,6 +51,7 @@ class TorchContextParallelConfig(ContextParallelSettings):
         load_fields(self)
 
 
+@check_arguments
 @dataclass
 class TorchTensorParallelConfig:
     """The options of tensor parallelism.
@@ -64,6 +68,7 @@ class TorchTensorParallelConfig:
     plan: Mapping[str, Any] | None = None
 
 
+@check_arguments
 @describe_fields
 @dataclass
 class DeepSpeedSequenceParallelConfig(SequenceParallelSettings):
@@ -87,6 +92,7 @@ class DeepSpeedSequenceParallelConfig(SequenceParallelSettings):
             )
 
 
+@check_arguments
 @dataclass
 class TorchTensorParallelPlugin:
     """The older way to ask for tensor parallelism; ``ParallelismConfig(tp_size=...)`` says the same.
@@ -96,10 +102,11 @@ class TorchTensorParallelPlugin:
         torch_device_mesh: a mesh with a dimension ``tp`` that exists already.
     """
 
-    tp_size: int = 1
+    tp_size: PositiveInt = 1
     torch_device_mesh: Any = None
 
 
+@check_arguments
 @describe_fields
 @dataclass(repr=False)
 class ParallelismConfig(MeshSettings):
@@ -124,9 +131,6 @@ class ParallelismConfig(MeshSettings):
 
     def __post_init__(self) -> None:
         load_fields(self)
-        for name, size in self._sizes.items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise SettingError(f"{name}_size is {size!r}", fix=f"give 1 or more; {name}_size=1 is off")
         if self.cp_enabled and self.sp_enabled:
             raise SettingError(
                 f"cp_size={self.cp_size} and sp_size={self.sp_size} exclude each other",

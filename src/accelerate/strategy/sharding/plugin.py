@@ -7,16 +7,17 @@ The options are declared in ``launch_settings/fsdp.py``; their meaning stands in
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import StateDictType
+from torch.distributed.fsdp import CPUOffload, OffloadPolicy, StateDictType
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from accelerate.core import environ
+from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import SettingError
 from accelerate.core.option_fields import describe_fields, load_fields
 from accelerate.strategy.launch_settings.fsdp import POLICIES, FSDPSettings
@@ -29,6 +30,7 @@ _POLICY: dict[str, Callable[..., bool] | None] = dict(
 _VERSIONS: dict[int, ModuleType] = {1: fsdp1_options, 2: fsdp2_options}
 
 
+@check_arguments
 @describe_fields
 @dataclass
 class FullyShardedDataParallelPlugin(FSDPSettings):
@@ -53,7 +55,11 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
     def __post_init__(self) -> None:
         # Libraries that load pretrained models read the variable: what code says is written there.
         rank0_loading = self.cpu_ram_efficient_loading
-        objects = ("auto_wrap_policy", "cpu_offload", "ignored_modules")
+        objects = {
+            "auto_wrap_policy": Callable[..., Any],
+            "cpu_offload": CPUOffload | OffloadPolicy,
+            "ignored_modules": Iterable[nn.Module],
+        }
         version = self.fsdp_version
         self._settings = loaded = load_fields(
             self,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import SettingError, UnknownNameError
+from accelerate.core.value_types import PositiveInt
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
 
+@check_arguments
 @dataclass
 class PipelineParallelConfig:
     """Pipeline options: ``ParallelismConfig(pp_size=2, pp_handler=PipelineParallelConfig(...))``.
@@ -35,12 +38,12 @@ class PipelineParallelConfig:
             its loss is the mean of, where chunks differ in that.
     """
 
-    num_microbatches: int | None = None
-    schedule: str = "gpipe"
+    num_microbatches: PositiveInt | None = None
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "gpipe"
     split_points: str | list[str] = "auto"
     no_split_module_classes: list[str] | None = None
     on_all_stages: list[str] = field(default_factory=list)
-    stages_per_process: int = 1
+    stages_per_process: PositiveInt = 1
     loss_fn: Callable[..., Any] | None = None
     items: Callable[..., Any] | None = None
 
