@@ -9,7 +9,7 @@ all-gather that all ranks of a save make anyway; after it each rank can write, a
 without communication. Tied tensors are written once: in the index, both names have the same file ranges.
 
 Reading: any rank reads the chunks that overlap its own, whoever saved them. The index is a pickle: here it is
-read with the few classes that such an index is made of, and can run nothing.
+read with the few classes that such an index is made of, and can run nothing and change nothing.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
 from accelerate.checkpoint.file_reads import FileRangeReader, LazyTensor, ReadPlan, TensorLocation
 from accelerate.checkpoint.layout import ManifestEntry
 from accelerate.core.errors import CheckpointError
+from accelerate.core.pickle_scan import paused_gc, scan_pickle
 
 # (entry of the index, offset, bytes) of each tensor or object in a file
 WrittenItems = list[tuple[MetadataIndex, int, int]]
@@ -215,6 +216,7 @@ class RankShardFile:
 
 PathKey = tuple[Any, ...]
 
+_SMALL_INDEX = 2**20  # bytes
 _ZIP = b"PK\x03\x04"
 _METADATA = "torch.distributed.checkpoint.metadata"
 _OLDER = "torch.distributed._shard.sharded_tensor.metadata"  # before torch 2.4
@@ -270,9 +272,13 @@ def read_index(folder: Path, *, trusted: bool = False) -> Metadata:
         raise CheckpointNotFoundError(
             f"{path} is missing", why="it says where each tensor lies, and is written last"
         )
-    with file_errors("read", path), path.open("rb") as file:
+    with file_errors("read", path), paused_gc():
+        _refuse_large_index(path)
+        data = path.read_bytes()
         try:
-            index = pickle.load(file) if trusted else _ShardIndexUnpickler(file).load()
+            if not trusted:
+                scan_pickle(data, opcodes=None)
+            index = pickle.loads(data) if trusted else _ShardIndexUnpickler(io.BytesIO(data)).load()
         except _UnsafePickleClassError as error:
             raise CheckpointError(
                 f"{path} holds more than an index, and reading it could run code",
@@ -282,6 +288,18 @@ def read_index(folder: Path, *, trusted: bool = False) -> Metadata:
     if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
         raise CheckpointError(f"{path} is not the index of a sharded checkpoint")
     return index
+
+
+def _refuse_large_index(path: Path) -> None:
+    """Refuse an index larger than all shards: an entry is shorter than the torch file that it stands for."""
+    size = path.stat().st_size
+    if size <= _SMALL_INDEX:
+        return
+    shards = sum(file.stat().st_size for file in path.parent.iterdir() if file != path and file.is_file())
+    if size > shards:
+        raise CheckpointError(
+            f"cannot read {path}", why=f"it has {size:,} bytes, more than all shards ({shards:,} bytes)"
+        )
 
 
 @dataclass(frozen=True)
@@ -356,12 +374,14 @@ class ShardFolderReader:
     def __init__(self, folder: Path, *, trusted: bool = False) -> None:
         self.folder, self.trusted, self._files = folder, trusted, TensorLocator()
         self.index = read_index(folder, trusted=trusted)
+        with file_errors("read", folder / layout.SHARDED_INDEX):
+            self.paths = self._check_names()
+
+    def _check_names(self) -> dict[str, PathKey]:
         nested = self.index.planner_data if isinstance(self.index.planner_data, dict) else {}
-        self.paths: dict[str, PathKey] = {
-            name: tuple(nested.get(name, (name,))) for name in self.index.state_dict_metadata
-        }
         for key, info in self.index.storage_data.items():
             self._refuse_unreadable(key.fqn, info)
+        return {name: tuple(nested.get(name, (name,))) for name in self.index.state_dict_metadata}
 
     def tensor_metadata(self, name: str) -> TensorStorageMetadata | None:
         """Return size, dtype and chunks of a tensor; None for other objects."""
@@ -384,19 +404,24 @@ class ShardFolderReader:
         """
         sizes: dict[str, int] = {}
         for name in entry_names:
-            entry = self.tensor_metadata(name)
-            if entry is not None and sum(math.prod(c.sizes) for c in entry.chunks) != math.prod(entry.size):
-                raise self._damage_error(f"the chunks of {name} do not make up its shape {tuple(entry.size)}")
-            for file, offset, length in self.file_ranges(name):
-                path = self.folder / file
-                if file not in sizes and not path.is_file():
-                    raise CheckpointError(f"{path} is missing", why=f"a chunk of {name} was saved in it")
-                size = sizes.setdefault(file, path.stat().st_size)
-                if offset + length > size:
-                    raise CheckpointError(
-                        f"{path} is damaged",
-                        why=f"it has {size} bytes, and {name} lies at {offset} to {offset + length}",
-                    )
+            with file_errors("read", self.folder / layout.SHARDED_INDEX):
+                self._check_entry(name, sizes)
+
+    def _check_entry(self, name: str, sizes: dict[str, int]) -> None:
+        """Check one entry; ``sizes`` collects the bytes of the files."""
+        entry = self.tensor_metadata(name)
+        if entry is not None and sum(math.prod(c.sizes) for c in entry.chunks) != math.prod(entry.size):
+            raise self._damage_error(f"the chunks of {name} do not make up its shape {tuple(entry.size)}")
+        for file, offset, length in self.file_ranges(name):
+            path = self.folder / file
+            if file not in sizes and not path.is_file():
+                raise CheckpointError(f"{path} is missing", why=f"a chunk of {name} was saved in it")
+            size = sizes.setdefault(file, path.stat().st_size)
+            if not 0 <= offset <= offset + length <= size:
+                raise CheckpointError(
+                    f"{path} is damaged",
+                    why=f"it has {size} bytes, and {name} lies at {offset} to {offset + length}",
+                )
 
     @torch.no_grad()
     def add_reads(self, name: str, target: torch.Tensor, read_plan: ReadPlan) -> None:
@@ -443,10 +468,11 @@ class ShardFolderReader:
             return self._read(
                 *map(self._file_slice, self._storage_infos(name)), weights_only=not self.trusted
             )
-        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-        read_plan = ReadPlan()
-        self.add_reads(name, whole, read_plan)
-        read_plan.run()
+        with file_errors("read", self.folder):
+            whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+            read_plan = ReadPlan()
+            self.add_reads(name, whole, read_plan)
+            read_plan.run()
         return whole
 
     def _read(self, source: FileSlice, **kwargs: Any) -> Any:

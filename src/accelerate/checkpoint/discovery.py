@@ -172,7 +172,9 @@ def _find_damage(store: CheckpointStorage, folder: str) -> str:
         path = store.local_path(f"{folder}/{name}")
         if path is None:
             return f"no {MANIFEST_NAME}, without which it is not known to be whole before it is fetched"
-        if path.suffix == ".safetensors":
+        if not (path.is_file() or path.is_dir()):
+            problem = "is no file"
+        elif path.suffix == ".safetensors":
             problem = _safetensors_damage(path)
         elif path.is_file() and not zipfile.is_zipfile(path):
             problem = "is not a whole torch file"

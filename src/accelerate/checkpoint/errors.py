@@ -7,11 +7,11 @@ import socket
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from pickle import PickleError
 
 from safetensors import SafetensorError
 
 from accelerate.core.errors import CheckpointError
+from accelerate.core.pickle_scan import DAMAGE_ERRORS, refuse_special_file
 from accelerate.core.units import show_bytes
 
 _FIXES = {
@@ -37,8 +37,11 @@ class CheckpointExistsError(CheckpointError, ValueError):
 def file_errors(action: str, path: Path) -> Generator[None]:
     """Turn the failures of reading or writing one file into a CheckpointError that names it.
 
-    torch reports a full disk or a torn archive as RuntimeError, safetensors as SafetensorError.
+    torch reports a full disk or a torn archive as RuntimeError, safetensors as SafetensorError; the unpickler
+    of a damaged file raises anything. To read a pipe or a device would wait or never end: they are refused.
     """
+    if action == "read":
+        refuse_special_file(path)
     try:
         yield
     except CheckpointError:
@@ -46,15 +49,7 @@ def file_errors(action: str, path: Path) -> Generator[None]:
     except OSError as error:
         reason = f"{error.strerror or error} (on {socket.gethostname()})"
         raise CheckpointError(f"cannot {action} {path}", why=reason, fix=_fix(error.errno, path)) from error
-    except (
-        SafetensorError,
-        PickleError,
-        RuntimeError,
-        EOFError,
-        ValueError,
-        TypeError,
-        AttributeError,
-    ) as error:
+    except (SafetensorError, *DAMAGE_ERRORS) as error:
         raise CheckpointError(f"cannot {action} {path}", why=_first_line(error)) from error
 
 

@@ -14,7 +14,7 @@ import json
 import re
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
@@ -221,9 +221,17 @@ def decode_manifest(data: bytes, path: Path | str) -> Manifest:
     if _manifest_digest(body) != expected:
         raise CheckpointError(f"{path} is damaged", why="its content does not have the digest it states")
     try:
-        return msgspec.convert(body, Manifest)
+        manifest = msgspec.convert(body, Manifest)
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{path} is damaged", why=str(error)) from error
+    entries = (entry.file for of_category in manifest.parts.values() for entry in of_category)
+    for name in (*manifest.files, *entries, manifest.folder):
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name:
+            raise CheckpointError(
+                f"{path} cannot be used",
+                why=f"it names {name!r}, which is outside of the checkpoint's folder",
+            )
+    return manifest
 
 
 def to_plain(value: Any, where: str) -> Any:

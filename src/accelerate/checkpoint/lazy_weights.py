@@ -161,6 +161,8 @@ def _join_shards(shards: Mapping[Path, Iterable[str]]) -> LazyWeights:
     for path, members in shards.items():
         if not path.is_file():
             raise CheckpointError(f"{path} is missing", why="the index names it")
+        if path.suffix == ".json":
+            raise CheckpointError(f"{path} is no file of weights", why="an index names it as one")
         shard = open_weights(path)
         absent = [name for name in members if name not in shard.by_all_names() and name not in shard.others]
         if absent:
@@ -226,10 +228,10 @@ def _read_tensor(
     path: Path, offset: int, shape: torch.Size, dtype: torch.dtype, stride: tuple[int, ...] | None = None
 ) -> torch.Tensor:
     span = shape if stride is None else (1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)),)
-    tensor = torch.empty(span, dtype=dtype)
-    target = state_dict_files.raw_bytes(tensor)
     done = 0
     with file_errors("read", path), path.open("rb", buffering=0) as file:
+        tensor = torch.empty(span, dtype=dtype)
+        target = state_dict_files.raw_bytes(tensor)
         file.seek(offset)
         while done < len(target):
             got = file.readinto(target[done:])

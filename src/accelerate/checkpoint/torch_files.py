@@ -1,7 +1,8 @@
 """torch files: written by ``torch.save``, read without running code unless the caller says otherwise.
 
 A ``weights_only`` load builds what torch allows by itself (tensors, plain values) and what ``safe_globals``
-lists. Everything else is refused by name: a pickle may call any function that it can name.
+lists. Everything else is refused by name: a pickle may call any function that it can name. Before that, it is
+scanned for what would take time and memory without end (``core/pickle_scan.py``).
 
 A large optimizer state is memory-mapped from its file at first, and copied to memory soon after. Filling
 fresh memory is most of the time that a load takes. A private mapping is there at once; then a thread lets the
@@ -28,13 +29,14 @@ import mmap
 import os
 import pathlib
 import pickle
+import re
 import sys
 import threading
 import types
 import uuid
 import zipfile
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any, BinaryIO, ClassVar, cast
 
@@ -48,6 +50,7 @@ from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.file_reads import FileRangeReader
 from accelerate.core import tree
 from accelerate.core.errors import CheckpointError
+from accelerate.core.pickle_scan import RefusedPickleError, scan_torch_file
 
 LARGE = 64 * 2**20  # bytes; less is read at once
 _POPULATE_WRITE = 23
@@ -64,8 +67,10 @@ _PLAIN: tuple[Any, ...] = (
     *(collections.defaultdict, collections.deque),
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
     *(pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath),
-    *(decimal.Decimal, fractions.Fraction, uuid.UUID, types.SimpleNamespace, argparse.Namespace),
+    *(uuid.UUID, types.SimpleNamespace, argparse.Namespace),
 )
+_NUMBERS = (decimal.Decimal, fractions.Fraction)
+_LONG_NUMBER = re.compile(r"[eE]\s*[+-]?[\d_]{6}")  # 1e999999 as a fraction takes a million digits
 TRUST = "load_state(..., load_kwargs={'weights_only': False})"
 _PICKLED_BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType)  # pickled as their names
 _warned: set[tuple[str, tuple[str, ...]]] = set()
@@ -83,7 +88,14 @@ def safe_globals() -> list[Any]:
     rebuild_array: Any = array.__reduce__()[0]
     scalar: Any = np.float64(0).__reduce__()[0]
     dtypes = [value for name, value in vars(np.dtypes).items() if name.endswith("DType")]
-    return [rebuild_array, np.ndarray, scalar, np.dtype, _encode(), *dtypes, *_PLAIN]
+    numbers = [(partial(_make_number, kind), f"{kind.__module__}.{kind.__name__}") for kind in _NUMBERS]
+    return [rebuild_array, np.ndarray, scalar, np.dtype, _encode(), *dtypes, *_PLAIN, *numbers]
+
+
+def _make_number(kind: Callable[..., Any], *parts: Any) -> Any:
+    if any(type(part) not in (int, str) or _LONG_NUMBER.search(str(part)) for part in parts):
+        raise ValueError(f"a {getattr(kind, '__name__', kind)} is made from no number")
+    return kind(*parts)
 
 
 def _encode() -> Any:
@@ -147,7 +159,16 @@ def _known_types() -> frozenset[Any]:
     storages = TypedStorage.__subclasses__() + _LegacyStorage.__subclasses__()
     rebuild = (value for name, value in vars(torch_utils).items() if name.startswith("_rebuild_"))
     return frozenset(
-        (*classes, *storages, *rebuild, collections.OrderedDict, collections.Counter, set, *safe_globals())
+        (
+            *classes,
+            *storages,
+            *rebuild,
+            collections.OrderedDict,
+            collections.Counter,
+            set,
+            *_NUMBERS,
+            *safe_globals(),
+        )
     )
 
 
@@ -191,15 +212,20 @@ def read(source: Path | IO[bytes], map_location: Any = None, trust: str = TRUST,
     """
     kwargs.setdefault("weights_only", True)
     path = source if isinstance(source, Path) else Path(getattr(source, "name", "the stream"))
-    if kwargs.get("mmap") and path.is_file() and not zipfile.is_zipfile(path):
-        kwargs["mmap"] = False  # files of torch before 1.6 cannot be mapped
     with file_errors("read", path), torch.serialization.safe_globals(safe_globals()):
+        if kwargs.get("mmap") and path.is_file() and not zipfile.is_zipfile(path):
+            kwargs["mmap"] = False  # files of torch before 1.6 cannot be mapped
         try:
+            if kwargs["weights_only"]:
+                scan_torch_file(source)
             if isinstance(source, Path) and not kwargs.get("mmap") and zipfile.is_zipfile(source):
                 with FileRangeReader(source) as parallel:
                     file, kwargs["mmap"] = cast(IO[bytes], parallel), False
                     return torch.load(file, map_location=map_location, **kwargs)
             return torch.load(source, map_location=map_location, **kwargs)
+        except RefusedPickleError as error:
+            fix = f"if you trust whoever wrote the file: {trust}"
+            raise CheckpointError(f"cannot read {path}", why=str(error), fix=fix) from error
         except pickle.UnpicklingError as error:
             if not kwargs["weights_only"]:
                 raise

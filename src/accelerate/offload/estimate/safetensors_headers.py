@@ -78,7 +78,7 @@ def _read_index(index: Path) -> dict[str, SafetensorsTensorHeader]:
         files = {name: index.parent / name for name in dict.fromkeys(names.values())}
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index} is no index of shards", why="it has no 'weight_map'") from error
-    absent = [name for name, file in files.items() if not file.is_file()]
+    absent = [name for name, file in files.items() if file.parent != index.parent or not file.is_file()]
     if absent:
         raise CheckpointError(
             f"{index} names files that are not there: {', '.join(absent)}",

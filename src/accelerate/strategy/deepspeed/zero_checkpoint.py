@@ -11,6 +11,7 @@ Source: DeepSpeed 0.19, ``deepspeed/utils/zero_to_fp32.py``, which joins the wei
 from __future__ import annotations
 
 import math
+import pickle
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -20,6 +21,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from accelerate.core.errors import CheckpointError
+from accelerate.core.pickle_scan import DAMAGE_ERRORS, refuse_special_file, scan_torch_file
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -330,17 +332,18 @@ def _load_file(path: Path) -> dict[str, Any]:
         CheckpointError: it cannot be read, or could run code.
     """
     serial = torch.serialization
+    refuse_special_file(path)
     try:
-        classes = serial.get_unsafe_globals_in_checkpoint(str(path))
+        scan_torch_file(path)
+        names = serial.get_unsafe_globals_in_checkpoint(str(path))
+        refused = [name for name in names if not name.startswith("deepspeed.")]
+        if refused:
+            raise pickle.UnpicklingError(f"it names {', '.join(refused)}, and reading it could run code")
         # One for each: the reader asks for a class that is its own.
-        stand_ins = [
-            (type("DeepSpeedUnpickleStub", (DeepSpeedUnpickleStub,), {}), name)
-            for name in classes
-            if name.startswith("deepspeed.")
-        ]
+        stand_ins = [(type("DeepSpeedUnpickleStub", (DeepSpeedUnpickleStub,), {}), name) for name in names]
         with serial.safe_globals(stand_ins):  # type: ignore[arg-type]
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (OSError, RuntimeError, ValueError, EOFError) as error:
+    except (OSError, *DAMAGE_ERRORS) as error:
         raise CheckpointError(f"{path} cannot be read", why=str(error).partition("\n")[0]) from error
 
 

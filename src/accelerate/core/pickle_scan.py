@@ -1,0 +1,364 @@
+"""A look at a pickle before it is unpickled: what building it would cost, and what it would change.
+
+A pickle is a program for a small machine with a stack and a memo. ``scan_pickle`` runs it on the shapes of
+objects, so nothing is built, and refuses what no program that saves data writes:
+
+- more opcodes or deeper nesting than data has;
+- sharing that multiplies: of forty tuples that each hold the one before twice, the last takes 2**40 steps to
+  hash; and calls that each copy one large list take as long;
+- a container filled from what a call made, such as ``list(range(10**12))``;
+- BUILD, which sets attributes, on anything but an instance that this pickle made itself.
+
+Which classes and functions a pickle may name is decided by the unpickler, not here. ``scan_torch_file`` scans
+the pickles in a file of ``torch.save``, and refuses archives that are much larger when unpacked.
+
+Source: CPython, ``Lib/pickletools.py``, which documents every opcode.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import pickle
+import stat
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from accelerate.core.errors import CheckpointError
+
+OPCODES = 10_000_000  # a tensor of a state dict takes about 30
+DEPTH = 200
+_STEPS_PER_BYTE = 16  # that hashing keys and reading arguments may take, on average
+_FREE_STEPS = 2**20
+_MOST = 2**62
+_UNPACKED = 16  # an archive holds no more than this times its own size; torch.save does not compress
+_FREE_BYTES = 2**24
+_LEGACY_PICKLES = (
+    5  # before torch 1.6: magic number, protocol, system, object, keys of storages; then raw data
+)
+
+# Constructors that read all of an argument; functions whose results are not the pickle's own.
+_CONTAINERS = {
+    *(b"list", b"tuple", b"set", b"frozenset", b"dict", b"bytes", b"bytearray"),
+    *(b"deque", b"Counter", b"OrderedDict", b"defaultdict", b"Size"),
+}
+_LOOKUPS = {b"_MEM_FORMAT_ENCODING", b"MEM_FORMAT_ENCODING", b"_get_layout", b"encode"}
+
+# [size, depth, kind]: the objects in it, shared ones each time; the levels; and one of the kinds below.
+# A kind under zero is a text: ``~kind`` is the position of its opcode.
+_Shape = list[int]
+_PLAIN, _NAME, _CONTAINER_NAME, _LOOKUP_NAME, _INSTANCE, _HOLDS_INSTANCE = range(6)
+_LEAF: _Shape = [1, 0, _PLAIN]
+
+# By opcode: the bytes after it; the bytes of the length after it, for texts and for others; and for the memo,
+# the bytes of the number after it.
+_CONSTANT = {
+    **dict.fromkeys((pickle.NONE[0], pickle.NEWTRUE[0], pickle.NEWFALSE[0], pickle.EMPTY_TUPLE[0]), 0),
+    pickle.BININT1[0]: 1,
+    pickle.BININT2[0]: 2,
+    pickle.BININT[0]: 4,
+    pickle.BINFLOAT[0]: 8,
+}
+_TEXT = {pickle.SHORT_BINUNICODE[0]: 1, pickle.BINUNICODE[0]: 4, pickle.BINUNICODE8[0]: 8}
+_BYTES = {
+    pickle.SHORT_BINBYTES[0]: 1,
+    pickle.BINBYTES[0]: 4,
+    pickle.BINBYTES8[0]: 8,
+    pickle.BYTEARRAY8[0]: 8,
+    pickle.SHORT_BINSTRING[0]: 1,
+    pickle.LONG1[0]: 1,
+    pickle.LONG4[0]: 4,
+}
+_GET = {pickle.BINGET[0]: 1, pickle.LONG_BINGET[0]: 4}
+_PUT = {pickle.BINPUT[0]: 1, pickle.LONG_BINPUT[0]: 4}
+_NEW = pickle.EMPTY_DICT[0], pickle.EMPTY_LIST[0], pickle.EMPTY_SET[0]
+_STOP, _MEMOIZE, _MARK = pickle.STOP[0], pickle.MEMOIZE[0], pickle.MARK[0]
+
+
+# What reading a file raises that is no file of torch, or a damaged one, besides OSError.
+DAMAGE_ERRORS: tuple[type[Exception], ...] = (
+    *(pickle.PickleError, zipfile.BadZipFile, zlib.error, struct.error, EOFError, RuntimeError, MemoryError),
+    *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, ImportError),
+)
+
+
+class RefusedPickleError(pickle.UnpicklingError):
+    """A pickle is not data: building it would take too much, or change what it did not make."""
+
+
+def scan_pickle(data: bytes | mmap.mmap, start: int = 0, *, opcodes: int | None) -> int:
+    """Refuse a pickle that could exhaust time or memory, or change objects of the process.
+
+    Args:
+        data: the pickle; protocols 2 to 5, without out-of-band buffers.
+        start: the position of its first opcode.
+        opcodes: how many it may have; None for any number.
+
+    Returns:
+        The position after its last opcode.
+
+    Raises:
+        RefusedPickleError: says what it does.
+    """
+    machine = _Machine(data, start)
+    try:
+        with paused_gc():
+            machine.run(opcodes or len(data))
+            machine.refuse_many_steps(machine.at - start)
+    except (IndexError, KeyError, ValueError, TypeError) as error:
+        raise RefusedPickleError(f"it is damaged, at byte {machine.at} of its pickle") from error
+    return machine.at
+
+
+def scan_torch_file(source: Path | IO[bytes]) -> None:
+    """Scan the pickles in a file of ``torch.save``, or in a file open for reading, whose position stays.
+
+    Raises:
+        RefusedPickleError: says what one of them does, or that the file unpacks to much more than it is.
+        OSError, zipfile.BadZipFile: the file cannot be read.
+    """
+    if isinstance(source, Path):
+        with source.open("rb") as file:
+            _scan_open_file(file, lambda: mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    else:
+        at = source.tell()
+        _scan_open_file(source, source.read)
+        source.seek(at)
+
+
+def refuse_special_file(path: Path) -> None:
+    """Refuse a path that leads to a pipe, a socket or a device; a file, a folder and nothing pass.
+
+    Raises:
+        CheckpointError: names the path.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return  # reading it says why
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise CheckpointError(
+            f"cannot read {path}",
+            why="it is no file, but a pipe, a socket or a device",
+            fix="put the file there, or remove it",
+        )
+
+
+def _scan_open_file(file: IO[bytes], content: Callable[[], bytes | mmap.mmap]) -> None:
+    at, size = file.tell(), file.seek(0, 2)
+    file.seek(at)
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+            unpacked = sum(member.file_size for member in members)
+            if unpacked > _FREE_BYTES + _UNPACKED * size:
+                raise RefusedPickleError(f"it has {size:,} bytes, and would take {unpacked:,} when unpacked")
+            for member in members:
+                if member.filename.endswith("data.pkl"):
+                    scan_pickle(archive.read(member), opcodes=OPCODES)
+        return
+    file.seek(at)
+    data, position = content() if size > at else b"", 0
+    for _ in range(_LEGACY_PICKLES):
+        if position < len(data):
+            position = scan_pickle(data, position, opcodes=OPCODES)
+
+
+@contextmanager
+def paused_gc() -> Generator[None]:
+    """Pause Python's garbage collector, which looks at millions of new objects again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class _Machine:
+    """The stack and memo of a pickle, with shapes for objects.
+
+    Attributes:
+        at: the position of the opcode.
+        steps: that hashing keys and reading arguments takes.
+    """
+
+    def __init__(self, data: bytes | mmap.mmap, at: int) -> None:
+        self.data, self.at, self.steps = data, at, 0
+        self.stack: list[_Shape] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, _Shape] = {}
+
+    def run(self, most: int) -> None:
+        data, stack, marks, memo, at = self.data, self.stack, self.marks, self.memo, self.at
+        for _ in range(most + 1):
+            code = data[at]
+            if code == _MEMOIZE:
+                memo[len(memo)] = stack[-1]
+                at += 1
+            elif code in _CONSTANT:
+                stack.append(_LEAF)
+                at += 1 + _CONSTANT[code]
+            elif code in _GET:
+                width = _GET[code]
+                stack.append(memo[data[at + 1] if width == 1 else _number(data, at + 1, width)])
+                at += 1 + width
+            elif code in _NEW:
+                stack.append([1, 0, _PLAIN])
+                at += 1
+            elif code == _MARK:
+                marks.append(len(stack))
+                at += 1
+            elif code in _PUT:
+                memo[_number(data, at + 1, _PUT[code])] = stack[-1]
+                at += 1 + _PUT[code]
+            elif code in _TEXT:
+                stack.append([1, 0, ~at])
+                at += 1 + _TEXT[code] + _number(data, at + 1, _TEXT[code])
+            elif code in _BYTES:
+                stack.append(_LEAF)
+                at += 1 + _BYTES[code] + _number(data, at + 1, _BYTES[code])
+            elif code == _STOP:
+                stack.pop()
+                break
+            else:
+                self.at = at
+                if code not in _ACTIONS:
+                    raise RefusedPickleError(f"Unsupported operand {code}")
+                at += _ACTIONS[code](self) or 1
+        else:
+            raise RefusedPickleError(f"its pickle has more than {most:,} opcodes")
+        self.at = at + 1
+
+    def refuse_many_steps(self, size: int) -> None:
+        if self.steps > _FREE_STEPS + _STEPS_PER_BYTE * size:
+            raise RefusedPickleError(f"its {size:,} bytes take {self.steps:,} steps to build")
+
+    def pop_marked(self) -> list[_Shape]:
+        mark = self.marks.pop()
+        items = self.stack[mark:]
+        del self.stack[mark:]
+        return items
+
+    def pop_last(self, count: int) -> list[_Shape]:
+        items = self.stack[-count:]
+        del self.stack[-count:]
+        return items
+
+    def make_tuple(self, items: list[_Shape]) -> None:
+        kinds = [item[2] for item in items]
+        shape = [1, 0, _HOLDS_INSTANCE if _INSTANCE in kinds else _PLAIN]
+        _put_in(shape, items)
+        self.stack.append(shape)
+
+    def fill(self, items: list[_Shape]) -> None:
+        _put_in(self.stack[-1], items)
+
+    def add_keys(self, items: list[_Shape]) -> None:
+        self.steps += sum([key[0] for key in items])
+        self.fill(items)
+
+    def set_items(self, items: list[_Shape]) -> None:
+        self.steps += sum([key[0] for key in items[::2]])
+        self.fill(items)
+
+    def make_frozenset(self, items: list[_Shape]) -> None:
+        self.stack.append([1, 0, _PLAIN])
+        self.add_keys(items)
+
+    def drop(self, items: list[_Shape]) -> None:
+        """Forget items that are off the stack."""
+
+    def load_storage(self, items: list[_Shape]) -> None:
+        self.stack.append(_LEAF)
+
+    def name_global(self) -> int:
+        end = self.data.find(b"\n", self.data.find(b"\n", self.at) + 1)
+        if end <= self.at:
+            raise IndexError
+        self._push_name(self.data[self.at + 1 : end].partition(b"\n")[2])
+        return end + 1 - self.at
+
+    def name_by_texts(self, items: list[_Shape]) -> None:
+        at = ~items[1][2]
+        begin = at + 1 + _TEXT[self.data[at]]
+        self._push_name(self.data[begin : begin + _number(self.data, at + 1, begin - at - 1)])
+
+    def _push_name(self, name: bytes) -> None:
+        kind = _CONTAINER_NAME if name in _CONTAINERS else _LOOKUP_NAME if name in _LOOKUPS else _NAME
+        self.stack.append([1, 0, kind])
+
+    def call(self, arguments: list[_Shape]) -> None:
+        """Call the class or function on the stack."""
+        kind = self.stack[-1][2]
+        if kind == _CONTAINER_NAME and arguments[0][2] in (_HOLDS_INSTANCE, _INSTANCE):
+            raise RefusedPickleError("it fills a container from an object, not from items of its own")
+        self.stack[-1] = [1, 0, _PLAIN if kind == _LOOKUP_NAME else _INSTANCE]
+        self.add_keys(arguments)
+
+    def build(self, state: list[_Shape]) -> None:
+        if self.stack[-1][2] != _INSTANCE:
+            raise RefusedPickleError("it sets attributes of an object that it did not make")
+        self.add_keys(state)
+
+
+def _number(data: bytes | mmap.mmap, at: int, width: int) -> int:
+    return int.from_bytes(data[at : at + width], "little")
+
+
+def _put_in(shape: _Shape, items: list[_Shape]) -> None:
+    size, depth, _ = shape
+    for item_size, item_depth, _ in items:
+        size += item_size
+        if item_depth >= depth:
+            depth = item_depth + 1
+    if depth > DEPTH:
+        raise RefusedPickleError(f"it is nested more than {DEPTH} levels deep")
+    shape[0], shape[1] = min(size, _MOST), depth
+
+
+def _skip(size: int) -> Callable[[_Machine], Any]:
+    return lambda machine: size
+
+
+def _on_last(count: int, action: Callable[[_Machine, list[_Shape]], Any]) -> Callable[[_Machine], Any]:
+    return lambda machine: action(machine, machine.pop_last(count))
+
+
+def _on_marked(action: Callable[[_Machine, list[_Shape]], Any]) -> Callable[[_Machine], Any]:
+    return lambda machine: action(machine, machine.pop_marked())
+
+
+# opcode -> what it does; the result is the number of its bytes, 1 if None
+_ACTIONS: dict[int, Callable[[_Machine], Any]] = {
+    code[0]: action
+    for code, action in {
+        pickle.PROTO: _skip(2),
+        pickle.FRAME: _skip(9),
+        pickle.TUPLE: _on_marked(_Machine.make_tuple),
+        pickle.TUPLE1: _on_last(1, _Machine.make_tuple),
+        pickle.TUPLE2: _on_last(2, _Machine.make_tuple),
+        pickle.TUPLE3: _on_last(3, _Machine.make_tuple),
+        pickle.APPEND: _on_last(1, _Machine.fill),
+        pickle.APPENDS: _on_marked(_Machine.fill),
+        pickle.ADDITEMS: _on_marked(_Machine.add_keys),
+        pickle.SETITEM: _on_last(2, _Machine.set_items),
+        pickle.SETITEMS: _on_marked(_Machine.set_items),
+        pickle.FROZENSET: _on_marked(_Machine.make_frozenset),
+        pickle.POP: _on_last(1, _Machine.drop),
+        pickle.POP_MARK: _on_marked(_Machine.drop),
+        pickle.GLOBAL: _Machine.name_global,
+        pickle.STACK_GLOBAL: _on_last(2, _Machine.name_by_texts),
+        pickle.REDUCE: _on_last(1, _Machine.call),
+        pickle.NEWOBJ: _on_last(1, _Machine.call),
+        pickle.NEWOBJ_EX: _on_last(2, _Machine.call),
+        pickle.BUILD: _on_last(1, _Machine.build),
+        pickle.BINPERSID: _on_last(1, _Machine.load_storage),
+    }.items()
+}
