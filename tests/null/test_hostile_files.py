@@ -26,7 +26,6 @@ from accelerate.core.errors import CheckpointError
 from accelerate.strategy.deepspeed.zero_checkpoint import ZeroCheckpoint
 from accelerate.world import rng
 
-
 INDEX = layout.SAFE_WEIGHTS_INDEX_NAME
 
 
@@ -218,6 +217,15 @@ def test_a_pipe_or_device_in_place_of_a_file_is_refused(
     change(tmp_path / "zero/mp_rank_00_model_states.pt")
     with pytest.raises(CheckpointError, match=words):
         ZeroCheckpoint(tmp_path / "zero")
+
+
+@pytest.mark.parametrize(
+    "state", [{}, [1], {"module": 5, "param_shapes": []}, {"module": {}, "param_shapes": 5}]
+)
+def test_a_file_of_deepspeed_of_another_form_is_refused(state: Any, tmp_path: Path) -> None:
+    torch.save(state, tmp_path / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match="cannot be read by other processes"):
+        ZeroCheckpoint(tmp_path)
 
 
 def test_links_to_files_are_followed_as_in_the_cache_of_the_hub(tmp_path: Path) -> None:

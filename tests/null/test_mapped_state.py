@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from accelerate import Accelerator
 from accelerate.checkpoint import torch_files
 from accelerate.core.errors import CheckpointError
+from accelerate.strategy.deepspeed.zero_checkpoint import ZeroCheckpoint
 
 pytestmark = pytest.mark.skipif(not torch_files._can_populate(), reason="this system cannot copy pages ahead")
 SIZE = 2**19
@@ -192,3 +195,42 @@ def test_elsewhere_files_are_read_at_once(
     assert not torch_files.MappedOptimizerState._open
     overwrite(saved_training[0])
     assert same(moments(optimizer), saved_training[1])
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def is_mapped(path: Path) -> bool:
+    return str(path) in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_the_file_of_a_model_is_not_mapped_after_a_load(safe: bool, tmp_path: Path, no_gc: None) -> None:
+    """Its disk space is free when it is removed, and its file system can be unmounted."""
+    accelerator, model, _ = training()
+    folder = Path(accelerator.save_state(tmp_path / "a", safe_serialization=safe))
+    file = folder / ("model.safetensors" if safe else "pytorch_model.bin")
+    accelerator.load_state(folder)
+    assert not is_mapped(file)
+    other = Accelerator(cpu=True)
+    other.prepare(torch.nn.Linear(3, 3))
+    with pytest.raises(CheckpointError):
+        other.load_state(folder)
+    assert not is_mapped(file)
+    state = torch.load(file, mmap=True) if not safe else load_file(file)
+    assert is_mapped(file), "so the lines above can fail"
+    assert state.keys() == model.state_dict().keys()
+
+
+def test_files_of_deepspeed_are_not_mapped_when_they_are_read(tmp_path: Path, no_gc: None) -> None:
+    file = tmp_path / "mp_rank_00_model_states.pt"
+    torch.save({"module": {"weight": torch.ones(2**16)}, "param_shapes": None}, file)
+    checkpoint = ZeroCheckpoint(tmp_path)
+    assert checkpoint.weights["weight"].sum() == 2**16
+    assert is_mapped(file)
+    del checkpoint
+    assert not is_mapped(file)

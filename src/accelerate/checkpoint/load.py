@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,10 +101,14 @@ def load(
         store, name = discovery.locate(discovery.local_address(rank0_address, directory, project))
         manifest = _same_manifest(store, name, id_)
     location = resolve_map_location(map_location, "on_device" if ranks.size > 1 else "cpu")
-    with local_checkpoint(store, name, manifest, contents, ranks, action) as (path, fetched):
-        reader = TrainingStateReader(
-            path, manifest, ranks, strict, location, load_kwargs or {}, model_kwargs or {}
-        )
+    with (
+        local_checkpoint(store, name, manifest, contents, ranks, action) as (path, fetched),
+        closing(
+            TrainingStateReader(
+                path, manifest, ranks, strict, location, load_kwargs or {}, model_kwargs or {}
+            )
+        ) as reader,
+    ):
         with ranks.collective_section(action):
             if fetched is not None and check_digests:
                 verify_files(path, fetched, ranks)

@@ -136,6 +136,11 @@ class TrainingStateReader:
         for action, function in self.pending_rng:
             _attempt(action, function)
 
+    def close(self) -> None:
+        """Drop the states that were read: their files are mapped until nothing refers to them."""
+        for states in (self.trials, self.pending, self.pending_rng, self._undo):
+            states.clear()
+
     def _report_missing(self, file: str, what: str) -> None:
         if not self.strict:
             self.missing.append(f"{file} ({what})")

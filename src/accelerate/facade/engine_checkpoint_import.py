@@ -136,9 +136,10 @@ def engine_weights(folder: Path, model: int = 0) -> tuple[Path, dict[str, LazyTe
     if checkpoint is None:
         return None
     tensors: dict[str, LazyTensor] = {}
+    weights = checkpoint.weights
     for name, (dtype, shape) in checkpoint.shapes.items():
         place = ((checkpoint.tied_names.get(name, name), 0, shape.numel()),)
-        tensors[name] = LazyTensor(shape, dtype, place, partial(checkpoint.weights.__getitem__, name))
+        tensors[name] = LazyTensor(shape, dtype, place, partial(weights.__getitem__, name))
     return checkpoint.folder, tensors
 
 

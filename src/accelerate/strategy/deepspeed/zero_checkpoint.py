@@ -78,16 +78,19 @@ class ZeroCheckpoint:
 
     def __init__(self, folder: Path, index: int = 0) -> None:
         self.folder, self.index = folder, index
-        models, self._optimizer_files = _model_files(folder), _find_optimizer_files(folder)
-        self.rank0_state: dict[str, Any] = _load_file(models[0])
+        self._model_files, self._optimizer_files = _model_files(folder), _find_optimizer_files(folder)
+        self.rank0_state: dict[str, Any] = _load_file(self._model_files[0])
+        try:
+            self._read_layout()
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise self._unknown_form_error(f"{type(error).__name__}: {error}") from error
+
+    def _read_layout(self) -> None:
         self.processes = len(self._optimizer_files) or int(self.rank0_state.get("dp_world_size") or 1)
-        self._model_files = models
         if self._optimizer_files and self.rank0_state.get("param_shapes") is None:
             raise self._unknown_form_error("it does not say which parameters the vectors hold")
         self.tied_names: Mapping[str, str] = dict(self.rank0_state.get("shared_params") or {})
         self.shapes: Mapping[str, tuple[torch.dtype, torch.Size]] = dict(self._read_shapes())
-        readers = {name: partial(self._read_weight, self.tied_names.get(name, name)) for name in self.shapes}
-        self.weights: Mapping[str, torch.Tensor] = LazyZeroCheckpointMapping(readers)
         self.has_optimizer_state = bool(self._optimizer_files) or isinstance(
             self.rank0_state.get("optimizer"), Mapping
         )
@@ -123,6 +126,15 @@ class ZeroCheckpoint:
         )
 
     # --- weights
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The weights, each read when it is asked for.
+
+        Not kept, since it refers to this object: the files stay mapped as long as anything does.
+        """
+        readers = {name: partial(self._read_weight, self.tied_names.get(name, name)) for name in self.shapes}
+        return LazyZeroCheckpointMapping(readers)
 
     @cached_property
     def _param_groups(self) -> list[dict[str, torch.Size]]:
