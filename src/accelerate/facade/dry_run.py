@@ -22,6 +22,7 @@ from torch import nn
 
 from accelerate.core.errors import AccelerateError, PrepareError
 from accelerate.core.setting import load_settings
+from accelerate.core.torch_internals import require
 from accelerate.core.units import show_bytes, show_count
 from accelerate.facade import runtime
 from accelerate.offload.estimate.memory_estimate import OPTIMIZERS
@@ -84,6 +85,8 @@ def fake_process_group(rank: int, size: int) -> Iterator[None]:
         PrepareError: this process is in a real group.
     """
     import torch.distributed as dist
+
+    require("fake process group")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.core.errors import SettingError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.setting import load_settings
+from accelerate.core.torch_internals import COMMON, require
 from accelerate.data.active_loaders import ActiveLoaders
 from accelerate.data.configuration import DataLoaderConfiguration
 from accelerate.facade.compilation import TorchDynamoPlugin
@@ -71,6 +72,7 @@ def build_runtime(
         SettingError: a value is wrong, or two contradict each other.
         FeatureNotBuiltError: a requested feature is not built yet.
     """
+    require(*COMMON)
     world = state.world
     precision = PRECISIONS.get(state.mixed_precision)(world.hardware, handlers)
     precision.check()

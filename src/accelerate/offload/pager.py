@@ -362,7 +362,9 @@ class Pager:
         Other tensors are saved as before: activation checkpointing around a block recomputes them.
         """
         torch_c: Any = torch._C
-        outer_hooks: Any = torch_c._autograd._top_saved_tensors_default_hooks(False)
+        # Torch 2.6 does not tell them: there a block that is checkpointed saves its activations.
+        top_hooks = getattr(torch_c._autograd, "_top_saved_tensors_default_hooks", None)
+        outer_hooks: Any = top_hooks(False) if top_hooks else None
 
         def pack(tensor: torch.Tensor) -> Any:
             saved = self._pack(tensor)

@@ -14,9 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._runtime_utils import _reshard
+
+from accelerate.core.torch_internals import require
+
+require("FSDP1")
+
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper  # noqa: E402
+from torch.distributed.fsdp._runtime_utils import _reshard  # noqa: E402
 
 
 @dataclass(frozen=True, eq=False)

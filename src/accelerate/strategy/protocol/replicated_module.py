@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError
+from accelerate.core.torch_internals import require
 from accelerate.core.user_warning import warn_user
 
 
@@ -171,6 +172,7 @@ def replicate(module: nn.Module, **options: Any) -> nn.Module:
         module: the model, on its device; equal on all ranks afterwards (rank 0's values).
         options: arguments of ``torch.nn.parallel.DistributedDataParallel``.
     """
+    require("DDP")
     module_class = type(module)
     names = {name: getattr(module_class, name) for name in ("__module__", "__qualname__", "__doc__")}
     replica = DistributedDataParallel(module, **options)

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError
+from accelerate.core.torch_internals import accepts
 from accelerate.strategy.sharding.activation_offload import disable_cache, offload_inputs
 from accelerate.strategy.sharding.fsdp2_options import fully_shard_options
 from accelerate.strategy.sharding.fsdp_unit_plan import (
@@ -57,6 +58,25 @@ def make_layout(
     layout = plan_layout(model, plugin, precision or MixedPrecisionPolicy())
     check_packed(model, layout.precision.param_dtype)
     return layout
+
+
+def check_torch(device: torch.device, layout: FSDPShardingPlan) -> None:
+    """Refuse what ``fully_shard`` of the installed torch cannot do.
+
+    Raises:
+        PrepareError: it cannot compute on a CPU, or leave parameters unsharded.
+    """
+    problem = ""
+    if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        problem = f"FSDP2 of torch {torch.__version__} does not compute on a CPU"
+    elif layout.ignored and not accepts(fully_shard, "ignored_params"):
+        problem = f"FSDP2 of torch {torch.__version__} shards every parameter, and some are to be ignored"
+    if problem:
+        raise PrepareError(
+            problem,
+            why="torch's fully_shard came to it in a later version",
+            fix="pip install 'torch>=2.8', or fsdp_version=1",
+        )
 
 
 class Sharder:
@@ -103,11 +123,12 @@ class Sharder:
             optimizers: the optimizers that may hold its parameters.
             remap: makes the optimizers hold the new parameters.
         """
+        check_torch(self.device, layout)
+        # Given only where there are some: older versions of torch do not have the argument.
+        ignored: dict[str, Any] = {"ignored_params": layout.ignored} if layout.ignored else {}
         initialize, values = exchange_model_info(model, self.plugin.param_init_fn, self.mesh)
         if self.plugin.activation_checkpointing:
             checkpoint_activations(model, layout.blocks, bool(self.plugin.activation_checkpointing_offload))
-        # Given only where there are some: older versions of torch do not have the argument.
-        ignored: dict[str, Any] = {"ignored_params": layout.ignored} if layout.ignored else {}
         done: set[nn.Module] = set()
         buffers: Any = WeakIdKeyDictionary()
         optimizer_list = list(optimizers)

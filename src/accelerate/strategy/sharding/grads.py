@@ -16,7 +16,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
+from accelerate.core.torch_internals import require
 from accelerate.strategy.sharding.full_state import is_sharded_placement
+
+require("FSDP2")
 
 
 def fsdp_param_groups(model: nn.Module) -> Iterator[Any]:

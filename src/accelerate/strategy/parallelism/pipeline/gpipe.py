@@ -150,9 +150,10 @@ class GPipeCall:
             _, sent = self.runner.run_chunk(
                 self.plan.chunk_trace, stage, args, received, output_keys, outer_weights=outer_weights
             )
-        if stage == self.plan.chunk_trace.stages - 1:
-            self.outputs.append(sent)
-        return sent
+        if stage < self.plan.chunk_trace.stages - 1:
+            return sent
+        self.outputs.append(sent)
+        return tuple(tensor.detach() for tensor in sent)
 
     @contextmanager
     def _backward_context(self, chunk: int, stage: int, last: bool) -> Iterator[None]:
@@ -182,7 +183,7 @@ class GPipeCall:
         self.sync = grads.reduces_gradients(runner.model)
         with grads.sum_shared_grads(runner.model, runner.shared, runner.group, sync=self.sync):
             for schedule in self.schedules:
-                schedule.run_backwards(rows, self.outer_weights[: len(gradients) - count])
+                schedule.run_backwards(rows, self.outputs, self.outer_weights[: len(gradients) - count])
         self.release()
 
     def _cut(self, gradient: torch.Tensor | None, place: int) -> list[torch.Tensor | None]:

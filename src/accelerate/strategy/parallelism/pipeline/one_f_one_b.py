@@ -18,6 +18,7 @@ import torch
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
 from accelerate.core.errors import PrepareError
+from accelerate.core.torch_internals import accepts
 from accelerate.strategy.parallelism.pipeline import shared_grads as grads
 from accelerate.strategy.parallelism.pipeline.forward_trace import TensorMeta
 from accelerate.strategy.parallelism.pipeline.micro_batches import PipelineBatch, PipelineExecutionPlan
@@ -99,7 +100,8 @@ class OneFOneBCall:
             stage.submod.run_chunk = partial(self._run_chunk, stage.stage_index)
         chunks = self.options.num_microbatches
         targets = {"target": torch.arange(chunks)} if self.runner.has_last_stage else {}
-        schedule.step(chunk=torch.arange(chunks), return_outputs=False, **targets)
+        options = {"return_outputs": False} if accepts(type(schedule).step, "return_outputs") else {}
+        schedule.step(chunk=torch.arange(chunks), **options, **targets)
         for stage in stages:
             stage.clear_runtime_states()
         idle.append(schedule)
@@ -109,14 +111,17 @@ class OneFOneBCall:
         pipeline_stages: list[Any] = []
         for stage in runner.stages:
             output_keys = trace.stage_inputs(stage + 1) if stage < trace.stages - 1 else ()
-            outputs = [trace.meta(v) for v in output_keys] or [TensorMeta((), torch.float32, True)]
+            outputs = [trace.meta(v) for v in output_keys] or [TensorMeta((1,), torch.float32, True)]
             pipeline_stages.append(
                 make_stage(PipelineStageModule(), trace, stage, outputs, runner.device, runner.group)
             )
+        options: dict[str, Any] = {"loss_fn": _identity_loss}
+        if accepts(Schedule1F1B, "scale_grads"):
+            options["scale_grads"] = False  # as in older versions, which never scaled
         chunks = self.options.num_microbatches
         if len(pipeline_stages) == 1:
-            return Schedule1F1B(pipeline_stages[0], chunks, loss_fn=_identity_loss, scale_grads=False)
-        return ScheduleInterleaved1F1B(pipeline_stages, chunks, loss_fn=_identity_loss, scale_grads=False)
+            return Schedule1F1B(pipeline_stages[0], chunks, **options)
+        return ScheduleInterleaved1F1B(pipeline_stages, chunks, **options)
 
     @contextmanager
     def _backward_context(self, chunk: int, stage: int, last: bool) -> Iterator[None]:
@@ -136,7 +141,7 @@ class OneFOneBCall:
                 return sent
             loss = self._chunk_loss(output, chunk) * self.loss_weights[chunk]
         self.value = self.value.to(loss.device) + loss.detach()
-        return loss.float()
+        return torch.stack([loss.float()])  # torch 2.6 concatenates them
 
     def _chunk_loss(self, output: Any, chunk: int) -> torch.Tensor:
         if self.options.loss_fn is not None:

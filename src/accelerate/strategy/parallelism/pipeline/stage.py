@@ -31,12 +31,19 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, _utils
 
 from accelerate.core.errors import PrepareError
+from accelerate.core.torch_internals import accepts, require
 from accelerate.stages import tensor_tree
 from accelerate.strategy.parallelism.pipeline.forward_trace import (
     BlockOutputKey,
     PipelineForwardTrace,
     TensorMeta,
     is_fake,
+)
+
+require("pipeline parallelism")
+# Torch 2.6 keeps the outputs of a call until its end.
+_DISCARD_OUTPUT: dict[str, Any] = (
+    {"save_forward_output": False} if accepts(PipelineStage.forward_one_chunk, "save_forward_output") else {}
 )
 
 
@@ -149,14 +156,12 @@ class TrainingStage(PipelineStage):
 
     Attributes:
         backward_context: makes it from the micro-batch, the stage, and whether it is the last one.
-        last_outputs: on the last stage, the outputs of each micro-batch that waits for its backward.
     """
 
     backward_context: Callable[[int, int, bool], AbstractContextManager[Any]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.last_outputs: dict[int, tuple[torch.Tensor, ...]] = {}
         self._chunks_with_grad: set[int] = set()
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -171,19 +176,14 @@ class TrainingStage(PipelineStage):
         # The tensors themselves stay with torch, which frees those that are sent.
         if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in outputs):
             self._chunks_with_grad.add(fwd_chunk_id)
-        if self.is_last and self.has_backward:
-            self.last_outputs[fwd_chunk_id] = outputs
         return output
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """Run a backward; where nothing trains, only zeros are sent back."""
-        has_grad = bwd_chunk_id in self._chunks_with_grad
-        if self.is_last:
-            self.last_outputs.pop(bwd_chunk_id, None)
-            has_grad = isinstance(loss, torch.Tensor) and loss.requires_grad
-        if not has_grad:
+        has_loss = isinstance(loss, torch.Tensor) and loss.requires_grad
+        if not (has_loss if self.is_last else bwd_chunk_id in self._chunks_with_grad):
             self.bwd_cache[bwd_chunk_id] = (None,) * len(self.args_recv_info[bwd_chunk_id])
             return
         with self.backward_context(bwd_chunk_id, self.stage_index, last_backward):
@@ -192,7 +192,6 @@ class TrainingStage(PipelineStage):
     def clear_runtime_states(self) -> None:
         """Release what the micro-batches of a call have left."""
         super().clear_runtime_states()
-        self.last_outputs.clear()
         self._chunks_with_grad.clear()
 
 
@@ -221,6 +220,7 @@ class TwoPhaseGPipeSchedule(ScheduleGPipe):
     """torch's GPipe schedule, split into two calls: all forwards, and later all backwards."""
 
     _stage: Any
+    _is_ready = False
 
     def run_forwards(self) -> None:
         """Run the forward of every micro-batch."""
@@ -231,7 +231,7 @@ class TwoPhaseGPipeSchedule(ScheduleGPipe):
         pending_sends: list[dist.Work] = []
         for chunk in range(self._n_microbatches):
             _wait_all(_start_ops(stage.get_fwd_recv_ops(chunk)))
-            stage.forward_one_chunk(chunk, (), {"chunk": chunk}, save_forward_output=False)
+            stage.forward_one_chunk(chunk, (), {"chunk": chunk}, **_DISCARD_OUTPUT)
             pending_sends += _start_ops(stage.get_fwd_send_ops(chunk))
         _wait_all(pending_sends)
 
@@ -241,8 +241,9 @@ class TwoPhaseGPipeSchedule(ScheduleGPipe):
         Torch's newer versions let the stages vote first whether shapes are known. They are; and of several
         stages on one process, the second would not be there to vote.
         """
-        if self._stage_forward_initialized:
+        if self._is_ready:
             return
+        self._is_ready = True
         stage = self._stage
         if not hasattr(stage, "_inference_mode"):
             self._initialize_stage((), {})
@@ -251,16 +252,19 @@ class TwoPhaseGPipeSchedule(ScheduleGPipe):
         stage._prepare_forward_infra(self._n_microbatches, (), {}, has_backward=self._has_backward)
         if self._has_backward:
             stage._prepare_backward_infra(self._n_microbatches)
-        self._stage_forward_initialized = True
 
     def run_backwards(
-        self, gradients: Sequence[Sequence[torch.Tensor | None]], outer_weights: Sequence[torch.Tensor] = ()
+        self,
+        gradients: Sequence[Sequence[torch.Tensor | None]],
+        outputs: Sequence[tuple[torch.Tensor, ...]],
+        outer_weights: Sequence[torch.Tensor] = (),
     ) -> None:
         """Run the backward of every micro-batch.
 
         Args:
             gradients: on the last stage, for each chunk those of its outputs; for the first chunk also those
                 of ``outer_weights``.
+            outputs: on the last stage, what it computed for each chunk.
             outer_weights: weights between the blocks, as the first chunk saw them.
         """
         stage = self._stage
@@ -269,8 +273,8 @@ class TwoPhaseGPipeSchedule(ScheduleGPipe):
             _wait_all(_start_ops(stage.get_bwd_recv_ops(chunk)))
             loss = None
             if stage.is_last:
-                outputs = [*stage.last_outputs[chunk], *(outer_weights if chunk == 0 else ())]
-                loss = _weighted_sum(outputs, gradients[chunk])
+                results = [*outputs[chunk], *(outer_weights if chunk == 0 else ())]
+                loss = _weighted_sum(results, gradients[chunk])
             stage.backward_one_chunk(chunk, loss=loss, last_backward=chunk == self._n_microbatches - 1)
             pending_sends += _start_ops(stage.get_bwd_send_ops(chunk))
         _wait_all(pending_sends)

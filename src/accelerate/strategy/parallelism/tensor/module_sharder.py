@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from accelerate.core.errors import PrepareError
+from accelerate.core.torch_internals import accepts
 from accelerate.strategy.parallelism.tensor.tp_plan import TPPlanEntry
 from accelerate.strategy.sharding.fsdp2_sharder import broadcast_over_mesh, local_tensor
 from accelerate.strategy.sharding.full_state import local_shard
@@ -65,8 +66,11 @@ class ModuleSharder:
         for name, old in full_params.items():
             empty = torch.empty_like(old, device="meta")
             module._parameters[name] = nn.Parameter(empty, requires_grad=old.requires_grad)
-        # On the meta device nothing is sent: only the layout is made.
-        parallelize_module(module, self.mesh, part.style, src_data_rank=None)
+        # On the meta device nothing is sent: only the layout is made. Torch 2.6 cannot be told so.
+        local: dict[str, Any] = (
+            {"src_data_rank": None} if accepts(parallelize_module, "src_data_rank") else {}
+        )
+        parallelize_module(module, self.mesh, part.style, **local)
         for name, old in full_params.items():
             new_param: Any = module._parameters[name]
             # A style may leave a parameter as it is.
