@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError
+from accelerate.core.packages import is_torch_version
 from accelerate.core.torch_internals import accepts
 from accelerate.strategy.sharding.activation_offload import disable_cache, offload_inputs
 from accelerate.strategy.sharding.fsdp2_options import fully_shard_options
@@ -67,7 +68,7 @@ def check_torch(device: torch.device, layout: FSDPShardingPlan) -> None:
         PrepareError: it cannot compute on a CPU, or leave parameters unsharded.
     """
     problem = ""
-    if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+    if device.type == "cpu" and not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
         problem = f"FSDP2 of torch {torch.__version__} does not compute on a CPU"
     elif layout.ignored and not accepts(fully_shard, "ignored_params"):
         problem = f"FSDP2 of torch {torch.__version__} shards every parameter, and some are to be ignored"
@@ -77,6 +78,18 @@ def check_torch(device: torch.device, layout: FSDPShardingPlan) -> None:
             why="torch's fully_shard came to it in a later version",
             fix="pip install 'torch>=2.8', or fsdp_version=1",
         )
+
+
+def _average_on_cpu(model: nn.Module) -> None:
+    """Let torch divide the summed gradients by itself, where gloo sums although it was told to average.
+
+    It does so without an error in torch 2.8, and averages in 2.13: gradients would be too large by the number
+    of processes.
+    """
+    if is_torch_version("<", "2.13"):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
 
 
 class Sharder:
@@ -152,6 +165,8 @@ class Sharder:
             remap(_replaced_params(before), optimizer_list)
             # The unsharded parameters are freed here: nobody holds them any more.
             del before
+        if self.device.type == "cpu":
+            _average_on_cpu(model)
         set_prefetch(model, *self.plugin._prefetch_flags)
         guard_state_dict(model)
         values.guard_forward(model)
