@@ -220,7 +220,12 @@ class TwoPhaseGPipeSchedule(ScheduleGPipe):
     """torch's GPipe schedule, split into two calls: all forwards, and later all backwards."""
 
     _stage: Any
-    _is_ready = False
+
+    def __init__(self, stage: TrainingStage, n_microbatches: int, **kwargs: Any) -> None:
+        # Torch 2.8 refuses fewer micro-batches than stages, for schedules that alternate.
+        super().__init__(stage, max(n_microbatches, stage.num_stages), **kwargs)
+        self._n_microbatches = n_microbatches
+        self._is_ready = False
 
     def run_forwards(self) -> None:
         """Run the forward of every micro-batch."""
