@@ -1,7 +1,9 @@
 # One command runs the demo, one runs the tests. Both set themselves up; neither needs the other first.
-#   make demo | test | test-all | test-processors | test-mutations | check | bench | bench-peer | docs | clean
+#   make demo | test | test-all | test-torch | test-processors | test-mutations | check | bench | bench-peer | docs | clean
 #   make demo TORCH=torch==2.9.0      another torch      make demo PYTHON=python3.12   another Python
 TORCH  ?= torch==2.13.0
+# The versions that are supported, each tested in an environment of its own by `make test-torch`.
+TORCHES ?= 2.6 2.8 2.10 2.13 2.15
 PYTHON ?= python3
 VENV   := .venv
 PEER   := .venv-peer
@@ -16,7 +18,7 @@ WORKERS_PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --max-wo
 PYTEST = OMP_NUM_THREADS=$(THREADS) $(WORKERS_PYTEST)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-mutations test-processors check types-of-package calls-of-others format bench bench-peer docs clean
+.PHONY: help demo test test-all test-reduced test-torch test-mutations test-processors check types-of-package calls-of-others format bench bench-peer docs clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -49,6 +51,18 @@ test: $(VENV)/ready-test $(VENV)/system-packages  ## the test suite
 
 test-all: $(VENV)/ready-test $(VENV)/system-packages  ## with more examples and longer trainings (tests/README.md)
 	TESTS_ALL=1 $(PYTEST) $(ARGS)
+
+test-reduced: $(VENV)/ready-test  ## the part of it that depends most on torch
+	$(PYTEST) $(shell cat tests/support/reduced_suite.txt) $(ARGS)
+
+# make test-torch TORCHES="2.6 2.15"; make test-torch TORCHES=2.13 PYTHON=python3.12
+VENV_TORCH = .venv-torch$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
+test-torch:  ## that part with each supported version of torch, in turn
+	@for version in $(TORCHES); do \
+	    echo "--- torch $$version"; \
+	    $(MAKE) --no-print-directory test-reduced VENV=$(VENV_TORCH)-$$version TORCH=torch==$$version \
+	        || failed="$$failed $$version"; \
+	done; [ -z "$$failed" ] || { echo "failed with torch:$$failed"; exit 1; }
 
 test-mutations: $(VENV)/ready-test  ## do the tests find mistakes in the source?
 	$(BIN)/python -m tests.support.mutations $(ARGS)
@@ -91,4 +105,4 @@ docs: $(VENV)/ready-docs  ## build the documentation into site/
 	$(BIN)/mkdocs build --strict
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(PEER) site runs .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEER) .venv-torch-* site runs .pytest_cache .ruff_cache

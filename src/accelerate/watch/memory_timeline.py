@@ -73,7 +73,7 @@ def read_timelines(profiler: profile) -> list[DeviceMemoryTimeline]:
     if hasattr(profiler, "_memory_profile"):
         try:
             return _timelines_by_kind(profiler._memory_profile())
-        except AssertionError as error:
+        except (AssertionError, ImportError) as error:
             # Torch tracks every write to a tensor, and fails where several threads write to one.
             warnings.warn(
                 f"torch cannot tell what fills the memory in this profile, so all of it is shown as other: "
