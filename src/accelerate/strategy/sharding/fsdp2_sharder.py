@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError
-from accelerate.core.packages import is_torch_version
 from accelerate.core.torch_internals import accepts
 from accelerate.strategy.sharding.activation_offload import disable_cache, offload_inputs
 from accelerate.strategy.sharding.fsdp2_options import fully_shard_options
@@ -46,6 +45,9 @@ from accelerate.strategy.sharding.initial_weights import (
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 from accelerate.strategy.sharding.quantized_weight_check import check_packed
 from accelerate.world import collective
+
+# Told to average, gloo of torch 2.8 sums in a reduce-scatter, without an error; that of 2.13 averages.
+_GLOO_SUMS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 
 def make_layout(
@@ -81,15 +83,10 @@ def check_torch(device: torch.device, layout: FSDPShardingPlan) -> None:
 
 
 def _average_on_cpu(model: nn.Module) -> None:
-    """Let torch divide the summed gradients by itself, where gloo sums although it was told to average.
-
-    It does so without an error in torch 2.8, and averages in 2.13: gradients would be too large by the number
-    of processes.
-    """
-    if is_torch_version("<", "2.13"):
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)
+    """Let torch divide the sums of gradients by itself."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
 
 
 class Sharder:
@@ -165,7 +162,7 @@ class Sharder:
             remap(_replaced_params(before), optimizer_list)
             # The unsharded parameters are freed here: nobody holds them any more.
             del before
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and _GLOO_SUMS:
             _average_on_cpu(model)
         set_prefetch(model, *self.plugin._prefetch_flags)
         guard_state_dict(model)
