@@ -120,7 +120,9 @@ class Running:
 
     def text(self, name: str = "stdout") -> str:
         """What was written to ``"stdout"`` or ``"stderr"`` so far."""
-        return self._file(name).read_text(errors="replace")
+        lines = self._file(name).read_text(errors="replace").splitlines(keepends=True)
+        # Gloo of torch 2.8 prints how it connects.
+        return "".join(line for line in lines if not line.startswith("[Gloo] Rank "))
 
     def wait_for(self, text: str, timeout: float = 30, name: str = "stdout") -> None:
         """Returns as soon as ``text`` was written.
