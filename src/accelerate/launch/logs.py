@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from io import RawIOBase
+from io import RawIOBase, UnsupportedOperation
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
@@ -195,7 +195,7 @@ class OutputSink:
 
 def _drop_console(console: TextIO, other: TextIO) -> None:
     """Let what still goes to a console that is closed go nowhere; the other one says so, where it can."""
-    with suppress(OSError, ValueError):  # a notebook's console has no descriptor
+    with suppress(UnsupportedOperation, ValueError):  # a notebook's console has no descriptor
         descriptor = os.open(os.devnull, os.O_WRONLY)
         os.dup2(descriptor, console.fileno())
         os.close(descriptor)
@@ -203,5 +203,4 @@ def _drop_console(console: TextIO, other: TextIO) -> None:
 
 
 def _print_note(console: TextIO, text: str) -> None:
-    with suppress(OSError, ValueError):
-        print(f"accelerate: {text}", file=console, flush=True)
+    OutputSink(console, lambda error: None).write(f"accelerate: {text}\n".encode())
