@@ -103,3 +103,28 @@ def test_a_compiled_model_trains_as_it_is(ranks: RankServer, size: int, precisio
         assert found["dtype"] == torch.float32
         assert found["breaks"] == 0
         assert found["graphs"] > 0
+
+
+def names_of_a_model_that_the_user_compiled() -> list[bool]:
+    """Compiled as a whole, with a compiled part, under data parallelism and both kinds of sharding."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    found: list[bool] = []
+    for version in (None, 1, 2):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=version) if version else None
+        accelerator = Accelerator(fsdp_plugin=plugin, cpu=True)
+        net = Net()
+        net.blocks[1] = torch.compile(net.blocks[1], backend="eager")  # type: ignore[assignment]
+        model = accelerator.prepare(torch.compile(net, backend="eager"))
+        state = accelerator.get_state_dict(model)
+        found.append({name: value.shape for name, value in state.items()} == SHAPES)
+    return found
+
+
+SHAPES = {name: value.shape for name, value in Net().state_dict().items()}
+
+
+def test_weights_of_a_model_that_the_user_compiled_keep_their_names(ranks: RankServer) -> None:
+    """D9: as in the files of a checkpoint."""
+    of_rank_0, _ = ranks(2, names_of_a_model_that_the_user_compiled)  # under sharding it alone has the state
+    assert of_rank_0 == [True] * 3

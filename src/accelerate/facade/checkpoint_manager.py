@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from accelerate.checkpoint import async_save, load, save
 from accelerate.checkpoint.discovery import ProjectConfiguration, parse_address
 from accelerate.checkpoint.load import CheckpointLoadResult
+from accelerate.checkpoint.state_dict_files import strip_compile_prefix
 from accelerate.checkpoint.stateful import CheckpointContents
 from accelerate.checkpoint.weight_files import save_weights
 from accelerate.core.errors import PrepareError, SettingError
@@ -76,12 +77,14 @@ class CheckpointManager:
         return self.strategy.unwrap(extract_model_from_parallel(model, keep_torch_compile=keep_torch_compile))
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the model's full state dict, keyed by the names of the user's module."""
+        """Return the full state dict of a model by the names of the user's module, also where compiled."""
         if self.strategy.shards_params:
-            return self.strategy.model_state(self.unwrap(model))
-        return resolve_offloaded(
-            self.unwrap(model).state_dict() if unwrap else self.strategy.model_state(model)
-        )
+            state = self.strategy.model_state(self.unwrap(model))
+        else:
+            own = self.unwrap(model).state_dict() if unwrap else self.strategy.model_state(model)
+            state = resolve_offloaded(own)
+        is_compiled = unwrap and any("_orig_mod." in name for name in state)
+        return strip_compile_prefix(state) if is_compiled else state
 
     def register(self, objects: Iterable[Any]) -> None:
         """Save and load more objects with the state."""
