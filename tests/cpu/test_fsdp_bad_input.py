@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from tests.support.ranks import RankServer
+from tests.support.ranks import RankServer, same_on_all
 from tests.support.sharded_models import adamw, batches, loss_of, tiny
 
 LAYERS: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}
@@ -67,3 +69,52 @@ def test_a_call_of_one_rank_alone_among_replicas_is_an_error_on_all(
     outcomes = ranks.outcomes(4, alone, "state", "train", str(tmp_path), copies, grace=30, timeout=60)
     assert {outcome.status for outcome in outcomes} == {"raised"}, list(map(str, outcomes))
     assert "get_state_dict" in outcomes[0].message
+
+
+def optimizers(version: int) -> dict[str, tuple[str, str]]:
+    """(Error, warning) of each optimizer that takes more than single elements, in prepare and three steps."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=version))
+    kinds: dict[str, Any] = {
+        "Adafactor": torch.optim.Adafactor,
+        "LBFGS": torch.optim.LBFGS,
+        "AdamW": torch.optim.AdamW,
+    }
+    if hasattr(torch.optim, "Muon"):
+        kinds["Muon"] = torch.optim.Muon
+    found: dict[str, tuple[str, str]] = {}
+    for name, kind in kinds.items():
+        model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 1, bias=False))
+        error = ""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                model, optimizer = accelerator.prepare(model, kind(model.parameters(), lr=0.01))
+                for _ in range(3):
+
+                    def closure(model: Any = model) -> torch.Tensor:
+                        loss = model(torch.ones(2, 4)).square().mean()
+                        accelerator.backward(loss)
+                        return loss
+
+                    closure()
+                    optimizer.step(closure) if name == "LBFGS" else optimizer.step()
+            except ValueError as raised:
+                error = str(raised)
+        said = [str(each.message) for each in caught if name in str(each.message)]
+        found[name] = error.partition("\n")[0], " ".join(said).partition(":")[0]
+    return found
+
+
+def test_optimizers_of_whole_matrices_are_named(ranks: RankServer) -> None:
+    """Not torch's raw words, and not another result without a word."""
+    sharded = same_on_all(ranks(2, optimizers, 2))
+    refused = {name: "cannot step sharded parameters" in error for name, (error, _) in sharded.items()}
+    assert refused == {name: name != "AdamW" for name in sharded}
+    first, second = ranks(2, optimizers, 1)
+    for name in {"LBFGS", "Muon"} & first.keys():
+        assert first[name] == second[name] == (f"{name} cannot train under FSDP1", "")
+    assert first["AdamW"] == ("", "")
+    assert "takes its means over this rank's piece" in first["Adafactor"][1]
+    assert second["Adafactor"] == ("", "")

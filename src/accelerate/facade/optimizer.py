@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from accelerate.core import tree
+from accelerate.core.errors import PrepareError
 from accelerate.facade.gradient_state import GradientState
 from accelerate.precision.base import Precision
 from accelerate.strategy.base import ReductionMonitor, Strategy
@@ -18,6 +19,14 @@ from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
 # The kinds of options of a group that all ranks must have alike; a text may name a device.
 _PLAIN = (int, float, tuple, type(None))
+
+
+# What torch says when an operation does not know sharded tensors.
+_DTENSOR_WORDS = (
+    "Sharding propagation failed",
+    "mixed torch.Tensor and DTensor",
+    "sharding strategy registered",
+)
 
 
 def move_to_device(state: Any, device: torch.device) -> Any:
@@ -177,7 +186,7 @@ class AcceleratedOptimizer(Optimizer):
 
         Raises:
             PrepareError: the gradients are those of a window that was left early, or weighted by items and
-                not complete.
+                not complete; or the optimizer does not know sharded parameters.
         """
         gradients = self.gradient_state
         if not gradients.sync_gradients or self.fuses_backward:
@@ -193,12 +202,17 @@ class AcceleratedOptimizer(Optimizer):
             self._monitor.report_unreduced(p for group in self.param_groups for p in group["params"])
         if gradients.loss_weighting is not None:
             gradients.loss_weighting.check_complete(self.optimizer)
-        if self._engine is not None:
-            result = self._engine.optimizer_step(self.optimizer, lambda: self._scaled_step(closure))
-        elif self.scaler is not None:
-            result = self._scaled_step(closure)
-        else:
-            result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        try:
+            if self._engine is not None:
+                result = self._engine.optimizer_step(self.optimizer, lambda: self._scaled_step(closure))
+            elif self.scaler is not None:
+                result = self._scaled_step(closure)
+            else:
+                result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        except (RuntimeError, NotImplementedError) as error:
+            if any(word in str(error) for word in _DTENSOR_WORDS):
+                raise _sharded_step_error(self.optimizer) from error
+            raise
         gradients.has_unweighted_grads = False
         if gradients.loss_weighting is not None:
             gradients.loss_weighting.reset_used(self.optimizer)
@@ -225,6 +239,15 @@ def patch_optimizer_step(
 ) -> Callable[..., Any]:
     """Return ``method`` as it is; kept for compatibility, since skipped steps are known without a patch."""
     return method
+
+
+def _sharded_step_error(optimizer: Optimizer) -> PrepareError:
+    return PrepareError(
+        f"{type(optimizer).__name__} cannot step sharded parameters: part of the step may be done",
+        why="parameters are distributed tensors (DTensor), and it uses an operation that torch has not for "
+        "these: the usual reason are means or products over whole matrices",
+        fix="an optimizer that computes element by element (AdamW, SGD, ...), or train under ddp",
+    )
 
 
 def agree_on_optimizers(optimizers: Iterable[Any], device: torch.device) -> None:

@@ -10,8 +10,42 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from accelerate.core.errors import PrepareError
+from accelerate.core.user_warning import warn_user
 from accelerate.strategy.fsdp1.model_state_dict import FSDP1WrappedModel
 from accelerate.strategy.fsdp1.optimizer_state import FSDP1Optimizer, ParamOrder
+from accelerate.world import collective
+
+# Optimizers that compute with whole parameters, by the names of their classes; pieces of one dimension are
+# another problem to these, or none that they take.
+_NEEDS_MATRICES = frozenset({"LBFGS", "Muon"})
+_TAKES_STATISTICS = frozenset(
+    {"Adafactor", "AdafactorBigVision", "CAME", "LAMB", "LARS", "Lamb", "Lars", "SM3"}
+)
+
+
+def check_elementwise(optimizer: Any) -> None:
+    """Refuse optimizers that cannot step pieces of parameters.
+
+    Raises:
+        PrepareError: LBFGS or Muon.
+    """
+    names = {kind.__name__ for kind in type(optimizer).__mro__} & _NEEDS_MATRICES
+    if names:
+        raise PrepareError(
+            f"{min(names)} cannot train under FSDP1",
+            why="it computes with whole parameters, and each rank steps its own piece of them",
+            fix="an optimizer that computes element by element (AdamW, SGD, ...), or train under ddp",
+        )
+
+
+def warn_of_statistics(optimizer: Any) -> None:
+    """Warn on rank 0 of an optimizer that takes means over a parameter, which are those of a piece here."""
+    names = {kind.__name__ for kind in type(optimizer).__mro__} & _TAKES_STATISTICS
+    if names and collective.rank() == 0:
+        warn_user(
+            f"{min(names)} under FSDP1 takes its means over this rank's piece of each parameter, not over "
+            "its rows and columns: the run is not that of one process. Train under ddp, or with AdamW"
+        )
 
 
 def check_param_groups(optimizer: Optimizer, parts: Iterable[Sequence[torch.Tensor]]) -> None:

@@ -169,7 +169,7 @@ class FSDP1Strategy(ShardedStrategy):
 
     def _update_optimizers(self, bundle: PrepareBundle) -> None:
         """Remap optimizers also when their model was prepared in an earlier call."""
-        from accelerate.strategy.fsdp1.optimizer_remap import remap_optimizer
+        from accelerate.strategy.fsdp1.optimizer_remap import remap_optimizer, warn_of_statistics
 
         sync = bool(self.plugin.sync_module_states)
         for optimizer in bundle.objects_of("optimizer"):
@@ -182,6 +182,8 @@ class FSDP1Strategy(ShardedStrategy):
                 and inner_optimizer not in self._hooked_optimizers
             ):
                 self._hooked_optimizers.add(inner_optimizer)
+                if not self._is_replicated:
+                    warn_of_statistics(inner_optimizer)
                 inner_optimizer.register_step_post_hook(self._reshard_after_step)
 
     def _reshard_after_step(self, *_: Any) -> None:
@@ -194,9 +196,15 @@ class FSDP1Strategy(ShardedStrategy):
         """Refuse also optimizers that cannot be remapped.
 
         Raises:
-            PrepareError: a flat parameter would be in several groups, or an error of the base class.
+            PrepareError: a flat parameter would be in several groups, the optimizer needs whole matrices, or
+                an error of the base class.
         """
         super()._check_optimizers(bundle)
+        if not self._is_replicated:
+            from accelerate.strategy.fsdp1.optimizer_remap import check_elementwise
+
+            for optimizer in bundle.objects_of("optimizer"):
+                check_elementwise(getattr(optimizer, "optimizer", optimizer))
         if not bundle.training or self.plugin.use_orig_params:
             return
         from accelerate.strategy.fsdp1.optimizer_remap import check_param_groups
