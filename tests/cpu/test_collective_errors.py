@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import re
 import signal
@@ -17,10 +18,11 @@ import torch
 
 import accelerate.core.errors as errors
 from accelerate.core.errors import CollectiveError
+from accelerate.utils import gather_object
 from tests.support.command import Running, launch
 from tests.support.ranks import RankServer, free_port, same_on_all
 from tests.support.scripts import run_to_exit
-from tests.support.watchdog import peer_store, record_early_hints
+from tests.support.watchdog import peer_store, record_early_hints, speed_up_watchdog
 
 
 def message(call: Any, *arguments: Any, **options: Any) -> str:
@@ -361,6 +363,115 @@ def test_a_rank_that_waits_long_says_for_whom_once(ranks: RankServer) -> None:
     assert text.startswith("rank 0 has waited ")
     assert "in wait_for_everyone at test_collective_errors.py:" in text
     assert "rank 1 is at test_collective_errors.py:" in text
+
+
+def stay_away(how: str, file: str) -> list[str]:
+    """Rank 0 waits in torch for rank 1, until it has said so."""
+    from accelerate import Accelerator
+
+    records = record_early_hints()
+    accelerator = Accelerator()
+    model = accelerator.prepare(torch.nn.Linear(3, 1))
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(2, 3)).sum())
+    pid = gather_object([os.getpid()])[1]
+    if accelerator.process_index == 0:
+        threading.Thread(target=resume_when_told, args=(records, pid, file), daemon=True).start()
+    elif how == "hangs":
+        wait_for_file(file)
+    elif how == "stops":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        next(iter(torch.utils.data.DataLoader(Stuck(file), num_workers=1)))
+    accelerator.backward(model(torch.ones(2, 3)).sum())
+    return records
+
+
+class Stuck(torch.utils.data.Dataset[int]):
+    """Its worker process waits, as one that is in a deadlock would."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        wait_for_file(self.file)
+        return index
+
+
+def wait_for_file(file: str) -> None:
+    until = time.monotonic() + 30
+    while not os.path.exists(file) and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+def resume_when_told(records: list[str], pid: int, file: str) -> None:
+    """Let rank 1 go on as soon as this rank has said that it waits."""
+    until = time.monotonic() + 30
+    while not records and time.monotonic() < until:
+        time.sleep(0.02)
+    Path(file).touch()
+    os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize(
+    ("how", "shown"),
+    [
+        ("hangs", "in wait_for_file\n    time.sleep"),
+        ("stops", "is stopped (SIGSTOP, Ctrl-Z or a debugger)"),
+        ("loader", "its loader's workers: "),
+    ],
+)
+def test_who_waits_in_torch_says_for_whom_and_where_that_rank_is(
+    ranks: RankServer, tmp_path: Path, how: str, shown: str
+) -> None:
+    """G11: with the stack of a rank that answers, and the state of a process that does not."""
+    waiting, late = ranks(2, stay_away, how, str(tmp_path / "file"))
+    assert late == []
+    [text] = waiting
+    assert text.startswith("rank 0 has waited ")
+    assert "in backward at test_collective_errors.py:" in text
+    assert shown in text
+
+
+def lose_peer_before_the_first_exchange() -> str:
+    from accelerate import Accelerator
+
+    speed_up_watchdog()
+    accelerator = Accelerator()
+    # A wait for the store alone: the control channel, which would break, is not open yet.
+    peer_store().put(f"open/{accelerator.process_index}", "")
+    peer_store().wait(["open/0", "open/1"], 20)
+    if accelerator.process_index == 1:
+        os._exit(3)
+    return message(accelerator.wait_for_everyone)
+
+
+def test_a_rank_killed_before_its_first_collective_is_noticed(ranks: RankServer) -> None:
+    """G11: it is in no connection of the collectives of this package yet."""
+    waiting, killed = ranks.outcomes(2, lose_peer_before_the_first_exchange, grace=60)
+    assert killed.status == "died"
+    assert waiting.status == "returned", waiting
+    text = pickle.loads(waiting.value or b"")
+    assert text.startswith(
+        "rank 1 is gone while rank 0 was in wait_for_everyone at test_collective_errors.py:"
+    )
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_rank_that_ends_well_while_another_is_in_backward_is_named(
+    ranks: RankServer, tmp_path: Path, leaver: int
+) -> None:
+    """G11: not the rank that waits, and not in raw words of gloo; also when the store ends with that rank."""
+    script = f"{SCRIPT}\ntrain()\nif rank == {leaver}: sys.exit(0)\ntrain()\n"
+    ends = run_to_exit(ranks, 2, script, tmp_path)
+    assert [code for code, _ in ends] == [int(rank != leaver) for rank in range(2)]
+    message = ends[1 - leaver][1].rpartition("Error: ")[2]
+    assert "was reached by 1 of 2 ranks" in message
+    assert f"rank {leaver} has ended" in message
+    assert f"rank {1 - leaver} is in " in message
 
 
 # ---------------------------------------------------------------- processes, threads, worlds

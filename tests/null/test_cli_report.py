@@ -82,6 +82,16 @@ def test_a_rank_that_was_stopped_before_it_could_report_is_blamed_by_its_peers(t
     ]
 
 
+def test_ranks_that_ended_well_before_are_named(tmp_path: Path) -> None:
+    """G11: the one that fails may only have waited for them."""
+    raised(tmp_path, 1, 500)
+    ends = (end(0, 0, 10), end(3, 0, 20), end(1, 1, 510), end(2, 0, 600))
+    assert shown(tmp_path, *ends)[1][:2] == [
+        "rank 1 of 4 failed (exit code 1)",
+        "  why: ranks 0, 3 had ended before, with exit code 0",
+    ]
+
+
 def test_a_silent_death_is_noticed_late_and_is_still_the_cause(tmp_path: Path) -> None:
     """Its peer complained before its end was seen."""
     raised(tmp_path, 0, 995, "RuntimeError: Connection closed by peer")

@@ -20,6 +20,7 @@ def speed_up_watchdog() -> None:
     from accelerate.world import watchdog
 
     watchdog.HINT_DELAY, watchdog.WAIT_REPORT_DELAY, watchdog.POLL_INTERVAL = 0.4, 0.1, 0.05
+    watchdog.TORCH_WAIT_DELAY, watchdog.ANSWER_TIMEOUT = 0.2, 1.0
 
 
 def record_early_hints() -> list[str]:

@@ -196,9 +196,11 @@ def build_job_error(outcome: JobOutcome, folder: Path, size: int | None = None) 
     same = [each for each in causes if each is first or (each.text and each.summary == first.summary)]
     if first is not causes[0]:
         same = [first]
-    stopped = len(outcome.exits) > len(causes)
+    stopped = len([end for end in outcome.exits if end.code]) > len(causes)
+    left = [end.rank for end in outcome.exits if end.code == 0 and end.seen_at < first.failed_at]
     error = RankError(
-        _describe_failures(first, same, size or len(outcome.exits), stopped), why=_failure_hint(first)
+        _describe_failures(first, same, size or len(outcome.exits), stopped),
+        why=_failure_hint(first) or _early_end_hint(left),
     )
     error.code = _shell_code(first.code)
     error.others = _later_failure_lines(each for each in causes if each not in same)
@@ -261,6 +263,12 @@ def _describe_failures(first: RankFailure, same: Sequence[RankFailure], count: i
     who = f"rank {first.rank}" if len(ranks) == 1 else f"ranks {_format_ranges(ranks)}"
     alike = ", in the same way" if len(ranks) > 1 else ""
     return f"{who} of {count} {ending}{alike}" + (", the others were stopped" if stopped else "")
+
+
+def _early_end_hint(ranks: list[int]) -> str:
+    """Name the ranks that ended well while another still worked, which may have waited for them."""
+    plural = "s" if len(ranks) > 1 else ""
+    return f"rank{plural} {_format_ranges(sorted(ranks))} had ended before, with exit code 0" if ranks else ""
 
 
 def _failure_hint(first: RankFailure) -> str:

@@ -34,8 +34,8 @@ import torch.distributed as dist
 
 from accelerate.core.errors import CollectiveError
 from accelerate.world import watchdog
+from accelerate.world.call_site import CallSite, find_call_site
 from accelerate.world.rank_failure_report import DEPARTURES, SAME_CALLS, rank_table
-from accelerate.world.watchdog import CallSite, find_call_site
 
 # Label for error texts; digests of operation and structure, flag any_size, bytes of the description, bytes of
 # the values. The description follows, so that everything that usually matches is compared at once.

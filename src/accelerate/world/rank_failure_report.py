@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-from accelerate.core.errors import CollectiveError, PeerError, find_consequence
+from accelerate.core.errors import UNKNOWN_RANK, CollectiveError, PeerError, find_consequence
 
 # Operations by which a rank leaves an attempt that all ranks make together, in whatever they are meanwhile.
 DEPARTURES = frozenset({"find_executable_batch_size"})
@@ -16,6 +16,7 @@ SAME_CALLS = (
     "rank (`if accelerator.is_main_process`), or for an error that one rank caught"
 )
 MAX_TRACEBACK = 20_000  # characters of a stored traceback
+SYSTEM_KNOWS = "what it printed, and what the system says about its memory, may tell more"
 _MAX_ROWS = 16  # ranks in a table
 _NEW_ROW = "\n       "  # below the first row, which the error prints after "  why: "
 
@@ -41,6 +42,15 @@ class RankStatus:
     ended: bool = False
 
     @property
+    def place(self) -> str:
+        """Return the call that it is in, empty outside."""
+        return self.doing or self.inside
+
+    def is_behind(self, other: RankStatus) -> bool:
+        """Return whether it has not begun the call that ``other`` is in."""
+        return self.letters < other.letters if other.doing else self.calls < other.calls
+
+    @property
     def has_departed(self) -> bool:
         """Return whether it has left an attempt, and waits for the others to leave it too."""
         return self.doing.partition(" at ")[0] in DEPARTURES
@@ -58,8 +68,8 @@ class RankStatus:
         """Return the status in words."""
         if self.ended:
             return "has ended"
-        if self.doing or self.inside:
-            return f"is in {self.doing or self.inside}"
+        if self.place:
+            return f"is in {self.place}"
         return f"is at {self.at}"
 
 
@@ -151,10 +161,21 @@ def timeout_report(me: int, size: int, positions: Mapping[int, RankStatus], seco
     count = _count_arrived(me, positions, status.doing)
     return FailureReport(
         me,
-        f"{status.doing} was reached by {count} of {size} ranks within {seconds:g} s",
+        f"{status.doing or status.inside} was reached by {count} of {size} ranks within {seconds:g} s",
         why=table(size, positions),
         fix="make the call on every rank; for a rank that needs longer, "
         "InitProcessGroupKwargs(timeout=timedelta(...))",
+    )
+
+
+def lost_peer_report(me: int, place: str, error: BaseException) -> FailureReport:
+    """Return the report for a connection that broke in a call, with a peer that has said nothing."""
+    return FailureReport(
+        me,
+        f"{place} was left by a process that is gone",
+        why=f"it was killed, or ended without an error message ({str(error).partition(chr(10))[0]})",
+        fix=SYSTEM_KNOWS,
+        lost_rank=UNKNOWN_RANK,
     )
 
 
@@ -182,7 +203,7 @@ def _count_arrived(me: int, positions: Mapping[int, RankStatus], doing: str) -> 
     first = next((p for p in positions.values() if doing and p.doing == doing), positions[me])
     if first.doing:
         return sum(p.letters >= first.letters for p in positions.values())
-    return sum(bool(p.inside) for p in positions.values())
+    return sum(p.calls >= positions[me].calls for p in positions.values())
 
 
 def table(size: int, positions: Mapping[int, RankStatus]) -> str:

@@ -6,8 +6,10 @@ result. Three things end a wait: another rank failed (its ``sys.excepthook`` sto
 rank has ended, or two ranks are deadlocked in different collectives. The first rank that notices writes the
 report, and all ranks raise the same error.
 
-A rank inside a wait of torch itself cannot be interrupted; it is freed when its peers end, and then shows the
-stored report. While no rank waits, each watchdog makes one store request per poll interval.
+A rank inside a wait of torch itself (a backward, a forward under FSDP) is noticed by its stack, which stays
+the same. It is freed when its peers end, and then shows the stored report. Whoever waits long asks the ranks
+that it waits for where they are, and logs their stacks. While no rank waits, each watchdog makes one store
+request per poll interval.
 """
 
 from __future__ import annotations
@@ -21,17 +23,28 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
-from types import CodeType, FrameType, TracebackType
-from typing import Any, NamedTuple
+from functools import cached_property
+from types import TracebackType
+from typing import Any
 
 from accelerate.core.errors import UNKNOWN_RANK, CollectiveError
+from accelerate.world.call_site import (
+    CallSite,
+    blocking_call,
+    find_call_site,
+    outward,
+    torch_prefixes,
+    waiting_place,
+)
 from accelerate.world.group_interrupt import interrupt_group
+from accelerate.world.peer_processes import MAX_RANKS, PeerProcesses
 from accelerate.world.rank_failure_report import (
+    SYSTEM_KNOWS,
     FailureReport,
     RankStatus,
     deadlock_report,
     find_deadlock,
+    lost_peer_report,
     timeout_report,
 )
 from accelerate.world.store_client import StoreClient
@@ -41,7 +54,9 @@ logger = logging.getLogger(__name__)
 POLL_INTERVAL = 0.5  # seconds between polls of the store; more in large worlds
 LARGE_WORLD = 32  # ranks; in larger worlds polls are rarer, so that the load of the store stays the same
 WAIT_REPORT_DELAY = 1.5  # seconds in one collective until a rank publishes that it waits
+TORCH_WAIT_DELAY = 5.0  # ... in one call of torch, which may compute that long
 HINT_DELAY = 10.0  # seconds until it also logs a warning
+ANSWER_TIMEOUT = 3.0  # seconds that other ranks have to say where they are
 EXIT_GRACE = 2.0  # seconds that rank 0, which may host the store, waits for the others to read it
 DIAGNOSIS_TIMEOUT = 3.0  # seconds to find out which rank closed a connection
 
@@ -55,58 +70,6 @@ _CONNECTION_ERRORS = (
     "Timed out",
     "ncclRemote",
 )
-
-# Frames of this package and of the standard library's wrappers are not user code.
-_PACKAGE_PREFIXES = (str(Path(__file__).parents[1]) + os.sep, "<frozen")
-_CONTEXT = "contextlib.py"
-
-
-class CallSite(NamedTuple):
-    """A line of the user's code.
-
-    Attributes:
-        file, line: the source position.
-        function: name of the function; ``<module>`` at module level.
-    """
-
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        return f"{Path(self.file).name}:{self.line}"
-
-
-# By the code's identity, which the entry keeps alive: hashing the code itself would cost more than the rest.
-_cache: dict[tuple[int, int], tuple[CallSite, CodeType]] = {}
-_UNKNOWN = CallSite("<unknown>", 0, "")
-
-
-def find_call_site(frame: FrameType | None, extra_prefixes: tuple[str, ...] = ()) -> CallSite:
-    """Return the innermost line of user code at or above a frame; the outermost line if there is none.
-
-    Args:
-        frame: the frame to start from.
-        extra_prefixes: more folders whose code is not the user's.
-    """
-    prefixes = _PACKAGE_PREFIXES + extra_prefixes if extra_prefixes else _PACKAGE_PREFIXES
-    if frame is None:
-        return _UNKNOWN
-    while True:
-        code, outer = frame.f_code, frame.f_back
-        name = code.co_filename
-        if outer is None or not (name.startswith(prefixes) or name.endswith(_CONTEXT)):
-            break
-        frame = outer
-    key = id(code), frame.f_lasti
-    entry = _cache.get(key)
-    if entry is None:
-        # A generator of code (a notebook, exec in a loop) must not fill the memory.
-        if len(_cache) > 4096:
-            _cache.clear()
-        entry = _cache[key] = CallSite(code.co_filename, frame.f_lineno, code.co_name), code
-    return entry[0]
-
 
 _current: Watchdog | None = None
 _hooks_installed = False
@@ -237,11 +200,18 @@ class Watchdog:
         self.group: object = None
         self._shutdown_actions: list[Callable[[], None]] = []
         self._published_status: RankStatus | None = None
-        self._last_instruction: object = None
-        self._alarm_raised = self._failure_announced = False
+        self._last_activity: object = None
+        self._waits_since, self._hint_logged, self._inside = time.monotonic(), False, ""
+        self._seen_statuses: dict[int, RankStatus] = {}
+        self._alarm_raised = self._failure_announced = self._has_failed = self._has_ended = False
         # Started early: a rank that never calls a collective of this package may wait for others in torch.
         self._thread = threading.Thread(target=self._run, name="accelerate-watchdog", daemon=True)
         self._thread.start()
+
+    @cached_property
+    def processes(self) -> PeerProcesses:
+        """The processes of the other ranks."""
+        return PeerProcesses(self.store, self.rank, self.caller_thread)
 
     def use_group(self, group: Any) -> None:
         """Watch a new default process group, which replaces one that was interrupted."""
@@ -264,16 +234,7 @@ class Watchdog:
         """Return the error for a connection that broke in a collective: the rank that failed, if known."""
         report = self._diagnose()
         if report is None:
-            report = self._publish_report(
-                FailureReport(
-                    self.rank,
-                    f"{self._describe_call()} was left by a process that is gone",
-                    why="it was killed, or ended without an error message "
-                    f"({str(error).partition(chr(10))[0]})",
-                    fix="what it printed, and what the system says about its memory, may tell more",
-                    lost_rank=UNKNOWN_RANK,
-                )
-            )
+            report = self._publish_report(lost_peer_report(self.rank, self._describe_call(), error))
         return report.error(self.rank)
 
     def timeout_error(self) -> CollectiveError:
@@ -290,12 +251,21 @@ class Watchdog:
         """Return the error to show in place of torch's connection error when another rank failed."""
         if not is_disconnect(error):
             return error
-        report = self._diagnose()
+        self._inside, self._has_failed = waiting_place(error), True
+        report = self._diagnose() or self._explain_torch_error(error)
         if report is None or (report.traceback and report.rank == self.rank):
             return error
-        new = report.error(self.rank)
-        new.__cause__ = error
-        return new.with_traceback(error.__traceback__)
+        return report.error(self.rank).with_traceback(error.__traceback__)
+
+    def _explain_torch_error(self, error: BaseException) -> FailureReport | None:
+        """Report an error of torch about a peer of which nothing is known."""
+        text = str(error)
+        statuses = {**self._peer_statuses(), self.rank: self._own_status()}
+        if "NCCL" in text or "nccl" in text:
+            return None  # it may be a mistake of this rank
+        if "Timed out" in text:
+            return self._publish_report(timeout_report(self.rank, self.size, statuses, self.timeout))
+        return self._publish_report(lost_peer_report(self.rank, self._inside, error))
 
     def announce_failure(self, error: BaseException) -> None:
         """Store the error that ends this process. Rank 0 waits a moment, since it may host the store."""
@@ -313,7 +283,9 @@ class Watchdog:
         if error is not None:
             self.announce_failure(error)
         elif not self.store.is_lost:
-            self.store.put(f"at/{self.rank}", self._own_status(ended=True).to_json())
+            self._has_ended = True
+            self.store.put(f"at/{self.rank}", self._own_status().to_json())
+            self.store.put("alarm", "")
             self.store.put(f"ended/{self.rank}", "")
             self.store.put(f"heard/{self.rank}", "")
             if self.rank == 0:
@@ -350,6 +322,10 @@ class Watchdog:
             self._poll_peers(waiting=True)
             self._report_event.wait(0.1)
         if self.report is None and self.store.is_lost:
+            # Rank 0 may have announced its end before it took the store with it.
+            statuses = {**self._seen_statuses, self.rank: self._own_status()}
+            self.report = find_deadlock(self.rank, self.size, statuses)
+        if self.report is None and self.store.is_lost:
             return self._publish_report(
                 FailureReport(
                     self.rank,
@@ -364,27 +340,42 @@ class Watchdog:
     # --- the watchdog thread
 
     def _run(self) -> None:
-        doing, since, hinted = self.active_call, time.monotonic(), False
+        self.processes.publish()
         pause = self.poll_interval
         while not self._stop_event.is_set():
             self._wake_event.wait(pause)
             if self._stop_event.is_set() or self.store.is_lost:
                 return
-            now = time.monotonic()
-            if self.active_call is not doing:
-                doing, since, hinted = self.active_call, now, False
-            waited = now - since if doing is not None else 0.0
-            waiting = waited >= WAIT_REPORT_DELAY
+            waited = self._measure_wait()
+            waiting = waited >= (WAIT_REPORT_DELAY if self.active_call else TORCH_WAIT_DELAY)
             if waiting:
                 self._raise_alarm()
             self._alarm_raised = self._alarm_raised or self.store.has("alarm")
             if self._alarm_raised and self.report is None:
                 self._poll_peers(waiting)
-            if waited >= HINT_DELAY and not hinted:
-                hinted = True
+                self.processes.answer()
+            if waited >= HINT_DELAY and not self._hint_logged:
+                self._hint_logged = True
                 self._log_hint(waited)
             # A waiting rank reads the statuses of all ranks: less and less often in a large world.
             pause = self.poll_interval if self.size <= LARGE_WORLD or not waiting else min(30.0, pause * 1.5)
+
+    def _measure_wait(self) -> float:
+        """Return the seconds in the present collective, of this package or of torch; 0 outside."""
+        if self._has_failed:
+            return 0.0  # what it was in stays
+        frame = sys._current_frames().get(self.caller_thread)  # pyright: ignore[reportPrivateUsage]
+        doing, counts = self.active_call, (self.exchange_count, self._count_torch_calls())
+        # The same instruction of the same call, and no collective begun since: inside a call that waits.
+        instruction = None if doing or frame is None else (id(frame), frame.f_lasti)
+        now, activity = time.monotonic(), (doing, *counts, instruction)
+        if activity != self._last_activity:
+            self._last_activity, self._waits_since, self._hint_logged = activity, now, False
+            self._inside = ""
+        elif doing is None:
+            call = blocking_call(outward(frame))
+            self._inside = f"{call} at {find_call_site(frame, torch_prefixes())}" if call else ""
+        return now - self._waits_since if doing or self._inside else 0.0
 
     def _raise_alarm(self) -> None:
         if not self._alarm_raised:
@@ -405,13 +396,33 @@ class Watchdog:
             if status.has_departed and waiting:
                 self.store.put("left", status.to_json())
             is_stuck = self._is_left_alone(status) and not self._interrupt()
-            if is_stuck or waiting or status.inside:
+            if is_stuck or waiting or status.inside or self.size <= LARGE_WORLD:
                 statuses = {**self._peer_statuses(), self.rank: status}
                 report = find_deadlock(self.rank, self.size, statuses)
                 if report is None and is_stuck:
                     report = deadlock_report(self.rank, self.size, statuses)
+                if report is None and waiting:
+                    report = self._find_lost_rank(statuses)
                 if report is not None:
                     self._publish_report(report)
+
+    def _find_lost_rank(self, statuses: dict[int, RankStatus]) -> FailureReport | None:
+        """Report a rank of this machine whose process is gone, and which this one waits for.
+
+        It has no connection that would break before the control channel is open.
+        """
+        own = statuses[self.rank]
+        behind = [r for r in range(self.size) if r not in statuses or statuses[r].is_behind(own)]
+        gone = self.processes.find_gone(behind)
+        if gone is None:
+            return None
+        return FailureReport(
+            self.rank,
+            f"rank {gone[0]} is gone while rank {self.rank} was in {own.place}",
+            why=f"its process {gone[1]} was killed, or ended without a word",
+            fix=SYSTEM_KNOWS,
+            lost_rank=gone[0],
+        )
 
     def _is_left_alone(self, status: RankStatus) -> bool:
         """Return whether a rank has left the attempt, and this one began a collective of torch without it."""
@@ -441,68 +452,47 @@ class Watchdog:
 
     def _peer_statuses(self) -> dict[int, RankStatus]:
         names = {f"at/{rank}": rank for rank in range(self.size) if rank != self.rank}
-        return {names[key]: RankStatus.from_json(text) for key, text in self.store.read(list(names)).items()}
+        for key, text in self.store.read(list(names)).items():
+            self._seen_statuses[names[key]] = RankStatus.from_json(text)
+        return dict(self._seen_statuses)
 
-    def _own_status(self, ended: bool = False) -> RankStatus:
+    def _own_status(self) -> RankStatus:
         doing = self.active_call
         frame = sys._current_frames().get(self.caller_thread)  # pyright: ignore[reportPrivateUsage]
-        site = str(find_call_site(frame, _torch_prefixes()))
-        status = RankStatus(self.exchange_count, "", self._count_torch_calls(), "", site, ended)
-        if ended or doing is not None:
-            return replace(status, doing="" if ended or doing is None else f"{doing[0]} at {doing[1]}")
-        # The same instruction of the same call as at the last poll: inside a call that waits.
-        instruction = (id(frame), frame.f_lasti) if frame is not None else None
-        inside = _blocking_call(frame) if instruction == self._last_instruction else ""
-        self._last_instruction = instruction
-        return replace(status, inside=f"{inside} at {status.at}" if inside else "")
+        site = str(find_call_site(frame, torch_prefixes()))
+        status = RankStatus(self.exchange_count, "", self._count_torch_calls(), "", site, self._has_ended)
+        if self._has_ended:
+            return status
+        return (
+            replace(status, doing=f"{doing[0]} at {doing[1]}")
+            if doing
+            else replace(status, inside=self._inside)
+        )
 
     def _count_torch_calls(self) -> int:
         """Count the collectives that this process has started on torch's groups."""
         return sum(counter() for counter in self._counters)
 
     def _log_hint(self, waited: float) -> None:
+        """Log for whom this rank waits. The first one that waits asks them for their stacks."""
+        own = self._own_status()
         statuses = self._peer_statuses()
-        doing = self.active_call
         others = [rank for rank in range(self.size) if rank != self.rank]
-        missing = [rank for rank in others if not _has_reached(statuses.get(rank), self.exchange_count)]
-        if doing is None or not missing:
+        missing = [rank for rank in others if rank not in statuses or statuses[rank].is_behind(own)]
+        if not own.place or not missing:
             return
+        missing = missing[:MAX_RANKS]
         shown = "; ".join(
-            f"rank {r} {statuses[r].describe() if r in statuses else 'is silent'}" for r in missing[:8]
+            f"rank {r} {statuses[r].describe() if r in statuses else 'is silent'}" for r in missing
         )
+        waiting = [
+            rank for rank in others if rank not in missing and rank in statuses and statuses[rank].place
+        ]
+        details: list[str] = []
+        if self.rank < min(waiting, default=self.size):
+            question = f"{self.rank}.{self.exchange_count}.{self._count_torch_calls()}"
+            details = self.processes.ask(missing, question, ANSWER_TIMEOUT)
         logger.warning(
-            "rank %d has waited %.0f s in %s at %s: %s. Every rank must make this call.",
-            self.rank, waited, *doing, shown,
+            "rank %d has waited %.0f s in %s: %s. Every rank must make this call.%s",
+            self.rank, waited, own.place, shown, "".join(f"\n{each}" for each in details),
         )  # fmt: skip
-
-
-def _has_reached(status: RankStatus | None, exchange_count: int) -> bool:
-    return status is not None and status.letters >= exchange_count
-
-
-def _torch_prefixes() -> tuple[str, ...]:
-    torch = sys.modules["torch"]
-    return (os.path.dirname(str(torch.__file__)) + os.sep, threading.__file__)
-
-
-# Files of torch that may wait for other ranks -> the name that users know; empty: the function's own name.
-_BLOCKING_FILES = {
-    "distributed/distributed_c10d.py": "",
-    "distributed/_functional_collectives.py": "an exchange of distributed tensors",
-    "nn/parallel/distributed.py": "a forward of the model",
-    "autograd/graph.py": "backward",
-}
-
-
-def _blocking_call(frame: Any) -> str:
-    """Return the call of torch that may wait for other ranks (``"backward"``), else empty."""
-    [folder, _] = _torch_prefixes()
-    call_name = ""
-    while frame is not None and frame.f_code.co_filename.startswith(folder):
-        name = _BLOCKING_FILES.get(frame.f_code.co_filename[len(folder) :].replace(os.sep, "/"))
-        if name:
-            return name
-        if name is not None:
-            call_name = frame.f_code.co_name
-        frame = frame.f_back
-    return call_name

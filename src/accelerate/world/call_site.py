@@ -1,0 +1,117 @@
+"""Where a thread is: its line of user code, and the call of torch that it waits in."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+# Frames of this package and of the standard library's wrappers are not user code.
+_PACKAGE_PREFIXES = (str(Path(__file__).parents[1]) + os.sep, "<frozen")
+_CONTEXT = "contextlib.py"
+
+
+class CallSite(NamedTuple):
+    """A line of the user's code.
+
+    Attributes:
+        file, line: the source position.
+        function: name of the function; ``<module>`` at module level.
+    """
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}:{self.line}"
+
+
+# By the code's identity, which the entry keeps alive: hashing the code itself would cost more than the rest.
+_cache: dict[tuple[int, int], tuple[CallSite, CodeType]] = {}
+_UNKNOWN = CallSite("<unknown>", 0, "")
+
+
+def find_call_site(frame: FrameType | None, extra_prefixes: tuple[str, ...] = ()) -> CallSite:
+    """Return the innermost line of user code at or above a frame; the outermost line if there is none.
+
+    Args:
+        frame: the frame to start from.
+        extra_prefixes: more folders whose code is not the user's.
+    """
+    prefixes = _PACKAGE_PREFIXES + extra_prefixes if extra_prefixes else _PACKAGE_PREFIXES
+    if frame is None:
+        return _UNKNOWN
+    while True:
+        code, outer = frame.f_code, frame.f_back
+        name = code.co_filename
+        if outer is None or not (name.startswith(prefixes) or name.endswith(_CONTEXT)):
+            break
+        frame = outer
+    key = id(code), frame.f_lasti
+    entry = _cache.get(key)
+    if entry is None:
+        # A generator of code (a notebook, exec in a loop) must not fill the memory.
+        if len(_cache) > 4096:
+            _cache.clear()
+        entry = _cache[key] = CallSite(code.co_filename, frame.f_lineno, code.co_name), code
+    return entry[0]
+
+
+def torch_prefixes() -> tuple[str, ...]:
+    """Return the folder of torch and the file of the standard library that starts threads."""
+    return (os.path.dirname(str(sys.modules["torch"].__file__)) + os.sep, threading.__file__)
+
+
+# Files of torch that may wait for other ranks -> the name that users know.
+_BLOCKING_FILES = {
+    "distributed/_functional_collectives.py": "an exchange of distributed tensors",
+    "nn/parallel/distributed.py": "a forward of the model",
+    "autograd/graph.py": "backward",
+}
+# Names for want of a better one further out; empty: the function's own name.
+_INNER_FILES = {"distributed/distributed_c10d.py": "", "distributed/fsdp/": "a forward of the model"}
+
+
+def blocking_call(frames: Iterable[FrameType]) -> str:
+    """Return the call of torch that may wait for other ranks (``"backward"``), else empty.
+
+    Args:
+        frames: of a thread, the innermost first.
+    """
+    folder, call_name = torch_prefixes()[0], ""
+    for frame in frames:
+        file = frame.f_code.co_filename
+        if not file.startswith(folder):
+            break
+        file = file[len(folder) :].replace(os.sep, "/")
+        if file in _BLOCKING_FILES:
+            return _BLOCKING_FILES[file]
+        for start, name in _INNER_FILES.items():
+            if file.startswith(start):
+                call_name = name or frame.f_code.co_name
+    return call_name
+
+
+def outward(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and those that called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def waiting_place(error: BaseException) -> str:
+    """Return where an error of torch about a lost peer was raised: ``"backward at train.py:12"``."""
+    stack = list(traceback.walk_tb(error.__traceback__))[::-1]
+    prefixes = _PACKAGE_PREFIXES + torch_prefixes()
+    users = (
+        (f.f_code.co_filename, line) for f, line in stack if not f.f_code.co_filename.startswith(prefixes)
+    )
+    file, line = next(users, (_UNKNOWN.file, 0))
+    call = blocking_call(frame for frame, _ in stack) or "a collective of torch"
+    return f"{call} at {CallSite(file, line, '')}"

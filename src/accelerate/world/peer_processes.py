@@ -1,0 +1,131 @@
+"""The processes of the other ranks: what they are doing, asked for through the store, and whether they run.
+
+A rank publishes its process once. One that waits for others asks for their stacks; the watchdog thread of
+each answers. Whoever does not answer is looked up among the processes of this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Iterable
+from functools import lru_cache
+
+from accelerate.world.call_site import outward, torch_prefixes
+from accelerate.world.store_client import StoreClient
+
+MAX_STACK = 24  # innermost frames of a shown stack
+MAX_RANKS = 8  # ranks that are asked, or looked up, at a time
+
+
+class PeerProcesses:
+    """What this rank knows of the processes of the others.
+
+    Args:
+        store: which all ranks share.
+        rank: of this process.
+        thread: the thread that works, whose stack others ask for.
+    """
+
+    def __init__(self, store: StoreClient, rank: int, thread: int) -> None:
+        self.store, self.rank, self.thread = store, rank, thread
+        self._answered_question = ""
+
+    def publish(self) -> None:
+        """Tell the others the process of this rank."""
+        self.store.put(f"process/{self.rank}", f"{os.getpid()} {_namespace()}")
+
+    def _find(self, rank: int) -> tuple[int, str]:
+        """Return the process of a rank and where its number means something; (0, "") if it is unknown."""
+        pid, _, namespace = (self.store.get(f"process/{rank}") or "0").partition(" ")
+        return int(pid), namespace
+
+    def find_gone(self, ranks: Iterable[int]) -> tuple[int, int] | None:
+        """Return a rank whose process, on this machine, is gone, and that process; None without one."""
+        for rank in list(ranks)[:MAX_RANKS]:
+            pid, namespace = self._find(rank)
+            if namespace == _namespace() and not _process_exists(pid):
+                return rank, pid
+        return None
+
+    def ask(self, ranks: Iterable[int], question: str, seconds: float) -> list[str]:
+        """Return where ranks are, by their own stacks; or why one does not answer.
+
+        Args:
+            ranks: to ask.
+            question: another one each time.
+            seconds: to wait for answers.
+        """
+        self.store.put("question", question)
+        keys = {f"answer/{question}/{rank}": rank for rank in list(ranks)[:MAX_RANKS]}
+        self.store.wait(list(keys), seconds)
+        answers = self.store.read(list(keys))
+        return [
+            f"rank {rank}, most recent call last:\n{answers[key]}"
+            if key in answers
+            else f"rank {rank} does not answer{self._describe_silent(rank)}"
+            for key, rank in keys.items()
+        ]
+
+    def answer(self) -> None:
+        """Publish the stack of the working thread, if another rank has asked where this one is."""
+        question = self.store.get("question") or ""
+        if question != self._answered_question:
+            self._answered_question = question
+            self.store.put(f"answer/{question}/{self.rank}", format_thread(self.thread))
+
+    def _describe_silent(self, rank: int) -> str:
+        pid, namespace = self._find(rank)
+        if not pid:
+            return ""
+        here = namespace == _namespace()
+        return ": " + (
+            _describe_process(pid) if here else f"process {pid} on {namespace.split()[0]} is stopped or gone"
+        )
+
+
+def format_thread(thread: int) -> str:
+    """Return the stack of a thread as text; with the child processes, if a data loader waits for them."""
+    frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
+    if frame is None:
+        return "the thread has ended\n"
+    lines = traceback.format_stack(frame)[-MAX_STACK:]
+    loader_folder = os.path.join(torch_prefixes()[0], "utils", "data")
+    if any(each.f_code.co_filename.startswith(loader_folder) for each in outward(frame)):
+        import psutil
+
+        children = (f"{child.pid} ({child.status()})" for child in psutil.Process().children())
+        lines.append(f"  its loader's workers: {', '.join(children) or 'none'}\n")
+    return "".join(lines)
+
+
+@lru_cache(maxsize=1)
+def _namespace() -> str:
+    """Return the host, and on Linux the container, in which numbers of processes mean the same."""
+    place = "/proc/self/ns/pid"
+    return f"{socket.gethostname()} {os.readlink(place) if os.path.exists(place) else ''}"
+
+
+def _process_exists(pid: int) -> bool:
+    """Return whether a process of this machine runs, or is stopped."""
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _describe_process(pid: int) -> str:
+    """Return why a process of this machine does not answer."""
+    import psutil
+
+    try:
+        status = psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return f"process {pid} is gone"
+    if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+        return f"process {pid} is stopped (SIGSTOP, Ctrl-Z or a debugger); kill -CONT {pid} lets it go on"
+    return f"process {pid} is {status}"
