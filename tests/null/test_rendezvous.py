@@ -68,7 +68,7 @@ def test_processes_of_all_machines_and_of_each(asks: Any, flags: dict[str, Any],
         ({"num_machines": "0"}, ["--num_machines is 0", "it is 1 to 1000000"]),
         ({"machine_rank": "2", "num_machines": "2"}, ["--machine_rank is 2", "--num_machines is 2"]),
         ({"max_restarts": "-1", "num_machines": "2", **MEET}, ["--max_restarts is -1", "0 to 1000000"]),
-        ({"nproc_per_node": "0"}, ["--nproc_per_node is 0", "1 to 1000000"]),
+        ({"nproc_per_node": "0"}, ["--nproc_per_node is 0", "1 to 10000)"]),
     ],
 )
 def test_a_contradiction_names_both_places(asks: Any, flags: dict[str, Any], words: list[str]) -> None:

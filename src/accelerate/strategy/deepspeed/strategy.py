@@ -8,7 +8,6 @@ norm can be read, and clipping set, between the two.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from accelerate.core.errors import MissingExtraError, PrepareError, SettingError
 from accelerate.core.option_report import OptionStatus, RequestedOption, requested_options
 from accelerate.core.packages import is_installed
 from accelerate.core.setting import load_settings
+from accelerate.core.user_warning import warn_user
 from accelerate.strategy.base import (
     NO_CONTEXT,
     PrepareBundle,
@@ -167,10 +167,9 @@ class DeepSpeed(EngineStrategy):
     def _warn_of_nvme(self) -> None:
         devices = {(p.offload_optimizer_device, p.offload_param_device) for p in self.table.values()}
         if any("nvme" in pair for pair in devices) and self.world.device.type == "cpu":
-            warnings.warn(
+            warn_user(
                 "offload to NVMe on a machine without an accelerator: DeepSpeed compiles a reader that "
-                "needs libaio, and has been seen to abort when the program ends (SIGABRT)",
-                stacklevel=5,
+                "needs libaio, and has been seen to abort when the program ends (SIGABRT)"
             )
 
     @property
