@@ -261,11 +261,11 @@ def agree_on_optimizers(optimizers: Iterable[Any], device: torch.device) -> None
         [{k: v for k, v in group.items() if isinstance(v, _PLAIN)} for group in o.param_groups] for o in fresh
     ]
     states = [
-        [(sorted(state), [float(v.double().sum()) for v in state.values() if _has_values(v)])]
+        [(sorted(state), [float(v.float().sum()) for v in state.values() if _has_values(v)])]
         for o in fresh
         for group in o.param_groups
         for p in group["params"]
-        if (state := getattr(o, "state", {}).get(p))
+        if isinstance(o, Optimizer) and (state := o.state.get(p))
     ]
     digests = [crc32(repr(options).encode()), crc32(repr(states).encode())]
     # Equal where the greatest is the least.

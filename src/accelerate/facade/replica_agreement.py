@@ -38,7 +38,7 @@ def settle_optimizers(optimizers: Sequence[Any], options: list[Any]) -> None:
             why="each rank shards the state that it has",
             fix="load the state after prepare, with accelerator.load_state",
         )
-    for optimizer in optimizers:
+    for optimizer in (each for each in optimizers if isinstance(each, torch.optim.Optimizer)):
         state = optimizer.state_dict()
         # Numbers stand for the parameters, which are each rank's own.
         first: dict[str, Any] = collective.broadcast_object(tree.map_tree(_to_host, state["state"]), 0)
@@ -81,7 +81,11 @@ def check_replicas(models: Iterable[nn.Module], optimizers: Iterable[Any]) -> No
 
     Collective. Each parameter is read once, and one message is exchanged; a checksum is the sum of its bits.
     """
-    named = [pair for model in models for pair in model.named_parameters()]
+    named = [
+        (f"{name} of model {number}" if number else name, parameter)
+        for number, model in enumerate(models)
+        for name, parameter in model.named_parameters()
+    ]
     facts = dict(zip([name for name, _ in named], _checksums([p for _, p in named]), strict=True))
     rates = {
         f"the learning rate of group {number} of the {type(optimizer.optimizer).__name__}": repr(

@@ -219,7 +219,9 @@ class DDP(Strategy, ReductionMonitor):
     def _watch_frozen(self, model: nn.Module) -> None:
         """Let autograd add parameters that are frozen now to ``unreduced`` if they get a gradient."""
         for parameter in model.parameters():
-            if not parameter.requires_grad and (parameter.is_floating_point() or parameter.is_complex()):
+            # Quantized weights are of other classes, and never train.
+            is_plain = type(parameter) is nn.Parameter and not parameter.is_inference()
+            if is_plain and not parameter.requires_grad and parameter.is_floating_point():
                 # Torch takes the hook of a tensor that trains only, and keeps it.
                 parameter.requires_grad_(True).register_post_accumulate_grad_hook(self.unreduced.add)
                 parameter.requires_grad_(False)
@@ -252,7 +254,7 @@ class DDP(Strategy, ReductionMonitor):
         """Say once which of ``parameters`` are stepped with a gradient that was not reduced; forget all."""
         stepped = {p for p in parameters if p in self.unreduced and p.grad is not None and p.grad.any()}
         self.unreduced.clear()
-        if self.world.rank != 0 or not stepped:
+        if self.world.rank != 0 or not stepped or self.local_training:
             return
         reduced = {p for progress in self._progress for p in progress.params}
         names = _names_of(stepped, self._progress)
@@ -277,6 +279,8 @@ class DDP(Strategy, ReductionMonitor):
 
     def late_parameters(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return the trained parameters that no reducer has, and that were not frozen either."""
+        if self.local_training:
+            return []
         reduced = {p for progress in self._progress for p in progress.params}
         trained = (p for p in parameters if p.requires_grad and p.grad is not None)
         return [p for p in trained if p not in reduced and p not in self.unreduced]

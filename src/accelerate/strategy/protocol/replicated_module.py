@@ -46,10 +46,10 @@ class ReplicaProgress:
         ]
         self.names, self.params = [n for n, _ in trained], WeakIdKeyDictionary({p: None for _, p in trained})
         self.is_armed, self.buffers_differ = False, False
-        self.reached: list[torch.Tensor] = []
+        self.reached: set[torch.Tensor] = set()
         if trained:
             # A built-in function, for it runs in every backward; one parameter stands for all.
-            trained[-1][1].register_post_accumulate_grad_hook(self.reached.append)
+            trained[-1][1].register_post_accumulate_grad_hook(self.reached.add)
 
     def renew(self, replica: DistributedDataParallel) -> None:
         """Follow another replica of the same module."""
