@@ -46,8 +46,8 @@ from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 from accelerate.strategy.sharding.quantized_weight_check import check_packed
 from accelerate.world import collective
 
-# Told to average, gloo of torch 2.8 sums in a reduce-scatter, without an error; that of 2.13 averages.
-_GLOO_SUMS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+# Told to average, gloo of torch 2.8 sums in a reduce-scatter, without an error; that of 2.10 averages.
+_GLOO_SUMS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10)
 
 
 def make_layout(
