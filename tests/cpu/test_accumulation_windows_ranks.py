@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,3 +132,68 @@ def test_interleaved_loops_keep_flags_and_samples(ranks: RankServer) -> None:
     assert first == list(range(10))
     assert second == list(range(100, 110))
     assert evaluated == [[0, 1], [0, 1, 2, 3, 4]] * 2
+
+
+# ---------------------------------------------------------------- saved in the middle of a window
+
+KINDS = ("ddp", "fsdp")
+
+
+def weighted(kind: str, folder: str, begin: int = 0, load: str = "") -> list[list[float]]:
+    """Weights after each step of six micro-batches in windows of three, whose ranks have other items."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if kind == "fsdp" else None
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3, fsdp_plugin=plugin)
+    torch.manual_seed(begin)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    if load:
+        accelerator.load_state(load)
+    weights, rank, size = [], accelerator.process_index, accelerator.num_processes
+    for number in range(begin, 6):
+        # Of two shares of 1 and 2 rows each rank takes its own, a single process both.
+        shares = [torch.arange(2.0 * (share + 1)).view(-1, 2) + number for share in range(2)]
+        rows = torch.cat(shares) if size == 1 else shares[(rank + number) % 2]
+        with accelerator.accumulate(model):
+            accelerator.backward(model(rows / 5).square().mean(), num_items=len(rows))
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            weights.append([x for p in model.parameters() for x in full(p).flatten().tolist()])
+        if not begin and folder:
+            accelerator.save_state(f"{folder}/{kind}-{number + 1}")
+    return weights
+
+
+def full(tensor: Any) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
+
+
+def saved_in_windows(folder: str) -> list[Any]:
+    return [weighted(kind, folder) for kind in KINDS]
+
+
+def resumed_in_windows(folder: str) -> list[Any]:
+    """Of each kind under each kind, after one, two and five micro-batches."""
+    pairs = [(one, other) for one in KINDS for other in KINDS]
+    return [
+        (one, other, begin, weighted(other, "", begin, f"{folder}/{one}-{begin}"))
+        for one, other in pairs
+        for begin in (1, 2, 5)
+    ]
+
+
+def test_an_open_window_of_weighted_losses_goes_on(ranks: RankServer, tmp_path: Path) -> None:
+    """G2: on the same ranks to the bit, under another strategy or on one process to rounding."""
+    whole = dict(zip(KINDS, same_on_all(ranks(2, saved_in_windows, str(tmp_path))), strict=True))
+    for one, other, begin, weights in same_on_all(ranks(2, resumed_in_windows, str(tmp_path))):
+        expected = whole[one][begin // 3 :]
+        if one == other:
+            assert weights == expected, (one, begin)
+        torch.testing.assert_close(torch.tensor(weights), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    (alone,) = ranks(1, resumed_in_windows, str(tmp_path))
+    for one, _, begin, weights in alone:
+        torch.testing.assert_close(
+            torch.tensor(weights), torch.tensor(whole[one][begin // 3 :]), rtol=1e-5, atol=1e-6
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -193,18 +195,39 @@ def drive() -> None:
         accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
 
 
-def both() -> tuple[list[str], list[float]]:
+def saves_in_a_window(folder: str) -> None:
+    """DeepSpeed's own buffers hold the gradients: it is said, once, that the checkpoint lacks them."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    plugin = DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=2)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    model = nn.Linear(2, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    for number in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            accelerator.save_state(f"{folder}/{number}")
+        told = [str(w.message) for w in heard if "in the middle of an accumulation window" in str(w.message)]
+        assert len(told) == (number == 0 and accelerator.is_main_process)
+
+
+def both(folder: str) -> tuple[list[str], list[float]]:
     """In one process each: an import of DeepSpeed costs seconds."""
     drive()
+    saves_in_a_window(folder)
     return items(), experts()
 
 
-def test_items_and_experts(ranks: RankServer) -> None:
+def test_items_and_experts(ranks: RankServer, tmp_path: Path) -> None:
     """The mean over all words of a window on all processes, in every stage; no items add nothing.
 
     ``transformer_moe_cls_names``: stage 3 gathers such a layer as a whole, whoever needs what of it.
     """
-    weighted, losses = same_on_all(ranks(2, both, timeout=200))
+    weighted, losses = same_on_all(ranks(2, both, str(tmp_path), timeout=200))
     assert len(weighted) == 9
     assert losses[-1] < losses[0]
 

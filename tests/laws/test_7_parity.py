@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from accelerate.utils import is_deepspeed_available
+from tests.support.long_run import LONG_RUN
 from tests.support.parity import PLAN, ROWS, STEPS, Numbers, adamw, close, decoder, loader, loss_of, plain
 from tests.support.ranks import RankServer
 from tests.support.sequences import RING
@@ -24,8 +25,10 @@ from tests.support.strategies import strategy_names
 PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer",)
 
 MIDDLE = STEPS // 2
+IN_WINDOW = (5, 6, 7)  # micro-batches after which a window of four is open
 # Way -> (processes, strategy, what says so: sizes of a mesh, options of the plugin, stage of the engine).
 WAYS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "one process": (1, "single", {}),
     "copies": (2, "ddp", {}),
     "shards": (2, "fsdp", {"fsdp": {}}),
     "shards, version 1": (2, "fsdp1", {"fsdp": {"fsdp_version": 1}}),
@@ -48,8 +51,8 @@ WAYS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "ZeRO 2": (2, "deepspeed", {"zero": 2}),
     "ZeRO 3": (2, "deepspeed", {"zero": 3}),
 }
-# Engines that train models of their own only: their tests hold them to this law with such a model.
-ELSEWHERE = {"single", "megatron"}
+# It trains models of its own only: its tests hold it to this law with such a model.
+ELSEWHERE = {"megatron"}
 
 
 def accelerator_of(way: str, **more: Any) -> Any:
@@ -99,12 +102,12 @@ RESUME_PAIRS = (
 )
 
 
-def do_nothing() -> None:
-    """The default of ``at_middle``."""
+def do_nothing(number: int) -> None:
+    """The default of ``after``."""
 
 
 def loop(
-    accelerator: Any, model: Any, optimizer: Any, batches: Any, at_middle: Callable[[], None] = do_nothing
+    accelerator: Any, model: Any, optimizer: Any, batches: Any, after: Callable[[int], None] = do_nothing
 ) -> tuple[list[float], list[float]]:
     losses, norms = [], []
     for number, batch in enumerate(batches, 1):
@@ -116,8 +119,7 @@ def loop(
             optimizer.step()
             optimizer.zero_grad()
             losses.append(accelerator.mean_loss(loss.detach()).item())
-        if number == MIDDLE:
-            at_middle()
+        after(number)
     return losses, norms
 
 
@@ -135,18 +137,19 @@ def trained(way: str, window: int, precision: str = "no", folder: Path | None = 
     batches = loader(ROWS // share.count)
     model, optimizer, batches = accelerator.prepare(model, adamw(model), batches)
 
-    def save() -> None:
-        if folder is not None and any(one == way for one, _ in RESUME_PAIRS):
-            accelerator.save_state(str(folder))
+    def save(number: int) -> None:
+        if number in (IN_WINDOW if window > 1 else (MIDDLE,)):
+            accelerator.save_state(str(folder / f"{window}-{number}"))
 
-    losses, norms = loop(accelerator, model, optimizer, batches, save)
+    losses, norms = loop(accelerator, model, optimizer, batches, do_nothing if folder is None else save)
     return losses, norms, whole(accelerator, model)
 
 
 def train_in_each_setting(way: str, folder: str) -> list[Numbers]:
-    """Train on single batches and save in the middle, then with accumulation over four, then in 16 bits."""
+    """Train on single batches and save in the middle, over four and save in a window; in 16 bits."""
     half = [trained(way, 1, "bf16")] if way in BF16_WAYS else []
-    return [trained(way, 1, folder=Path(folder, "middle")), trained(way, 4), *half]
+    in_window = None if "zero" in WAYS[way][2] else Path(folder)
+    return [trained(way, 1, folder=Path(folder)), trained(way, 4, folder=in_window), *half]
 
 
 Runs = Callable[[str], tuple[list[list[Numbers]], Path]]
@@ -195,10 +198,10 @@ def test_in_16_bits_too(runs: Runs, way: str) -> None:
     torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(losses), rtol=2e-2, atol=2e-2)
 
 
-def second_half(way: str, folder: str) -> Numbers:
-    accelerator = accelerator_of(way)
+def second_part(way: str, folder: str, begin: int, window: int) -> Numbers:
+    accelerator = accelerator_of(way, gradient_accumulation_steps=window)
     model = decoder(5)
-    batches = loader(ROWS // accelerator.strategy.data_shard.count, MIDDLE, STEPS)
+    batches = loader(ROWS // accelerator.strategy.data_shard.count, begin, STEPS)
     model, optimizer = accelerator.prepare(model, adamw(model))
     accelerator.load_state(folder)
     losses, norms = loop(accelerator, model, optimizer, accelerator.prepare(batches))
@@ -209,7 +212,26 @@ def second_half(way: str, folder: str) -> Numbers:
 def test_it_goes_on_under_another_strategy(ranks: RankServer, runs: Runs, one: str, other: str) -> None:
     """Saved on four processes and loaded on two, and from one strategy to another; the optimizer too."""
     runs(other)  # skips where it cannot run
-    folder = runs(one)[1] / "middle"
-    losses, norms, values = plain(1)
-    ours = ranks(WAYS[other][0], second_half, other, str(folder), timeout=100)[0]
-    close(ours, (losses[MIDDLE:], norms[MIDDLE:], values), 1e-5)
+    goes_on(ranks, runs, one, other, MIDDLE, 1)
+
+
+def goes_on(ranks: RankServer, runs: Runs, one: str, other: str, begin: int, window: int) -> None:
+    folder = runs(one)[1] / f"{window}-{begin}"
+    losses, norms, values = plain(window)
+    ours = ranks(WAYS[other][0], second_part, other, str(folder), begin, window, timeout=100)[0]
+    close(ours, (losses[begin:], norms[begin // window :], values), 1e-5)
+
+
+IN_WINDOW_PAIRS = [
+    *(("copies", "copies"), ("shards", "shards"), ("shards, version 1", "shards, version 1")),
+    *(("stages x shards", "stages x shards"), ("layers x shards", "copies"), ("copies", "stages")),
+    *(("sequences, keys x shards", "shards, version 1"), ("stages x shards", "layers x copies")),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), IN_WINDOW_PAIRS)
+def test_an_open_window_goes_on(ranks: RankServer, runs: Runs, one: str, other: str) -> None:
+    """G2: saved after any micro-batch of a window, on the same ranks or others."""
+    number = IN_WINDOW_PAIRS.index((one, other))
+    for begin in IN_WINDOW if LONG_RUN else (IN_WINDOW[number % len(IN_WINDOW)],):
+        goes_on(ranks, runs, one, other, begin, 4)

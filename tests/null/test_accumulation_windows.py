@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -285,3 +287,70 @@ def test_each_micro_batch_may_synchronise() -> None:
     accelerator, model, optimizer = line(gradient_accumulation_plugin=plugin)
     loader = accelerator.prepare(numbers(4))
     assert [row[1:] for row in walked(accelerator, model, optimizer, loader, 4)] == [("FFFT", 1.5)]
+
+
+# ---------------------------------------------------------------- saved in the middle
+
+COUNT, STEPS, SAVED = 10, 4, (1, 3, 6, 9)
+
+
+def windowed(how: str, folder: Path | None = None, begin: int = 0) -> list[float]:
+    """Weights after each step of ten batches; saves after some, or resumes after ``begin``."""
+    accumulates = {} if how == "by hand" else {"gradient_accumulation_steps": STEPS}
+    accelerator = Accelerator(cpu=True, **accumulates)
+    torch.manual_seed(0 if not begin else 1)
+    model = nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    if begin:
+        accelerator.load_state(str(folder))
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(float(begin), COUNT)), batch_size=1))
+    number, weights = begin, []
+
+    def train(batch: Any) -> None:
+        nonlocal number
+        number += 1
+        items = {"num_items": number % 3} if "items" in how else {}
+        accelerator.backward((model(value(batch)) - 1).square().mean(), **items)
+        is_last = number % STEPS == 0 or number == COUNT
+        if how != "by hand" or is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients if how != "by hand" else is_last:
+            weights.append(model.weight.item())
+        if folder is not None and not begin and number in SAVED:
+            accelerator.save_state(f"{folder}-{number}")
+
+    if "windows" in how:
+        for window in accelerator.windows(loader, STEPS):
+            for batch in window:
+                train(batch)
+        return weights
+    for batch in loader:
+        with accelerator.accumulate(model) if accumulates else nullcontext():
+            train(batch)
+    return weights
+
+
+@pytest.mark.parametrize("how", ["accumulate", "accumulate, items", "windows", "windows, items", "by hand"])
+def test_a_window_that_was_saved_open_goes_on(tmp_path: Path, how: str) -> None:
+    """G2: to the bit, also in the shorter window at the end."""
+    whole = windowed(how)
+    assert windowed(how, tmp_path / "c") == whole
+    assert len(whole) == 3
+    for begin in SAVED:
+        assert windowed(how, Path(f"{tmp_path}/c-{begin}"), begin) == whole[begin // STEPS :]
+
+
+def test_a_loaded_checkpoint_ends_the_window_that_is_open(tmp_path: Path) -> None:
+    """Its gradients are not those of the checkpoint."""
+    accelerator, model, optimizer = line(gradient_accumulation_steps=2, cpu=True)
+    accelerator.save_state(str(tmp_path / "c"))
+    assert not list((tmp_path / "c").glob("open_gradients*"))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        optimizer.step()
+    accelerator.load_state(str(tmp_path / "c"))
+    assert model.weight.grad is None
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+    assert model.weight.grad.tolist() == [[0.5]]  # type: ignore[union-attr]

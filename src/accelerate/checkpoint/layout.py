@@ -30,6 +30,7 @@ SAMPLER_NAME = "sampler"
 SCALER_NAME = "scaler.pt"
 RNG_STATE_NAME = "random_states"
 LOADER_NAME = "dl_state_dict"
+GRADIENTS_NAME = "open_gradients"
 CUSTOM_NAME = "custom_checkpoint"
 
 WEIGHTS_NAME = f"{MODEL_NAME}.bin"
@@ -104,6 +105,11 @@ def rng_file(rank: int) -> str:
     return f"{RNG_STATE_NAME}_{rank}.pkl"
 
 
+def gradients_file(rank: int) -> str:
+    """Return the file of one rank's gradients of an accumulation window that is not complete."""
+    return f"{GRADIENTS_NAME}_{rank}.bin"
+
+
 def custom_file(index: int) -> str:
     """Return the file of the registered object of that index."""
     return f"{CUSTOM_NAME}_{index}.pkl"
@@ -114,7 +120,7 @@ _PART = re.compile(
     rf"{SAFE_MODEL_NAME}(_\d+)?\.safetensors|{MODEL_NAME}\w*(\.bin)?"
     rf"|({OPTIMIZER_NAME}|{SCHEDULER_NAME}|{SAMPLER_NAME})(_\d+)?(_rank\d+)?(\.bin)?"
     rf"|{LOADER_NAME}(_\d+)?(_rank\d+)?\.bin|{re.escape(SCALER_NAME)}"
-    rf"|{RNG_STATE_NAME}_\d+\.pkl|{CUSTOM_NAME}_\d+\.pkl|{re.escape(MANIFEST_NAME)}"
+    rf"|{RNG_STATE_NAME}_\d+\.pkl|{GRADIENTS_NAME}_\d+\.bin|{CUSTOM_NAME}_\d+\.pkl|{re.escape(MANIFEST_NAME)}"
 )
 
 

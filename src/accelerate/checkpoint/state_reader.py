@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,8 @@ class TrainingStateReader:
                 self._read_position(each)
             elif each.category == "rng":
                 self._read_rng(contents.rng)
+            elif each.category == "gradients":
+                self._read_gradients(each)
             else:
                 self._read_torch_file(each)
         for part in contents.own_files:
@@ -325,11 +327,24 @@ class TrainingStateReader:
         else:
             self._report_missing(layout.MANIFEST_NAME, f"the position of {each.label}")
 
+    def _read_gradients(self, each: CheckpointObject) -> None:
+        paths = [self.folder / layout.gradients_file(rank) for rank in range(self._saved_ranks())]
+        present = [path for path in paths if path.is_file()]
+        states = _MappedStates(present, {"mmap": True, **self.load_kwargs, "map_location": "cpu"})
+        if present:
+            states[min(self.ranks.rank, len(present) - 1)]  # may be damaged
+        load = partial(each.item.load_state_dict, states, self.ranks.rank)
+        self.pending.append((f"load the open gradients from {self.folder}", load))
+
+    def _saved_ranks(self) -> int:
+        """Return the number of ranks that saved."""
+        return self.manifest.world_size if self.manifest else self._rng_count()
+
     def _read_rng(self, rng: RNGStates | None) -> None:
         assert rng is not None
         rank = self.ranks.rank
         path = self.folder / layout.rng_file(rank)
-        count = self.manifest.world_size if self.manifest else self._rng_count()
+        count = self._saved_ranks()
         if path.is_file():
             # Generators take their states from the host, whatever device they are of.
             state = dict(torch_files.read(path, **{**self.load_kwargs, "map_location": "cpu"}))
@@ -355,6 +370,19 @@ class TrainingStateReader:
         """Return a seed from the saved state of rank 0, this rank and the world size alone."""
         text = f"{file_digest(self.folder / layout.rng_file(0))}:{rank}:{self.ranks.size}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+class _MappedStates(Sequence[Any]):
+    """The states in torch files, each mapped when it is asked for."""
+
+    def __init__(self, paths: Sequence[Path], kwargs: Mapping[str, Any]) -> None:
+        self._paths, self._read = paths, cache(partial(torch_files.read, **kwargs))
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._read(self._paths[index])
+
+    def __len__(self) -> int:
+        return len(self._paths)
 
 
 def _attempt(what: str, function: Callable[[], Any]) -> None:

@@ -215,6 +215,9 @@ KINDS = {
     "scaler": ContentKind("the gradient scaler", _one_file(layout.SCALER_NAME)),
     "stateful_loaders": ContentKind("loader", layout.loader_file, per_rank=True, is_users=True),
     "loaders": ContentKind("loader"),
+    "gradients": ContentKind(
+        "open gradients of rank", lambda index, rank: layout.gradients_file(rank), per_rank=True
+    ),
     "rng": ContentKind("random states of rank", lambda index, rank: layout.rng_file(rank), per_rank=True),
 }
 
@@ -257,6 +260,8 @@ class CheckpointContents:
         loaders: positions that are plain values (JSON) and the same on every rank, such as samples drawn so
             far; they go into the manifest.
         stateful_loaders: loaders with a state per rank, such as torchdata's.
+        gradients: the gradients of an accumulation window that is not complete; None if there are none. Its
+            ``load_state_dict`` takes the states of all ranks that were saved, and the rank.
         rng: captures and restores random states; None leaves them out.
         sharded: a save writes models and optimizers sharded, where they have a ``sharded_state``. A load
             reads what is in the folder.
@@ -273,6 +278,7 @@ class CheckpointContents:
     custom: list[Any] = field(default_factory=list)
     loaders: list[Any] = field(default_factory=list)
     stateful_loaders: list[Any] = field(default_factory=list)
+    gradients: Any = None
     rng: RNGStates | None = None
     sharded: bool = False
     own_files: list[FolderStateful] = field(default_factory=list)

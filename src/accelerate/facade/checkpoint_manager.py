@@ -25,6 +25,7 @@ from accelerate.core.errors import PrepareError, SettingError
 from accelerate.facade.checkpoint_adapters import model_adapter, optimizer_adapter, resolve_offloaded
 from accelerate.facade.engine_checkpoint_import import engine_state_loaders
 from accelerate.facade.module_queries import extract_model_from_parallel
+from accelerate.facade.open_window import OpenWindow
 from accelerate.facade.prepared_objects import PreparedObjects
 from accelerate.facade.replica_agreement import check_replicas
 from accelerate.facade.runtime import Runtime
@@ -50,6 +51,7 @@ class CheckpointManager:
     def __init__(self, runtime: Runtime, prepared: PreparedObjects, project: ProjectConfiguration) -> None:
         self.world, self.strategy, self.precision = runtime.world, runtime.strategy, runtime.precision
         self.gradients, self.prepared, self.project = runtime.gradients, prepared, project
+        self.window = OpenWindow(runtime, prepared)
         self.custom_objects: list[Any] = []
         self._saves = 0
         # OrderedDicts: torch's handles hold them weakly, which a plain dict does not allow.
@@ -115,6 +117,7 @@ class CheckpointManager:
                 check_replicas(prepared.models, prepared.optimizers)
             self._saves += 1
         train_state = self._train_state()
+        train_state.gradients = self.window if self.window.is_saved() else None
         engine_files = self._engine_files(options) if sharded is not False else []
         if engine_files:
             self._exclude_engine_objects(engine_files, train_state)
@@ -156,6 +159,7 @@ class CheckpointManager:
         strict, location = options.pop("strict", True), options.pop("map_location", None)
         async_save.wait_on_all_ranks("load a checkpoint")
         train_state = self._train_state()
+        train_state.gradients = self.window
         engine_files = self._engine_files(options)
 
         def run_load_hooks(folder: Path) -> None:

@@ -58,6 +58,9 @@ class GradientState:
     # The window that is being iterated, or None; and the description of one that was left early.
     window: Any
     abandoned_window: str
+    # The micro-batches that a loaded checkpoint has of the next window of ``windows()``, and whether their
+    # losses were divided; or None.
+    resumed_window: tuple[int, bool] | None
     # The LossWeighting of ``backward(loss, num_items=...)``, None before its first use; and whether
     # gradients come from a backward without ``num_items``.
     loss_weighting: Any
@@ -81,7 +84,7 @@ class GradientState:
         state.plugin_kwargs = plugin.to_kwargs() if plugin is not None else {}
         state.loaders = ActiveLoaders() if loaders is None else loaders
         state.step = 0
-        state.window, state.abandoned_window = None, ""
+        state.window, state.abandoned_window, state.resumed_window = None, "", None
         state.loss_weighting, state.has_unweighted_grads = None, False
         state._xla_gradients_synced = False
         cls._current = state

@@ -105,28 +105,32 @@ class GradientAccumulationWindow:
         n: how many micro-batches it is planned to have; the loader's end may close it earlier.
         count: the number of the current micro-batch, from 1.
         done: its last micro-batch was yielded.
+        is_loss_divided: whether losses of its micro-batches were divided by their number.
     """
 
     def __init__(self, windows: GradientAccumulationWindows, source: _LastBatchAwareIterator) -> None:
         self.gradients, self.strategy = windows.gradients, windows.strategy
-        self.n, self.count, self.done = windows.n, 0, False
+        # A window that was saved open has had some of its micro-batches.
+        count, self.is_loss_divided = self.gradients.resumed_window or (0, False)
+        self.gradients.resumed_window = None
+        self.n, self.count, self.done = windows.n, min(count, windows.n - 1), False
         self._windows, self._source = windows, source
         self._inner: AbstractContextManager[Any] | None = None
-        self._is_loss_divided = False
+        self._begun = False
 
     @property
     def divisor(self) -> int:
         """The divisor of the loss of this micro-batch."""
-        self._is_loss_divided = True
+        self.is_loss_divided = True
         return self.count if self.done else self.n
 
     def __iter__(self) -> Iterator[Any]:
-        if self.count:
+        if self._begun:
             raise PrepareError("a window can be iterated once", why="its batches were yielded already")
         if self.gradients.window is not None:
             self.gradients.window.leave()
             raise _nested_window_error()
-        self.gradients.window = self
+        self.gradients.window, self._begun = self, True
         try:
             yield from self._batches()
         finally:
@@ -155,7 +159,7 @@ class GradientAccumulationWindow:
         self.count += 1
         self.done = self._source.is_last or self.count == self.n
         models = self._windows.models()
-        if self.done and self.count < self.n and self._is_loss_divided:
+        if self.done and self.count < self.n and self.is_loss_divided:
             # Earlier losses were divided by n, before it was known that the window is shorter.
             factor = self.n / self.count
             if isinstance(self.strategy, EngineStrategy):

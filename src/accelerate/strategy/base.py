@@ -1,10 +1,11 @@
 """The strategy protocol: what ``prepare`` does to a bundle, and how gradients and states are shared.
 
 A strategy is one file of this folder with ``PLUGIN = <subclass of Strategy>``, or the ``strategy.py`` of a
-folder. Its methods about gradients and states stand in the files of ``protocol``. It may have three more
+folder. Its methods about gradients and states stand in the files of ``protocol``. It may have more
 capabilities, which callers find by its type: ``EngineStrategy`` owns the optimizer and the step
-(``protocol/engine_strategy.py``), ``DataSharding`` has ranks that read the same samples, and
-``ReductionMonitor`` knows gradients that no reduction has seen.
+(``protocol/engine_strategy.py``), ``DataSharding`` has ranks that read the same samples, ``ReductionMonitor``
+knows gradients that no reduction has seen, and ``OpenGradients`` can save and restore the gradients of an
+incomplete window.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from accelerate.strategy.protocol.gradient_sync import (
     graph_leaves,
     run_with_zero_gradients,
 )
+from accelerate.strategy.protocol.open_gradients import OpenGradients
 from accelerate.strategy.protocol.request import ObjectKind, PrepareBundle, PrepareStep, StrategyRequest
 from accelerate.strategy.protocol.state_io import StateIO
 from accelerate.world.world import World
@@ -37,6 +39,7 @@ __all__ = [
     "NO_CONTEXT",
     "DataSharding",
     "ObjectKind",
+    "OpenGradients",
     "PrepareBundle",
     "PrepareStep",
     "RankDataShard",

@@ -27,6 +27,7 @@ from accelerate.core.user_warning import user_line, warn_user
 from accelerate.core.value_types import PositiveInt
 from accelerate.strategy.base import (
     NO_CONTEXT,
+    OpenGradients,
     PrepareBundle,
     PrepareStep,
     ReductionMonitor,
@@ -145,7 +146,7 @@ def _bf16_wrapper(hook: Callable[..., Any]) -> Callable[..., Any]:
     return compress_and_call
 
 
-class DDP(Strategy, ReductionMonitor):
+class DDP(OpenGradients, Strategy, ReductionMonitor):
     """Data parallel training with replicas, by torch's reducer."""
 
     name: ClassVar[str] = "ddp"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from accelerate.strategy.base import PrepareBundle, PrepareStep, Strategy, StrategyRequest
+from accelerate.strategy.base import OpenGradients, PrepareBundle, PrepareStep, Strategy, StrategyRequest
 from accelerate.world.world import World
 
 
-class SingleProcessStrategy(Strategy):
+class SingleProcessStrategy(OpenGradients, Strategy):
     """Training of one process on one device."""
 
     name: ClassVar[str] = "single"

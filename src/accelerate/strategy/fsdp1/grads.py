@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 
 from accelerate.strategy.fsdp1.flat_parameter_layout import FlatParam, FlatSlot
 from accelerate.strategy.fsdp1.model_state_dict import FSDP1WrappedModel
+from accelerate.strategy.protocol.open_gradients import GradientPiece, whole_piece
 
 
 def optimizer_parameters(wrapped_model: FSDP1WrappedModel) -> list[torch.Tensor]:
@@ -49,6 +50,52 @@ def _param_grad(unit: FlatParam, slot: FlatSlot, gradient: torch.Tensor) -> torc
     """Return the part of one parameter in a flat gradient, which is sharded or unsharded."""
     whole = gradient.shape == unit.flat._unpadded_unsharded_size
     return unit.view_param(slot, gradient) if whole else unit.local_piece(slot, gradient)
+
+
+def gradient_pieces(wrapped_model: FSDP1WrappedModel, ranks: int) -> dict[str, list[GradientPiece]]:
+    """Return this rank's pieces of the open gradients, sharded or not reduced yet; see ``OpenGradients``."""
+    pieces: dict[str, list[GradientPiece]] = {}
+    in_units = set[str]()
+    for unit in wrapped_model.flat_params:
+        gradient = unit.gradient()
+        for slot in unit.slots:
+            in_units.update(slot.names)
+            if gradient is None:
+                continue
+            part = _param_grad(unit, slot, gradient)
+            if gradient.shape == unit.flat._unpadded_unsharded_size:
+                pieces[slot.names[0]] = [whole_piece(part, ranks)]
+            elif part.numel():
+                start = unit.local_range(slot)[0]
+                pieces[slot.names[0]] = [GradientPiece(part.detach(), tuple(slot.shape), (start,), 0)]
+    for name, parameter in wrapped_model.parameters():
+        if name not in in_units and parameter.grad is not None:
+            pieces[name] = [whole_piece(parameter.grad, ranks)]
+    return pieces
+
+
+@torch.no_grad()
+def load_gradients(wrapped_model: FSDP1WrappedModel, gradients: Mapping[str, torch.Tensor]) -> None:
+    """Keep this rank's shard of unsharded, reduced gradients: the next reduction adds to it."""
+    in_units = set[str]()
+    for unit in wrapped_model.flat_params:
+        in_units.update(name for slot in unit.slots for name in slot.names)
+        found = [(slot, gradients[n]) for slot in unit.slots for n in slot.names[:1] if n in gradients]
+        if not found:
+            continue
+        values = unit.local_values()
+        local = torch.zeros_like(values)
+        for slot, whole in found:
+            low, high = unit.local_range(slot)
+            unit.local_piece(slot, local).copy_(whole.reshape(-1)[low:high])
+        unit.flat.grad = local
+        if unit.uses_orig_params:
+            for slot, parameter in zip(unit.slots, unit.parameters, strict=True):
+                piece = unit.local_piece(slot, local)
+                parameter.grad = piece.view(parameter.shape) if piece.numel() else None
+    for name, parameter in wrapped_model.parameters():
+        if name not in in_units and name in gradients:
+            parameter.grad = gradients[name].to(parameter.device, parameter.dtype, copy=True)
 
 
 def clear_gradients(wrapped_models: Iterable[FSDP1WrappedModel], wanted: Iterable[torch.Tensor]) -> None:

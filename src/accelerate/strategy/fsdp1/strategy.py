@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from accelerate.strategy.fsdp1.model_state_dict import FSDP1WrappedModel
     from accelerate.strategy.fsdp1.optimizer_state import FSDP1Optimizer, ParamOrder
     from accelerate.strategy.fsdp1.wrap import FSDP1WrapLayout, FSDP1Wrapper
+    from accelerate.strategy.protocol.open_gradients import GradientPiece
 
 _WRAPPED_MODULE = "_fsdp_wrapped_module"
 
@@ -262,6 +263,30 @@ class FSDP1Strategy(ShardedStrategy):
         from accelerate.strategy.fsdp1.grads import local_gradients
 
         return local_gradients(self._wrapped_models(), parameters)
+
+    @property
+    def gradient_layout(self) -> str:
+        """Return an empty text: flat gradients are always joined and sharded again."""
+        return ""
+
+    def gradient_pieces(self, model: nn.Module) -> dict[str, list[GradientPiece]]:
+        """Return this rank's pieces, sharded or not reduced yet."""
+        from accelerate.strategy.fsdp1.grads import gradient_pieces
+
+        wrapped_model = self._wrapped_model(model)
+        if wrapped_model is None:
+            return super().gradient_pieces(model)
+        return gradient_pieces(wrapped_model, self.world.size)
+
+    def load_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Keep this rank's pieces of unsharded gradients."""
+        from accelerate.strategy.fsdp1.grads import load_gradients
+
+        wrapped_model = self._wrapped_model(model)
+        if wrapped_model is None:
+            super().load_gradients(model, gradients)
+        else:
+            load_gradients(wrapped_model, gradients)
 
     def reached_params(self, loss: torch.Tensor) -> set[torch.Tensor]:
         """Return also the user's parameters in the flat parameters that the graph reaches."""

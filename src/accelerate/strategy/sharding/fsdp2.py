@@ -23,6 +23,7 @@ from accelerate.world import collective
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from accelerate.strategy.protocol.open_gradients import GradientPiece
     from accelerate.strategy.sharding.fsdp2_sharder import Sharder
     from accelerate.strategy.sharding.fsdp_unit_plan import FSDPShardingPlan
 
@@ -200,6 +201,39 @@ class FSDP2StrategyBase(ShardedStrategy):
                     if parameter in by_param:
                         clear_unreduced(by_param[parameter])
         zero()
+
+    # --- gradients of a window that is not complete
+
+    @property
+    def gradient_layout(self) -> str:
+        """Return also the names and sizes of the mesh; empty where torch takes no unreduced gradients back."""
+        from accelerate.strategy.sharding.grads import takes_unreduced
+
+        if not takes_unreduced(self.models):
+            return ""
+        mesh = self.mesh
+        sizes = () if mesh is None else tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+        return f"{super().gradient_layout} over {sizes}"
+
+    def gradient_pieces(self, model: nn.Module) -> dict[str, list[GradientPiece]]:
+        """Return this rank's shards, and its unsharded gradients that have not been reduced yet."""
+        from accelerate.strategy.sharding.grads import gradient_pieces
+
+        stages = self._pipeline_groups[0].size() if self._pipeline_groups else 1
+        return gradient_pieces(model, self.world.size // stages)
+
+    def restore_pieces(self, model: nn.Module, pieces: Mapping[str, Sequence[GradientPiece]]) -> None:
+        """Put this rank's shards and unreduced gradients back."""
+        from accelerate.strategy.sharding.grads import restore_pieces
+
+        self._has_unreduced = True
+        restore_pieces(model, pieces)
+
+    def load_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Keep this rank's shard."""
+        from accelerate.strategy.sharding.grads import load_gradients
+
+        load_gradients(model, gradients)
 
     # --- states
 

@@ -6,7 +6,8 @@ Between the micro-batches of a window torch keeps unsharded gradients at its own
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from accelerate.core.torch_internals import require
-from accelerate.strategy.sharding.full_state import is_sharded_placement
+from accelerate.strategy.protocol.open_gradients import GradientPiece, whole_piece
+from accelerate.strategy.sharding.full_state import distribute, is_sharded_placement, shard_mesh_dims
 
 require("FSDP2")
 
@@ -120,6 +122,109 @@ def unreduced_bytes(models: Iterable[nn.Module]) -> int:
                 dtype = policy.reduce_dtype or computed or sharded_param.dtype
                 total += fsdp_param._orig_size.numel() * dtype.itemsize
     return total
+
+
+# ---------------------------------------------------------------- gradients of a window that is not complete
+
+
+def gradient_pieces(model: nn.Module, ranks: int) -> dict[str, list[GradientPiece]]:
+    """Return this rank's pieces of the open gradients; see ``OpenGradients``.
+
+    Args:
+        model: the sharded model.
+        ranks: over how many ranks the gradients of a parameter are averaged.
+    """
+    pieces: dict[str, list[GradientPiece]] = {}
+    for name, parameter, fsdp_param in _named_params(model):
+        held = pieces.setdefault(name, [])
+        if parameter.grad is not None:
+            held += _sharded_pieces(_reduce_partial(parameter.grad), 0 if fsdp_param is not None else ranks)
+        waiting = [getattr(fsdp_param, "unsharded_accumulated_grad", None)]
+        if fsdp_param is not None and (whole := unsharded_param(fsdp_param)) is not None:
+            waiting.append(whole.grad)
+        for gradient in waiting:
+            if gradient is not None:
+                held += _sharded_pieces(_spread_as_param(gradient, fsdp_param), ranks)
+    return {name: held for name, held in pieces.items() if held}
+
+
+def takes_unreduced(models: Iterable[nn.Module]) -> bool:
+    """Return whether unreduced gradients can be set: from torch 2.15 on, only after the first forward."""
+    return not any(map(_grad_stays_at_param, fsdp_params(models).values()))
+
+
+def restore_pieces(model: nn.Module, pieces: Mapping[str, Sequence[GradientPiece]]) -> None:
+    """Put this rank's pieces back where ``gradient_pieces`` has found them."""
+    for name, parameter, fsdp_param in _named_params(model):
+        for piece in pieces.get(name, ()):
+            if fsdp_param is None or piece.ranks == 0:
+                values = piece.values.to(local_grad(parameter).device, parameter.dtype, copy=True)
+                parameter.grad = _like(parameter, values)
+                continue
+            values = piece.values.to(fsdp_param.device, copy=True)
+            spec = _unsharded_spec(fsdp_param)
+            if spec is not None:
+                values = DTensor.from_local(values, spec.mesh, spec.placements, run_check=False)
+            old = fsdp_param.unsharded_accumulated_grad
+            fsdp_param.unsharded_accumulated_grad = values if old is None else old.add_(values)
+
+
+@torch.no_grad()
+def load_gradients(model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+    """Keep this rank's shard of unsharded, reduced gradients: the next reduction adds to it."""
+    for name, parameter, _ in _named_params(model):
+        if name in gradients:
+            whole = gradients[name].to(parameter.dtype)
+            if isinstance(parameter, DTensor):
+                parameter.grad = distribute(whole, parameter)
+            else:
+                parameter.grad = whole.to(parameter.device, copy=True)
+
+
+def _named_params(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (name, the parameter that optimizers hold, its ``FSDPParam`` or None)."""
+    by_param = fsdp_params([model])
+    sharded = {unsharded_param(each): p for p, each in by_param.items()}
+    for name, parameter in model.named_parameters():
+        held = sharded.get(parameter, parameter)
+        yield name, held, by_param.get(held)
+
+
+def _unsharded_spec(fsdp_param: Any) -> Any:
+    """Return mesh and placements of the unsharded parameter where tensor parallelism shards it; else None."""
+    if not fsdp_param.is_dtensor:
+        return None
+    spec = getattr(fsdp_param, "_unsharded_dtensor_spec", None)
+    return fsdp_param._tp_spec if spec is None else spec
+
+
+def _spread_as_param(gradient: Any, fsdp_param: Any) -> Any:
+    """Return an unreduced gradient as its parameter is sharded by tensor parallelism."""
+    spec = _unsharded_spec(fsdp_param)
+    if spec is None:
+        return gradient
+    return DTensor.from_local(
+        fsdp_param._get_grad_inner_tensor(gradient), spec.mesh, spec.placements, run_check=False
+    )
+
+
+def _sharded_pieces(gradient: Any, ranks: int) -> list[GradientPiece]:
+    """Return the piece of this rank in a gradient; none where its shard is empty."""
+    if not isinstance(gradient, DTensor):
+        return [whole_piece(gradient, ranks)]
+    local = gradient.to_local().detach()
+    if not local.numel():
+        return []
+    shards = math.prod(gradient.device_mesh.size(axis) for axis in shard_mesh_dims(gradient.placements))
+    (chunk,) = gradient.__create_chunk_list__()
+    return [GradientPiece(local, tuple(gradient.shape), tuple(chunk.offsets), ranks // shards)]
+
+
+def _like(parameter: Any, local: torch.Tensor) -> Any:
+    if not isinstance(parameter, DTensor):
+        return local
+    mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
+    return DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
 
 
 @torch.no_grad()

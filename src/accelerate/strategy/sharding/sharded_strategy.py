@@ -15,7 +15,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accelerate.core.errors import PrepareError
 from accelerate.core.option_report import RequestedOption, requested_options
 from accelerate.core.setting import load_settings
-from accelerate.strategy.base import NO_CONTEXT, PrepareBundle, PrepareStep, Strategy, StrategyRequest
+from accelerate.strategy.base import (
+    NO_CONTEXT,
+    OpenGradients,
+    PrepareBundle,
+    PrepareStep,
+    Strategy,
+    StrategyRequest,
+)
 from accelerate.strategy.launch_settings.fsdp import UseFSDPSetting
 from accelerate.world import watchdog
 
@@ -40,7 +47,7 @@ def fsdp_options(request: StrategyRequest) -> Iterator[RequestedOption]:
         yield RequestedOption("fsdp_plugin", type(plugin).__name__, "the argument fsdp_plugin")
 
 
-class ShardedStrategy(Strategy):
+class ShardedStrategy(OpenGradients, Strategy):
     """Parameters, gradients and optimizer state sharded over ranks.
 
     Attributes:
