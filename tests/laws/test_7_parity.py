@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from accelerate.utils import is_deepspeed_available
-from tests.support.long_run import LONG_RUN
+from tests.support.long_run import LONG_RUN, hypothesis_settings
 from tests.support.parity import PLAN, ROWS, STEPS, Numbers, adamw, close, decoder, loader, loss_of, plain
 from tests.support.ranks import RankServer
 from tests.support.sequences import RING
@@ -235,3 +237,23 @@ def test_an_open_window_goes_on(ranks: RankServer, runs: Runs, one: str, other: 
     number = IN_WINDOW_PAIRS.index((one, other))
     for begin in IN_WINDOW if LONG_RUN else (IN_WINDOW[number % len(IN_WINDOW)],):
         goes_on(ranks, runs, one, other, begin, 4)
+
+
+def has_open_gradients(way: str) -> bool:
+    """Tell whether a checkpoint holds the gradients of an open window: DeepSpeed keeps its own."""
+    return "zero" not in WAYS[way][2]
+
+
+@pytest.mark.timeout(7200 if LONG_RUN else 600)  # a way that was not trained yet takes its time
+@hypothesis_settings(2, in_long_run=80)
+@given(st.sampled_from([*WAYS]), st.sampled_from([*WAYS]), st.sampled_from((0, *IN_WINDOW)))
+def test_any_way_goes_on_under_any_other(
+    ranks: RankServer, runs: Runs, one: str, other: str, position: int
+) -> None:
+    """D11, G2: any strategy and world size, between steps or inside a window, then any other."""
+    for way in (one, other):
+        assume(is_deepspeed_available() or has_open_gradients(way))
+    if position and has_open_gradients(one) and has_open_gradients(other):
+        goes_on(ranks, runs, one, other, position, 4)
+    else:
+        goes_on(ranks, runs, one, other, MIDDLE, 1)
