@@ -206,7 +206,7 @@ class FSDP2StrategyBase(ShardedStrategy):
 
     @property
     def gradient_layout(self) -> str:
-        """Return also the names and sizes of the mesh; empty where torch takes no unreduced gradients back."""
+        """Add the names and sizes of the mesh; empty where torch takes no unreduced gradients back."""
         from accelerate.strategy.sharding.grads import takes_unreduced
 
         if not takes_unreduced(self.models):
