@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -202,6 +203,17 @@ def cut_off(folder: str, workers: int) -> list[list[float]]:
     return found
 
 
+def cut_off_without_a_mesh(folder: str) -> list[float]:
+    """The first samples of this rank, of a loader without workers."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    data = accelerator.prepare(DataLoader(Noisy(), batch_size=3, shuffle=True))
+    found = rows(batch for _, batch in zip(range(2), data, strict=False))
+    accelerator.save_state(folder)
+    return [row[0] for row in found]
+
+
 def gone_on(folder: str, workers: int, tp: int) -> list[list[float]]:
     from accelerate import Accelerator
 
@@ -226,6 +238,17 @@ def test_a_run_goes_on_by_parts_of_the_data(ranks: RankServer, tmp_path: Path) -
     left = {row[0] for row in (*before[0], *before[2])}
     assert {row[0] for row in alike} <= left
     assert len(alike) == SAMPLES - 12
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_mesh_goes_on_where_processes_without_one_were(
+    ranks: RankServer, tmp_path: Path, workers: int
+) -> None:
+    """G9: nothing in such a checkpoint was drawn for processes that read the same, or for workers."""
+    folder = str(tmp_path / "state")
+    seen = [sample for part in ranks(2, cut_off_without_a_mesh, folder) for sample in part]
+    rest = same_on_all(ranks(2, gone_on, folder, workers, 2))
+    assert sorted(seen + [row[0] for row in rest]) == list(map(float, range(SAMPLES)))
 
 
 def refused(call: Any) -> str:

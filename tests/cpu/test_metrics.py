@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from tests.support.ranks import RankServer, same_on_all
+from tests.support.ranks import RanksError, RankServer, same_on_all
 
 
 class Map(Dataset[Any]):
@@ -294,3 +294,133 @@ def items(kind: str) -> list[int]:
 def test_batches_that_the_data_makes_itself_count_once(ranks: RankServer, kind: str) -> None:
     """A12, ``batch_size=None``: an item may be a whole batch of any size."""
     assert same_on_all(ranks(2, items, kind)) == list(range(9))
+
+
+def several_rows(every: int, copies: Callable[[int], int], per_sample: str) -> list[list[int]]:
+    """Gather the outputs of ``every`` steps, with ``copies`` rows of each sample: as tensor, as objects."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(Map(13, torch.tensor), batch_size=2))
+    found: list[list[int]] = [[], []]
+    kept: list[torch.Tensor] = []
+    for step, batch in enumerate(loader, 1):
+        counts = [copies(sample) for sample in batch.tolist()]
+        kept.append(batch.repeat_interleave(torch.tensor(counts)))
+        if step % every == 0 or step == len(loader):
+            given: Any = {"unknown": None, "list": counts, "tensor": torch.tensor(counts)}.get(per_sample, 1)
+            found[0] += accelerator.gather_for_metrics(torch.cat(kept), rows_per_sample=given).tolist()
+            found[1] += accelerator.gather_for_metrics(torch.cat(kept).tolist(), True, given)
+            kept = []
+    return found
+
+
+def thrice(sample: int) -> int:
+    return 3
+
+
+def once(sample: int) -> int:
+    return 1
+
+
+def ragged_rows(sample: int) -> int:
+    return sample % 3
+
+
+@pytest.mark.parametrize(
+    ("every", "copies", "per_sample"),
+    [
+        (1, thrice, "unknown"),
+        (2, once, "unknown"),
+        (3, once, "1"),
+        (1, ragged_rows, "list"),
+        (1, ragged_rows, "tensor"),
+    ],
+)
+@pytest.mark.parametrize("n", [1, 2])
+def test_several_rows_of_a_sample_and_rows_of_several_steps_count_once(
+    ranks: RankServer, n: int, every: int, copies: Callable[[int], int], per_sample: str
+) -> None:
+    """G3: generated sequences, a buffer of steps, boxes; 13 samples do not fill four steps of 2 x 2."""
+    whole = [sample for sample in range(13) for _ in range(copies(sample))]
+    for found in same_on_all(ranks(n, several_rows, every, copies, per_sample)):
+        assert sorted(found) == whole
+
+
+OUTPUTS: dict[str, tuple[Callable[[list[torch.Tensor]], Any], Any]] = {
+    "rows of several steps, or several rows of each sample": (lambda kept: torch.cat(kept), None),
+    "the batch may be the second dimension": (lambda kept: kept[-1].T.repeat(3, 1), None),
+    "5 is no multiple of 3": (lambda kept: kept[-1].repeat(2, 1)[:5], None),
+    "4 is no multiple of 3": (lambda kept: [*"abcd"], None),
+    "3 rows are not 2 for each sample": (lambda kept: kept[-1], 2),
+    "rows_per_sample has 2 numbers with the sum 3": (lambda kept: kept[-1], [1, 2]),
+}
+
+
+def unknown_rows(reason: str) -> torch.Size:
+    """Gather an output whose rows may not be those of samples, at the end of an epoch of two steps."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(Map(7, number), batch_size=3))
+    make, per_sample = OUTPUTS[reason]
+    kept: list[torch.Tensor] = []
+    means: list[torch.Tensor] = []
+    for batch in loader:
+        kept.append(batch)
+        means.append(
+            accelerator.gather_for_metrics(batch.float().mean()[None])
+        )  # of a batch, not of a sample
+    for _ in loader:
+        if loader.end_of_dataloader and accelerator.process_index == 1:
+            accelerator.gather_for_metrics(make(kept), rows_per_sample=per_sample)
+    return torch.cat(means).shape
+
+
+@pytest.mark.parametrize("reason", OUTPUTS)
+def test_rows_of_no_known_samples_are_refused(ranks: RankServer, reason: str) -> None:
+    """G3: the error says what to pass; nothing is cut at a guess."""
+    with pytest.raises(RanksError) as found:
+        ranks(2, unknown_rows, reason)
+    assert found.value.causing_kinds() == {"PrepareError"}
+    assert reason in str(found.value)
+    assert "pass rows_per_sample" in str(found.value)
+
+
+def real_of_the_original(kind: str) -> list[list[int]]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    if kind == "torchdata":
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        batches = loader = accelerator.prepare(StatefulDataLoader(Map(9, torch.tensor), batch_size=2))
+    else:
+        loader = accelerator.prepare(DataLoader(Map(9, torch.tensor), batch_size=2))
+        batches = accelerator.skip_first_batches(loader, 1)
+    return [batch[: loader.real].tolist() for batch in batches]
+
+
+def test_every_loader_tells_which_rows_are_real(ranks: RankServer) -> None:
+    """One with its own iteration; and the original, where a twin of it is iterated."""
+    assert ranks(2, real_of_the_original, "torchdata") == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], []]]
+    assert ranks(2, real_of_the_original, "twin") == [[[4, 5], [8]], [[6, 7], []]]
+
+
+def items_of_a_stream() -> list[list[int]]:
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    batches = [torch.arange(3), torch.arange(3, 5), torch.arange(5, 9), torch.arange(9, 11)]
+    found: list[list[int]] = []
+    for items in (batches, [torch.tensor(sample) for sample in range(10)]):
+        stream = Unsized(len(items), items.__getitem__)
+        loader = accelerator.prepare(DataLoader(stream, batch_size=None))
+        found.append([row for item in loader for row in accelerator.gather_for_metrics(item).tolist()])
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_items_of_a_stream_that_every_rank_reads_count_once(ranks: RankServer, n: int) -> None:
+    """G3: whole batches, and single samples, from a stream that is not collated."""
+    assert same_on_all(ranks(n, items_of_a_stream)) == [list(range(11)), list(range(10))]

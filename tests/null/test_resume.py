@@ -10,6 +10,7 @@ import json
 import tracemalloc
 import warnings
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +18,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    get_worker_info,
+)
 
+from accelerate.core.errors import PrepareError
 from accelerate.data.batch_sampler_shard import slicer_for
 from accelerate.data.data_order_rng import RNGSnapshot
 from accelerate.data.sample_order import draw, draw_seed, finish, mark_last, single_steps, skip_items
@@ -307,62 +316,72 @@ def test_another_number_of_processes_gets_exactly_the_rest(
     if kind == "drop_last":
         assert len(set(found)) == len(found)
         assert len(everything) - len(found) <= 3 * max(before, after)
-    elif kind == "own iteration":  # nothing is known of its batches, so the fillers are counted here too
-        assert set(found) == set(everything)
-        assert len(found) - len(everything) < 3 * after
     else:
         assert found == everything
 
 
-def test_a_number_of_batches_that_is_not_the_recorded_one_is_named() -> None:
-    loader = prepared("default", 0, 1, 0)
-    state = [loader.state_dict() for _ in loader][2]
-    other = prepared("default", 0, 1, 0)
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (1, 3)])
+@pytest.mark.parametrize(
+    "kind", ["default", "sequential", "torch", "one by one", "stream", "torchdata stream"]
+)
+def test_another_number_of_workers_gets_exactly_the_rest(kind: str, before: int, after: int) -> None:
+    """G9: workers do not change the order; the epoch of a stream, whose order they change, keeps its own."""
+    whole, _ = walk([prepared(kind, before, 1, 0)])
+    given, (state,) = walk([prepared(kind, before, 1, 0)], stop=3)
+    loader = prepared(kind, after, 1, 0)
+    loader.load_state_dict(state)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        rest, (end,) = walk([loader], skip=None)
+    assert given[0] + rest[0] == whole[0]
+    assert any(f"{before} worker(s) read" in str(w.message) for w in heard) == ("stream" in kind)
+    following, _ = walk([loader])
+    assert sorted(following[0]) == sorted(whole[0])
+    again = prepared(kind, after, 1, 0)
+    again.load_state_dict(end)
+    assert walk([again])[0] == following
+
+
+def test_checkpoints_without_seeds_of_workers_are_resumed_by_workers() -> None:
+    """G9: an older checkpoint of a loader without workers has none."""
+    _, (state,) = walk([prepared("default", 0, 1, 0)], stop=3)
+    state["in_progress"]["start"]["data"] = None
+    del state["fetches"]
+    rests: list[Any] = []
+    for workers in (0, 2):
+        loader = prepared("default", workers, 1, 0)
+        loader.load_state_dict(state)
+        rests.append(walk([loader], skip=3)[0])
+    assert rests[0] == rests[1]
+
+
+class Chunks(IterableDataset[Any]):
+    """Worker 0 reads 9 samples, worker 1 one."""
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        assert worker is not None
+        yield from ((sample, []) for sample in ((9,) if worker.id else range(9)))
+
+
+def test_workers_with_parts_of_different_length_resume_only_as_they_were() -> None:
+    """How far each has come is known only for the fetches of the checkpoint; else it is said, not guessed."""
+
+    def new(size: int) -> Any:
+        loader = DataLoader(Chunks(), batch_size=1, num_workers=2, collate_fn=collate)
+        return prepare_data_loader(loader, num_processes=size, process_index=0)
+
+    whole, _ = walk([new(1)])
+    given, (state,) = walk([new(1)], stop=6)
+    loader = new(1)
+    loader.load_state_dict(state)
+    assert given[0] + walk([loader], skip=None)[0][0] == whole[0]
+    other = new(2)
     other.load_state_dict(state)
-    with pytest.warns(UserWarning, match=r"4 batches are left out, .* saved after 3 \(9 samples\)"):
-        skip_first_batches(other, 4)
-    more = prepare_data_loader(DataLoader(Augmented(), batch_size=2, shuffle=True), num_processes=1)
-    more.load_state_dict(state)
-    with pytest.warns(UserWarning, match="steps of 3 samples and is continued by 1 with steps of 2"):
-        assert len(skip_first_batches(more, 3)) == 9
-    longer = prepare_data_loader(DataLoader(range(40), batch_size=3, shuffle=True), num_processes=1)  # type: ignore[arg-type]
-    longer.load_state_dict(state)
-    with pytest.warns(UserWarning, match="has 40 samples, but the checkpoint was saved with 26"):
-        list(skip_first_batches(longer, 3))
-
-
-def test_the_noted_position_is_that_of_the_batch_in_hand() -> None:
-    loader = prepared("stream", 0, 1, 0)
-    for number, _ in enumerate(loader, 1):
-        if number == 2:
-            loader.adjust_state_dict_for_prefetch()
-    assert loader.dl_state_dict["in_progress"]["batches"] == 2
-    assert loader.state_dict()["in_progress"]["complete"]
-
-
-def test_a_plain_loader_skips_without_reading_the_order() -> None:
-    """The order and the random numbers of torch's own loader, from the middle."""
-    from torch.utils.data import TensorDataset
-
-    plain = DataLoader(TensorDataset(torch.arange(50)), batch_size=4, shuffle=True)
-    torch.manual_seed(1)
-    whole = [x.tolist() for (x,) in plain]
-    drawn = torch.rand(()).item()
-    torch.manual_seed(1)
-    assert [x.tolist() for (x,) in skip_first_batches(plain, 5)] == whole[5:]
-    assert torch.rand(()).item() == drawn
-
-
-def test_positions_of_older_checkpoints_still_load() -> None:
-    loader = prepared("seedable", 0, 1, 0)
-    loader.load_state_dict({"epoch": 4})
-    assert loader.iteration == loader.get_sampler().epoch == 4
-
-
-def test_generators_that_are_not_there_are_named() -> None:
-    state = prepared("generator", 0, 1, 0).state_dict()
-    with pytest.raises(ValueError, match="hold 0 random generators, but 1 were saved"):
-        prepared("default", 0, 1, 0).load_state_dict(state)
+    with pytest.warns(UserWarning, match="continued by 2"):
+        rest = skip_first_batches(other, None)
+    with pytest.raises(PrepareError, match="fewer samples than the checkpoint counts"):
+        list(rest)
 
 
 @given(

@@ -79,6 +79,34 @@ def test_uneven_shards_hold_every_sample_once(count: int, batch: int, size: int,
         assert lengths == [len(view) for view in seen]
 
 
+class SizedStream(IterableDataset[int]):
+    """Samples 0, 1, ... with a length."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.count))
+
+
+@pytest.mark.parametrize("count", range(14))
+def test_the_length_of_uneven_parts_of_batches_is_exact(count: int) -> None:
+    """A rank that the last batch has nothing for has a batch less."""
+    for data in (range(count), SizedStream(count)):
+        for rank in range(3):
+            loader = prepare_data_loader(
+                DataLoader(data, batch_size=6),  # type: ignore[arg-type]
+                num_processes=3,
+                process_index=rank,
+                split_batches=True,
+                even_batches=False,
+            )
+            assert len(loader) == len(list(loader)) == len(range(2 * rank, count, 6))
+
+
 class Changing(BatchSampler):
     """A user's batch sampler whose batches differ in size."""
 

@@ -7,6 +7,7 @@ only a count.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from itertools import chain, cycle, islice
 from typing import Any
@@ -63,16 +64,12 @@ class BatchSamplerShard(BatchSampler):
         self.split_batches, self.even_batches = split_batches, even_batches
         # The loader's name, until the ranks have verified that all begin with the same order.
         self.name_to_verify: str | None = None
-        # Real samples of the last step, once it was yielded; 0 when all are real.
-        self.remainder = -1
+        # The steps that a loader with its own iteration has taken the indices of, in order.
+        self.taken_steps: deque[StepSampleIndices] = deque()
         self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last: bool = getattr(batch_sampler, "drop_last", False)
-        if split_batches and self.batch_size is not None and self.batch_size % num_processes:
-            raise PrepareError(
-                f"a batch of {self.batch_size} samples cannot be split over {num_processes} processes",
-                why="split_batches=True cuts every batch into equal parts",
-                fix=f"use a batch size that is a multiple of {num_processes}",
-            )
+        if split_batches:
+            check_split(self.batch_size, num_processes)
 
     def __getattr__(self, name: str) -> Any:
         # `sampler` and whatever else a user's own batch sampler has.
@@ -87,20 +84,38 @@ class BatchSamplerShard(BatchSampler):
 
     def __len__(self) -> int:
         batches = len(self.batch_sampler)
-        if self.split_batches or self.num_processes == 1:
+        if self.num_processes == 1:
+            return batches
+        if type(self.batch_sampler) is BatchSampler:
+            return self.slicer.count_steps(len(self.batch_sampler.sampler))  # type: ignore[arg-type]
+        if self.split_batches:
+            if self.batch_size is None and not self.even_batches:
+                raise TypeError("the parts of batches of unknown size are not known before they are drawn")
             return batches
         whole, rest = divmod(batches, self.num_processes)
         if rest == 0 or self.drop_last:
             return whole
         return whole + 1 if self.even_batches else whole + (self.process_index < rest)
 
+    @property
+    def slicer(self) -> RankSampleOrderSlicer:
+        """The slicer of the order of one of torch's batch samplers."""
+        share = (self.batch_size or 1) // (self.num_processes if self.split_batches else 1)
+        return RankSampleOrderSlicer(
+            share,
+            self.num_processes,
+            self.process_index,
+            drop_last=self.drop_last,
+            fill_last=self.even_batches,
+        )
+
     def __iter__(self) -> Iterator[list[Any]]:
-        self.remainder = 0
         if self.num_processes == 1:
             return iter(self.batch_sampler)
-        return self._record_remainder()
+        self.taken_steps.clear()
+        return self._record_steps()
 
-    def _record_remainder(self) -> Iterator[list[Any]]:
+    def _record_steps(self) -> Iterator[list[Any]]:
         slicer, sampler = slicer_for(self), inner_sampler(self)
         generators = find_generators(*sampler_chain(self))
         if slicer is not None:
@@ -111,7 +126,7 @@ class BatchSamplerShard(BatchSampler):
                 open_walk(self.batch_sampler, generators, broadcast=collective.broadcast_object)[0], 0, []
             )
         for step in steps:
-            self.remainder = step.remainder
+            self.taken_steps.append(step)
             yield step.indices
 
     def steps(
@@ -204,6 +219,20 @@ class BatchSamplerShard(BatchSampler):
             skipped += real
 
 
+def check_split(batch_size: int | None, count: int) -> None:
+    """Check that ``split_batches`` can cut batches of this size into ``count`` equal parts.
+
+    Raises:
+        PrepareError: the size is known, and no multiple of ``count``.
+    """
+    if batch_size is not None and batch_size % count:
+        raise PrepareError(
+            f"a batch of {batch_size} samples cannot be split over {count} processes",
+            why="split_batches=True cuts every batch into equal parts",
+            fix=f"use a batch size that is a multiple of {count}",
+        )
+
+
 def _clamp(value: int, most: int) -> int:
     return min(max(value, 0), most)
 
@@ -222,16 +251,7 @@ def slicer_for(sampler: Any) -> RankSampleOrderSlicer | None:
         return None
     if shard is None or shard.num_processes == 1:
         return RankSampleOrderSlicer(batches.batch_size, drop_last=batches.drop_last)
-    share = shard.batch_size or 1
-    if shard.split_batches:
-        share //= shard.num_processes
-    return RankSampleOrderSlicer(
-        share,
-        shard.num_processes,
-        shard.process_index,
-        drop_last=shard.drop_last,
-        fill_last=shard.even_batches,
-    )
+    return shard.slicer
 
 
 class SkipBatchSampler(BatchSampler):

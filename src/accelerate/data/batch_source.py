@@ -27,11 +27,12 @@ from accelerate.data.data_order_rng import (
 )
 from accelerate.data.epoch_order import Broadcast, OrderState, finish_at_end, open_order, open_walk
 from accelerate.data.iterable_dataset import IterableDatasetShard
-from accelerate.data.position import Epoch, FetchedBatch
+from accelerate.data.position import Epoch, FetchedBatch, FetchLayout
 from accelerate.data.sample_order import (
     END,
     RankSampleOrderSlicer,
     StepSampleIndices,
+    count_samples,
     draw_seed,
     inner_sampler,
     mark_last,
@@ -42,9 +43,10 @@ from accelerate.data.sample_order import (
 from accelerate.data.sharding_detection import check_first_batch
 from accelerate.data.stream_resume import resume_stream
 from accelerate.world import collective
+from accelerate.world.local_tensor_trees import ignorant_find_batch_size
 from accelerate.world.rng import derive, seed_host
 
-StepsOpener = Callable[[Any, list[Any], Epoch, bool], Iterator[StepSampleIndices]]
+StepsOpener = Callable[[Any, list[Any], Epoch], Iterator[StepSampleIndices]]
 
 
 def fetches_by_index(loader: DataLoader[Any]) -> bool:
@@ -160,9 +162,9 @@ def fetch_batches(
             restore_generators(generators, epoch.later_states or [])
             epoch.later_states = None
         # Processes that read the same shard use the same random numbers, also without workers.
-        seeded, workers = base.num_workers > 0 or epoch.data_shard is not None, base.num_workers > 0
-        steps = (opener or open_steps)(outer_sampler(base), generators, epoch, seeded)
-        if not seeded:
+        workers = base.num_workers > 0
+        steps = (opener or open_steps)(outer_sampler(base), generators, epoch)
+        if not workers and epoch.data_shard is None:
             yield from _record_steps(epoch, steps, pending_steps)
             return
         indices = _seed_indices(base, epoch, steps, pending_steps)
@@ -175,11 +177,20 @@ def fetch_batches(
     single = base.batch_sampler is None
     for batch in _restore_after_fetch(iterator, snapshots):
         step = pending_steps.popleft()
-        remainder, real = step.remainder, step.real
-        if single and remainder:
-            # An item that the data makes itself may have any number of rows: all of them count, or none.
-            remainder, real = -1, None if real else 0
-        yield FetchedBatch(batch, step.last, step.samples, remainder, real)
+        if single:
+            yield single_item(batch, step)
+        else:
+            size = count_samples(step.indices)
+            yield FetchedBatch(batch, step.last, step.samples, step.remainder, step.real, size)
+
+
+def single_item(item: Any, step: StepSampleIndices) -> FetchedBatch:
+    """Describe an item of a loader that does not collate: it may have any number of rows.
+
+    All of them count, or none.
+    """
+    remainder, size = -1 if step.remainder else 0, ignorant_find_batch_size(item) or 1
+    return FetchedBatch(item, step.last, step.samples, remainder, None if step.real else 0, size)
 
 
 def _record_steps(
@@ -249,16 +260,13 @@ def find_shard(base: DataLoader[Any]) -> BatchSamplerShard | None:
     return None
 
 
-def open_steps(
-    sampler: Any, generators: list[Any], epoch: Epoch, workers: bool
-) -> Iterator[StepSampleIndices]:
+def open_steps(sampler: Any, generators: list[Any], epoch: Epoch) -> Iterator[StepSampleIndices]:
     """Open this process's steps of an epoch; its order is drawn, or reproduced, at once.
 
     Args:
         sampler: a batch sampler, one of single indices, or a shard of either.
         generators: the generators of the loader and its samplers.
         epoch: see ``fetch_batches``.
-        workers: batches are fetched by workers.
     """
     below = getattr(sampler, "batch_sampler", None)
     single = isinstance(below, BatchSamplerShard) and not isinstance(sampler, BatchSamplerShard)
@@ -274,7 +282,6 @@ def open_steps(
             epoch,
             order_state,
             _order_broadcast(epoch, shard is not None),
-            workers,
         )
     else:
         steps = _walk_steps(holder, shard, generators, epoch, order_state)
@@ -288,7 +295,6 @@ def _slice_steps(
     epoch: Epoch,
     order_state: OrderState | None,
     broadcast: Broadcast,
-    workers: bool,
 ) -> Iterator[StepSampleIndices]:
     sampler, skip = inner_sampler(holder), epoch.skip
     if epoch.advances_generators:
@@ -300,7 +306,6 @@ def _slice_steps(
         broadcast=broadcast,
         order_state=order_state,
         later_states=epoch.later_states,
-        with_worker_seed=workers,
         always=always,
     )
     offset = skip.batches * slicer.step_samples if skip.samples is None else skip.samples
@@ -333,6 +338,18 @@ def _walk_steps(
     if shard is not None:
         return mark_last(shard.steps(rest, epoch.samples, head))
     return mark_last(single_steps(rest, epoch.samples, getattr(holder, "batch_size", None) or 1))
+
+
+class _BatchesWithSteps:
+    """The batches of a loader with its own iteration, each with the step that its indices were taken for."""
+
+    def __init__(self, items: Iterable[Any], shard: BatchSamplerShard | None) -> None:
+        self.items, self.shard = items, shard
+
+    def __iter__(self) -> Iterator[tuple[Any, StepSampleIndices | None]]:
+        for batch in self.items:
+            taken = None if self.shard is None else self.shard.taken_steps
+            yield batch, taken.popleft() if taken else None
 
 
 class _EpochSeedingWorkerStream:
@@ -375,19 +392,21 @@ def stream_batches(
     epoch: Epoch,
     step: int,
     index_loader: tuple[DataLoader[Any], PresetIndexSampler] | None = None,
-) -> Iterator[tuple[Any, bool]]:
-    """Yield each batch of a stream, or of a loader with its own iteration, and whether it is the last.
+) -> Iterator[tuple[Any, bool, StepSampleIndices | None]]:
+    """Yield each batch of a stream, or of a loader with its own iteration; whether it is the last; its step.
 
     Args:
         base: the sharded loader.
         epoch: see ``fetch_batches``; skipped batches are read and dropped, to repeat all random draws.
-        step: samples of all processes in a step.
+        step: samples of one fetch, of all processes.
         index_loader: the loader with an index sampler, and that sampler, for persistent workers.
     """
     generators = loader_generators(base)
     if epoch.advances_generators:  # torch's loader draws a seed for workers
         torch.empty((), dtype=torch.int64).random_(generator=base.generator)
     stream = isinstance(base.dataset, IterableDataset)
+    if stream and epoch.fetches is not None:
+        base, index_loader = _with_saved_workers(base, epoch.fetches, index_loader)
     broadcast = _order_broadcast(
         epoch, type(base.dataset) is IterableDatasetShard and base.dataset.num_processes > 1
     )
@@ -397,24 +416,33 @@ def stream_batches(
         items = _EpochSeedingWorkerStream(base, *index_loader, epoch)
     isolate = base.num_workers == 0 or not stream
     batches, epoch.order_state = open_walk(
-        items, generators, broadcast=broadcast, order_state=order_state, isolate=isolate
+        _BatchesWithSteps(items, None if stream else find_shard(base)),
+        generators,
+        broadcast=broadcast,
+        order_state=order_state,
+        isolate=isolate,
     )
     upcoming = next(islice(batches, count, None), END)
     while upcoming is not END:
-        batch, upcoming = upcoming, next(batches, END)
-        yield batch, upcoming is END
+        (batch, taken), upcoming = upcoming, next(batches, END)
+        yield batch, upcoming is END, taken
 
 
 def _select_items(
     base: DataLoader[Any], generators: list[Any], epoch: Epoch, step: int
 ) -> tuple[Iterable[Any], int]:
     """Return the object to iterate, and the number of its items to skip."""
-    skip = epoch.skip
+    skip, fetches = epoch.skip, epoch.fetches
     epoch.samples = skip.batches * step if skip.samples is None else skip.samples
-    if epoch.samples == skip.batches * step and epoch.saved_world in (None, (epoch.num_shards, step)):
+    if fetches is None or skip.samples is None:
+        return base, skip.batches
+    # Fillers and incomplete steps: a batch may have given fewer samples.
+    missing = epoch.saved_samples - fetches.fetch_count * step
+    if (fetches.samples, fetches.skipped) == (step, []) and epoch.samples == skip.batches * step + missing:
         return base, skip.batches
     if isinstance(base.dataset, IterableDataset):
-        return resume_stream(base, epoch), 1
+        return resume_stream(base, epoch, fetches), 1
+    epoch.skipped = [epoch.samples]
     # The loader's own batches cannot be cut, but its sampler's can.
     indexed, index_sampler = with_index_sampler(base)
     part = Epoch(epoch.number, skip)
@@ -422,9 +450,39 @@ def _select_items(
     return indexed, 0
 
 
+def _with_saved_workers(
+    base: DataLoader[Any],
+    fetches: FetchLayout,
+    index_loader: tuple[DataLoader[Any], PresetIndexSampler] | None,
+) -> tuple[DataLoader[Any], tuple[DataLoader[Any], PresetIndexSampler] | None]:
+    """Return the loader of a stream with the workers that read it when its epoch was saved.
+
+    Each worker reads a part of the stream, or draws from a generator of its own, so no other number of
+    workers could give exactly the samples that are left.
+    """
+    workers, persistent = fetches.workers, fetches.persistent
+    if workers is None or (workers, persistent) == (base.num_workers, base.persistent_workers):
+        return base, index_loader
+    if workers != base.num_workers and collective.rank() == 0:
+        warnings.warn(
+            f"the checkpoint was saved inside an epoch of a stream that {workers} worker(s) read. The order "
+            f"depends on them: the rest of that epoch is read by as many, later epochs by {base.num_workers}",
+            stacklevel=2,
+        )
+    parts: dict[str, Any] = {"num_workers": workers, "persistent_workers": persistent}
+    if workers == 0:
+        parts.update(timeout=0, prefetch_factor=None)
+    elif base.num_workers == 0:
+        parts["prefetch_factor"] = 2
+    loader = copy_loader(base, **parts)
+    return loader, with_index_sampler(loader)
+
+
 def _remaining_indices(base: DataLoader[Any], generators: list[Any], epoch: Epoch) -> Iterator[Any]:
     shard = find_shard(base)
-    for step in open_steps(outer_sampler(base), generators, epoch, workers=False):
+    if shard is not None:
+        shard.taken_steps.clear()
+    for step in open_steps(outer_sampler(base), generators, epoch):
         if shard is not None:
-            shard.remainder = step.remainder
+            shard.taken_steps.append(step)
         yield step.indices

@@ -23,15 +23,15 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from accelerate.core.errors import PrepareError
 from accelerate.data.batch_channel import DATA, BatchReceiver, BatchSender, pack, unpack
 from accelerate.data.batch_rows import count_rows, take_rows
-from accelerate.data.batch_sampler_shard import BatchSamplerShard
+from accelerate.data.batch_sampler_shard import BatchSamplerShard, check_split
 from accelerate.data.batch_source import fetch_batches, fetches_by_index, find_shard, stream_batches
 from accelerate.data.iterable_dataset import GlobalBatchCollate, supports_marks
 from accelerate.data.loader import DataLoaderShard, copy_loader
 from accelerate.data.position import Epoch, EpochSkip, FetchedBatch
 from accelerate.data.rank_batches import AllRankBatchSteps, SingleIndexSampler
+from accelerate.data.sample_order import RankSampleOrderSlicer
 from accelerate.world import collective
 from accelerate.world.local_tensor_trees import concatenate, ignorant_find_batch_size, slice_tensors
 
@@ -112,6 +112,12 @@ class DataLoaderDispatcher(DataLoaderShard):
         sampler = base.sampler if base.batch_sampler is None else base.batch_sampler
         if find_shard(base) is not None:
             return len(sampler)  # type: ignore[arg-type]
+        if isinstance(base.collate_fn, GlobalBatchCollate):
+            share, even = base.collate_fn.share, self.even_batches
+            slicer = RankSampleOrderSlicer(
+                share, self._num_processes, self._index, drop_last=self._drop_last, fill_last=even
+            )
+            return slicer.count_steps(len(self.dataset))  # type: ignore[arg-type]
         batches = len(base)
         if self.split_batches:
             return batches
@@ -133,6 +139,12 @@ class DataLoaderDispatcher(DataLoaderShard):
         if self._num_processes == 1:
             return super()._fetch(skip)
         return self._send_batches() if self._index == 0 else self._receive_batches()
+
+    @property
+    def _fetches_per_step(self) -> int:
+        base = self._full_base
+        whole = isinstance(base.collate_fn, GlobalBatchCollate) or find_shard(base) is not None
+        return 1 if whole or self.split_batches else self._num_processes
 
     @property
     def _loader_id(self) -> int:
@@ -176,23 +188,20 @@ class DataLoaderDispatcher(DataLoaderShard):
             sender.close()
 
     def _steps(self) -> Iterator[RankBatches]:
-        """Yield the batches of all ranks for each step. A rank that gets none has ended."""
+        """Yield the batches of all ranks for each step, None for a rank that gets nothing in it."""
         base, epoch = self._full_base, self.position.current
         assert epoch is not None
         shard, collate = find_shard(base), base.collate_fn
         if shard is not None:
             return self._index_steps(base, shard, epoch)
-        group = 1
         if isinstance(collate, GlobalBatchCollate):
             collate.first = []
-        elif not self.split_batches:
-            group = self._num_processes
-        # A step consists of one item, or of several.
+        group = self._fetches_per_step
         inner = replace(epoch, skip=replace(epoch.skip, batches=epoch.skip.batches * group))
         marked_batches = stream_batches(
             base, inner, self.total_batch_size // group, self._indexed_loader(base)
         )
-        batches = (batch for batch, _ in marked_batches)
+        batches = (batch for batch, _, _ in marked_batches)
         if isinstance(collate, GlobalBatchCollate):
             steps = map(self._unpack_collated, batches)
         elif self.slice_fn is not None:
@@ -226,7 +235,7 @@ class DataLoaderDispatcher(DataLoaderShard):
         return [
             part
             and FetchedBatch(
-                part.batch, False, part.total, part.total * filled, part.real if filled else None
+                part.batch, False, part.total, part.total * filled, part.real if filled else None, part.size
             )
             for part in step
         ]
@@ -252,7 +261,8 @@ class DataLoaderDispatcher(DataLoaderShard):
         rows = [_count_batch_rows(fetched.batch) for fetched in step if fetched is not None]
         one_by_one = self.base_dataloader.batch_size is None
         total = len(rows) if one_by_one else sum(rows)
-        filled = step + [FetchedBatch(unpack(first), real=0) for _ in range(missing)]  # type: ignore[arg-type]
+        filler: Any = [unpack(first) for _ in range(missing)]  # type: ignore[arg-type]
+        filled = step + [FetchedBatch(batch, real=0, size=_count_batch_rows(batch) or 1) for batch in filler]
         remainder = -1 if one_by_one else total
         return [item and item._replace(samples=total, remainder=remainder) for item in filled]
 
@@ -268,7 +278,8 @@ class DataLoaderDispatcher(DataLoaderShard):
                 real = len(range(start, rows)[:share])
                 part = take_rows(batch, rows, [row % rows for row in row_numbers]) if row_numbers else None
                 filled = self.even_batches and rows % count
-                fetched = FetchedBatch(part, False, rows, rows if filled else 0, real if filled else None)
+                remainder, own = (rows, real) if filled else (0, None)
+                fetched = FetchedBatch(part, False, rows, remainder, own, len(row_numbers))
                 step.append(fetched if row_numbers else None)
             yield step
 
@@ -294,7 +305,7 @@ class DataLoaderDispatcher(DataLoaderShard):
                 part = slice_fn(whole, cut, process_index=rank, num_processes=count)
                 filled = self.even_batches and rows % count
                 real = min(share, max(0, rows - cut.start)) if filled else None
-                step.append(FetchedBatch(part, False, rows, rows if filled else 0, real))
+                step.append(FetchedBatch(part, False, rows, rows if filled else 0, real, share))
             yield step
 
 
@@ -302,9 +313,7 @@ def _send(sender: BatchSender, step: RankBatches) -> None:
     # Serialize all before any is sent: a batch that cannot be pickled fails on all ranks in the same step.
     blocks = [None if fetched is None else sender.pack(fetched) for fetched in step[1:]]
     for rank, block in enumerate(blocks, 1):
-        if block is None:
-            sender.end(rank)
-        else:
+        if block is not None:
             sender.send(rank, block)
 
 
@@ -314,9 +323,9 @@ def _count_batch_rows(batch: Any) -> int:
 
 
 def _propagate_order(steps: Iterable[RankBatches], inner: Epoch, epoch: Epoch) -> Iterator[RankBatches]:
-    """Yield the same steps; copy the order state of the inner epoch to the outer one."""
+    """Yield the same steps; copy the order state of the inner epoch, and its skip, to the outer one."""
     for step in steps:
-        epoch.order_state = inner.order_state
+        epoch.order_state, epoch.skipped = inner.order_state, inner.skipped
         yield step
 
 
@@ -329,12 +338,8 @@ def with_rank_batches(
         PrepareError: ``split`` and the batch size does not divide by the number of ranks.
     """
     size = base.batch_size
-    if split and size is not None and size % count:
-        raise PrepareError(
-            f"a batch of {size} samples cannot be split over {count} processes",
-            why="split_batches=True cuts every batch into equal parts",
-            fix=f"use a batch size that is a multiple of {count}",
-        )
+    if split:
+        check_split(size, count)
     if count == 1 or slice_fn is not None:
         return base
     if fetches_by_index(base) and base.batch_sampler is not None:

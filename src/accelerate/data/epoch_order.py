@@ -19,6 +19,7 @@ from accelerate.data.data_order_rng import (
 )
 from accelerate.data.sample_order import SeedableRandomSampler
 from accelerate.world import collective
+from accelerate.world.rng import derive
 
 # Broadcasts a value that one rank draws; None: this process draws for itself.
 Broadcast = Callable[[Any], Any] | None
@@ -51,7 +52,7 @@ class OrderState:
 
     Attributes:
         seed: seed of the order of one of torch's samplers, or None.
-        worker_seed: the base of the seeds of workers.
+        worker_seed: the base of the seeds of fetches, whether this run needs them or only one that resumes.
         rng_snapshot: the global generators when a sampler or stream of another kind began.
         generator_states: states of the generators that the loader and its samplers hold, as JSON types.
     """
@@ -75,7 +76,10 @@ class OrderState:
     def from_state_dict(cls, state: dict[str, Any]) -> OrderState:
         """Restore the object from ``state_dict``."""
         rng_snapshot = None if state["hosts"] is None else RNGSnapshot.from_state_dict(state["hosts"])
-        return cls(from_plain(state["seed"]), from_plain(state["data"]), rng_snapshot, state["own"])
+        seed, worker_seed = from_plain(state["seed"]), from_plain(state["data"])
+        if worker_seed is None:  # of an older checkpoint, which recorded it for loaders with workers alone
+            worker_seed = derive(seed or 0, "data")
+        return cls(seed, worker_seed, rng_snapshot, state["own"])
 
 
 def open_order(
@@ -85,7 +89,6 @@ def open_order(
     broadcast: Broadcast,
     order_state: OrderState | None = None,
     later_states: list[Any] | None = None,
-    with_worker_seed: bool = False,
     always: bool = False,
 ) -> tuple[torch.Tensor | range, OrderState]:
     """Draw the order of one of torch's samplers.
@@ -96,12 +99,11 @@ def open_order(
         broadcast: makes all ranks use the same random order; then the call is collective.
         order_state: reproduce this order; None draws the next one.
         later_states: generator states to restore after it; None leaves them as they are.
-        with_worker_seed: also derive a seed for workers.
-        always: broadcast also if only that seed needs it.
+        always: broadcast also if only the seed of fetches needs it.
     """
     generator_states = capture_generators(generators)
     current_state = order_state or OrderState(
-        worker_seed=torch_digest() if with_worker_seed else None,
+        worker_seed=torch_digest(),
         seed=orders.draw_seed(sampler),
         generator_states=generator_states,
     )

@@ -35,13 +35,15 @@ class PartialGlobalBatch(NamedTuple):
 
     Attributes:
         batch: the result of the loader's collate function.
-        real: rows that are not fillers; None for one real sample that was not collated.
+        real: samples that are not fillers; None for one real sample that was not collated.
         total: real samples of the step, of all processes.
+        size: samples with fillers; None for one that was not collated.
     """
 
     batch: Any
     real: int | None
     total: int
+    size: int | None = None
 
 
 class CountingCollate:
@@ -63,7 +65,8 @@ class CountingCollate:
         if not (type(samples) is list and samples and type(samples[0]) is FillerMarkedSample):
             return self.collate(samples)
         real = sum(tail.real for tail in samples)
-        return PartialGlobalBatch(self.collate([tail.sample for tail in samples]), real, samples[0].total)
+        batch = self.collate([tail.sample for tail in samples])
+        return PartialGlobalBatch(batch, real, samples[0].total, len(samples))
 
 
 class IterableDatasetShard(IterableDataset[Any]):
@@ -84,7 +87,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     _own = (
         *("dataset", "batch_size", "drop_last", "num_processes", "process_index", "split_batches"),
-        *("even_batches", "marks", "epoch", "remainder"),
+        *("even_batches", "marks", "epoch", "remainder", "last_real"),
     )
 
     def __init__(
@@ -110,8 +113,10 @@ class IterableDatasetShard(IterableDataset[Any]):
         # Fill an incomplete last step, and mark its samples for `CountingCollate`.
         self.even_batches, self.marks = True, False
         self.epoch = 0
-        # How many samples of the last step are real, once the stream has ended; 0 when none is a filler.
+        # How many samples of the last step are real, once the stream has ended; 0 when none is a filler;
+        # and how many of this process's, None when all are.
         self.remainder = -1
+        self.last_real: int | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name in self._own or name.startswith("__"):
@@ -158,7 +163,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         rank_slice, size = self._rank_slice, self.step_size
         first: list[Any] = []
         group: list[Any] = []
-        self.remainder = -1
+        self.remainder, self.last_real = -1, None
         for sample in self.dataset:
             group.append(sample)
             if len(group) == size:
@@ -169,6 +174,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         if group and not self.drop_last:
             if self.even_batches:
                 self.remainder = len(group)
+                self.last_real = len(range(len(group))[rank_slice])
                 yield from self._fill_step(group, first or group)[rank_slice]
             else:
                 yield from group[rank_slice]
@@ -218,15 +224,10 @@ class GlobalBatchCollate:
     ) -> PartialGlobalBatch | None:
         part = samples[start : start + share]
         part_real = min(len(part), max(0, real - start))
-        return PartialGlobalBatch(self.collate(part), part_real, real) if part else None
+        return PartialGlobalBatch(self.collate(part), part_real, real, len(part)) if part else None
 
 
 def supports_marks(loader: DataLoader[Any]) -> bool:
     """Return True if marks pass through the loader: it collates as torch's own does."""
     kind = type(loader)
     return kind.__iter__ is DataLoader.__iter__ or kind.__module__.startswith("torchdata.")
-
-
-def unmark(batch: Any) -> tuple[Any, int | None, int | None]:
-    """Return a batch, its real rows and the real samples of its step; None means all."""
-    return batch if type(batch) is PartialGlobalBatch else (batch, None, None)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from accelerate.data.active_loaders import UNOWNED, ActiveLoaders
 from accelerate.data.batch_sampler_shard import SkipBatchSampler, slicer_for
@@ -21,16 +21,20 @@ from accelerate.data.batch_source import (
     copy_loader,
     fetch_batches,
     fetches_by_index,
-    find_shard,
     loader_generators,
     outer_sampler,
     stream_batches,
     with_index_sampler,
 )
 from accelerate.data.epoch_order import DataShard
-from accelerate.data.iterable_dataset import CountingCollate, GlobalBatchCollate, IterableDatasetShard, unmark
-from accelerate.data.position import Epoch, EpochSkip, FetchedBatch, LoaderPosition
-from accelerate.data.sample_order import inner_sampler, sampler_chain
+from accelerate.data.iterable_dataset import (
+    CountingCollate,
+    GlobalBatchCollate,
+    IterableDatasetShard,
+    PartialGlobalBatch,
+)
+from accelerate.data.position import Epoch, EpochSkip, FetchedBatch, FetchLayout, LoaderPosition
+from accelerate.data.sample_order import count_samples, inner_sampler, sampler_chain
 from accelerate.world.local_tensor_trees import ignorant_find_batch_size, send_to_device
 from accelerate.world.rng import synchronize_rng_states
 
@@ -42,7 +46,8 @@ class DataLoaderStateMixin:
         end_of_dataloader: the current batch is the last one.
         remainder: real samples of a filled last step, of all ranks; -1 when unknown or when nothing is
             filled.
-        real: rows of the current batch of this process that are not fillers; None when unknown, or all.
+        real: samples of the current batch of this process that are not fillers; None when unknown, or all.
+        batch_samples: samples of that batch with fillers; None when unknown.
         has_fillers: the current step may contain fillers, on some process.
         micro_steps: accumulation steps since the current batch was given.
         micro_steps_before: the same for the batch before, 0 before there was one.
@@ -51,7 +56,8 @@ class DataLoaderStateMixin:
     end_of_dataloader: bool = False
     remainder: int = -1
     real: int | None = None
-    filled: bool = False
+    batch_samples: int | None = None
+    has_fillers: bool = False
     micro_steps: int = 0
     micro_steps_before: int = 0
     active: ActiveLoaders = UNOWNED
@@ -61,7 +67,13 @@ class DataLoaderStateMixin:
         """Reset the attributes before an epoch."""
         self.end_of_dataloader = False
         self.remainder = -1
-        self.real, self.has_fillers = None, False
+        self.real, self.batch_samples, self.has_fillers = None, None, False
+
+    def show_batch(self, fetched: FetchedBatch) -> None:
+        """Set the attributes for the batch that is given to the loop next."""
+        self.real, self.batch_samples, self.has_fillers = fetched.real, fetched.size, fetched.remainder != 0
+        if fetched.last:
+            self.end_of_dataloader, self.remainder = True, fetched.remainder
 
     def begin(self) -> None:
         """Begin an epoch."""
@@ -155,6 +167,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         # For a twin of ``skip_first_batches``: what every epoch skips, and the loader without the skip.
         self._skip: EpochSkip = EpochSkip()
         self._unskipped: DataLoader[Any] | None = None
+        # For such a twin: the loader that it was made of, which shows the same batch.
+        self._original: DataLoaderShard | None = None
         # A list, so that twins share its one item, and with it persistent workers.
         self._indexed: list[tuple[Any, DataLoader[Any], PresetIndexSampler]] = []
         self._drop_last, self._non_blocking = drop_last, non_blocking
@@ -264,6 +278,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             check, self.before_first_use = self.before_first_use, None
             check()
         super().begin()
+        if self._original is not None:
+            self._original.reset()
         if not self._drop_last:
             try:
                 self.remainder = self.total_dataset_length % self.total_batch_size
@@ -275,24 +291,30 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         device, non_blocking, step = self.device, self._non_blocking, self.total_batch_size
         epoch.samples = epoch.skip.batches * step if epoch.skip.samples is None else epoch.skip.samples
         empty = True
-        for batch, last, samples, remainder, real in self._fetch(epoch.skip):
-            empty = False
+        for fetched in self._fetch(epoch.skip):
+            empty, batch = False, fetched.batch
             self.active.touch(self)
             if device is not None:
                 batch = send_to_device(batch, device, non_blocking)
             if self.slice_batch is not None:
                 batch = self.slice_batch(batch)
             epoch.batches += 1
-            epoch.samples += step if samples is None else samples
-            self.real, self.has_fillers = real, remainder != 0
-            if last:
-                self.end_of_dataloader, self.remainder, epoch.complete = True, remainder, True
+            epoch.samples += step if fetched.samples is None else fetched.samples
+            epoch.complete = fetched.last
+            self.show_batch(fetched)
+            if self._original is not None:
+                self._original.show_batch(fetched)
             self.micro_steps_before, self.micro_steps = self.micro_steps or self.micro_steps_before, 0
             yield batch
             if self.active.on_request is not None:
                 self.active.on_request(self)
-        if empty and not epoch.skip:
-            self._warn_if_empty()
+        if empty and not epoch.skip and self._drop_last and self._num_processes > 1:
+            warnings.warn(
+                f"this epoch has 0 batches: drop_last=True leaves out the last incomplete step, and "
+                f"{self._count_text} samples do not fill one of {self._num_processes} "
+                f"processes x {step // self._num_processes} samples",
+                stacklevel=3,
+            )
 
     def _fetch(self, skip: EpochSkip) -> Iterator[FetchedBatch]:
         """Yield this process's batches of one epoch, on the host.
@@ -319,36 +341,50 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         return self._indexed[0][1:]
 
     def _stream_batches(self, base: DataLoader[Any], epoch: Epoch) -> Iterator[FetchedBatch]:
-        for batch, last in stream_batches(base, epoch, self.total_batch_size, self._indexed_loader(base)):
-            batch, real, total = unmark(batch)
-            if not last:
-                yield FetchedBatch(batch, samples=total, real=real)
-            elif total is not None:
-                yield FetchedBatch(batch, True, total, total, real)
+        single = base.batch_size is None and base.batch_sampler is None
+        known = getattr(base.batch_sampler, "batch_size", None) is not None
+        share = self.total_batch_size // self._num_processes if known else None
+        step_samples, index_loader = self.total_batch_size, self._indexed_loader(base)
+        for batch, last, step in stream_batches(base, epoch, step_samples, index_loader):
+            if type(batch) is PartialGlobalBatch:
+                item, real, total, size = batch
+                fetched = FetchedBatch(item, last, total, total, real, size)
+            elif step is not None:
+                size = count_samples(step.indices)
+                fetched = FetchedBatch(batch, last, step.samples, step.remainder, step.real, size)
+            elif last:
+                fetched = self._describe_last(batch, share)
             else:
-                yield FetchedBatch(batch, True, remainder=self._compute_remainder(batch))
+                fetched = FetchedBatch(batch, size=share)
+            if single:
+                # An item may have any number of rows: all of them count, or none.
+                size = ignorant_find_batch_size(fetched.batch) or 1
+                remainder = -1 if fetched.remainder else 0
+                fetched = fetched._replace(remainder=remainder, real=fetched.real and None, size=size)
+            yield fetched
 
-    def _compute_remainder(self, batch: Any) -> int:
+    def _describe_last(self, batch: Any, share: int | None) -> FetchedBatch:
+        """Describe the last batch of a stream without marks."""
+        stream: Any = self.dataset
         if self._num_processes == 1 and self.remainder < 0:
             # A single process fills nothing, but a loss repeated to the full batch size counts as its batch.
             rows, full = ignorant_find_batch_size(batch) or 0, self.batch_size or 0
-            return rows if rows < full else 0
-        # The shard knows how its last step was filled; a stream that workers read has ended in them.
-        stream, shard = self.dataset, find_shard(self._full_base)
-        if shard is not None:
-            return shard.remainder
+            return FetchedBatch(batch, True, remainder=rows if rows < full else 0)
         if isinstance(stream, IterableDatasetShard) and self.num_workers == 0 and not self._drop_last:
-            return stream.remainder
-        return self.remainder
+            return FetchedBatch(batch, True, None, stream.remainder, stream.last_real, share)
+        return FetchedBatch(batch, True, remainder=self.remainder, size=share)  # it has ended in a worker
 
-    def _warn_if_empty(self) -> None:
-        if self._drop_last and self._num_processes > 1 and len(self) == 0:
-            warnings.warn(
-                f"this epoch has 0 batches: drop_last=True leaves out the last incomplete step, and "
-                f"{self.total_dataset_length} samples do not fill one of {self._num_processes} processes x "
-                f"{self.batch_size} samples",
-                stacklevel=3,
-            )
+    @property
+    def _fetches_per_step(self) -> int:
+        """The number of fetches of the process that reads in which a step is read."""
+        return 1
+
+    @property
+    def _count_text(self) -> str:
+        try:
+            return str(self.total_dataset_length)
+        except TypeError:  # a stream without a length
+            return "the"
 
     @property
     def total_batch_size(self) -> int:
@@ -364,12 +400,12 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def total_dataset_length(self) -> int:
         """The samples of one epoch, of all processes."""
-        sampler = getattr(self.base_dataloader, "batch_sampler", None)
-        inner = inner_sampler(sampler) if sampler is not None else self.base_dataloader.sampler
         data: Any = self.dataset
         if hasattr(data, "total_length"):
             return data.total_length
-        return len(inner) if isinstance(inner, Sampler) and sampler is not None else len(data)  # type: ignore[arg-type]
+        sampler = getattr(self.base_dataloader, "batch_sampler", None)
+        inner: Any = None if sampler is None or isinstance(data, IterableDataset) else inner_sampler(sampler)
+        return len(inner if isinstance(inner, Sampler) else data)  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the loader as JSON types; that of rank 0 holds for all processes.
@@ -377,7 +413,10 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         The position counts samples of all processes up to the current batch; what workers have prefetched
         does not count.
         """
-        return self.position.state_dict(loader_generators(self._full_base), self.total_batch_size)
+        base, step = self._full_base, self.total_batch_size
+        persistent = bool(getattr(base, "persistent_workers", False))
+        fetches = FetchLayout(base.num_workers, persistent, step // self._fetches_per_step, [], 0)
+        return self.position.state_dict(loader_generators(base), step, fetches)
 
     @property
     def dl_state_dict(self) -> dict[str, Any]:
@@ -462,6 +501,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int | None = 0)
     if not skip:
         return dataloader
     twin = copy.copy(dataloader)
+    twin._original = dataloader._original or dataloader
     twin._skip = EpochSkip(dataloader._skip.batches + skip.batches, skip.samples)
     if dataloader._skip:
         twin._skip = dataloader._skip.add(skip.batches, step)

@@ -7,7 +7,7 @@ One position is shared by a prepared loader and by the twins that ``skip_first_b
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from accelerate.data.data_order_rng import capture_generators, restore_generators
@@ -46,7 +46,8 @@ class FetchedBatch(NamedTuple):
             loader's ``total_batch_size``.
         remainder: real samples of a filled step, of all processes; 0 if it has no fillers, -1 if unknown.
             Only that of the last batch is used.
-        real: rows of this process's batch that are not fillers; None: unknown, or all.
+        real: samples of this process's batch that are not fillers; None: unknown, or all.
+        size: samples of this process's batch, with fillers; None: unknown.
     """
 
     batch: Any
@@ -54,6 +55,33 @@ class FetchedBatch(NamedTuple):
     samples: int | None = None
     remainder: int = -1
     real: int | None = None
+    size: int | None = None
+
+
+class FetchLayout(NamedTuple):
+    """How the batches of a loader are read: the order of a stream depends on it.
+
+    Attributes:
+        workers: number of worker processes; None where an older checkpoint does not say it.
+        persistent: they are kept from epoch to epoch.
+        samples: samples of one fetch, of all processes.
+        skipped: see ``Epoch``.
+        fetch_count: fetches after those.
+    """
+
+    workers: int | None
+    persistent: bool
+    samples: int
+    skipped: list[int]
+    fetch_count: int
+
+    def samples_per_worker(self, workers: int) -> list[int]:
+        """Return the samples that each worker has read: the fetches come from the workers in turn."""
+        skipped = self.skipped or [0] * workers
+        return [
+            skipped[worker] + len(range(worker, self.fetch_count, workers)) * self.samples
+            for worker in range(workers)
+        ]
 
 
 @dataclass
@@ -72,10 +100,15 @@ class Epoch:
         exhausted: the sampler has come to its end.
         workers_started: an earlier epoch, here or before a checkpoint, has started persistent workers.
         later_states: generator states of the loader and its samplers to restore, if the order is reproduced.
-        saved_world: number of data shards and samples of a step when it was saved, if it is resumed, and
-        saved_batches: the batches that each process had then.
+        saved_world: number of data shards and samples of a step when it was saved, if it is resumed,
+        saved_samples: the samples given until then, and
+        fetches: how its batches were read then.
+        skipped: samples of a stream that each worker skipped at the beginning, where that was no whole
+            number of batches.
         length: samples of the whole order, where known.
         data_shard: the data shard that this process reads, where several read the same.
+        row_multiples: for outputs with a multiple of the batch's rows that were gathered for metrics: the
+            last step in which there was one, and the steps between them, 0 if these differ.
     """
 
     number: int
@@ -91,9 +124,12 @@ class Epoch:
     workers_started: bool = False
     later_states: list[Any] | None = None
     saved_world: tuple[int, int] | None = None
-    saved_batches: int = 0
+    saved_samples: int = 0
+    fetches: FetchLayout | None = None
+    skipped: list[int] = field(default_factory=list)
     length: int | None = None
     data_shard: DataShard | None = None
+    row_multiples: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def num_shards(self) -> int:
@@ -157,7 +193,8 @@ class LoaderPosition:
                 advances_generators=advances_generators,
                 exhausted=record.exhausted,
                 saved_world=record.saved_world,
-                saved_batches=record.batches,
+                saved_samples=record.samples,
+                fetches=record.fetches,
                 length=record.length,
             )
         self.current, self._workers_started = epoch, True
@@ -177,8 +214,14 @@ class LoaderPosition:
         self.record, self.current = None, replace(record, active=False)
         self.iteration = record.number + 1
 
-    def state_dict(self, generators: list[Any], step: int) -> dict[str, Any]:
-        """Return the position as JSON types; ``generators`` are those of the loader and its samplers."""
+    def state_dict(self, generators: list[Any], step: int, fetches: FetchLayout) -> dict[str, Any]:
+        """Return the position as JSON types.
+
+        Args:
+            generators: those of the loader and its samplers.
+            step: samples of a step.
+            fetches: how the loader reads its batches; the number of fetches is filled in here.
+        """
         current = self.current
         if self.record is not None and (current is None or not current.active):
             return dict(self._loaded_state)
@@ -192,6 +235,14 @@ class LoaderPosition:
         }
         if current is not None:
             state["in_progress"] = {"epoch": current.number, **current.state_dict()}
+            begun = current.fetches or fetches
+            done = current.batches - (current.skip.batches if current.skipped else 0)
+            state["fetches"] = fetches._replace(
+                workers=fetches.workers if begun.workers is None else begun.workers,
+                persistent=begun.persistent,
+                skipped=current.skipped,
+                fetch_count=done * (step // fetches.samples),
+            )
             state["epoch"] = max(self.iteration, current.number + current.complete)
         return state
 
@@ -221,6 +272,7 @@ class LoaderPosition:
             order_state=OrderState.from_state_dict(saved["start"]),
             exhausted=saved["exhausted"],
             saved_world=(state["world_size"], state["step"]),
+            fetches=FetchLayout(*state.get("fetches", (None, False, state["step"], [], saved["batches"]))),
             length=saved["length"],
         )
 

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.data import sharding_detection
-from accelerate.data.batch_sampler_shard import BatchSamplerShard, SeedableRandomSampler
+from accelerate.data.batch_sampler_shard import BatchSamplerShard, SeedableRandomSampler, check_split
 from accelerate.data.dispatch import DataLoaderDispatcher
 from accelerate.data.iterable_dataset import CountingCollate, IterableDatasetShard, supports_marks
 from accelerate.data.loader import DataLoaderShard, copy_loader, get_sampler
@@ -176,6 +176,8 @@ def _shard_stream(
 ) -> DataLoader[Any]:
     size = loader.batch_size
     split = split and size is not None  # single samples cannot be split
+    if split:
+        check_split(size, count)
     stream = IterableDatasetShard(
         loader.dataset,  # type: ignore[arg-type]
         batch_size=size or 1,

@@ -42,9 +42,7 @@ class AllRankBatchSteps:
         self.shard, self.single = shard, single
         self.ranks: deque[int] = deque()
 
-    def __call__(
-        self, sampler: Any, generators: list[Any], epoch: Epoch, workers: bool
-    ) -> Iterator[StepSampleIndices]:
+    def __call__(self, sampler: Any, generators: list[Any], epoch: Epoch) -> Iterator[StepSampleIndices]:
         """Open the batches of all ranks in turn; the arguments are those of ``batch_source.open_steps``."""
         items: Any = self.shard.batch_sampler
         order_state = epoch.order_state if epoch.is_resumed else None
@@ -59,7 +57,6 @@ class AllRankBatchSteps:
                 broadcast=None,
                 order_state=order_state,
                 later_states=epoch.later_states,
-                with_worker_seed=workers,
             )
             size = slicer.rank_samples * (1 if self.shard.split_batches else self.shard.num_processes)
             offset = skip.batches * size if skip.samples is None else skip.samples
@@ -155,11 +152,6 @@ class SingleIndexSampler(Sampler[Any]):
 
     def __init__(self, shard: BatchSamplerShard) -> None:
         self.batch_sampler = shard
-
-    @property
-    def remainder(self) -> int:
-        """The remainder of the shard."""
-        return self.batch_sampler.remainder
 
     def __iter__(self) -> Iterator[Any]:
         return (batch[0] for batch in self.batch_sampler)

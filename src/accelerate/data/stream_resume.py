@@ -13,8 +13,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from accelerate.core.errors import PrepareError
 from accelerate.data.iterable_dataset import IterableDatasetShard
-from accelerate.data.position import Epoch
+from accelerate.data.position import Epoch, FetchLayout
 from accelerate.data.sample_order import END
 
 
@@ -24,39 +25,47 @@ class RemainingStream(IterableDataset[Any]):
     Args:
         stream: the whole stream; its attributes are visible here.
         skip_counts: how many samples each worker skips.
+        fetch_samples: samples of one fetch, of which only the last one of a worker may have had fewer.
     """
 
-    def __init__(self, stream: Any, skip_counts: list[int]) -> None:
-        self.stream, self.skip_counts = stream, skip_counts
+    def __init__(self, stream: Any, skip_counts: list[int], fetch_samples: int) -> None:
+        self.stream, self.skip_counts, self.fetch_samples = stream, skip_counts, fetch_samples
         # The iterator of the stream, if it has been started already.
         self.stream_iterator: Iterator[Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("stream", "skip_counts", "stream_iterator") or name.startswith("__"):
+        if name in ("stream", "skip_counts", "fetch_samples", "stream_iterator") or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.stream, name)
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         stream_iterator = iter(self.stream) if self.stream_iterator is None else self.stream_iterator
-        yield from islice(stream_iterator, self.skip_counts[0 if worker is None else worker.id], None)
+        count = self.skip_counts[0 if worker is None else worker.id]
+        if _discard(stream_iterator, count) <= count - self.fetch_samples:
+            raise PrepareError(
+                f"worker {worker.id if worker else 0} has fewer samples than the checkpoint counts",
+                why="the workers' parts of the stream are of different length, so what each of them has read "
+                "is known only for the number of processes and the batch size that it was saved with",
+                fix="resume with those, or save between two epochs",
+            )
+        yield from stream_iterator
 
 
-def resume_stream(base: DataLoader[Any], epoch: Epoch) -> Any:
+def resume_stream(base: DataLoader[Any], epoch: Epoch, fetches: FetchLayout) -> Any:
     """Return an iterable over the remaining batches of a stream, for one use; its first item is a dummy.
 
     Args:
-        base: the sharded loader of a stream.
+        base: the sharded loader of a stream, with the workers that read it when it was saved.
         epoch: with a skip that counts samples.
+        fetches: how it was read.
     """
-    total, (_, step) = epoch.skip.samples or 0, epoch.saved_world or (1, 1)
+    total = epoch.skip.samples or 0
     if base.num_workers == 0:
-        return _resume_in_process(base, total, step)
-    # The batches of all processes came from the workers in turn.
-    done = [
-        len(range(worker, epoch.saved_batches, base.num_workers)) * step for worker in range(base.num_workers)
-    ]
-    return _resume_in_workers(_replace_stream(base, done)[0])
+        epoch.skipped = [total]
+        return _resume_in_process(base, total, fetches.samples)
+    epoch.skipped = fetches.samples_per_worker(base.num_workers)
+    return _resume_in_workers(_replace_stream(base, epoch.skipped, fetches.samples)[0])
 
 
 def _resume_in_workers(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -70,7 +79,7 @@ def _resume_in_workers(loader: DataLoader[Any]) -> Iterator[Any]:
 
 def _resume_in_process(base: DataLoader[Any], total: int, step: int) -> Iterator[Any]:
     """Yield a dummy after the random draws of the start and the first step, then the remaining batches."""
-    loader, rest = _replace_stream(base, [0])
+    loader, rest = _replace_stream(base, [0], step)
     batches = iter(loader)
     rest.stream_iterator = iter(rest.stream)
     _discard(rest.stream_iterator, min(step, total))
@@ -79,16 +88,18 @@ def _resume_in_process(base: DataLoader[Any], total: int, step: int) -> Iterator
     yield from batches
 
 
-def _discard(samples: Iterator[Any], count: int) -> None:
-    for _ in islice(samples, max(count, 0)):
-        pass
+def _discard(samples: Iterator[Any], count: int) -> int:
+    """Discard up to ``count`` samples; return how many there were."""
+    return sum(1 for _ in islice(samples, max(count, 0)))
 
 
-def _replace_stream(base: DataLoader[Any], skip_counts: list[int]) -> tuple[DataLoader[Any], RemainingStream]:
+def _replace_stream(
+    base: DataLoader[Any], skip_counts: list[int], fetch_samples: int
+) -> tuple[DataLoader[Any], RemainingStream]:
     """Return a copy of the loader over the rest of its stream, and that rest."""
     stream: Any = base.dataset
     shared = isinstance(stream, IterableDatasetShard)
-    rest = RemainingStream(stream.dataset if shared else stream, skip_counts)
+    rest = RemainingStream(stream.dataset if shared else stream, skip_counts, fetch_samples)
     loader, dataset = copy.copy(base), rest
     if shared:
         dataset = copy.copy(stream)

@@ -699,16 +699,30 @@ class Accelerator(ProcessMixin):
         """All-gather tensors: concatenated along dimension 0 in rank order; see ``collective.gather``."""
         return collective.gather(tensor)
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather and leaves out the samples that only filled the last step: each counts once, in order.
+    def gather_for_metrics(
+        self,
+        input_data: Any,
+        use_gather_object: bool = False,
+        rows_per_sample: int | Sequence[int] | torch.Tensor | None = None,
+    ) -> Any:
+        """Gather outputs without the samples that only filled the last step: each counts once, in order.
 
         Args:
-            input_data: a tree of tensors with one row per sample, or a list of any objects, one per sample,
+            input_data: a tree of tensors with one row per sample, or the same number of rows for each (a
+                scalar or a single row counts for the whole batch), or a list of any objects, one per sample,
                 or a dict of such; see ``facade.metrics``.
             use_gather_object: treat it as objects.
+            rows_per_sample: how many rows of every output belong to a sample, or a list with the number of
+                each sample. Needed where that cannot be seen: for rows that differ by sample, and for rows of
+                several steps (1), collected in an uneven rhythm.
+
+        Raises:
+            PrepareError: the step has fillers, and which rows are theirs is not known.
         """
-        loader = self.gradient_state.active_dataloader
-        return gather_for_metrics(input_data, loader, self.strategy, as_objects=use_gather_object)
+        loader, by_object = self.gradient_state.active_dataloader, use_gather_object
+        return gather_for_metrics(
+            input_data, loader, self.strategy, as_objects=by_object, rows_per_sample=rows_per_sample
+        )
 
     def mean_loss(self, loss: Any, num_items: Any = None) -> torch.Tensor:
         """Return the mean over all items (tokens, samples) of all ranks, to log or to evaluate.

@@ -1,11 +1,13 @@
 """Metrics over all ranks: outputs per sample, each sample once, and the mean loss.
 
 Each rank drops the rows that only filled its own batch before the all-gather. So it does not
-matter where in the step they are, nor how many rows the others have.
+matter where in the step they are, nor how many rows the others have. Rows that cannot be assigned to
+samples are an error, never cut at a guess.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,48 +18,128 @@ from accelerate.strategy.base import DataSharding, Strategy
 from accelerate.world import collective
 
 
-def gather_for_metrics(data: Any, loader: Any, strategy: Strategy, *, as_objects: bool = False) -> Any:
+def gather_for_metrics(
+    data: Any,
+    loader: Any,
+    strategy: Strategy,
+    *,
+    as_objects: bool = False,
+    rows_per_sample: int | Sequence[int] | torch.Tensor | None = None,
+) -> Any:
     """Gather the outputs of all ranks for the samples of a step, in dataset order, without fillers.
 
     Args:
-        data: rows of this process's batch: a tensor with one row per sample (a scalar counts for the whole
-            batch), a list with any object per sample, or a dict of these, or a sequence of these that has a
-            tensor among them.
+        data: rows of this process's batch: a tensor with as many rows for each sample (a scalar, or a single
+            row, counts for the whole batch), a list with any object per sample, or a dict of these, or a
+            sequence of these that has a tensor among them.
         loader: the one whose batch it is, or None.
         strategy: says which ranks have computed the same samples: they count once.
         as_objects: a list, or each value of a dict, is one of objects, whatever is in it.
+        rows_per_sample: see ``Accelerator.gather_for_metrics``.
 
     Returns:
         The same structure. Objects come as a flat list, also on one process.
+
+    Raises:
+        PrepareError: the step has fillers, and which rows are theirs is not known.
     """
     share, world_size = getattr(loader, "data_shard", None) or strategy.data_shard, strategy.world.size
     several_read_alike = share.count == strategy.data_shard.count < world_size
     if several_read_alike and isinstance(strategy, DataSharding) and not as_objects:
         data = strategy.merge_model_parallel(data)
-    real = last = None
-    filled = False
-    if loader is not None and loader.has_fillers:
-        filled = True
-        real = loader.real
-        if real is None and loader.end_of_dataloader and loader.remainder > 0:
-            last = loader.remainder  # where only the whole step is known
-    if share.count != world_size:
-        filled, real = True, real if share.counts_samples else 0
-    return _SampleGatherer(filled, real, last).gather(data, as_objects)
+    repeated = share.count != world_size
+    filled = repeated or (loader is not None and loader.has_fillers)
+    keep: Callable[[Sequence[int]], int] = _all_rows
+    if repeated and not share.counts_samples:
+        keep = _no_rows
+    elif loader is not None and loader.batch_samples:
+        keep = _RealRowCounter(loader, rows_per_sample)
+    return _SampleGatherer(filled, keep).gather(data, as_objects)
+
+
+def _all_rows(shape: Sequence[int]) -> int:
+    return shape[0] if shape else 1
+
+
+def _no_rows(shape: Sequence[int]) -> int:
+    return 0
+
+
+class _RealRowCounter:
+    """Counts the rows of an output that belong to real samples; those of fillers are the last ones.
+
+    Args:
+        loader: the one whose batch is in hand.
+        per_sample: rows of a sample, or of each; None: deduced from the outputs of earlier steps.
+    """
+
+    def __init__(self, loader: Any, per_sample: int | Sequence[int] | torch.Tensor | None) -> None:
+        self.epoch, self.size = loader.position.current, loader.batch_samples
+        self.fillers = self.size - loader.real if loader.has_fillers and loader.real is not None else 0
+        counts: Any = per_sample.tolist() if isinstance(per_sample, torch.Tensor) else per_sample
+        self.per_sample: int | list[int] | None = list(counts) if hasattr(counts, "__iter__") else counts
+
+    def __call__(self, shape: Sequence[int]) -> int:
+        """Return how many of the first rows of an output of this shape count; a scalar has the shape ()."""
+        of_batch = not shape or (shape[0] == 1 and self.size > 1 and tuple(shape[1:2]) != (self.size,))
+        if of_batch and not (shape and isinstance(self.per_sample, list)):
+            return min(1, self.size - self.fillers)
+        rows = shape[0]
+        if self.per_sample is not None:
+            return rows - self._count_filler_rows(shape, self.per_sample)
+        multiple, rest = divmod(rows, self.size)
+        steps = self._steps_of_rows(multiple) if multiple > 1 and not rest else 1
+        if not self.fillers or rows == 0:
+            return rows
+        if rest:
+            raise self._error(shape, f"{rows} is no multiple of {self.size}")
+        if multiple > 1 and tuple(shape[1:2]) == (self.size,):
+            raise self._error(shape, "the batch may be the second dimension")
+        if not steps or multiple % steps:
+            raise self._error(shape, "these may be rows of several steps, or several rows of each sample")
+        return rows - multiple // steps * self.fillers
+
+    def _steps_of_rows(self, multiple: int) -> int:
+        """Return of how many steps an output holds rows, by how regularly such outputs came; 0: unknown."""
+        seen, step = self.epoch.row_multiples, self.epoch.batches - self.epoch.skip.batches
+        last, interval = seen.get(multiple, (0, step))
+        if last != step:
+            interval = interval if step - last == interval else 0
+            seen[multiple] = (step, interval)
+        return interval if step == 1 or step > interval else 0
+
+    def _count_filler_rows(self, shape: Sequence[int], per_sample: int | list[int]) -> int:
+        if isinstance(per_sample, int):
+            if per_sample < 1 or shape[0] % per_sample or shape[0] < per_sample * self.size:
+                raise self._error(shape, f"{shape[0]} rows are not {per_sample} for each sample")
+            return per_sample * self.fillers
+        if sum(per_sample) != shape[0] or len(per_sample) < self.size:
+            text = f"rows_per_sample has {len(per_sample)} numbers with the sum {sum(per_sample)}"
+            raise self._error(shape, text)
+        return sum(per_sample[len(per_sample) - self.fillers :])
+
+    def _error(self, shape: Sequence[int], reason: str) -> PrepareError:
+        return PrepareError(
+            f"gather_for_metrics of an output of shape {tuple(shape)}, for a batch of {self.size} samples of "
+            f"which {self.fillers} only fill the step",
+            why=f"{reason}, so the rows that must not count are not known",
+            fix="pass rows_per_sample=N, the rows of one sample (1 for rows of several steps), or a list of "
+            "the rows of each sample; put the batch into the first dimension; gather() keeps all rows",
+        )
 
 
 class _SampleGatherer:
-    """Gathers ``real`` rows of this process's, or (``last``) so many of all; ``filled`` is alike on all."""
+    """Gathers as many of the first rows of this process as ``keep`` says; ``filled`` is alike on all."""
 
-    def __init__(self, filled: bool, real: int | None, last: int | None) -> None:
-        self.filled, self.real, self.last = filled and collective.world_size() > 1, real, last
+    def __init__(self, filled: bool, keep: Callable[[Sequence[int]], int]) -> None:
+        self.filled, self.keep = filled and collective.world_size() > 1, keep
 
     def gather(self, data: Any, as_objects: bool) -> Any:
         if isinstance(data, torch.Tensor) and not as_objects:
-            return self._drop_filler(collective.gather(self._own_rows(data)))
+            return collective.gather(self._own_rows(data))
         if not as_objects and all(isinstance(leaf, torch.Tensor) for _, leaf in tree.iterate_leaves(data)):
             # All tensors in one all-gather, however many they are.
-            return tree.map_tree(self._drop_filler, collective.gather(tree.map_tree(self._own_rows, data)))
+            return collective.gather(tree.map_tree(self._own_rows, data))
         if tree.is_mapping(data):
             parts = {key: self.gather(value, as_objects) for key, value in data.items()}
             return tree.make_mapping_like(data, parts)
@@ -66,18 +148,16 @@ class _SampleGatherer:
         return self._gather_objects(data)
 
     def _own_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        if rows.dim() > 0:
-            return rows if self.real is None else rows[: self.real]
+        if rows.dim() == 0 and not self.filled:
+            return rows
         # A value of fillers alone does not count; its shape must be the same on all ranks.
-        return rows.reshape(1)[: self.real] if self.filled else rows
-
-    def _drop_filler(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows if self.last is None or rows.dim() == 0 else rows[: self.last]
+        count, listed = self.keep(rows.shape), rows if rows.dim() else rows.reshape(1)
+        return listed if count == len(listed) else listed[:count]
 
     def _gather_objects(self, rows: Any) -> list[Any]:
         single = isinstance(rows, str | bytes) or not hasattr(rows, "__iter__")
         listed = [rows] if single else list(rows)
-        return list(collective.gather_object(listed[: self.real]))[: self.last]
+        return list(collective.gather_object(listed[: self.keep((len(listed),))]))
 
 
 def mean_loss(loss: Any, num_items: Any, device: torch.device) -> torch.Tensor:
