@@ -378,7 +378,7 @@ def test_workers_with_parts_of_different_length_resume_only_as_they_were() -> No
     assert given[0] + walk([loader], skip=None)[0][0] == whole[0]
     other = new(2)
     other.load_state_dict(state)
-    with pytest.warns(UserWarning, match="continued by 2"):
+    with pytest.warns(UserWarning, match="with steps of 2"):
         rest = skip_first_batches(other, None)
     with pytest.raises(PrepareError, match="fewer samples than the checkpoint counts"):
         list(rest)
