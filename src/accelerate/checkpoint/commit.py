@@ -1,5 +1,6 @@
 """The commit protocol: a checkpoint is whole and on the disk, or it is not there.
 
+    0. the rank that commits takes the lock of the place (``save_lock.py``), and gives it back at the end.
     1. rank 0 draws an id; all ranks write into a folder of that id (``CheckpointStorage.temp``), which is no
        checkpoint yet. Every file is made durable and its digest taken as soon as it is written.
     2. the ranks gather their reports. If one failed, all raise the same error and the folder is removed.
@@ -19,12 +20,13 @@ import contextlib
 import socket
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from accelerate.checkpoint.discovery import automatic_number, inspect_folder
 from accelerate.checkpoint.layout import MANIFEST_NAME, encode_manifest
-from accelerate.checkpoint.storage import CheckpointStorage, FileRecord, new_id
+from accelerate.checkpoint.save_lock import SaveLock
+from accelerate.checkpoint.storage import CheckpointStorage, FileRecord, new_id, parse_working_name
 from accelerate.core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class CommitTransaction:
         ranks: those that save together.
         each_node: every machine has a target of its own.
         records: what this rank wrote.
+        lock_name: what is locked; the same for all checkpoints of automatic naming, since they go together.
     """
 
     store: CheckpointStorage
@@ -62,6 +65,8 @@ class CommitTransaction:
     ranks: CheckpointRankGroup
     each_node: bool = False
     records: dict[str, FileRecord] = field(default_factory=dict)
+    lock_name: str = ""
+    _lock: SaveLock | None = None
 
     @property
     def temp(self) -> str:
@@ -85,7 +90,7 @@ class CommitTransaction:
         return self.ranks.is_writer(self.each_node)
 
     def open(self) -> None:
-        """Make the folder to write to; the rank that commits recovers and clears the target first."""
+        """Make the folder to write to; the rank that commits locks, recovers and clears the target first."""
         if self.each_node and self.store.is_shared:
             raise CheckpointError(
                 f"save_on_each_node=True, but {self.store.label()} is one place for all machines",
@@ -93,7 +98,9 @@ class CommitTransaction:
                 fix="leave out save_on_each_node",
             )
         if self.is_committer:
+            self._refuse_working_name()
             self.store.refuse_target(self.name)
+            self._take_lock()
             self.store.recover(self.name)
             remove_leftovers(self.store, self.name, spare=self.id)
         self.store.make_folder(self.temp)
@@ -145,6 +152,28 @@ class CommitTransaction:
         """Make the folder with its manifest the checkpoint."""
         self.store.publish(self.temp, self.name, self.id)
 
+    def close(self) -> None:
+        """Give the lock back, after the last change of the place."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def _take_lock(self) -> None:
+        root = self.store.local_path("")
+        if root is not None:
+            self.store.make_folder("")
+            self._lock = SaveLock(root, self.lock_name or self.name, self.id)
+            self._lock.acquire()
+
+    def _refuse_working_name(self) -> None:
+        """Refuse a target in a folder that the next save of another checkpoint would remove."""
+        for part in PurePosixPath(self.target.replace("\\", "/")).parts:
+            if working_folder := parse_working_name(part):
+                raise CheckpointError(
+                    f"{self.target} cannot be a checkpoint",
+                    why=f"{part} is a working folder's name; the next save of {working_folder[0]} removes it",
+                    fix="choose another name",
+                )
+
     @contextlib.contextmanager
     def discarded_on_error(self) -> Generator[None]:
         """Remove all files if the block fails. What cannot be removed is left for the next save."""
@@ -154,6 +183,7 @@ class CommitTransaction:
             if self.is_committer:
                 with contextlib.suppress(CheckpointError):
                     self.store.remove(self.temp)
+            self.close()
             raise
 
     def _refuse_unseen(self, report: WrittenFilesReport, sizes: dict[str, int]) -> None:

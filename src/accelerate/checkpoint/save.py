@@ -105,7 +105,11 @@ def _open_transaction(
                 discovery.refuse_existing_number(store(root), name)
             section.value = address, root, name, storage.new_id()
     address, root, name, _ = section.values[ranks.rank if each_node else 0]
-    return address, commit.CommitTransaction(store(root), name, section.values[0][3], ranks, each_node)
+    id_, lock_name = (
+        section.values[0][3],
+        layout.AUTOMATIC_NAME if project.automatic_checkpoint_naming else name,
+    )
+    return address, commit.CommitTransaction(store(root), name, id_, ranks, each_node, lock_name=lock_name)
 
 
 def _open_channel(transaction: commit.CommitTransaction) -> CheckpointStoreChannel | None:
@@ -264,6 +268,7 @@ class _SaveRun:
                     transaction.publish()
         if self.iteration is not None and transaction.is_committer:
             _remove_old(transaction, self.limit)
+        transaction.close()
 
     def _write(self) -> None:
         """Write all files and the manifest, durable and checked, but not committed."""

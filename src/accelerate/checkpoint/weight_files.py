@@ -33,6 +33,7 @@ from accelerate.checkpoint.lazy_weights import (
     open_weights,
 )
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
+from accelerate.checkpoint.save_lock import SaveLock
 from accelerate.checkpoint.state_dict_files import (
     as_dtype,
     clean_state_dict_for_safetensors,
@@ -265,11 +266,23 @@ def _replace_files(
     """
     with file_errors("make the folder", folder):
         folder.mkdir(parents=True, exist_ok=True)
-    pattern_of_names = _name_pattern(pattern, index_name)
+    id = new_id()
+    with SaveLock(folder, "weights", id):
+        _replace_locked(folder, id, _name_pattern(pattern, index_name), index_name, fills, index, on_file)
+
+
+def _replace_locked(
+    folder: Path,
+    id: str,
+    pattern_of_names: re.Pattern[str],
+    index_name: str,
+    fills: Mapping[str, Callable[[BinaryIO], object]],
+    index: bytes,
+    on_file: Callable[[str], object] | None,
+) -> None:
     _remove(
         p for p in folder.iterdir() if (h := parse_working_name(p.name)) and pattern_of_names.fullmatch(h[0])
     )
-    id = new_id()
     temps = {file: folder / working_name(file, "tmp", id) for file in fills}
     try:
         for file, fill in fills.items():

@@ -27,7 +27,7 @@ import zlib
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from accelerate.core.errors import CheckpointError
 
@@ -77,7 +77,10 @@ _BYTES = {
 _GET = {pickle.BINGET[0]: 1, pickle.LONG_BINGET[0]: 4}
 _PUT = {pickle.BINPUT[0]: 1, pickle.LONG_BINPUT[0]: 4}
 _NEW = pickle.EMPTY_DICT[0], pickle.EMPTY_LIST[0], pickle.EMPTY_SET[0]
-_STOP, _MEMOIZE, _MARK = pickle.STOP[0], pickle.MEMOIZE[0], pickle.MARK[0]
+_SKIPPED = {pickle.PROTO[0]: 1, pickle.FRAME[0]: 8}
+_STOP, _MEMOIZE, _MARK, _GLOBAL = pickle.STOP[0], pickle.MEMOIZE[0], pickle.MARK[0], pickle.GLOBAL[0]
+_MARKED = -1
+_LONGEST_NAME = 2**16
 
 
 # What reading a file raises that is no file of torch, or a damaged one, besides OSError.
@@ -109,7 +112,6 @@ def scan_pickle(data: bytes | mmap.mmap, start: int = 0, *, opcodes: int | None)
     try:
         with paused_gc():
             machine.run(opcodes or len(data))
-            machine.refuse_many_steps(machine.at - start)
     except (IndexError, KeyError, ValueError, TypeError) as error:
         raise RefusedPickleError(f"it is damaged, at byte {machine.at} of its pickle") from error
     return machine.at
@@ -190,7 +192,7 @@ class _Machine:
     """
 
     def __init__(self, data: bytes | mmap.mmap, at: int) -> None:
-        self.data, self.at, self.steps = data, at, 0
+        self.data, self.start, self.at, self.steps = data, at, at, 0
         self.stack: list[_Shape] = []
         self.marks: list[int] = []
         self.memo: dict[int, _Shape] = {}
@@ -227,85 +229,64 @@ class _Machine:
             elif code == _STOP:
                 stack.pop()
                 break
-            else:
+            elif code in _SKIPPED:
+                at += 1 + _SKIPPED[code]
+            elif code in _ACTIONS:
                 self.at = at
-                if code not in _ACTIONS:
-                    raise RefusedPickleError(f"Unsupported operand {code}")
-                at += _ACTIONS[code](self) or 1
+                count, action = _ACTIONS[code]
+                self._apply(action, self._take_items(count))
+                at += 1
+            elif code == _GLOBAL:
+                module, name, _ = data[at + 1 : at + _LONGEST_NAME].split(b"\n", 2)
+                self._push_name(name)
+                at += len(module) + len(name) + 3
+            else:
+                raise RefusedPickleError(f"Unsupported operand {code}")
         else:
             raise RefusedPickleError(f"its pickle has more than {most:,} opcodes")
-        self.at = at + 1
-
-    def refuse_many_steps(self, size: int) -> None:
+        size, self.at = at + 1 - self.start, at + 1
         if self.steps > _FREE_STEPS + _STEPS_PER_BYTE * size:
             raise RefusedPickleError(f"its {size:,} bytes take {self.steps:,} steps to build")
 
-    def pop_marked(self) -> list[_Shape]:
-        mark = self.marks.pop()
-        items = self.stack[mark:]
-        del self.stack[mark:]
-        return items
-
-    def pop_last(self, count: int) -> list[_Shape]:
-        items = self.stack[-count:]
-        del self.stack[-count:]
-        return items
-
-    def make_tuple(self, items: list[_Shape]) -> None:
-        kinds = [item[2] for item in items]
-        shape = [1, 0, _HOLDS_INSTANCE if _INSTANCE in kinds else _PLAIN]
-        _put_in(shape, items)
-        self.stack.append(shape)
-
-    def fill(self, items: list[_Shape]) -> None:
-        _put_in(self.stack[-1], items)
-
-    def add_keys(self, items: list[_Shape]) -> None:
-        self.steps += sum([key[0] for key in items])
-        self.fill(items)
-
-    def set_items(self, items: list[_Shape]) -> None:
-        self.steps += sum([key[0] for key in items[::2]])
-        self.fill(items)
-
-    def make_frozenset(self, items: list[_Shape]) -> None:
-        self.stack.append([1, 0, _PLAIN])
-        self.add_keys(items)
-
-    def drop(self, items: list[_Shape]) -> None:
-        """Forget items that are off the stack."""
-
-    def load_storage(self, items: list[_Shape]) -> None:
-        self.stack.append(_LEAF)
-
-    def name_global(self) -> int:
-        end = self.data.find(b"\n", self.data.find(b"\n", self.at) + 1)
-        if end <= self.at:
+    def _take_items(self, count: int) -> list[_Shape]:
+        """Take the last items off the stack; those since the last mark for ``_MARKED``."""
+        at = self.marks.pop() if count == _MARKED else len(self.stack) - count
+        if at < 0:
             raise IndexError
-        self._push_name(self.data[self.at + 1 : end].partition(b"\n")[2])
-        return end + 1 - self.at
+        items = self.stack[at:]
+        del self.stack[at:]
+        return items
 
-    def name_by_texts(self, items: list[_Shape]) -> None:
-        at = ~items[1][2]
-        begin = at + 1 + _TEXT[self.data[at]]
-        self._push_name(self.data[begin : begin + _number(self.data, at + 1, begin - at - 1)])
+    def _apply(self, action: str, items: list[_Shape]) -> None:
+        """Do what an opcode does with items that are off the stack."""
+        stack = self.stack
+        if action == "call":
+            kind = stack[-1][2]
+            if kind == _CONTAINER_NAME and items[0][2] in (_HOLDS_INSTANCE, _INSTANCE):
+                raise RefusedPickleError("it fills a container from an object, not from items of its own")
+            stack[-1] = [1, 0, _PLAIN if kind == _LOOKUP_NAME else _INSTANCE]
+        elif action == "build" and stack[-1][2] != _INSTANCE:
+            raise RefusedPickleError("it sets attributes of an object that it did not make")
+        elif action == "tuple":
+            kinds = [item[2] for item in items]
+            stack.append([1, 0, _HOLDS_INSTANCE if _INSTANCE in kinds else _PLAIN])
+        elif action == "frozenset":
+            stack.append([1, 0, _PLAIN])
+        elif action == "storage":
+            stack.append(_LEAF)
+        elif action == "name":
+            at = ~items[1][2]
+            width = _TEXT[self.data[at]]
+            length = _number(self.data, at + 1, width)
+            self._push_name(self.data[at + 1 + width : at + 1 + width + length])
+        if action not in ("storage", "name", "drop"):
+            _put_in(stack[-1], items)
+        if action not in ("tuple", "fill"):
+            self.steps += sum([item[0] for item in (items[::2] if action == "set items" else items)])
 
     def _push_name(self, name: bytes) -> None:
         kind = _CONTAINER_NAME if name in _CONTAINERS else _LOOKUP_NAME if name in _LOOKUPS else _NAME
         self.stack.append([1, 0, kind])
-
-    def call(self, arguments: list[_Shape]) -> None:
-        """Call the class or function on the stack."""
-        kind = self.stack[-1][2]
-        if kind == _CONTAINER_NAME and arguments[0][2] in (_HOLDS_INSTANCE, _INSTANCE):
-            raise RefusedPickleError("it fills a container from an object, not from items of its own")
-        self.stack[-1] = [1, 0, _PLAIN if kind == _LOOKUP_NAME else _INSTANCE]
-        self.add_keys(arguments)
-
-    def build(self, state: list[_Shape]) -> None:
-        if self.stack[-1][2] != _INSTANCE:
-            raise RefusedPickleError("it sets attributes of an object that it did not make")
-        self.add_keys(state)
 
 
 def _number(data: bytes | mmap.mmap, at: int, width: int) -> int:
@@ -323,42 +304,27 @@ def _put_in(shape: _Shape, items: list[_Shape]) -> None:
     shape[0], shape[1] = min(size, _MOST), depth
 
 
-def _skip(size: int) -> Callable[[_Machine], Any]:
-    return lambda machine: size
-
-
-def _on_last(count: int, action: Callable[[_Machine, list[_Shape]], Any]) -> Callable[[_Machine], Any]:
-    return lambda machine: action(machine, machine.pop_last(count))
-
-
-def _on_marked(action: Callable[[_Machine, list[_Shape]], Any]) -> Callable[[_Machine], Any]:
-    return lambda machine: action(machine, machine.pop_marked())
-
-
-# opcode -> what it does; the result is the number of its bytes, 1 if None
-_ACTIONS: dict[int, Callable[[_Machine], Any]] = {
-    code[0]: action
-    for code, action in {
-        pickle.PROTO: _skip(2),
-        pickle.FRAME: _skip(9),
-        pickle.TUPLE: _on_marked(_Machine.make_tuple),
-        pickle.TUPLE1: _on_last(1, _Machine.make_tuple),
-        pickle.TUPLE2: _on_last(2, _Machine.make_tuple),
-        pickle.TUPLE3: _on_last(3, _Machine.make_tuple),
-        pickle.APPEND: _on_last(1, _Machine.fill),
-        pickle.APPENDS: _on_marked(_Machine.fill),
-        pickle.ADDITEMS: _on_marked(_Machine.add_keys),
-        pickle.SETITEM: _on_last(2, _Machine.set_items),
-        pickle.SETITEMS: _on_marked(_Machine.set_items),
-        pickle.FROZENSET: _on_marked(_Machine.make_frozenset),
-        pickle.POP: _on_last(1, _Machine.drop),
-        pickle.POP_MARK: _on_marked(_Machine.drop),
-        pickle.GLOBAL: _Machine.name_global,
-        pickle.STACK_GLOBAL: _on_last(2, _Machine.name_by_texts),
-        pickle.REDUCE: _on_last(1, _Machine.call),
-        pickle.NEWOBJ: _on_last(1, _Machine.call),
-        pickle.NEWOBJ_EX: _on_last(2, _Machine.call),
-        pickle.BUILD: _on_last(1, _Machine.build),
-        pickle.BINPERSID: _on_last(1, _Machine.load_storage),
-    }.items()
+# opcode -> how many items it takes off the stack, and what it does with them
+_ACTIONS: dict[int, tuple[int, str]] = {
+    code[0]: (count, action)
+    for code, count, action in (
+        (pickle.TUPLE, _MARKED, "tuple"),
+        (pickle.TUPLE1, 1, "tuple"),
+        (pickle.TUPLE2, 2, "tuple"),
+        (pickle.TUPLE3, 3, "tuple"),
+        (pickle.APPEND, 1, "fill"),
+        (pickle.APPENDS, _MARKED, "fill"),
+        (pickle.ADDITEMS, _MARKED, "add keys"),
+        (pickle.SETITEM, 2, "set items"),
+        (pickle.SETITEMS, _MARKED, "set items"),
+        (pickle.FROZENSET, _MARKED, "frozenset"),
+        (pickle.POP, 1, "drop"),
+        (pickle.POP_MARK, _MARKED, "drop"),
+        (pickle.STACK_GLOBAL, 2, "name"),
+        (pickle.REDUCE, 1, "call"),
+        (pickle.NEWOBJ, 1, "call"),
+        (pickle.NEWOBJ_EX, 2, "call"),
+        (pickle.BUILD, 1, "build"),
+        (pickle.BINPERSID, 1, "storage"),
+    )
 }
