@@ -91,8 +91,9 @@ def facts(ours: Subject) -> list[str]:
     _, version = ours.run(
         [str(ours.python), "-c", "from importlib.metadata import version as v; print(v('torch'))"]
     )
+    release = ".".join(platform.release().split(".")[:2])
     return [
-        f"{os.cpu_count()} cores ({processor()}), {memory:.0f} GB, {platform.system()} {platform.release()}, "
+        f"{os.cpu_count()} cores ({processor()}), {memory:.0f} GB, {platform.system()} {release}, "
         f"load before the run {os.getloadavg()[0]:.2f}",
         f"Python {platform.python_version()}, torch {version.strip()}, one thread per process",
         f"commit {commit()}",

@@ -231,7 +231,7 @@ def test_memory_and_disk_beside_what_stays(device: Device, tmp_path: Path) -> No
     dispatch_model(model, places, offload_dir=tmp_path)
     with torch.no_grad():
         assert torch.equal(model(x), expected)
-    with pytest.raises(RuntimeError, match="You can't move a model"):
+    with pytest.raises(RuntimeError, match="the model cannot be moved"):
         model.to("cpu")
     remove_hook_from_submodules(model)
     model.cpu()

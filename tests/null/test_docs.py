@@ -431,9 +431,9 @@ def test_the_changelog_knows_this_version() -> None:
 def test_the_licence_is_the_one_that_is_declared() -> None:
     licence = text("LICENSE")
     assert "Apache License\n                           Version 2.0, January 2004" in licence
-    assert "Copyright 2026 The accelerate founders" in licence
+    assert "Copyright 2026 The authors of this project" in licence
     assert 'license = "Apache-2.0"' in text("pyproject.toml")
-    assert "Copyright 2026 The accelerate founders" in text("README.md")
+    assert "Copyright 2026 The authors of this project" in text("README.md")
     assert "not affiliated" in text("README.md")
 
 

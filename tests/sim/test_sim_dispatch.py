@@ -306,7 +306,7 @@ def test_hooks_are_attached_if_asked_and_bring_the_inputs() -> None:
         y = model(x)
     assert y.device == x.device
     torch.testing.assert_close(y, expected)
-    with pytest.warns(UserWarning, match="You shouldn't move a model that is dispatched"):
+    with pytest.warns(UserWarning, match="this model was dispatched"):
         model.to("sim:1")
 
 

@@ -18,7 +18,7 @@ from accelerate.launch.kinds.tpu import check_gcloud_installed, worker_command
 if TYPE_CHECKING:
     import argparse
 
-_description = "Run commands across TPU VMs for initial setup before running `accelerate launch`."
+_description = "Prepare the machines of a TPU pod: run shell commands on all of them before a launch."
 _FOLDER = "/usr/share"
 _HELP = {
     "config_file": "the configuration file with tpu_name, tpu_zone and commands",
@@ -100,7 +100,7 @@ def _run(**given: Any) -> int:
     check_gcloud_installed()
     code = subprocess.run(command, check=False).returncode
     if code == 0:
-        click.echo("Successfully setup pod.")
+        click.echo("The commands have run on all machines of the pod.")
     return code
 
 

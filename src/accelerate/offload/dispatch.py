@@ -254,13 +254,16 @@ def _refuse_or_move(model: nn.Module, how: str, /, *args: Any, **kwargs: Any) ->
     """
     if any(isinstance(p, OffloadedTensor) for p in model.parameters()):
         raise OffloadError(
-            "You can't move a model that has some modules offloaded to cpu or disk.",
+            "the model cannot be moved: some of its weights are offloaded",
             why="its weights are brought to the device in turn, because they do not fit there together",
             fix="dispatch it by another device map, or first take off its hooks: "
             "remove_hook_from_submodules(model)",
         )
     if how != "_apply":
-        warnings.warn("You shouldn't move a model that is dispatched using accelerate hooks.", stacklevel=2)
+        warnings.warn(
+            "this model was dispatched: its device map says where each module is, and moving it undoes that",
+            stacklevel=2,
+        )
     return getattr(type(model), how)(model, *args, **kwargs)
 
 

@@ -272,7 +272,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Generator[None]:
     Example::
 
         with init_empty_weights():
-            model = nn.Sequential(*[nn.Linear(10000, 10000) for _ in range(1000)])
+            decoder = AutoModelForCausalLM.from_config(config)  # takes no memory
     """
     with init_on_device(_META, include_buffers=include_buffers):
         yield

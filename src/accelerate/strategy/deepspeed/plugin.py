@@ -202,7 +202,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         elif must_match and ds_key_long in kwargs and not is_same(configured, kwargs[ds_key_long]):
             if mismatches is not None:
                 mismatches.append(
-                    f"- ds {ds_key_long}={configured} vs arg {ds_key_long}={kwargs[ds_key_long]}"
+                    f"{ds_key_long} is {configured} in the file, and {kwargs[ds_key_long]} as an argument"
                 )
 
     def deepspeed_config_process(

@@ -16,8 +16,8 @@ Tensor banned_binary_cross_entropy(
     const Tensor&, const Tensor&, const std::optional<Tensor>&, int64_t) {
   TORCH_CHECK(
       false,
-      "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast; use "
-      "binary_cross_entropy_with_logits or BCEWithLogitsLoss");
+      "binary_cross_entropy is unsafe to autocast, since its input is a probability: use "
+      "binary_cross_entropy_with_logits on the logits");
 }
 
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
