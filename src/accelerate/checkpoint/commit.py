@@ -160,7 +160,7 @@ class CommitTransaction:
     def _take_lock(self) -> None:
         root = self.store.local_path("")
         if root is not None:
-            self.store.make_folder("")
+            self.store.make_folder(self.temp)  # and the folders above, which it flushes
             self._lock = SaveLock(root, self.lock_name or self.name, self.id)
             self._lock.acquire()
 
