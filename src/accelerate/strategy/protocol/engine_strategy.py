@@ -27,9 +27,11 @@ class EngineCheckpoint(Protocol):
     index: int
     folder: Path
     tied_names: Mapping[str, str]
-    weights: Mapping[str, torch.Tensor]
     shapes: Mapping[str, tuple[torch.dtype, torch.Size]]
     has_optimizer_state: bool
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]: ...
 
     def optimizer_state(
         self, names: Sequence[Sequence[Collection[str]]], options: Sequence[Mapping[str, Any]]
