@@ -118,7 +118,8 @@ INTERNALS = (
             f"{_FSDP2}._fsdp_param": "FSDPParam.sharded_param FSDPParam._unsharded_param "
             "FSDPParam._orig_size FSDPParam._module_info FSDPParam.fsdp_placement FSDPParam.offload_to_cpu "
             "FSDPParam.padded_sharded_param_size FSDPParam.device FSDPParam.pin_memory "
-            "FSDPParam.to_sharded_dtensor FSDPParam._sharded_param_data FSDPParam.reset_sharded_param",
+            "FSDPParam.to_sharded_dtensor FSDPParam._sharded_param_data FSDPParam.reset_sharded_param "
+            "FSDPParam._get_grad_inner_tensor",
         },
     ),
     Internals(
@@ -127,7 +128,8 @@ INTERNALS = (
         {
             f"{_FSDP2}._fsdp_state": "FSDPState._fsdp_param_group FSDPState._fsdp_param_groups>=2.12",
             f"{_FSDP2}._fsdp_param": "FSDPParam.unsharded_accumulated_grad "
-            "FSDPParam.unsharded_grad_dtype>=2.15",
+            "FSDPParam.unsharded_grad_dtype>=2.15 FSDPParam._tp_spec<2.12 "
+            "FSDPParam._unsharded_dtensor_spec>=2.12",
         },
         "each has the other's place in the other versions",
     ),
@@ -157,7 +159,7 @@ INTERNALS = (
     ),
     Internals(
         "DDP",
-        ("strategy/ddp.py",),
+        ("strategy/ddp.py", "strategy/protocol/replicated_module.py"),
         {
             "torch.nn.parallel": "DistributedDataParallel._pre_forward "
             "DistributedDataParallel._post_forward DistributedDataParallel._active_ddp_module "
@@ -215,7 +217,7 @@ INTERNALS = (
         "process groups",
         ("world/", "check/run.py"),
         {
-            "torch.distributed.distributed_c10d": "_get_default_store _set_pg_timeout",
+            "torch.distributed.distributed_c10d": "_get_default_store _set_pg_timeout _world",
             "torch.distributed": "ProcessGroup._get_backend ProcessGroup._device_types "
             "ProcessGroup._allgather_base",
             "torch._C._distributed_c10d": "Backend._get_sequence_number_for_group Backend.Options._timeout",

@@ -52,12 +52,9 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], groups: Iterable[ProcessG
     for group in groups:
         dist.broadcast(packed, dist.get_global_rank(group, 0), group=group)
     parts = packed.split([tensor.nbytes for tensor in ordered])
-    for dtype in dict.fromkeys(tensor.dtype for tensor in ordered):
-        pairs = [(t, part) for t, part in zip(ordered, parts, strict=True) if t.dtype is dtype]
+    for tensor, part in zip(ordered, parts, strict=True):
         # Through ``data``, as DDP does it: a graph that waits for its backward holds no old version.
-        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
-            [tensor for tensor, _ in pairs], [part.view(dtype).view_as(t) for t, part in pairs]
-        )
+        tensor.copy_(part.view(tensor.dtype).view_as(tensor))
 
 
 class ReplicatedBuffers:
