@@ -66,6 +66,9 @@ LISTED: dict[str, str] = {
     r"accelerator: tracker": "a tracker that does nothing, of a class of its own",
     r"wrappers: optimizer closure": "step returns the loss of its closure, as torch's does",
     r"wrappers: scheduler\.(base_lrs|last_epoch)": "the scheduler's own attributes can be read",
+    r"samplers: len n=\d+ bs=4 drop=False split=True even=False of 2": (
+        "the batches that this process gets; there one more where the other has the rest"
+    ),
     # --- loaders
     r"loaders: .*\.rng_types": _RNG,
     r"loaders: .*\.(batch_size|drop_last)": _USERS,

@@ -110,8 +110,8 @@ def test_collectives_in_another_order_are_detected_at_once(ranks: RankServer) ->
     one, two = same_on_all(ranks(2, other_order))
     assert one.startswith("the ranks called different collectives\n")
     assert "rank 0: gather at test_collective_errors.py:" in one
-    assert "rank 1: reduce at test_collective_errors.py:" in one
-    assert "rank 0: reduce at test_collective_errors.py:" in two
+    assert "rank 1: reduce(sum) at test_collective_errors.py:" in one
+    assert "rank 0: reduce(sum) at test_collective_errors.py:" in two
 
 
 def caught() -> str:
@@ -215,8 +215,8 @@ def test_what_the_ranks_disagree_about_is_shown_in_a_table(ranks: RankServer) ->
     zero, one = ranks(2, disagreements)
     assert "rank 1 cannot send its object" in zero.pop("object")
     found = same_on_all([zero, one])
-    for operation in ("reduce", "broadcast"):
-        assert f"a tensor to {operation}\n  why: rank 0: torch.float32 (2, 3)\n" in found[operation]
+    for operation, label in (("reduce", "reduce(sum)"), ("broadcast", "broadcast")):
+        assert f"a tensor to {label}\n  why: rank 0: torch.float32 (2, 3)\n" in found[operation]
         assert "rank 1: torch.float32 (3, 3)" in found[operation]
     assert "a tensor to gather, ['x']\n" in found["large"]
     assert "rank 1: torch.float32 (1000, 2001)" in found["large"]
@@ -282,7 +282,7 @@ def test_the_launcher_shows_the_failing_ranks_traceback_once_and_last() -> None:
     assert result.returncode == 1, result.output
     assert result.stderr.rstrip().endswith("ValueError: a bad batch")
     assert result.stderr.count("Traceback (most recent call last)") == 1
-    ended = "rank 0 stopped after it: CheckpointPeerError: rank 1 failed: ValueError: a bad batch"
+    ended = "rank 0 stopped after it: PeerError: rank 1 failed: ValueError: a bad batch"
     assert ended in result.stderr
 
 
@@ -320,7 +320,7 @@ def test_a_save_on_rank_0_alone_is_an_error_on_both_when_the_other_trains_on(
     for code, text in ends:
         assert code == 1
         assert "was reached by 1 of 2 ranks" in text
-        assert "rank 0 is in save the checkpoint" in text
+        assert "rank 0 is in save_state" in text
         assert f"rank 1 is in {place} at script.py:" in text.rpartition("Error: ")[2]
 
 
@@ -338,7 +338,7 @@ def test_a_save_on_rank_0_alone_is_an_error_on_both_when_the_other_gathers(
 ) -> None:
     """D3."""
     text = same_on_all(ranks(2, only_main, str(tmp_path / "c")))
-    assert "rank 0: save the checkpoint" in text
+    assert "rank 0: save_state" in text
     assert "rank 1: gather at test_collective_errors.py:" in text
 
 

@@ -187,7 +187,7 @@ def after_a_crash(what: str, root: Path) -> tuple[list[str], set[int]]:
     at = next(number for number, c in enumerate(whole.changes, 1) if c.target == "run")
     kill = tracer.kill_at(at, "before")
     assert tracer.run(lambda go: act("save", training, start, go), start.root, kill).killed
-    assert [entry.partition("-")[0] for entry in start.entries()] == [".run.old", ".run.tmp"]
+    assert [entry.partition("-")[0] for entry in start.entries()] == [".run.lock", ".run.old", ".run.tmp"]
     changes, seen = kill_everywhere(what, start, root / "again", prints)
     return [c.call for c in changes], seen
 

@@ -296,6 +296,17 @@ def test_batches_that_the_data_makes_itself_count_once(ranks: RankServer, kind: 
     assert same_on_all(ranks(2, items, kind)) == list(range(9))
 
 
+def test_a_loss_repeated_for_a_full_batch_counts_for_the_samples_of_a_shorter_one() -> None:
+    """transformers' Trainer repeats the loss of each step by the batch size, and takes the mean."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    for data in (Map(11, torch.tensor), Unsized(11, torch.tensor)):
+        loader = accelerator.prepare(DataLoader(data, batch_size=4))
+        rows = [len(accelerator.gather_for_metrics(torch.ones(()).repeat(4))) for _ in loader]
+        assert rows == [4, 4, 3]
+
+
 def several_rows(every: int, copies: Callable[[int], int], per_sample: str) -> list[list[int]]:
     """Gather the outputs of ``every`` steps, with ``copies`` rows of each sample: as tensor, as objects."""
     from accelerate import Accelerator

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import threading
@@ -26,6 +27,8 @@ from types import TracebackType
 
 from accelerate.checkpoint.errors import file_errors
 from accelerate.core.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 HEARTBEAT = 5.0  # seconds between two touches of a lock
 DEAD_AFTER = 60.0  # seconds without one after which a lock of another host is stale
@@ -129,8 +132,12 @@ class SaveLock:
         self._released.set()
         self._released = None
         if LockOwner.read(self.path) == self.owner:
-            with contextlib.suppress(OSError):  # a lock without a process is stale
-                self.path.unlink()
+            try:
+                self.path.unlink(missing_ok=True)
+            except OSError as error:
+                logger.warning(
+                    "%s cannot be removed (%s): it is stale when this process ends", self.path, error
+                )
 
     def _create(self) -> bool:
         with file_errors("write", self.path):
@@ -147,8 +154,13 @@ class SaveLock:
     def _touch(self) -> None:
         released = self._released
         while released is not None and not released.wait(HEARTBEAT):
-            with contextlib.suppress(OSError):
-                os.utime(self.path)
+            self._refresh()
+
+    def _refresh(self) -> None:
+        try:
+            os.utime(self.path)
+        except OSError as error:
+            logger.debug("%s cannot be touched: %s", self.path, error)
 
     def _is_held(self, holder: LockOwner | None) -> bool:
         if holder is not None and holder.host == self.owner.host:

@@ -75,6 +75,7 @@ class TrainingStateReader:
     notes: list[str] = field(default_factory=list)
     step: int | None = None
     _undo: list[Callable[[], Any]] = field(default_factory=list, init=False)
+    _again: list[tuple[str, Callable[[], Any]]] = field(default_factory=list, init=False)
 
     def read(self, contents: CheckpointContents) -> None:
         """Read everything that ``contents`` asks for; change nothing yet.
@@ -128,7 +129,7 @@ class TrainingStateReader:
         Raises:
             CheckpointError: a file cannot be read any more.
         """
-        for action, function in self.pending:
+        for action, function in (*self.pending, *self._again):
             _attempt(action, function)
 
     def finish(self, contents: CheckpointContents) -> None:
@@ -140,7 +141,7 @@ class TrainingStateReader:
 
     def close(self) -> None:
         """Drop the states that were read: their files are mapped until nothing refers to them."""
-        for states in (self.trials, self.pending, self.pending_rng, self._undo):
+        for states in (self.trials, self.pending, self.pending_rng, self._undo, self._again):
             states.clear()
 
     def _report_missing(self, file: str, what: str) -> None:
@@ -280,6 +281,8 @@ class TrainingStateReader:
             self.pending.append((action, load))
         else:
             self.trials.append((action, load, item))
+            if each.category == "custom":  # it may write into a model, which is loaded in between
+                self._again.append((action, load))
 
     def _add_optimizer(
         self, each: CheckpointObject, source: Path, state: Any, load: Callable[[], Any]

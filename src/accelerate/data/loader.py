@@ -369,7 +369,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         if self._num_processes == 1 and self.remainder < 0:
             # A single process fills nothing, but a loss repeated to the full batch size counts as its batch.
             rows, full = ignorant_find_batch_size(batch) or 0, self.batch_size or 0
-            return FetchedBatch(batch, True, remainder=rows if rows < full else 0)
+            return FetchedBatch(batch, True, remainder=rows if rows < full else 0, size=rows or None)
         if isinstance(stream, IterableDatasetShard) and self.num_workers == 0 and not self._drop_last:
             return FetchedBatch(batch, True, None, stream.remainder, stream.last_real, share)
         return FetchedBatch(batch, True, remainder=self.remainder, size=share)  # it has ended in a worker

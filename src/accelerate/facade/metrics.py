@@ -74,7 +74,7 @@ class _RealRowCounter:
     """
 
     def __init__(self, loader: Any, per_sample: int | Sequence[int] | torch.Tensor | None) -> None:
-        self.epoch, self.size = loader.position.current, loader.batch_samples
+        self.loader, self.epoch, self.size = loader, loader.position.current, loader.batch_samples
         self.fillers = self.size - loader.real if loader.has_fillers and loader.real is not None else 0
         counts: Any = per_sample.tolist() if isinstance(per_sample, torch.Tensor) else per_sample
         self.per_sample: int | list[int] | None = list(counts) if hasattr(counts, "__iter__") else counts
@@ -90,7 +90,7 @@ class _RealRowCounter:
         multiple, rest = divmod(rows, self.size)
         steps = self._steps_of_rows(multiple) if multiple > 1 and not rest else 1
         if not self.fillers or rows == 0:
-            return rows
+            return self.size if self._repeats_for_full_batch(rows) else rows
         if rest:
             raise self._error(shape, f"{rows} is no multiple of {self.size}")
         if multiple > 1 and tuple(shape[1:2]) == (self.size,):
@@ -98,6 +98,12 @@ class _RealRowCounter:
         if not steps or multiple % steps:
             raise self._error(shape, "these may be rows of several steps, or several rows of each sample")
         return rows - multiple // steps * self.fillers
+
+    def _repeats_for_full_batch(self, rows: int) -> bool:
+        """Return whether a shorter batch has the rows of a full one: ``loss.repeat(batch_size)``."""
+        if rows <= self.size:
+            return False
+        return rows * self.loader.data_shard.count == self.loader.total_batch_size
 
     def _steps_of_rows(self, multiple: int) -> int:
         """Return of how many steps an output holds rows, by how regularly such outputs came; 0: unknown."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -24,6 +24,8 @@ class MegatronLMDummyScheduler:
         warmup_num_steps: optimizer steps from 0 to the full rate.
         kwargs: kept.
     """
+
+    prepared_as: ClassVar[str] = "scheduler"
 
     def __init__(
         self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
