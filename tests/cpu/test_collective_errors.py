@@ -443,7 +443,7 @@ def lose_peer_before_the_first_exchange() -> str:
     accelerator = Accelerator()
     # A wait for the store alone: the control channel, which would break, is not open yet.
     peer_store().put(f"open/{accelerator.process_index}", "")
-    peer_store().wait(["open/0", "open/1"], 20)
+    peer_store().wait(["open/0", "open/1", "process/0", "process/1"], 20)
     if accelerator.process_index == 1:
         os._exit(3)
     return message(accelerator.wait_for_everyone)
