@@ -54,13 +54,17 @@ def check_request(request: LaunchRequest) -> None:
             f"{_describe_setting(request, 'machine_rank')}, but {_describe_setting(request, 'num_machines')}",
             why=f"machines are counted from 0: the last of {machines} is {machines - 1}",
         )
-    local = request.local_processes
-    if isinstance(local.value, int) and not convert_to(LocalCount, local.value, "file")[0]:
-        raise SettingError(
-            f"{local.where} asks for {local.value} processes on this machine",
-            why="more than 10000 on one machine are a slip, and would take all its memory",
-            fix="say how many processes all machines start together (-n), and how many machines there are",
-        )
+    for origin, sharers in (
+        (request.origin("num_processes"), machines),
+        (request.origin("nproc_per_node"), 1),
+    ):
+        local = -(-origin.value // sharers) if isinstance(origin.value, int) else 1
+        if not convert_to(LocalCount, local, "file")[0]:
+            raise SettingError(
+                f"{origin.where} asks for {local} processes on this machine",
+                why="more than 10000 on one machine are a slip, and would take all its memory",
+                fix="say how many processes all machines start together (-n), and how many there are",
+            )
     _refuse_conflicts(request)
     if job.dry_run_model and not job.dry_run:
         raise SettingError(
