@@ -321,7 +321,8 @@ def several_rows(every: int, copies: Callable[[int], int], per_sample: str) -> l
         if step % every == 0 or step == len(loader):
             given: Any = {"unknown": None, "list": counts, "tensor": torch.tensor(counts)}.get(per_sample, 1)
             found[0] += accelerator.gather_for_metrics(torch.cat(kept), rows_per_sample=given).tolist()
-            found[1] += accelerator.gather_for_metrics(torch.cat(kept).tolist(), True, given)
+            objects = torch.cat(kept).tolist()
+            found[1] += accelerator.gather_for_metrics(objects, True, rows_per_sample=given)
             kept = []
     return found
 

@@ -141,6 +141,7 @@ def promised_signatures() -> list[tuple[str, str]]:
 OPTIONS = {
     "accelerate.accelerator.Accelerator": ["strict"],
     "accelerate.accelerator.Accelerator.backward": ["num_items"],
+    "accelerate.accelerator.Accelerator.gather_for_metrics": ["rows_per_sample"],
     "accelerate.accelerator.Accelerator.prepare_data_loader": ["shard"],
     "accelerate.accelerator.Accelerator.save_state": ["sharded", "async_save", "metadata"],
     "accelerate.big_modeling.load_checkpoint_and_dispatch": ["allow_missing"],

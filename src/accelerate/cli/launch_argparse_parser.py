@@ -13,6 +13,7 @@ import click
 
 from accelerate.cli.argument_parser import CustomArgumentParser
 from accelerate.cli.options import SCRIPT_SETTINGS, SettingFlag
+from accelerate.core.value_types import plain_type
 from accelerate.launch.base import launch
 from accelerate.launch.errors import RankError
 from accelerate.launch.launch_request import LaunchRequest, format_value, read_request
@@ -93,7 +94,8 @@ def _flag_arguments(param: click.Option) -> dict[str, Any]:
     if default is not None:
         kind = type(default)
     elif isinstance(param, SettingFlag):
-        kind = next((kind for kind in (int, float) if kind in param.setting.types), str)
+        types = [plain_type(each) for each in param.setting.types]
+        kind = next((kind for kind in (int, float) if kind in types), str)
     return {"type": partial(_convert_value, kind), "default": default}
 
 

@@ -703,6 +703,7 @@ class Accelerator(ProcessMixin):
         self,
         input_data: Any,
         use_gather_object: bool = False,
+        *,
         rows_per_sample: int | Sequence[int] | torch.Tensor | None = None,
     ) -> Any:
         """Gather outputs without the samples that only filled the last step: each counts once, in order.
