@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.core.errors import SettingError
 from accelerate.state import AcceleratorState
-from tests.support.engine import EnginePlugin, FakeEngineStrategy
+from tests.support.engine import EnginePlugin, FakeEngineStrategy, unchecked_accelerator
 from tests.support.ranks import RankServer, same_on_all
 from tests.support.strategies import added_strategy, strategy_names
 from tests.support.worlds import fake_world
@@ -84,7 +84,7 @@ def trained(name: str, window: int, folder: str) -> dict[str, Any]:
     from accelerate import DataLoaderConfiguration
 
     with asked(name) as arguments:
-        accelerator = Accelerator(
+        accelerator = unchecked_accelerator(
             gradient_accumulation_steps=window,
             dataloader_config=DataLoaderConfiguration(split_batches=True),
             **arguments,
@@ -144,7 +144,7 @@ def chosen(size: int, **options: Any) -> str:
     """The name of the strategy that a new accelerator has chosen on rank 0 of ``size`` ranks."""
     AcceleratorState._reset_state()
     with fake_world(size, 0):
-        return Accelerator(**options).strategy.name
+        return unchecked_accelerator(**options).strategy.name
 
 
 def test_two_strategies_that_both_claim_are_an_error() -> None:

@@ -19,6 +19,16 @@ from accelerate.strategy.base import PrepareBundle, PrepareStep, StrategyRequest
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
 
+def unchecked_accelerator(**options: Any) -> Any:
+    """Return an ``Accelerator`` of unchecked arguments: ``fsdp_plugin`` may be an ``EnginePlugin``."""
+    from accelerate import Accelerator
+
+    kind: Any = Accelerator
+    accelerator = object.__new__(kind)
+    kind.__unchecked_init__(accelerator, **options)
+    return accelerator
+
+
 @dataclass
 class EnginePlugin:
     """Asks for the engine."""
