@@ -114,7 +114,9 @@ def places_to_kill(changes: list[Change]) -> list[tuple[int, str]]:
 
 def plain(changes: list[Change]) -> list[tuple[str, ...]]:
     """The changes without what differs from run to run."""
-    return [(c.call, *(re.sub(r"[-.][0-9a-f]{12}", "", name) for name in (c.path, c.target))) for c in changes]
+    return [
+        (c.call, *(re.sub(r"[-.][0-9a-f]{12}", "", name) for name in (c.path, c.target))) for c in changes
+    ]
 
 
 def act(what: str, training: Training, place: Place, go: Callable[[], None]) -> bool:

@@ -122,6 +122,7 @@ class SaveLock:
             if self._is_held(holder):
                 raise self._in_use_error(holder)
             self._take_away(holder)
+        self._remove_leftovers()
         self._released = threading.Event()
         threading.Thread(target=self._touch, name="accelerate-lock", daemon=True).start()
 
@@ -189,6 +190,13 @@ class SaveLock:
                 aside.rename(self.path)
             else:
                 aside.unlink()
+
+    def _remove_leftovers(self) -> None:
+        """Remove stale locks that a process was taking away when it was killed."""
+        for entry in self.path.parent.iterdir():
+            if entry.name.startswith(f"{self.path.name}."):
+                with file_errors("remove", entry):
+                    entry.unlink(missing_ok=True)
 
     def _in_use_error(self, holder: LockOwner | None) -> PlaceInUseError:
         owner = "another machine"
