@@ -109,7 +109,7 @@ def test_what_was_typed_counts_although_it_is_the_default() -> None:
         "num_processes",
     }
     flags = launch_argparse_parser.typed_flags(PLUGIN, namespace)
-    assert flags == {"role": "default", "use_cpu": True, "num_processes": "2"}
+    assert flags == {"role": "default", "use_cpu": True, "num_processes": 2}
     assert launch_argparse_parser.typed_flags(
         PLUGIN, by_hand(fsdp_version="1", nondefault={"fsdp_version"})
     ) == {"fsdp_version": "1"}
