@@ -54,7 +54,8 @@ def save(
         contents: what to save.
         directory: the checkpoint's folder or URL, as rank 0 gives it; one that exists is replaced. Automatic
             naming does not use it.
-        project: naming, retention, and whether each machine has its own disk. Its ``iteration`` grows by one.
+        project: naming, retention, and whether each machine has its own disk. Its ``iteration`` becomes rank
+            0's, plus one.
         safe_serialization: models as safetensors; otherwise as torch files.
         before: called on every rank with the models' states and the folder that is being written.
         ranks: those that save together; the open world's by default.
@@ -69,8 +70,7 @@ def save(
     ranks = ranks or CheckpointRankGroup.current()
     project = project or ProjectConfiguration()
     action = "save the checkpoint" if directory is None else f"save the checkpoint {directory}"
-    address, transaction = _open_transaction(ranks, directory, project, action, store)
-    number = project.iteration if project.automatic_checkpoint_naming else None
+    address, transaction, number = _open_transaction(ranks, directory, project, action, store)
     run = _SaveRun(transaction, contents, action, number, project.total_limit)
     channel = _open_channel(transaction) if in_background else None
     copy_states = in_background and (channel is not None or ranks.size == 1)
@@ -93,8 +93,8 @@ def _open_transaction(
     project: ProjectConfiguration,
     action: str,
     store: Callable[[Any], CheckpointStorage],
-) -> tuple[Address, commit.CommitTransaction]:
-    """Return (the checkpoint's address, its transaction); nothing is written yet."""
+) -> tuple[Address, commit.CommitTransaction, int | None]:
+    """Return (the checkpoint's address, its transaction, its number if any); nothing is written yet."""
     each_node = project.save_on_each_node
     with ranks.collective_section(action) as section:
         async_save.wait()
@@ -103,13 +103,13 @@ def _open_transaction(
             root, name = split_address(address)
             if ranks.is_writer(each_node) and project.automatic_checkpoint_naming:
                 discovery.refuse_existing_number(store(root), name)
-            section.value = address, root, name, storage.new_id()
-    address, root, name, _ = section.values[ranks.rank if each_node else 0]
-    id_, lock_name = (
-        section.values[0][3],
-        layout.AUTOMATIC_NAME if project.automatic_checkpoint_naming else name,
-    )
-    return address, commit.CommitTransaction(store(root), name, id_, ranks, each_node, lock_name=lock_name)
+            section.value = address, root, name, storage.new_id(), project.iteration
+    address, root, name, *_ = section.values[ranks.rank if each_node else 0]
+    *_, id_, iteration = section.values[0]
+    numbered = project.automatic_checkpoint_naming
+    lock_name = layout.AUTOMATIC_NAME if numbered else name
+    transaction = commit.CommitTransaction(store(root), name, id_, ranks, each_node, lock_name=lock_name)
+    return address, transaction, iteration if numbered else None
 
 
 def _open_channel(transaction: commit.CommitTransaction) -> CheckpointStoreChannel | None:

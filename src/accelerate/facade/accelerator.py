@@ -822,8 +822,10 @@ class Accelerator(ProcessMixin):
     ) -> Path | str:
         """Save models, optimizers, schedulers, scaler, loaders, random states and registered objects.
 
-        The checkpoint is complete or absent: it becomes visible in one step. All processes must call it.
-        A save before it that is still written in the background is waited for.
+        The checkpoint is complete or absent: it becomes visible in one step. All processes call it. Where each
+        has the whole model (DDP), the main process may call it alone; it waits until the others have begun a
+        collective without it, and the checkpoint lacks their random states. A save before it that is still
+        written in the background is waited for.
 
         Args:
             output_dir: the checkpoint's folder, or a URL; not used under automatic naming.
@@ -842,6 +844,7 @@ class Accelerator(ProcessMixin):
         Raises:
             CheckpointError: on every process; what was there before is untouched. Also when the save before
                 failed in the background: this one has not begun then.
+            CollectiveError: another process than the main one called it alone.
         """
         return self._checkpoints.save(
             output_dir,

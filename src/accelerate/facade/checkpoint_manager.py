@@ -16,12 +16,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from accelerate.checkpoint import async_save, load, save
-from accelerate.checkpoint.discovery import ProjectConfiguration, parse_address
+from accelerate.checkpoint.discovery import ProjectConfiguration, parse_address, save_address
 from accelerate.checkpoint.load import CheckpointLoadResult
+from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.state_dict_files import strip_compile_prefix
 from accelerate.checkpoint.stateful import CheckpointContents
 from accelerate.checkpoint.weight_files import save_weights
 from accelerate.core.errors import PrepareError, SettingError
+from accelerate.core.user_warning import warn_user
 from accelerate.facade.checkpoint_adapters import model_adapter, optimizer_adapter, resolve_offloaded
 from accelerate.facade.engine_checkpoint_import import engine_state_loaders
 from accelerate.facade.module_queries import extract_model_from_parallel
@@ -31,6 +33,7 @@ from accelerate.facade.replica_agreement import check_replicas
 from accelerate.facade.runtime import Runtime
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 from accelerate.world import collective, rng
+from accelerate.world.solo_call import is_solo_call
 
 
 class CheckpointManager:
@@ -111,19 +114,25 @@ class CheckpointManager:
     ) -> Path | str:
         """Save models, optimizers, schedulers, scaler, loaders, random states and registered objects."""
         prepared, options = self.prepared, dict(engine_options or {})
-        interval, replicated = self.project.replica_check_interval, self.strategy.replicates_model
-        if interval and replicated and self.world.size > 1 and not self.strategy.local_training:
-            if self._saves % interval == 0:
-                check_replicas(prepared.models, prepared.optimizers)
-            self._saves += 1
+        is_sharded = self._resolve_sharded(sharded)
+        is_solo = self._may_be_solo(is_sharded) and is_solo_call("save_state")
+        if is_solo and self.world.rank > 0:
+            return self._skip_save(output_dir)
+        if is_solo:
+            warn_user(
+                "save_state on the main process alone: the random states of the other processes are not in the "
+                "checkpoint. A run that is resumed from it derives them from those of the main process"
+            )
+        else:
+            self._check_replicas()
         train_state = self._train_state()
-        train_state.gradients = self.window if self.window.is_saved() else None
+        train_state.gradients = self.window if self.window.is_saved(is_solo) else None
         engine_files = self._engine_files(options) if sharded is not False else []
         if engine_files:
             self._exclude_engine_objects(engine_files, train_state)
         else:
             self._refuse_options("save_state", options)
-        train_state.sharded = self._resolve_sharded(sharded)
+        train_state.sharded = is_sharded
         train_state.metadata = dict(metadata or {})
 
         def run_save_hooks(weights: Any, folder: Path) -> None:
@@ -137,8 +146,28 @@ class CheckpointManager:
             project=self.project,
             safe_serialization=safe_serialization,
             before=hooks,
+            ranks=CheckpointRankGroup() if is_solo else None,
             in_background=self.project.async_save if async_save is None else async_save,
         )
+
+    def _check_replicas(self) -> None:
+        """Compare the replicas of the ranks, at each so many saves."""
+        interval, replicated = self.project.replica_check_interval, self.strategy.replicates_model
+        if interval and replicated and self.world.size > 1 and not self.strategy.local_training:
+            if self._saves % interval == 0:
+                check_replicas(self.prepared.models, self.prepared.optimizers)
+            self._saves += 1
+
+    def _may_be_solo(self, is_sharded: bool) -> bool:
+        """Return whether the main process has all that a checkpoint needs, so that it may save alone."""
+        is_whole = self.strategy.replicates_model and not is_sharded
+        return is_whole and self.world.size > 1 and not self.project.save_on_each_node
+
+    def _skip_save(self, output_dir: str | os.PathLike[str] | None) -> Path | str:
+        """Return the address of a checkpoint that the main process saves alone."""
+        address = save_address(_resolve_address(output_dir), self.project)
+        self.project.iteration += self.project.automatic_checkpoint_naming
+        return address
 
     def wait(self, release: bool = False) -> Path | str | None:
         """Wait until the checkpoint that is written in the background is committed; return its folder."""
@@ -270,7 +299,11 @@ class CheckpointManager:
                 max_shard_size=max_shard_size,
                 safe_serialization=safe_serialization,
             )
-        collective.barrier()
+        # The files are there when a rank returns; the main process may be the only one that calls.
+        if self._may_be_solo(is_sharded=False):
+            is_solo_call("save_model")
+        else:
+            collective.barrier()
 
 
 def _resolve_address(folder: str | os.PathLike[str] | None) -> Path | str | None:

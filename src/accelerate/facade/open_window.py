@@ -44,9 +44,20 @@ class OpenWindow:
         counts = gradients.num_steps > 1 or gradients.step > 0 or gradients.window is not None
         return not gradients.sync_gradients or not counts
 
-    def is_saved(self) -> bool:
-        """Return whether there is a window to save; warn where the strategy cannot save its gradients."""
+    def is_saved(self, is_solo: bool = False) -> bool:
+        """Return whether there is a window to save; warn where its gradients cannot be saved.
+
+        Args:
+            is_solo: the main process saves alone, and has the gradients of its own batches only.
+        """
         if not self.is_open:
+            return False
+        if is_solo:
+            warn_user(
+                "save_state on the main process alone, in the middle of an accumulation window: the gradients "
+                "of its micro-batches so far are not in the checkpoint, since each process has its own. Save "
+                "after optimizer.step(), where accelerator.sync_gradients is True, or on every process"
+            )
             return False
         if not isinstance(self.strategy, OpenGradients):
             if self.strategy.world.rank > 0:

@@ -444,9 +444,7 @@ class ControlChannel:
             everyone = [f"here/{rank}" for rank in range(self.size)]
             # The constructor waits for all ranks and cannot be interrupted, so wait for them here first.
             while not client.wait(everyone, WAIT_SLICE.total_seconds()):
-                self._check_peers(until)
-                if client.is_lost:
-                    raise watch.explain_disconnect(ConnectionError("no store"))
+                watch.check_store_wait(until)
             # Gloo's own timeout applies only if this process is stopped.
             limit = timedelta(seconds=watch.timeout + 30)
             store = dist.distributed_c10d.PrefixStore("letters", client.store)
@@ -479,16 +477,9 @@ class ControlChannel:
             except RuntimeError:
                 if ended:
                     raise
-                self._check_peers(until)
+                self.watchdog.check_wait(until)
             else:
                 return
-
-    def _check_peers(self, until: float) -> None:
-        report = self.watchdog.report
-        if report is not None:
-            raise report.error(self.rank)
-        if time.monotonic() > until:
-            raise self.watchdog.timeout_error()
 
     def _leak_group(self) -> None:
         """Keep the group alive: its destructor would wait for the transfer, which may never end."""

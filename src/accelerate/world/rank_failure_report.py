@@ -50,6 +50,10 @@ class RankStatus:
         """Return whether it has not begun the call that ``other`` is in."""
         return self.letters < other.letters if other.doing else self.calls < other.calls
 
+    def is_ahead_of(self, other: RankStatus) -> bool:
+        """Return whether it has begun a collective that ``other`` has not, or begins none any more."""
+        return self.ended or self.letters > other.letters or self.calls > other.calls
+
     @property
     def has_departed(self) -> bool:
         """Return whether it has left an attempt, and waits for the others to leave it too."""

@@ -237,6 +237,42 @@ class Watchdog:
             report = self._publish_report(lost_peer_report(self.rank, self._describe_call(), error))
         return report.error(self.rank)
 
+    def check_wait(self, until: float) -> None:
+        """Raise if a wait cannot end: a rank failed, or ``time.monotonic()`` is past ``until``."""
+        if self.report is not None:
+            raise self.report.error(self.rank)
+        if time.monotonic() > until:
+            raise self.timeout_error()
+
+    def check_store_wait(self, until: float) -> None:
+        """Raise if a wait for a key of the store cannot end; see ``check_wait``."""
+        self.check_wait(until)
+        if self.store.is_lost:
+            raise self.explain_disconnect(ConnectionError("no store"))
+
+    def find_ahead(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of ``ranks`` that have begun a collective which this one has not, or have ended.
+
+        Others publish where they are at their next poll, so a rank may be found only when asked for again.
+
+        Raises:
+            CollectiveError: the process of one of them, on this machine, is gone.
+        """
+        self._raise_alarm()
+        own, statuses = self._own_status(), self._read_statuses(ranks)
+        ahead = [rank for rank, status in statuses.items() if status.is_ahead_of(own)]
+        lost = self._find_lost_rank([rank for rank in ranks if rank not in ahead], own.place)
+        if lost is not None:
+            raise self._publish_report(lost).error(self.rank)
+        return ahead
+
+    def describe_peers(self, ranks: Sequence[int]) -> str:
+        """Return where other ranks are, in words."""
+        statuses = self._read_statuses(ranks)
+        return "; ".join(
+            f"rank {rank} {statuses[rank].describe() if rank in statuses else 'is silent'}" for rank in ranks
+        )
+
     def timeout_error(self) -> CollectiveError:
         """Return the error for a collective that lasted longer than the timeout."""
         self._poll_peers(waiting=True)
@@ -402,23 +438,24 @@ class Watchdog:
                 if report is None and is_stuck:
                     report = deadlock_report(self.rank, self.size, statuses)
                 if report is None and waiting:
-                    report = self._find_lost_rank(statuses)
+                    behind = [
+                        r for r in range(self.size) if r not in statuses or statuses[r].is_behind(status)
+                    ]
+                    report = self._find_lost_rank(behind, status.place)
                 if report is not None:
                     self._publish_report(report)
 
-    def _find_lost_rank(self, statuses: dict[int, RankStatus]) -> FailureReport | None:
-        """Report a rank of this machine whose process is gone, and which this one waits for.
+    def _find_lost_rank(self, ranks: Sequence[int], place: str) -> FailureReport | None:
+        """Report a rank of this machine whose process is gone, of those which this one waits for.
 
         It has no connection that would break before the control channel is open.
         """
-        own = statuses[self.rank]
-        behind = [r for r in range(self.size) if r not in statuses or statuses[r].is_behind(own)]
-        gone = self.processes.find_gone(behind)
+        gone = self.processes.find_gone(ranks)
         if gone is None:
             return None
         return FailureReport(
             self.rank,
-            f"rank {gone[0]} is gone while rank {self.rank} was in {own.place}",
+            f"rank {gone[0]} is gone while rank {self.rank} was in {place}",
             why=f"its process {gone[1]} was killed, or ended without a word",
             fix=SYSTEM_KNOWS,
             lost_rank=gone[0],
@@ -451,10 +488,13 @@ class Watchdog:
         return self.report
 
     def _peer_statuses(self) -> dict[int, RankStatus]:
-        names = {f"at/{rank}": rank for rank in range(self.size) if rank != self.rank}
-        for key, text in self.store.read(list(names)).items():
-            self._seen_statuses[names[key]] = RankStatus.from_json(text)
+        self._seen_statuses |= self._read_statuses([r for r in range(self.size) if r != self.rank])
         return dict(self._seen_statuses)
+
+    def _read_statuses(self, ranks: Sequence[int]) -> dict[int, RankStatus]:
+        names = {f"at/{rank}": rank for rank in ranks}
+        texts = self.store.read(list(names))
+        return {names[key]: RankStatus.from_json(text) for key, text in texts.items()}
 
     def _own_status(self) -> RankStatus:
         doing = self.active_call
@@ -482,9 +522,7 @@ class Watchdog:
         if not own.place or not missing:
             return
         missing = missing[:MAX_RANKS]
-        shown = "; ".join(
-            f"rank {r} {statuses[r].describe() if r in statuses else 'is silent'}" for r in missing
-        )
+        shown = self.describe_peers(missing)
         waiting = [
             rank for rank in others if rank not in missing and rank in statuses and statuses[rank].place
         ]

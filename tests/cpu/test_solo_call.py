@@ -1,0 +1,219 @@
+"""``if accelerator.is_main_process: accelerator.save_state(...)``, as the training scripts of diffusers write it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.support.command import launch
+from tests.support.ranks import RankServer, RanksError, same_on_all
+
+NOTE = "save_state on the main process alone: the random states"
+
+
+class Training:
+    """Four batches or more of each rank."""
+
+    def __init__(self, **options: Any) -> None:
+        from accelerate import Accelerator
+
+        self.accelerator = Accelerator(cpu=True, **options)
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        rows = TensorDataset(torch.randn(48, 4), torch.randn(48, 1))
+        loader = DataLoader(rows, batch_size=4, shuffle=True)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
+        self.batches = iter(self.loader)
+
+    def step(self) -> None:
+        x, y = next(self.batches)
+        with self.accelerator.accumulate(self.model):
+            self.accelerator.backward((self.model(x) - y).square().mean())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def weights(self) -> list[float]:
+        return [p.detach().flatten().tolist() for p in self.model.parameters()][0]
+
+
+def on_some_ranks(folder: str, callers: list[int]) -> tuple[list[str], list[float], list[float]]:
+    """Ranks ``callers`` save after one step; what is said, the weights then, and those after a load."""
+    training = Training()
+    rank = training.accelerator.process_index
+    training.step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if rank in callers:
+            assert training.accelerator.save_state(folder) == Path(folder)
+    saved = training.weights()
+    training.step()
+    assert training.weights() != saved
+    training.accelerator.wait_for_everyone()
+    training.accelerator.load_state(folder)
+    loaded = training.weights()
+    # The ranks are in step again: whatever comes now is made together.
+    training.accelerator.save_state(f"{folder}-joint")
+    training.step()
+    return [str(each.message) for each in caught], saved, loaded
+
+
+@pytest.mark.parametrize(("size", "callers"), [(2, [0]), (3, [0]), (3, [0, 2]), (2, [0, 1])])
+def test_the_main_process_saves_alone(
+    ranks: RankServer, tmp_path: Path, size: int, callers: list[int]
+) -> None:
+    told, saved, loaded = zip(*ranks(size, on_some_ranks, str(tmp_path / "c"), callers), strict=True)
+    assert same_on_all(saved) == same_on_all(loaded), "the checkpoint holds what all had"
+    is_solo = len(callers) < size
+    assert [NOTE in text for text in told[0]] == [True] * is_solo, told[0]
+    assert not any(told[1:])
+    files = set(os.listdir(tmp_path / "c"))
+    assert {"model.safetensors", "optimizer.bin", "random_states_0.pkl", "manifest.json"} <= files
+    assert ("random_states_1.pkl" in files) is not is_solo
+    assert "random_states_1.pkl" in os.listdir(tmp_path / "c-joint")
+    assert sorted(os.listdir(tmp_path)) == ["c", "c-joint"], "nothing is left"
+
+
+def numbered(folder: str, in_background: bool) -> tuple[list[int], list[str]]:
+    from accelerate.utils import ProjectConfiguration
+
+    project = ProjectConfiguration(
+        folder, automatic_checkpoint_naming=True, total_limit=2, async_save=in_background
+    )
+    training = Training(project_config=project)
+    numbers: list[int] = []
+    for count in range(3):
+        training.step()
+        if training.accelerator.is_main_process:
+            training.accelerator.save_state()
+        numbers.append(training.accelerator.save_iteration)
+        if count == 1:
+            training.step()
+            training.accelerator.save_state()
+    training.accelerator.wait_for_checkpoint()
+    training.accelerator.wait_for_everyone()
+    training.accelerator.load_state()
+    numbers.append(training.accelerator.save_iteration)
+    return numbers, sorted(os.listdir(f"{folder}/checkpoints"))
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_numbers_go_on_where_some_saves_are_by_the_main_process(
+    ranks: RankServer, tmp_path: Path, in_background: bool
+) -> None:
+    zero, one = ranks(2, numbered, str(tmp_path), in_background)
+    assert zero == ([1, 2, 4, 4], ["checkpoint_2", "checkpoint_3"])
+    assert one == ([0, 0, 3, 4], ["checkpoint_2", "checkpoint_3"])
+
+
+AT_THE_END = """
+    import torch
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    if accelerator.is_main_process:
+        accelerator.save_state("last")
+"""
+
+
+def test_the_last_save_of_a_script_does_not_wait_for_ranks_that_have_ended(tmp_path: Path) -> None:
+    done = launch("--cpu", "-n", "2", script_text=AT_THE_END, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "last" / "manifest.json").is_file()
+
+
+def exported(folder: str) -> tuple[bool, bool]:
+    training = Training()
+    file = Path(folder) / "model.safetensors"
+    training.step()
+    if training.accelerator.is_main_process:
+        training.accelerator.save_model(training.model, folder)
+    alone = file.is_file()
+    training.step()
+    file.unlink(missing_ok=True)
+    training.accelerator.wait_for_everyone()
+    training.accelerator.save_model(training.model, folder)
+    return alone, file.is_file()
+
+
+def test_the_main_process_exports_weights_alone(ranks: RankServer, tmp_path: Path) -> None:
+    """And where all call, the file is there for all."""
+    (alone, together), (_, also) = ranks(2, exported, str(tmp_path / "m"))
+    assert (alone, together, also) == (True, True, True)
+
+
+def in_a_window(folder: str) -> list[str]:
+    training = Training(gradient_accumulation_steps=2)
+    training.step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if training.accelerator.is_main_process:
+            training.accelerator.save_state(folder)
+    training.step()
+    return [str(each.message) for each in caught]
+
+
+def test_open_gradients_of_the_others_cannot_be_saved(ranks: RankServer, tmp_path: Path) -> None:
+    said, _ = ranks(2, in_a_window, str(tmp_path / "c"))
+    assert len(said) == 2
+    assert NOTE in said[0]
+    assert "in the middle of an accumulation window" in said[1]
+
+
+def on_another_rank(folder: str) -> None:
+    training = Training()
+    training.step()
+    if training.accelerator.process_index == 1:
+        training.accelerator.save_state(folder)
+    training.step()
+
+
+def test_another_rank_does_not_save_alone(ranks: RankServer, tmp_path: Path) -> None:
+    with pytest.raises(RanksError) as info:
+        ranks(2, on_another_rank, str(tmp_path / "c"))
+    outcome = info.value.outcomes[1]
+    assert outcome.kind == "CollectiveError"
+    assert "rank 1 called save_state, rank 0 did not" in outcome.message
+    assert "test_solo_call.py" in outcome.message, "where rank 0 is"
+    assert os.listdir(tmp_path) == []
+
+
+def killed(folder: str) -> None:
+    training = Training()
+    training.step()
+    if not training.accelerator.is_main_process:
+        os._exit(9)
+    training.accelerator.save_state(folder)
+
+
+def test_a_rank_that_is_killed_meanwhile_is_named(ranks: RankServer, tmp_path: Path) -> None:
+    outcome, _ = ranks.outcomes(2, killed, str(tmp_path / "c"), grace=30)
+    assert outcome.kind == "PeerError"
+    assert "rank 1 is gone while rank 0 was in save_state at test_solo_call.py:" in outcome.message
+    assert os.listdir(tmp_path) == []
+
+
+def sharded(folder: str) -> None:
+    from accelerate import FullyShardedDataParallelPlugin
+
+    training = Training(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    training.step()
+    if training.accelerator.is_main_process:
+        training.accelerator.save_state(folder)
+    training.step()
+
+
+def test_where_states_are_sharded_every_rank_must_call(ranks: RankServer, tmp_path: Path) -> None:
+    with pytest.raises(RanksError) as info:
+        ranks(2, sharded, str(tmp_path / "c"))
+    text = "\n".join(outcome.message for outcome in info.value.causes())
+    assert "if accelerator.is_main_process" in text
+    assert os.listdir(tmp_path) == []
