@@ -239,26 +239,65 @@ def test_a_stream_that_asks_for_the_rank_alone_must_be_explained(ranks: RankServ
     assert (rows, count) == (list(range(16)), 8)
 
 
-def split_by_node(style: str) -> list[Any]:
+def hugging_face_rows(style: str) -> list[Any]:
+    """What a rank reads of 16 rows; or the error."""
     datasets = pytest.importorskip("datasets")
     distributed = pytest.importorskip("datasets.distributed")
     from accelerate import Accelerator
 
     accelerator = Accelerator()
-    data = datasets.Dataset.from_dict({"x": list(range(16))}).with_format("torch")
-    stream = data.to_iterable_dataset(num_shards=4) if style == "stream" else data
-    part = distributed.split_dataset_by_node(stream, accelerator.process_index, accelerator.num_processes)
-    loader = accelerator.prepare(DataLoader(part, batch_size=2))
+    rank, count = accelerator.process_index, accelerator.num_processes
+    columns = {"x": list(range(16)), "label": [0, 1] * 8}
+    data = datasets.Dataset.from_dict(columns).with_format("torch")
+    if style == "stream":
+        data = distributed.split_dataset_by_node(data.to_iterable_dataset(num_shards=4), rank, count)
+    elif style == "split":
+        data = distributed.split_dataset_by_node(data, rank, count)
+    elif style == "subset of a part":
+        data = torch.utils.data.Subset(distributed.split_dataset_by_node(data, rank, count), range(8))
+    elif style == "uneven parts":
+        data = distributed.split_dataset_by_node(data.select(range(15)), rank, count)
+    elif style == "part of a shuffled one":
+        data = data.shuffle(seed=1).shard(count, rank, contiguous=False)
+    elif style == "column with the rank":
+        data = data.map(lambda row: {"rank": rank, "z": row["x"] * rank})
+    elif style == "another cache":
+        data = data.map(lambda row: {"y": row["x"]}, new_fingerprint=f"cache{rank}")
+    elif style == "transform":
+        data = data.with_transform(lambda rows: {"x": [torch.tensor(x + 0 * rank) for x in rows["x"]]})
+    elif style == "shuffled without a seed":
+        data = data.shuffle(seed=rank)
+    else:
+        data = data.select(range(8 + rank * 4))
     try:
+        loader = accelerator.prepare(DataLoader(data, batch_size=2))
         return [row for batch in loader for row in batch["x"].tolist()]
     except CollectiveError as error:
-        return [error.what]
+        return [str(error)]
 
 
-def test_hugging_face_streams_that_were_split_are_kept(ranks: RankServer) -> None:
-    pytest.importorskip("datasets")
-    first, second = ranks(2, split_by_node, "stream")
+@pytest.mark.parametrize("style", ["stream", "split", "subset of a part", "part of a shuffled one"])
+def test_hugging_face_data_that_was_split_is_kept(ranks: RankServer, style: str) -> None:
+    first, second = ranks(2, hugging_face_rows, style)
+    assert len(first) == len(second) == 8
     assert sorted(first + second) == list(range(16))
-    first, second = ranks(2, split_by_node, "map")
-    assert first == second
-    assert "its fingerprint differs" in first[0]
+
+
+def test_parts_of_a_dataset_may_differ_by_a_row(ranks: RankServer) -> None:
+    first, second = ranks(2, hugging_face_rows, "uneven parts")
+    assert sorted(first + second) == list(range(15))
+
+
+@pytest.mark.parametrize("style", ["column with the rank", "another cache", "transform"])
+def test_another_fingerprint_of_the_same_rows_is_no_split(ranks: RankServer, style: str) -> None:
+    first, second = ranks(2, hugging_face_rows, style)
+    assert sorted(first + second) == list(range(16))
+    assert first[:4] == [0, 1, 4, 5], "shared out by batches"
+
+
+@pytest.mark.parametrize("style", ["shuffled without a seed", "of other lengths"])
+def test_a_dataset_of_which_the_ranks_have_other_rows_is_refused(ranks: RankServer, style: str) -> None:
+    (text,) = same_on_all(ranks(2, hugging_face_rows, style))
+    assert "the rows of its Dataset differ" in text
+    assert "shuffle()" in text
+    assert "shard=False" in text

@@ -122,6 +122,8 @@ def _keeps_own_data(
     if shard != "auto":
         return not shard
     reason = sharding_detection.find_sharding(loader, count, index)
+    if reason is None and count == collective.world_size():
+        reason = sharding_detection.find_split(loader)
     if reason is not None:
         sharding_detection.log_not_sharded(loader, reason)
     return reason is not None

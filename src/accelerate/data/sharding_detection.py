@@ -16,6 +16,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate.core.errors import CollectiveError, PrepareError
+from accelerate.data import hf_dataset_split
 from accelerate.world import collective
 
 _logger = logging.getLogger(__name__)
@@ -76,6 +77,18 @@ def find_sharding(loader: DataLoader[Any], count: int, index: int) -> str | None
             if size is not None and rank is not None:
                 return f"its {type(holder).__name__} has {size}={sizes[size]} and {rank}={ranks[rank]}"
     return _detect_in_code(loader)
+
+
+def find_split(loader: DataLoader[Any]) -> str | None:
+    """Return why each rank seems to have its own rows of a map-style ``datasets.Dataset``, or None. Collective.
+
+    Raises:
+        CollectiveError: all have the whole dataset, but not in the same order.
+    """
+    for holder in _walk_attributes(loader.dataset, "dataset"):
+        if isinstance(getattr(holder, "_fingerprint", None), str) and hasattr(holder, "with_format"):
+            return hf_dataset_split.find_split(holder, describe_loader(loader))
+    return None
 
 
 def check_data_shard(loader: DataLoader[Any], count: int, index: int) -> None:
@@ -178,10 +191,6 @@ def loader_facts(loader: DataLoader[Any]) -> dict[str, str]:
     if hasattr(type(data), "__len__"):
         with suppress(TypeError, NotImplementedError):  # a stream whose __len__ raises
             facts["its length"] = str(len(data))
-    for holder in _walk_attributes(data, "dataset"):
-        mark = getattr(holder, "_fingerprint", None)
-        if isinstance(mark, str):
-            facts["its fingerprint"] = mark
     for holder in _sharding_candidates(loader):
         # Attributes of a map-style dataset may differ for other reasons, those of samplers and streams not.
         everything = holder is not data or isinstance(data, IterableDataset)
