@@ -1,4 +1,4 @@
-"""``if accelerator.is_main_process: accelerator.save_state(...)``, as the training scripts of diffusers write it."""
+"""``if accelerator.is_main_process: accelerator.save_state(...)``, as scripts of diffusers write it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.command import launch
-from tests.support.ranks import RankServer, RanksError, same_on_all
+from tests.support.ranks import RanksError, RankServer, same_on_all
 
 NOTE = "save_state on the main process alone: the random states"
 

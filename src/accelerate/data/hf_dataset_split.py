@@ -39,7 +39,9 @@ class RowDigests:
         """Return the digests of evenly spaced rows, without the dataset's transforms."""
         table = dataset.data.table
         rows = dataset.with_format("arrow")[_spaced(len(dataset))]
-        return cls(len(dataset), table.num_rows, _digests(rows), _digests(table.take(_spaced(table.num_rows))))
+        return cls(
+            len(dataset), table.num_rows, _digests(rows), _digests(table.take(_spaced(table.num_rows)))
+        )
 
 
 def find_split(dataset: Any, name: str) -> str | None:
@@ -66,8 +68,8 @@ def find_split(dataset: Any, name: str) -> str | None:
         f"the processes do not have the same data in {name}: the rows of its {type(dataset).__name__} differ",
         why="to share it out, all must begin with the whole data in one order; rows per process: "
         + ", ".join(map(str, lengths)),
-        fix="give shuffle(), train_test_split() and what else is random a seed; where each process shall keep "
-        "its own rows, DataLoaderConfiguration(shard=False)",
+        fix="give shuffle(), train_test_split() and what else is random a seed; where each process shall "
+        "keep its own rows, DataLoaderConfiguration(shard=False)",
     )
 
 

@@ -80,7 +80,7 @@ def find_sharding(loader: DataLoader[Any], count: int, index: int) -> str | None
 
 
 def find_split(loader: DataLoader[Any]) -> str | None:
-    """Return why each rank seems to have its own rows of a map-style ``datasets.Dataset``, or None. Collective.
+    """Return why each rank seems to have its own rows of a ``datasets.Dataset``, or None. Collective.
 
     Raises:
         CollectiveError: all have the whole dataset, but not in the same order.

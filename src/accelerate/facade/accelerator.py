@@ -822,10 +822,10 @@ class Accelerator(ProcessMixin):
     ) -> Path | str:
         """Save models, optimizers, schedulers, scaler, loaders, random states and registered objects.
 
-        The checkpoint is complete or absent: it becomes visible in one step. All processes call it. Where each
-        has the whole model (DDP), the main process may call it alone; it waits until the others have begun a
-        collective without it, and the checkpoint lacks their random states. A save before it that is still
-        written in the background is waited for.
+        The checkpoint is complete or absent: it becomes visible in one step. All processes call it. Where
+        each has the whole model (DDP), the main process may call it alone; it waits until the others have
+        begun a collective without it, and the checkpoint lacks their random states. A save before it that is
+        still written in the background is waited for.
 
         Args:
             output_dir: the checkpoint's folder, or a URL; not used under automatic naming.

@@ -120,8 +120,8 @@ class CheckpointManager:
             return self._skip_save(output_dir)
         if is_solo:
             warn_user(
-                "save_state on the main process alone: the random states of the other processes are not in the "
-                "checkpoint. A run that is resumed from it derives them from those of the main process"
+                "save_state on the main process alone: the random states of the other processes are not in "
+                "the checkpoint. A run that is resumed from it derives them from those of the main process"
             )
         else:
             self._check_replicas()

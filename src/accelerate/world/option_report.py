@@ -14,7 +14,7 @@ from accelerate.core.option_report import (
 from accelerate.core.setting import load_settings
 from accelerate.device.machine import DeviceProbeHost
 from accelerate.world.affinity import near_cores
-from accelerate.world.watchdog import backend_timeouts, group_backends
+from accelerate.world.process_group import backend_timeouts, group_backends
 from accelerate.world.world import InitProcessGroupKwargs, ProcessDeviceSettings, World
 
 

@@ -36,8 +36,8 @@ from accelerate.world.call_site import (
     torch_prefixes,
     waiting_place,
 )
-from accelerate.world.group_interrupt import interrupt_group
 from accelerate.world.peer_processes import MAX_RANKS, PeerProcesses
+from accelerate.world.process_group import backend_timeouts, group_backends, interrupt_group
 from accelerate.world.rank_failure_report import (
     SYSTEM_KNOWS,
     FailureReport,
@@ -111,17 +111,6 @@ def start(rank: int, size: int, timeout: timedelta | None) -> None:
         atexit.register(shut_down)
     if not isinstance(sys.excepthook, _WatchdogExceptHook):
         sys.excepthook = _WatchdogExceptHook(sys.excepthook)
-
-
-def group_backends(group: Any) -> list[Any]:
-    """Return the back ends of a process group, each once."""
-    return list({id(each): each for each in map(group._get_backend, group._device_types)}.values())
-
-
-def backend_timeouts(backends: list[Any]) -> list[timedelta]:
-    """Return the timeouts of the back ends that have one; each keeps it in options of its own class."""
-    limits = [getattr(getattr(each, "options", None), "_timeout", None) for each in backends]
-    return [limit for limit in limits if limit is not None]
 
 
 def is_disconnect(error: BaseException | None) -> bool:
@@ -469,7 +458,7 @@ class Watchdog:
 
     def _interrupt(self) -> bool:
         """Close the default group; return False where it stays as it is."""
-        self.was_interrupted = interrupt_group(group_backends(self.group), self.store.group_store)
+        self.was_interrupted = interrupt_group(self.group, self.store.group_store)
         return self.was_interrupted
 
     def _publish_report(self, report: FailureReport) -> FailureReport:

@@ -22,7 +22,7 @@ from accelerate.core.errors import PeerError, WorldError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.setting import load_settings
 from accelerate.core.value_types import Timeout
-from accelerate.world import clusters, group_interrupt, watchdog
+from accelerate.world import clusters, process_group, watchdog
 from accelerate.world.settings import ProcessDeviceSettings
 
 if TYPE_CHECKING:
@@ -338,7 +338,7 @@ def _open_group(
     if _store is not None and not arguments.keys() & {"init_method", "store"}:
         arguments |= _next_group_store(cluster.rank, cluster.size)
     try:
-        with group_interrupt.record_connections():
+        with process_group.record_connections():
             dist.init_process_group(**arguments)
     except RuntimeError as error:
         # A rank that has opened the group may fail and end before the others have.
@@ -366,7 +366,7 @@ def _next_group_store(rank: int, size: int) -> dict[str, Any]:
 
 
 def renew_group() -> None:
-    """Replace the default process group after ``group_interrupt``, and what uses it; a collective.
+    """Replace the default process group after ``interrupt_group``, and what uses it; a collective.
 
     Raises:
         WorldError: the group was opened by the user, or other groups depend on it.
@@ -382,7 +382,7 @@ def renew_group() -> None:
         )
     dist.destroy_process_group()
     arguments = {name: value for name, value in _group_arguments.items() if value is not None}
-    with group_interrupt.record_connections():
+    with process_group.record_connections():
         dist.init_process_group(**arguments, **_next_group_store(_current.rank, _current.size))
     watch.use_group(dist.group.WORLD)
     for owner, renew in list(_group_users.items()):

@@ -1,8 +1,9 @@
-"""Interrupts the default process group: threads that wait in a collective of torch get an error at once.
+"""The default process group: its back ends, and its interruption.
 
-A collective which one rank will never join ends at its timeout, half an hour later. NCCL can abort it. Gloo
-cannot, but its connections are sockets of this process, and an operation whose connection is closed fails.
-The group is of no use afterwards: ``world.renew_group`` opens another one.
+Once it is interrupted, threads that wait in a collective of torch get an error at once. A collective which
+one rank will never join ends at its timeout, half an hour later. NCCL can abort it. Gloo cannot, but its
+connections are sockets of this process, and an operation whose connection is closed fails. The group is of no
+use afterwards: ``world.renew_group`` opens another one.
 """
 
 from __future__ import annotations
@@ -12,11 +13,23 @@ import os
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
 _FD_FOLDER = "/proc/self/fd"  # on Linux only; elsewhere waits in gloo cannot be interrupted
 
 _group_sockets: set[str] = set()
+
+
+def group_backends(group: Any) -> list[Any]:
+    """Return the back ends of a process group, each once."""
+    return list({id(each): each for each in map(group._get_backend, group._device_types)}.values())
+
+
+def backend_timeouts(backends: list[Any]) -> list[timedelta]:
+    """Return the timeouts of the back ends that have one; each keeps it in options of its own class."""
+    limits = [getattr(getattr(each, "options", None), "_timeout", None) for each in backends]
+    return [limit for limit in limits if limit is not None]
 
 
 @contextmanager
@@ -39,19 +52,19 @@ def _open_sockets() -> dict[int, str]:
     return sockets
 
 
-def interrupt_group(backends: list[Any], store: Any) -> bool:
+def interrupt_group(group: Any, store: Any) -> bool:
     """End every collective of the default process group, also those in which other threads wait.
 
     Returns:
         False where that is not possible: the group was not opened by this package, or not on Linux.
 
     Args:
-        backends: the back ends of the group.
+        group: the default process group.
         store: its key-value store, whose connections stay.
     """
     if not _group_sockets:
         return False
-    for backend in backends:
+    for backend in group_backends(group):
         if backend.name() != "gloo":
             backend.abort()
     port = _store_port(store)
