@@ -41,7 +41,7 @@ class Training:
             self.optimizer.zero_grad()
 
     def weights(self) -> list[float]:
-        return [p.detach().flatten().tolist() for p in self.model.parameters()][0]
+        return next(self.model.parameters()).detach().flatten().tolist()
 
 
 def on_some_ranks(folder: str, callers: list[int]) -> tuple[list[str], list[float], list[float]]:

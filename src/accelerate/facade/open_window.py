@@ -55,8 +55,8 @@ class OpenWindow:
         if is_solo:
             warn_user(
                 "save_state on the main process alone, in the middle of an accumulation window: the "
-                "gradients of its micro-batches so far are not in the checkpoint, since each process has its "
-                "own. Save after optimizer.step(), where accelerator.sync_gradients is True, or on every process"
+                "gradients of its micro-batches so far are not in the checkpoint: each process has its own. "
+                "Save after optimizer.step(), where accelerator.sync_gradients is True, or on each process"
             )
             return False
         if not isinstance(self.strategy, OpenGradients):

@@ -16,6 +16,7 @@ from accelerate import device as devices
 from accelerate.core.errors import CollectiveError, DeviceError, PrepareError, SettingError
 from accelerate.world import collective, rng, watchdog, world
 from accelerate.world.control_channel import DepartureError
+from accelerate.world.process_group import is_disconnect
 from accelerate.world.rank_failure_report import SAME_CALLS, FailureReport, rank_table
 
 Undo = Callable[[], None]
@@ -224,7 +225,7 @@ class _BatchSizeTrial:
         self.error = error
         if should_reduce_batch_size(error):
             self.outcome = "full"
-        elif self.lost_group or isinstance(error, DepartureError) or watchdog.is_disconnect(error):
+        elif self.lost_group or isinstance(error, DepartureError) or is_disconnect(error):
             self.outcome = "left"
         else:
             self.outcome = "failed"
@@ -246,7 +247,7 @@ class _BatchSizeTrial:
             what = f"rank {collective.rank()} failed while the batch size was searched"
             failure = FailureReport.from_exception(collective.rank(), self.error, what)
         while True:
-            lost_group = self.lost_group or watchdog.is_disconnect(self.error)
+            lost_group = self.lost_group or is_disconnect(self.error)
             try:
                 return collective.all_gather_object(
                     _TrialResult(self.outcome, size, lost_group, failure), OPERATION

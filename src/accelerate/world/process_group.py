@@ -16,7 +16,20 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
+from accelerate.core.errors import CollectiveError
+
 _FD_FOLDER = "/proc/self/fd"  # on Linux only; elsewhere waits in gloo cannot be interrupted
+
+# Texts in torch's errors when a peer is gone; its error classes do not distinguish this from other errors.
+_CONNECTION_ERRORS = (
+    "closed by peer",
+    "Connection reset",
+    "Broken pipe",
+    "Connection refused",
+    "NCCL",
+    "Timed out",
+    "ncclRemote",
+)
 
 _group_sockets: set[str] = set()
 
@@ -50,6 +63,13 @@ def _open_sockets() -> dict[int, str]:
             if target.startswith("socket:"):
                 sockets[int(name)] = target
     return sockets
+
+
+def is_disconnect(error: BaseException | None) -> bool:
+    """Return whether an error is torch's about a peer that is gone, or does not answer."""
+    if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
+        return False
+    return any(phrase in str(error) for phrase in _CONNECTION_ERRORS)
 
 
 def interrupt_group(group: Any, store: Any) -> bool:

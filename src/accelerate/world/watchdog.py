@@ -37,7 +37,12 @@ from accelerate.world.call_site import (
     waiting_place,
 )
 from accelerate.world.peer_processes import MAX_RANKS, PeerProcesses
-from accelerate.world.process_group import backend_timeouts, group_backends, interrupt_group
+from accelerate.world.process_group import (
+    backend_timeouts,
+    group_backends,
+    interrupt_group,
+    is_disconnect,
+)
 from accelerate.world.rank_failure_report import (
     SYSTEM_KNOWS,
     FailureReport,
@@ -59,17 +64,6 @@ HINT_DELAY = 10.0  # seconds until it also logs a warning
 ANSWER_TIMEOUT = 3.0  # seconds that other ranks have to say where they are
 EXIT_GRACE = 2.0  # seconds that rank 0, which may host the store, waits for the others to read it
 DIAGNOSIS_TIMEOUT = 3.0  # seconds to find out which rank closed a connection
-
-# Texts in torch's errors when a peer is gone; its error classes do not distinguish this from other errors.
-_CONNECTION_ERRORS = (
-    "closed by peer",
-    "Connection reset",
-    "Broken pipe",
-    "Connection refused",
-    "NCCL",
-    "Timed out",
-    "ncclRemote",
-)
 
 _current: Watchdog | None = None
 _hooks_installed = False
@@ -111,13 +105,6 @@ def start(rank: int, size: int, timeout: timedelta | None) -> None:
         atexit.register(shut_down)
     if not isinstance(sys.excepthook, _WatchdogExceptHook):
         sys.excepthook = _WatchdogExceptHook(sys.excepthook)
-
-
-def is_disconnect(error: BaseException | None) -> bool:
-    """Return whether an error is torch's about a peer that is gone, or does not answer."""
-    if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
-        return False
-    return any(phrase in str(error) for phrase in _CONNECTION_ERRORS)
 
 
 def shut_down() -> None:
