@@ -313,21 +313,116 @@ def needed(row: Setting, rows: dict[str, Setting]) -> Iterator[tuple[str, Any]]:
             yield name, allowed[0]
 
 
-def test_answers_of_the_old_file_are_offered_and_what_is_not_asked_stays(
+# ---------------------------------------------------------------- a file that is there
+
+TWO_MACHINES = """
+    num_machines: 2
+    num_processes: 16
+    machine_rank: 1
+    main_process_ip: 10.0.0.1
+    main_process_port: 29500
+    mixed_precision: bf16
+"""
+FILES = {
+    "one process on the CPU": "distributed_type: 'NO'\nuse_cpu: true\nnum_processes: 1\n",
+    "one process, many said": "distributed_type: 'NO'\nuse_cpu: false\nnum_processes: 8\n",
+    "processes on the CPU": "# mine\nlog_dir: logs\ndistributed_type: MULTI_CPU\nuse_cpu: true\n"
+    "num_processes: 5",
+    "nothing but a number": "num_processes: 7  # mine\n",
+    "GPUs": "distributed_type: MULTI_GPU\ngpu_ids: 0,2\ndowncast_bf16: 'no'\n" + TWO_MACHINES,
+    "FSDP": "distributed_type: FSDP\nrdzv_backend: static\nsame_network: true\n" + TWO_MACHINES
+    + "    fsdp_config:\n"
+    "      fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+    "      fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer\n"
+    "      fsdp_version: 2\n      fsdp_offload_params: false\n      fsdp_reshard_after_forward: true\n",
+    "FSDP, no page": "distributed_type: FSDP\nnum_processes: 2\n",
+    "FSDP on the CPU": "distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true\n"
+    "fsdp_config: {fsdp_version: 1}",
+    "DeepSpeed": "distributed_type: DEEPSPEED\n" + TWO_MACHINES + "    deepspeed_config:\n"
+    "      deepspeed_multinode_launcher: standard\n      zero_stage: 3\n      offload_param_device: cpu\n"
+    "      zero3_init_flag: true\n      gradient_accumulation_steps: 4\n",
+    "DeepSpeed by a file": "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n"
+    "  deepspeed_config_file: zero.json\n  zero3_init_flag: false\n",
+    "Megatron-LM": "distributed_type: MEGATRON_LM\nnum_processes: 4\nmegatron_lm_config:\n"
+    "  megatron_lm_tp_degree: 2\n  megatron_lm_pp_degree: 2\n  megatron_lm_gradient_clipping: 1.0\n",
+    "parallelism": "distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {fsdp_version: 2}\n"
+    "parallelism_config:\n  parallelism_config_dp_shard_size: 4\n  parallelism_config_tp_size: 2\n",
+    "MPI": "distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 4\nnum_machines: 2\n"
+    "mpirun_config:\n  mpirun_hostfile: hosts\n  mpirun_ccl: 1\n",
+    "TPU": "distributed_type: XLA\nnum_processes: 8\ntpu_use_cluster: false\ndowncast_bf16: 'no'\n"
+    "main_training_function: main\ntpu_env: []\n",
+    "compiled": "distributed_type: MULTI_GPU\nnum_processes: 2\ndynamo_config:\n"
+    "  dynamo_backend: ONNXRT\n  dynamo_mode: max-autotune\n",
+    "fp8": "distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: fp8\n"
+    "fp8_config:\n  backend: TE\n",
+    "elastic": "distributed_type: MULTI_GPU\nnum_processes: 8\nnum_machines: '1:2'\nmax_restarts: 3\n",
+    "SageMaker": "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: DATA_PARALLEL\n"
+    "ec2_instance_type: ml.p3.16xlarge\niam_role_name: trainer\nnum_machines: 2\nmixed_precision: fp16\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_enter_alone_changes_nothing(monkeypatch: pytest.MonkeyPatch, place: Path, kind: str) -> None:
+    text = FILES[kind].replace("\n    ", "\n")
+    place.write_text(text)
+    (place.parent / "zero.json").write_text("{}")
+    seen = answered(monkeypatch, {})
+    assert config(place, ENTER) == 0
+    assert place.read_text() == text
+    names = {path.name for path in place.parent.iterdir()}
+    assert names - {"zero.json"} == {place.name}, "and there is no copy"
+    assert len(seen) > 5
+    # One other answer changes one key.
+    answered(monkeypatch, {"mixed_precision": "fp16" if "fp16" not in text else "no"})
+    assert config(place, ENTER) == 0
+    before, after = yaml.safe_load(text), yaml.safe_load(place.read_text())
+    assert before.keys() <= after.keys()
+    assert {key for key in after if before.get(key) != after[key]} == {"mixed_precision"}
+
+
+def test_what_a_launch_would_refuse_is_said_before_the_file_is_written(
     monkeypatch: pytest.MonkeyPatch, place: Path
 ) -> None:
-    place.write_text(
-        "# mine\nlog_dir: logs\ndistributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 5\n"
-        "mixed_precision: bf16\nfsdp_config: {fsdp_version: 2}\n"
-    )
-    told, _ = go(monkeypatch, place, {})
-    assert {name: told.get(name) for name in ("log_dir", "num_processes", "mixed_precision")} == {
-        "log_dir": "logs",
-        "num_processes": 5,
-        "mixed_precision": "bf16",
+    """And the answer that causes it is offered to be changed."""
+    two = {"num_machines": "2", "machine_rank": "0"}
+    cases = {
+        "num_processes": two | {"num_machines": "12", "num_processes": "2", "main_process_ip": "10.0.0.1"},
+        "main_process_ip": two | {"num_processes": "2"},
+        "deepspeed_hostfile": two | {"num_processes": "2", "engine": "DEEPSPEED"},
     }
-    assert "fsdp_config" not in told, "options of a way of training that is not chosen"
-    assert "# mine" in place.read_text()
+    for name, choices in cases.items():
+        said: list[str] = []
+        offers: list[str] = []
+
+        def select(text: str, labels: list[str], offered: int = 0, *_: Any, offers: Any = offers) -> int:
+            offers.append(labels[offered])
+            return offered if text == "Which one?" else 1 if len(offers) == 1 else 2
+
+        answered(monkeypatch, CPUS | choices)
+        monkeypatch.setattr(terminal, "print_plain", lambda text, style="", said=said: said.append(text))
+        monkeypatch.setattr(terminal, "_select_option", select)
+        assert terminal.run_wizard(place, {}) is None
+        assert "would refuse this file here" in said[-1], name
+        assert name in said[-1], said[-1]
+        question = next(q for q in list_questions(place, CPUS | choices) if q.name == name)
+        assert offers[1].startswith(question.text)
+
+
+def test_what_an_answer_makes_void_goes_with_it(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+    """The page of the way of training that was chosen before, and what only several machines need."""
+    place.write_text("log_dir: logs\n" + FILES["FSDP"].replace("\n    ", "\n").strip())
+    answered(monkeypatch, {"engine": "DEEPSPEED", "zero_stage": 3})
+    assert config(place, ENTER) == 0
+    told = yaml.safe_load(place.read_text())
+    assert told["distributed_type"] == "DEEPSPEED"
+    assert "fsdp_config" not in told
+    assert told["deepspeed_config"]["zero_stage"] == 3
+    assert (told["num_machines"], told["main_process_ip"], told["log_dir"]) == (2, "10.0.0.1", "logs")
+    answered(monkeypatch, {"num_machines": "1", "num_processes": "8"})
+    assert config(place, ENTER) == 0
+    told = written(place)
+    assert (told["num_machines"], told["num_processes"]) == (1, 8)
+    assert not {"machine_rank", "main_process_ip", "main_process_port"} & told.keys()
 
 
 def test_what_is_asked_has_its_place_in_the_classes_of_1_x() -> None:

@@ -72,10 +72,11 @@ def ask_all(config_file: str | None) -> Path | None:
 
     path = config_editor.config_path(config_file)
     before = config_files.read_raw(path)[0] if path.exists() else {}
-    values = terminal.run_wizard(path, config_files.upgrade_keys(before))
-    if values is None:
-        click.echo("nothing was written")
-        return None
+    upgraded = config_files.upgrade_keys(before)
+    values = terminal.run_wizard(path, upgraded)
+    if values is None or (path.exists() and values == upgraded):
+        click.echo("nothing was written" if values is None else f"{path} says so already")
+        return None if values is None else path
     copy = config_editor.save_config(path, before, values)
     click.echo(f"written to {path}" + (f"; the old file is {copy}" if copy else ""))
     _warn_about_file(path)

@@ -15,6 +15,7 @@ from accelerate.core import environ
 from accelerate.core.errors import AccelerateError, SettingError, UnknownNameError
 from accelerate.core.setting import Setting, convert_value
 from accelerate.launch import config_files, config_writer
+from accelerate.launch.base import choose_kind
 from accelerate.launch.config_files import ConfigFile
 from accelerate.launch.config_writer import KeyPath
 from accelerate.launch.launch_request import LaunchRequest, build_request, launcher_settings
@@ -153,10 +154,21 @@ def save_config(path: Path, old: Mapping[Any, Any], new: Mapping[str, Any]) -> P
     return copy
 
 
-def find_refusal(values: Mapping[str, Any], path: Path) -> AccelerateError | None:
-    """Return the error of ``accelerate launch`` for a file with these values; None if it is valid."""
+def find_refusal(
+    values: Mapping[str, Any], path: Path, *, on_this_machine: bool = False
+) -> AccelerateError | None:
+    """Return the error of ``accelerate launch`` for a file with these values; None if it is valid.
+
+    Args:
+        values: those of the file.
+        path: the file, for the error.
+        on_this_machine: plan the launch too: are its devices, its hostfile and its meeting point there?
+    """
     try:
-        check_request(_request_of_file(values, path))
+        request = _request_of_file(values, path)
+        check_request(request)
+        if on_this_machine and values.get("compute_environment") != "AMAZON_SAGEMAKER":
+            choose_kind(request).plan(request)
     except AccelerateError as error:
         return error
     return None

@@ -21,7 +21,9 @@ from accelerate.launch.launch_request import NOT_DISTRIBUTED, launcher_settings
 
 # Asked at the end: they depend on everything else.
 ASKED_LAST = ("num_processes", "mixed_precision")
+_COUNTS = ("num_processes", "num_machines")
 SAGEMAKER = "AMAZON_SAGEMAKER"
+GATE = "gate "  # name of a question that opens a page, with the page's section
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,13 @@ class WizardQuestion:
     options: Sequence[AnswerOption] = ()
     setting: Setting | None = None
     default: Any = 0
+
+    @property
+    def paths(self) -> set[KeyPath]:
+        """Return the key paths that one of its answers writes."""
+        if self.setting is not None:
+            return {setting_path(self.setting)}
+        return {path for option in self.options for path in option.writes}
 
     def writes(self, answer: Any) -> Mapping[KeyPath, Any]:
         """Return the values that an answer (the number of an option, or a text) writes into the file.
@@ -166,7 +175,7 @@ def ask_sagemaker(answers: WizardAnswers) -> QuestionFlow:
 
 def ask_cluster(answers: WizardAnswers) -> QuestionFlow:
     """A job on machines of one's own."""
-    yield _choice_question("machine", "On which devices?", tuple(_device_options()), answers)
+    yield _machine_question(answers)
     local = [cls for cls in all_classes() if asked_settings(cls) and not _is_sagemaker_only(cls)]
     for cls in (cls for cls in local if not _is_page(cls) and _applies(cls, answers)):
         yield from _ask_page(cls, answers, leave=ASKED_LAST)
@@ -197,8 +206,35 @@ def _strategy_classes() -> list[type[Any]]:
     return [cls for cls in all_classes() if getattr(cls, "__distributed_type__", "")]
 
 
+def strategy_sections() -> set[str]:
+    """Return the sections of the options of strategies: one of them has an effect."""
+    names = {row.name for cls in _strategy_classes() for row in declared_settings(cls)}
+    return {cls.__section__ for cls in all_classes() if getattr(cls, "__switch__", "") in names}
+
+
 def _is_page(cls: type[Any]) -> bool:
     return bool(getattr(cls, "__section__", ""))
+
+
+def _machine_question(answers: WizardAnswers) -> WizardQuestion:
+    """Return the question for the devices. A file that names a strategy says only whether it is for CPUs."""
+    options = tuple(_device_options())
+    question = _choice_question("machine", "On which devices?", options, answers)
+    previous = {name: answers.previous_value((name,)) for name in (*_COUNTS, "distributed_type", "use_cpu")}
+    kind = previous["distributed_type"]
+    if not answers.before or any(option.writes.get(("distributed_type",)) == kind for option in options):
+        kinds = {kind or NOT_DISTRIBUTED}
+    else:
+        several = kind is not None or any(previous[name] not in (None, 1) for name in _COUNTS)
+        kinds = {option.writes[("distributed_type",)] for option in options}
+        kinds = kinds - {NOT_DISTRIBUTED} if several else {NOT_DISTRIBUTED}
+    fitting = [
+        number
+        for number, option in enumerate(options)
+        if option.writes[("distributed_type",)] in kinds
+        and option.writes[("use_cpu",)] == bool(previous["use_cpu"])
+    ]
+    return replace(question, default=fitting[0]) if answers.before and fitting else question
 
 
 def _device_options() -> Iterator[AnswerOption]:
@@ -216,7 +252,7 @@ def _device_options() -> Iterator[AnswerOption]:
     yield AnswerOption("one process, on the CPU", {**alone, use_cpu: True})
     yield AnswerOption("several processes, on the CPU", {kind: CPU_GROUP, use_cpu: True})
     others = {each.distributed_type: each.type for each in devices.accelerators()}
-    for name, device_type in others.items():
+    for name, device_type in sorted(others.items(), key=lambda item: item[1] != "cuda"):
         if name != NOT_DISTRIBUTED and not (name == device.distributed_type and count > 1):
             yield AnswerOption(
                 f"several processes, one {device_type} device each", {kind: name, use_cpu: False}
@@ -246,7 +282,7 @@ def _ask_gated_page(cls: type[Any], answers: WizardAnswers) -> QuestionFlow:
         return
     text = getattr(cls, "__question__", "") or f"Set up: {cls.__topic__.lower()}?"
     previous = answers.previous_value((cls.__section__,))
-    name = f"gate {cls.__section__}"
+    name = f"{GATE}{cls.__section__}"
     yes = yield WizardQuestion(name, text, options=_YES_NO, default=int(bool(previous)))
     if yes:
         yield from _ask_page(cls, answers)
@@ -290,6 +326,8 @@ def question_of(row: Setting, answers: WizardAnswers) -> WizardQuestion:
         text = "" if default is None or not isinstance(default, str | int | float) else str(default)
         return WizardQuestion(row.name, row.question, row.help, (), row, text)
     options = [AnswerOption(_display_word(choice), {path: choice}) for choice in choices]
+    if previous is not None and str(previous).lower() not in (str(choice).lower() for choice in choices):
+        options.insert(0, AnswerOption(f"{previous} (as in the file)", {path: previous}))
     no = next((choice for choice in row.choices if _display_word(choice) == "no"), None)
     if row.default is None and no is None:
         options.insert(0, AnswerOption("as by default", {path: None}))

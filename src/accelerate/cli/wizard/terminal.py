@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from accelerate.cli.wizard.config_editor import find_refusal
 from accelerate.cli.wizard.questions import (
+    GATE,
     QuestionFlow,
     WizardAnswers,
     WizardQuestion,
@@ -15,6 +17,7 @@ from accelerate.cli.wizard.questions import (
     ask_everything,
     asked_settings,
     setting_path,
+    strategy_sections,
 )
 from accelerate.core.errors import AccelerateError, FeatureNotBuiltError, SettingError
 from accelerate.launch import config_writer
@@ -39,12 +42,16 @@ def run_wizard(path: Path, before: Mapping[str, Any]) -> dict[str, Any] | None:
     answers_by_name: dict[str, int | str] = {}
     while True:
         questions, answers = ask_questions(ask_everything, path, before, answers_by_name)
-        values = merge_answers(before, answers)
+        values = merge_answers(before, questions, answers, answers_by_name)
         print_plain(f"\n{path}:\n\n{config_writer.format_config(values, Path('x.yaml'))}")
-        problem = find_refusal(values, path)
+        problem = find_refusal(values, path, on_this_machine=True)
         if problem is not None:
-            print_plain(f"accelerate launch would refuse this file: {problem}\n")
-        decision = _select_option("Write this file?", ["yes", "change an answer", "throw it away"])
+            print_plain(f"accelerate launch would refuse this file here: {problem}\n", "fg:ansired")
+        decisions = ["yes", "change an answer", "throw it away"]
+        # What only this machine lacks is no reason to change an answer: the file may be for another one.
+        decision = _select_option(
+            "Write this file?", decisions, offered=int(bool(find_refusal(values, path)))
+        )
         if decision == 0:
             return values
         if decision == 2:
@@ -53,7 +60,7 @@ def run_wizard(path: Path, before: Mapping[str, Any]) -> dict[str, Any] | None:
             f"{question.text}  {_answer_text(question, answers_by_name[question.name])}"
             for question in questions
         ]
-        changed = questions[_select_option("Which one?", texts)]
+        changed = questions[_select_option("Which one?", texts, offered=_find_cause(problem, questions))]
         answers_by_name[f"was {changed.name}"] = answers_by_name.pop(changed.name)
 
 
@@ -94,19 +101,41 @@ def ask_questions(
     return questions, answers
 
 
-def merge_answers(before: Mapping[str, Any], answers: WizardAnswers) -> dict[str, Any]:
-    """The values to write: the answers, and of the old file what nobody is asked about."""
-    tables = {getattr(cls, "__section__", "") for cls in all_classes()}
-    questions = {setting_path(row) for cls in all_classes() for row in asked_settings(cls)}
-    wizard_keys = {"distributed_type", "use_cpu", *tables, *(path[0] for path in questions)}
-    new = {key: value for key, value in before.items() if key not in wizard_keys}
-    for section, table in answers.nested_values().items():
-        old = before.get(section)
-        if isinstance(table, dict) and isinstance(old, dict):
-            rest = {key: value for key, value in old.items() if (section, key) not in questions}
-            table = rest | table
-        new[section] = table
-    return dict(sorted(new.items()))
+def merge_answers(
+    before: Mapping[str, Any],
+    questions: Sequence[WizardQuestion],
+    answers: WizardAnswers,
+    given: Mapping[str, int | str],
+) -> dict[str, Any]:
+    """The values to write: those of the old file, with what other answers than the offered ones change.
+
+    Args:
+        before: the values of the old file; empty if there is none, then every answer is written.
+        questions: those that were asked.
+        answers: what their answers write.
+        given: the answers by name of the question.
+    """
+    written = answers.nested_values()
+    if not before:
+        return dict(sorted(written.items()))
+    changed = {question.name: question for question in questions if given[question.name] != question.default}
+    paths = {path for question in changed.values() for path in question.paths}
+    gates = {name.removeprefix(GATE) for name in changed if name.startswith(GATE)}
+    if ("distributed_type",) in paths:
+        gates |= strategy_sections()
+    for section in gates:
+        # The page of a strategy or of a gate comes and goes as a whole.
+        if section not in written or section not in before:
+            paths |= {(section,), *((section, key) for key in written.get(section, {}))}
+    names = {path[-1] for path in paths}
+    paths |= {
+        setting_path(row)
+        for cls in all_classes()
+        for row in asked_settings(cls)
+        if names & row.when.keys() and not answers.matches(row.when)
+    }
+    changes = {path: answers.written.get(path) for path in sorted(paths, key=len)}
+    return dict(sorted(config_writer.apply_changes(before, changes).items()))
 
 
 def ask_question(question: WizardQuestion, offered: Any, answers: WizardAnswers, path: Path) -> int | str:
@@ -145,7 +174,17 @@ def _is_about(error: AccelerateError, question: WizardQuestion) -> bool:
     if isinstance(error, FeatureNotBuiltError):
         return True
     name = question.setting.name if question.setting else question.name
-    return name in error.what
+    return f"{name} " in f"{error.what} "
+
+
+def _find_cause(problem: AccelerateError | None, questions: Sequence[WizardQuestion]) -> int:
+    """Return the number of the question to answer otherwise: one that the error's fix names, or the error."""
+    for text in (problem.fix, problem.what) if problem else ():
+        words = re.findall(r"\w+", text)
+        named = [n for n, question in enumerate(questions) if question.name in words]
+        if named:
+            return min(named, key=lambda n: words.index(questions[n].name))
+    return 0
 
 
 def _answer_text(question: WizardQuestion, answer: Any) -> str:
