@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -131,12 +131,14 @@ def whole(accelerator: Any, model: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach().float().cpu().clone() for name, value in (state or {}).items()}
 
 
-def trained(way: str, window: int, precision: str = "no", folder: Path | None = None) -> Numbers:
+def trained(
+    way: str, window: int, precision: str = "no", folder: Path | None = None, workers: int = 0
+) -> Numbers:
     accelerator = accelerator_of(way, gradient_accumulation_steps=window, mixed_precision=precision)
     share = accelerator.strategy.data_shard
     # Every rank begins with other weights: those of rank 0 count.
     model = decoder(accelerator.process_index)
-    batches = loader(ROWS // share.count)
+    batches = loader(ROWS // share.count, workers)
     model, optimizer, batches = accelerator.prepare(model, adamw(model), batches)
 
     def save(number: int) -> None:
@@ -147,29 +149,38 @@ def trained(way: str, window: int, precision: str = "no", folder: Path | None = 
     return losses, norms, whole(accelerator, model)
 
 
-def train_in_each_setting(way: str, folder: str) -> list[Numbers]:
+def train_in_each_setting(way: str, folder: str, workers: int) -> list[Numbers]:
     """Train on single batches and save in the middle, over four and save in a window; in 16 bits."""
-    half = [trained(way, 1, "bf16")] if way in BF16_WAYS else []
+    half = [trained(way, 1, "bf16")] if way in BF16_WAYS and not workers else []
     in_window = None if "zero" in WAYS[way][2] else Path(folder)
-    return [trained(way, 1, folder=Path(folder)), trained(way, 4, folder=in_window), *half]
+    return [
+        trained(way, 1, folder=Path(folder), workers=workers),
+        trained(way, 4, folder=in_window, workers=workers),
+        *half,
+    ]
 
 
-Runs = Callable[[str], tuple[list[list[Numbers]], Path]]
+class Runs(Protocol):
+    """The numbers of every rank under a way, and the folder of its checkpoints."""
+
+    def __call__(self, way: str, workers: int = 0) -> tuple[list[list[Numbers]], Path]:
+        """Train, unless that was done before; skip where the way cannot run."""
+        ...
 
 
 @pytest.fixture(scope="module")
 def runs(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """The numbers of every rank under a way, and the folder of its checkpoints; each way trains once."""
-    known: dict[str, tuple[list[list[Numbers]], Path]] = {}
+    """Each way trains once with each number of workers."""
+    known: dict[tuple[str, int], tuple[list[list[Numbers]], Path]] = {}
 
-    def run(way: str) -> tuple[list[list[Numbers]], Path]:
+    def run(way: str, workers: int = 0) -> tuple[list[list[Numbers]], Path]:
         if WAYS[way][1] == "deepspeed" and not is_deepspeed_available():
             pytest.skip("deepspeed is not installed: pip install deepspeed")
-        if way not in known:
+        if (way, workers) not in known:
             folder = tmp_path_factory.mktemp("middle")
-            numbers = ranks(WAYS[way][0], train_in_each_setting, way, str(folder), timeout=115)
-            known[way] = numbers, folder
-        return known[way]
+            numbers = ranks(WAYS[way][0], train_in_each_setting, way, str(folder), workers, timeout=115)
+            known[way, workers] = numbers, folder
+        return known[way, workers]
 
     return run
 
@@ -200,13 +211,16 @@ def test_in_16_bits_too(runs: Runs, way: str) -> None:
     torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(losses), rtol=2e-2, atol=2e-2)
 
 
-def second_part(way: str, folder: str, begin: int, window: int) -> Numbers:
-    accelerator = accelerator_of(way, gradient_accumulation_steps=window)
+def second_part(way: str, folder: str, window: int, workers: int) -> Numbers:
+    from accelerate import DataLoaderConfiguration
+
+    goes_on = DataLoaderConfiguration(use_stateful_dataloader=True)
+    accelerator = accelerator_of(way, gradient_accumulation_steps=window, dataloader_config=goes_on)
     model = decoder(5)
-    batches = loader(ROWS // accelerator.strategy.data_shard.count, begin, STEPS)
-    model, optimizer = accelerator.prepare(model, adamw(model))
+    batches = loader(ROWS // accelerator.strategy.data_shard.count, workers)
+    model, optimizer, batches = accelerator.prepare(model, adamw(model), batches)
     accelerator.load_state(folder)
-    losses, norms = loop(accelerator, model, optimizer, accelerator.prepare(batches))
+    losses, norms = loop(accelerator, model, optimizer, batches)
     return losses, norms, whole(accelerator, model)
 
 
@@ -217,10 +231,19 @@ def test_it_goes_on_under_another_strategy(ranks: RankServer, runs: Runs, one: s
     goes_on(ranks, runs, one, other, MIDDLE, 1)
 
 
-def goes_on(ranks: RankServer, runs: Runs, one: str, other: str, begin: int, window: int) -> None:
-    folder = runs(one)[1] / f"{window}-{begin}"
+def goes_on(
+    ranks: RankServer,
+    runs: Runs,
+    one: str,
+    other: str,
+    begin: int,
+    window: int,
+    workers: tuple[int, int] = (0, 0),
+) -> None:
+    """Check the rest of the epoch against the plain loop; ``workers`` of the loader that is saved, loaded."""
+    folder = runs(one, workers[0])[1] / f"{window}-{begin}"
     losses, norms, values = plain(window)
-    ours = ranks(WAYS[other][0], second_part, other, str(folder), begin, window, timeout=100)[0]
+    ours = ranks(WAYS[other][0], second_part, other, str(folder), window, workers[1], timeout=100)[0]
     close(ours, (losses[begin:], norms[begin // window :], values), 1e-5)
 
 
@@ -245,15 +268,20 @@ def has_open_gradients(way: str) -> bool:
 
 
 @pytest.mark.timeout(7200 if LONG_RUN else 600)  # a way that was not trained yet takes its time
-@hypothesis_settings(2, in_long_run=80)
-@given(st.sampled_from([*WAYS]), st.sampled_from([*WAYS]), st.sampled_from((0, *IN_WINDOW)))
+@hypothesis_settings(2, in_long_run=80, shrink=False)
+@given(
+    st.sampled_from([*WAYS]),
+    st.sampled_from([*WAYS]),
+    st.sampled_from((0, *IN_WINDOW)),
+    st.tuples(st.sampled_from((0, 2)), st.sampled_from((0, 2))),
+)
 def test_any_way_goes_on_under_any_other(
-    ranks: RankServer, runs: Runs, one: str, other: str, position: int
+    ranks: RankServer, runs: Runs, one: str, other: str, position: int, workers: tuple[int, int]
 ) -> None:
-    """D11, G2: any strategy and world size, between steps or inside a window, then any other."""
+    """D11, G2, G9: any strategy, world size and workers, between steps or in a window, then any others."""
     for way in (one, other):
         assume(is_deepspeed_available() or has_open_gradients(way))
     if position and has_open_gradients(one) and has_open_gradients(other):
-        goes_on(ranks, runs, one, other, position, 4)
+        goes_on(ranks, runs, one, other, position, 4, workers)
     else:
-        goes_on(ranks, runs, one, other, MIDDLE, 1)
+        goes_on(ranks, runs, one, other, MIDDLE, 1, workers)

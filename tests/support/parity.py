@@ -116,9 +116,9 @@ def samples() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row[:-1], "shift_labels": row[1:]} for row in words]
 
 
-def loader(rows: int = ROWS, begin: int = 0, end: int = STEPS) -> DataLoader[Any]:
-    """The samples of the steps from ``begin`` to ``end``, in order, ``rows`` at once."""
-    return DataLoader(samples()[begin * ROWS : end * ROWS], batch_size=rows)  # type: ignore[arg-type]
+def loader(rows: int = ROWS, workers: int = 0) -> DataLoader[Any]:
+    """The samples of all steps, in order, ``rows`` at once."""
+    return DataLoader(samples(), batch_size=rows, num_workers=workers)  # type: ignore[arg-type]
 
 
 def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
