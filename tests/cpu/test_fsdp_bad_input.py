@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from tests.support.ranks import RankServer, same_on_all
+from tests.support.scripts import run_to_exit
 from tests.support.sharded_models import adamw, batches, loss_of, tiny
+from tests.support.watchdog import shown_error
 
 LAYERS: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}
 
@@ -118,3 +120,117 @@ def test_optimizers_of_whole_matrices_are_named(ranks: RankServer) -> None:
     assert first["AdamW"] == ("", "")
     assert "takes its means over this rank's piece" in first["Adafactor"][1]
     assert second["Adafactor"] == ("", "")
+
+
+class Encoder(nn.Module):
+    """A forward, and methods that compute without it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body = nn.Embedding(8, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def encode(self, words: torch.Tensor) -> torch.Tensor:
+        return self.body(self.embed(words)) * self.scale
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.encode(words).sum(-1)
+
+    def fail(self) -> None:
+        raise RuntimeError("of the user's own")
+
+
+def bypasses(options: dict[str, Any]) -> dict[str, str]:
+    """What each call around the forward says, before the first step and after it."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(**options))
+    model = Encoder()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    words, rows = torch.arange(4), torch.ones(2, 4)
+    calls = {
+        "method": lambda: model.encode(words),
+        "submodule": lambda: model.body[1](rows),
+        "embedding": lambda: model.embed(words),
+        "forward": lambda: accelerator.unwrap_model(model).forward(words),
+        "fail": lambda: model.fail(),
+    }
+    errors: dict[str, str] = {}
+    for moment in ("before", "after"):
+        for name, call in calls.items():
+            try:
+                call()
+            except RuntimeError as error:  # noqa: PERF203 - each of them is
+                errors[f"{name} {moment}"] = str(shown_error(error))
+        accelerator.backward(model(words).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return errors
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"fsdp_version": 1}, {"fsdp_version": 1, "use_orig_params": False}], ids=str
+)
+def test_calls_around_the_forward_are_named(ranks: RankServer, options: dict[str, Any]) -> None:
+    """Which method or submodule, at which line, and what to write instead."""
+    for errors in ranks(2, bypasses, options):
+        for moment in ("before", "after"):
+            called = {
+                "method": "Encoder.encode was called at test_fsdp_bad_input.py:",
+                "submodule": "the submodule body.1 (Linear) was called at test_fsdp_bad_input.py:",
+                "embedding": "the submodule embed (Embedding) was called at test_fsdp_bad_input.py:",
+                "forward": "Encoder.forward was called at test_fsdp_bad_input.py:",
+            }
+            for name, start in called.items():
+                text = errors[f"{name} {moment}"]
+                assert text.startswith(start), text
+                assert "fix: " in text
+            assert errors[f"fail {moment}"] == "of the user's own"
+            if not options:
+                assert 'register_fsdp_forward_method(model, "encode")' in errors[f"method {moment}"]
+                assert "call the prepared model itself" in errors[f"forward {moment}"]
+
+
+def told_method(told: bool) -> tuple[float, list[dict[str, Any]]]:
+    """Loss and weights of three steps through a method that torch was told of, or through the forward."""
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    torch.manual_seed(0)
+    model = Encoder()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if told:
+        register_fsdp_forward_method(model, "encode")  # type: ignore[arg-type]
+    words, loss = torch.arange(4) + accelerator.process_index, torch.zeros(())
+    for _ in range(3):
+        loss = (model.encode(words).sum(-1) if told else model(words)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item(), list((accelerator.get_state_dict(model) or {}).items())
+
+
+def test_a_method_that_torch_was_told_of_trains_as_the_forward(ranks: RankServer) -> None:
+    """What the error tells people to write."""
+    through_method, through_forward = ranks(2, told_method, True), ranks(2, told_method, False)
+    for (loss, state), (other_loss, other) in zip(through_method, through_forward, strict=True):
+        assert loss == other_loss
+        torch.testing.assert_close(dict(state), dict(other), rtol=0, atol=0)
+
+
+SCRIPT = """
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from tests.cpu.test_fsdp_bad_input import Encoder
+model = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin()).prepare(Encoder())
+model.encode(torch.arange(4))
+"""
+
+
+def test_a_script_that_goes_around_the_forward_ends_with_our_words(ranks: RankServer, tmp_path: Path) -> None:
+    """The traceback shows the call, and the error says what to write."""
+    for code, output in run_to_exit(ranks, 2, SCRIPT, tmp_path):
+        assert code == 1
+        assert "PrepareError: Encoder.encode was called at script.py:6" in output

@@ -33,3 +33,12 @@ def record_early_hints() -> list[str]:
     handler.emit = lambda record: records.append(record.getMessage())
     watchdog.logger.addHandler(handler)
     return records
+
+
+def shown_error(error: BaseException) -> BaseException:
+    """Return the error that a rank shows in place of one that ends it."""
+    from accelerate.world import watchdog
+
+    watch = watchdog.current()
+    assert watch is not None
+    return watch.explain(error)

@@ -18,7 +18,7 @@ The second bases are what users of the public package already catch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 UNKNOWN_RANK = -1
 
@@ -165,6 +165,16 @@ class MissingExtraError(AccelerateError, ImportError):
 
 class FeatureNotBuiltError(AccelerateError, NotImplementedError):
     """A promised name or feature that is not built yet; the reason says what is planned."""
+
+
+# Of errors that end a process: each returns the error to show in place of one, or None.
+EXPLANATIONS: list[Callable[[BaseException], AccelerateError | None]] = []
+
+
+def explain_error(error: BaseException) -> BaseException:
+    """Return the error to show in place of one that ends this process, with its traceback."""
+    shown = next(filter(None, (explain(error) for explain in EXPLANATIONS)), error)
+    return shown.with_traceback(error.__traceback__)
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
@@ -107,11 +107,17 @@ def outward(frame: FrameType | None) -> Iterator[FrameType]:
 
 def waiting_place(error: BaseException) -> str:
     """Return where an error of torch about a lost peer was raised: ``"backward at train.py:12"``."""
-    stack = list(traceback.walk_tb(error.__traceback__))[::-1]
+    stack = list(traceback.walk_tb(error.__traceback__))
+    call = blocking_call(frame for frame, _ in stack[::-1]) or "a collective of torch"
+    return f"{call} at {user_line(stack)}"
+
+
+def user_line(stack: Sequence[tuple[FrameType, int]]) -> CallSite:
+    """Return the innermost line of user code in a traceback of (frame, line), the outermost first."""
     prefixes = _PACKAGE_PREFIXES + torch_prefixes()
     users = (
-        (f.f_code.co_filename, line) for f, line in stack if not f.f_code.co_filename.startswith(prefixes)
+        CallSite(frame.f_code.co_filename, line, frame.f_code.co_name)
+        for frame, line in stack[::-1]
+        if not frame.f_code.co_filename.startswith(prefixes)
     )
-    file, line = next(users, (_UNKNOWN.file, 0))
-    call = blocking_call(frame for frame, _ in stack) or "a collective of torch"
-    return f"{call} at {CallSite(file, line, '')}"
+    return next(users, _UNKNOWN)

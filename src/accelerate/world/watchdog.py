@@ -27,7 +27,7 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any
 
-from accelerate.core.errors import UNKNOWN_RANK, CollectiveError
+from accelerate.core.errors import UNKNOWN_RANK, CollectiveError, explain_error
 from accelerate.world.call_site import (
     CallSite,
     blocking_call,
@@ -260,9 +260,9 @@ class Watchdog:
         return self.report.error(self.rank)
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return the error to show in place of torch's connection error when another rank failed."""
+        """Return the error to show in place of torch's: about a peer that failed, or about wrong use."""
         if not is_disconnect(error):
-            return error
+            return explain_error(error)
         self._inside, self._has_failed = waiting_place(error), True
         report = self._diagnose() or self._explain_torch_error(error)
         if report is None or (report.traceback and report.rank == self.rank):

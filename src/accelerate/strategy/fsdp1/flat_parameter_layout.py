@@ -112,10 +112,17 @@ class FlatParam:
         """Return the view of a parameter in an unsharded flat tensor."""
         return whole[slot.start : slot.start + slot.numel].view(slot.shape)
 
+    @property
+    def is_gathered(self) -> bool:
+        """True while the user's modules compute with unsharded values."""
+        # Before the first forward there are none.
+        return not self.is_sharded or (
+            hasattr(self.flat, "_full_param_padded") and not self.handle.needs_unshard()
+        )
+
     def reshard(self) -> None:
         """Free unsharded values that torch kept after a forward: it would take them for the newest."""
-        # Before the first forward there are no unsharded values.
-        if self.is_sharded and hasattr(self.flat, "_full_param_padded") and not self.handle.needs_unshard():
+        if self.is_sharded and self.is_gathered:
             _reshard(self.owner, self.handle, True)
 
     def gradient(self) -> torch.Tensor | None:

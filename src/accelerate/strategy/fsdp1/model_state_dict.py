@@ -39,6 +39,7 @@ class FSDP1WrappedModel:
         formats: the dtypes of its buffers then.
         flat_param_of: the flat parameter of each parameter that an optimizer holds.
         slot_of: the slot of each stand-in, and of each user's parameter that stays.
+        flat_param_in: the flat parameter with the parameters of each module of the user.
     """
 
     def __init__(self, root: nn.Module, mesh: DeviceMesh, order: Iterable[str], formats: Any) -> None:
@@ -51,9 +52,11 @@ class FSDP1WrappedModel:
         self.flat_params: list[FlatParam] = []
         self.flat_param_of: dict[torch.Tensor, FlatParam] = {}
         self.slot_of: dict[torch.Tensor, FlatSlot] = {}
+        self.flat_param_in: dict[nn.Module, FlatParam] = {}
         for unit in flat_params(root):
             self.flat_params.append(unit)
             for pairs, start, shape in param_locations(unit):
+                self.flat_param_in.update((module, unit) for module, _ in pairs)
                 called = [f"{prefix}{name}" for module, name in pairs for prefix in names[module, ""]]
                 called.sort(key=self._name_rank)
                 unit.slots.append(FlatSlot(tuple(called), start, shape, self._stand_in(unit, shape)))

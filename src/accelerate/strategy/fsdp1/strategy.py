@@ -168,6 +168,12 @@ class FSDP1Strategy(ShardedStrategy):
         super()._register(model)
         self._roots[self.unwrap(model)] = weakref.ref(model)
 
+    def holds_shards(self, model: nn.Module, module: nn.Module) -> bool:
+        """Return whether the flat parameter with the module's own parameters is not all-gathered now."""
+        wrapped_model = self._wrapped_model(model)
+        unit = None if wrapped_model is None else wrapped_model.flat_param_in.get(module)
+        return unit is not None and not unit.is_gathered
+
     def _update_optimizers(self, bundle: PrepareBundle) -> None:
         """Remap optimizers also when their model was prepared in an earlier call."""
         from accelerate.strategy.fsdp1.optimizer_remap import remap_optimizer, warn_of_statistics

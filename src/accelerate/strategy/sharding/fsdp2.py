@@ -86,6 +86,13 @@ class FSDP2StrategyBase(ShardedStrategy):
 
         return is_sharded(model)
 
+    def holds_shards(self, model: nn.Module, module: nn.Module) -> bool:
+        """Return whether a parameter of the module's own is sharded by FSDP now."""
+        from accelerate.strategy.sharding.grads import fsdp_params
+
+        sharded = fsdp_params([model])
+        return any(p in sharded for p in module.parameters(recurse=False))
+
     def _remap_optimizers(self, renewed: Mapping[int, tuple[Any, Any]], optimizers: list[Any]) -> None:
         from accelerate.strategy.sharding.fsdp2_sharder import remap_optimizer_params
 

@@ -165,6 +165,10 @@ class ShardedStrategy(OpenGradients, Strategy):
         """Return whether ``model`` is sharded already."""
 
     @abstractmethod
+    def holds_shards(self, model: nn.Module, module: nn.Module) -> bool:
+        """Return whether a module of ``model`` has parameters of its own that are not all-gathered now."""
+
+    @abstractmethod
     def _shard_models(self, bundle: PrepareBundle) -> None:
         """Shard the models of ``bundle`` that are not sharded yet."""
 
@@ -173,10 +177,12 @@ class ShardedStrategy(OpenGradients, Strategy):
             self._register(model)
 
     def _register(self, model: nn.Module) -> None:
-        """Remember that ``model`` is sharded, and keep its buffers equal."""
+        """Remember that ``model`` is sharded, keep its buffers equal, and name calls around its forward."""
         from accelerate.strategy.protocol.replicated_buffers import sync_buffers
+        from accelerate.strategy.sharding import forward_bypass
 
         self.models.add(model)
+        forward_bypass.STRATEGIES[model] = self
         if self.world.device.type != "meta":
             sync_buffers(model, (*self._replicated_meshes, self._shard_mesh))
 

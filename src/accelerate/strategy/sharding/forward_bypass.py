@@ -1,0 +1,99 @@
+"""Calls that go around the forward of a sharded model, named where their error ends a rank.
+
+Parameters are all-gathered around a forward of the prepared model, or of an FSDP unit. A method that computes
+without it, or a submodule that is called alone, meets shards, and torch speaks of shapes, of views, or of a
+mixture of ``torch.Tensor`` and ``DTensor``. Calls themselves are not watched, which would cost every forward.
+"""
+
+from __future__ import annotations
+
+import dis
+import traceback
+import weakref
+from typing import Any, Protocol
+
+from torch import nn
+
+from accelerate.core.errors import EXPLANATIONS, PrepareError
+from accelerate.world.call_site import torch_prefixes, user_line
+
+# Functions of torch that call a module, and names of modules that wrap the user's.
+_CALLS = ("__call__", "_wrapped_call_impl", "_call_impl")
+_WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_REGISTER = "torch.distributed.fsdp.register_fsdp_forward_method"
+
+
+class HoldsShards(Protocol):
+    """What is asked of the strategy that has sharded a model."""
+
+    plugin: Any
+
+    def holds_shards(self, model: nn.Module, module: nn.Module) -> bool:
+        """Return whether a module of ``model`` has parameters of its own that are not all-gathered now."""
+        ...
+
+
+# Prepared model -> the strategy that has sharded it.
+STRATEGIES: weakref.WeakKeyDictionary[nn.Module, HoldsShards] = weakref.WeakKeyDictionary()
+
+
+def _explain_error(error: BaseException) -> PrepareError | None:
+    if not isinstance(error, RuntimeError) or _is_users_own(error):
+        return None
+    explanations = (_explain_bypass(error, *each) for each in STRATEGIES.items())
+    return next((each for each in explanations if each is not None), None)
+
+
+def _is_users_own(error: RuntimeError) -> bool:
+    """Return whether a ``raise`` outside of torch has raised it."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or last.tb_frame.f_code.co_filename.startswith(torch_prefixes()):
+        return False
+    return last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+def _explain_bypass(error: RuntimeError, root: nn.Module, strategy: HoldsShards) -> PrepareError | None:
+    """Return the error for a call that computes with shards of a model; None for any other place."""
+    names = {module: _user_name(name) for name, module in root.named_modules()}
+    stack = list(traceback.walk_tb(error.__traceback__))
+    modules: list[Any] = [frame.f_locals.get("self") for frame, _ in stack]
+    inside = [at for at, module in enumerate(modules) if isinstance(module, nn.Module) and module in names]
+    if not inside or not strategy.holds_shards(root, modules[inside[-1]]):
+        return None
+    version: int = strategy.plugin.fsdp_version
+    gathering = (*_CALLS, "forward") if version == 1 else _CALLS
+    if any(modules[at] is root and stack[at][0].f_code.co_name in gathering for at in inside):
+        return None
+    called, needed = modules[inside[0]], modules[inside[-1]]
+    owner, method = names[called], stack[inside[0]][0].f_code.co_name
+    kind = type(called).__name__.removeprefix("FSDP" if version == 2 else "")  # fully_shard puts it there
+    method = "" if method in _CALLS else method
+    what = f"{kind}.{method}" if method else f"the submodule {owner} ({kind})"
+    place = user_line(stack[: inside[0]])
+    return PrepareError(
+        f"{what} was called at {place}, outside of the forward of the prepared model, and computes with "
+        f"shards of the parameters of {names[needed] or kind}",
+        why=f"FSDP{version} all-gathers parameters around the forward of the prepared model only; torch says "
+        f"{str(error).splitlines()[0]}",
+        fix=_advice(version, owner, method),
+    )
+
+
+def _user_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
+
+
+def _advice(version: int, owner: str, method: str) -> str:
+    if method == "forward" and not owner:
+        return "call the prepared model itself: model(...)"
+    forward = "call the prepared model, and do this work in its forward"
+    if version == 1:
+        return f"{forward}; with fsdp_version=2 any method can be told to torch: {_REGISTER}"
+    if method and not owner:
+        return f'write once after prepare: {_REGISTER}(model, "{method}"); or {forward}'
+    return f"{forward}; or in a method of the model that is told once to {_REGISTER}(model, name)"
+
+
+EXPLANATIONS.append(_explain_error)
