@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
-from tests.support.long_run import hypothesis_settings
+from tests.support.long_run import LONG_RUN, hypothesis_settings
 from tests.support.ranks import RankServer
 
 DATA = ("map", "stream", "sized stream")
@@ -342,6 +343,7 @@ def worlds_of_cases(draw: st.DrawFn) -> tuple[int, list[LoaderCase]]:
     return world, draw(st.lists(loader_cases(world), min_size=6, max_size=6))
 
 
+@pytest.mark.timeout(7200 if LONG_RUN else 120)
 @hypothesis_settings(3, in_long_run=150, shrink=False)
 @given(worlds_of_cases())
 def test_any_loader_gives_each_sample_once(ranks: RankServer, drawn: tuple[int, list[LoaderCase]]) -> None:
@@ -418,6 +420,7 @@ def check_resume(case: ResumeCase, runs: list[list[Outcome]]) -> str:
     return "complete"
 
 
+@pytest.mark.timeout(7200 if LONG_RUN else 120)
 @hypothesis_settings(3, in_long_run=150, shrink=False)
 @given(worlds_of_resumes())
 def test_any_loader_resumes_in_any_other(
@@ -438,3 +441,13 @@ def resume(ranks: RankServer, before: int, after: int, cases: list[ResumeCase]) 
     rests = [list(found) for found in zip(*ranks(after, run_cases, jobs, timeout=120), strict=True)]
     found = zip(cases, wholes, begun, rests, strict=True)
     return [check_resume(case, [whole, begin, rest]) for case, whole, begin, rest in found]
+
+
+def test_a_loader_of_torchdata_resumes_with_other_workers(ranks: RankServer) -> None:
+    """G9: torchdata's own loader draws another order with workers than without."""
+    alone = LoaderCase(order="own generator", torchdata=True, stateful=True)
+    cases = [replace(alone, workers=workers) for workers in (0, 2)]
+    assert (
+        resume(ranks, 1, 1, [ResumeCase(*cases, stop=1), ResumeCase(*cases[::-1], stop=2)])
+        == ["complete"] * 2
+    )

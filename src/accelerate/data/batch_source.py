@@ -405,7 +405,7 @@ def stream_batches(
     if epoch.advances_generators:  # torch's loader draws a seed for workers
         torch.empty((), dtype=torch.int64).random_(generator=base.generator)
     stream = isinstance(base.dataset, IterableDataset)
-    if stream and epoch.fetches is not None:
+    if epoch.fetches is not None:
         base, index_loader = _with_saved_workers(base, epoch.fetches, index_loader)
     broadcast = _order_broadcast(
         epoch, type(base.dataset) is IterableDatasetShard and base.dataset.num_processes > 1
@@ -455,17 +455,18 @@ def _with_saved_workers(
     fetches: FetchLayout,
     index_loader: tuple[DataLoader[Any], PresetIndexSampler] | None,
 ) -> tuple[DataLoader[Any], tuple[DataLoader[Any], PresetIndexSampler] | None]:
-    """Return the loader of a stream with the workers that read it when its epoch was saved.
+    """Return the loader of a stream, or one with its own iteration, with the workers of the saved epoch.
 
-    Each worker reads a part of the stream, or draws from a generator of its own, so no other number of
-    workers could give exactly the samples that are left.
+    Each worker reads a part of the stream, or draws from a generator of its own, and torchdata's loader draws
+    another order with workers. So no other number of them could give exactly the samples that are left.
     """
     workers, persistent = fetches.workers, fetches.persistent
     if workers is None or (workers, persistent) == (base.num_workers, base.persistent_workers):
         return base, index_loader
     if workers != base.num_workers and collective.rank() == 0:
+        kind = "stream" if isinstance(base.dataset, IterableDataset) else type(base).__name__
         warnings.warn(
-            f"the checkpoint was saved inside an epoch of a stream that {workers} worker(s) read. The order "
+            f"the checkpoint was saved inside an epoch of a {kind} that {workers} worker(s) read. The order "
             f"depends on them: the rest of that epoch is read by as many, later epochs by {base.num_workers}",
             stacklevel=2,
         )
