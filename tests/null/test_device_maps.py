@@ -28,48 +28,63 @@ from accelerate.utils.modeling import (
     get_max_memory,
     infer_auto_device_map,
 )
-from tests.null.test_model_sizes import Small, Tied
+from tests.null.test_model_sizes import Tied, TokenFilter
 from tests.support.devices import device_named, pretend_memory
 from tests.support.long_run import hypothesis_settings
 
 
 def three() -> nn.Sequential:
-    """236 bytes each."""
-    return nn.Sequential(Small(), Small(), Small())
+    """376 bytes each."""
+    return nn.Sequential(*[TokenFilter() for _ in range(3)])
 
 
 def chain() -> nn.Module:
-    """176, 80 and 160 bytes, two levels down."""
-    linears = {"linear1": nn.Linear(10, 4), "linear2": nn.Linear(4, 4), "linear3": nn.Linear(4, 8)}
+    """196, 96 and 176 bytes, two levels down."""
+    linears = {"encode": nn.Linear(6, 7), "mix": nn.Linear(7, 3), "decode": nn.Linear(3, 11)}
     return nn.Sequential(OrderedDict(module=nn.Sequential(OrderedDict(linears))))
 
 
 # --- infer_auto_device_map: the results of 1.15 -------------------------------------------------------------
 
 
-def test_the_maps_of_1_x():
-    infer = infer_auto_device_map
-    assert infer(Small(), {0: 200, 1: 200}) == {"linear1": 0, "batchnorm": 1, "linear2": 1}
-    assert infer(Small(), {0: 200, 1: 172, 2: 200}) == {"linear1": 0, "batchnorm": 1, "linear2": 1}
-    assert infer(Small(), {0: "1KB"}) == {"": 0}
-    cut = {"0": 0, "1.linear1": 0, "1.batchnorm": 0, "1.linear2": 1, "2": 1}
-    assert infer(three(), {0: 500, 1: 500}) == cut
-    assert infer(three(), {0: 500, 1: 500}, no_split_module_classes=["Small"]) == {"0": 0, "1": 1, "2": 1}
-    assert infer(three(), {0: 500, 1: 500}, no_split_module_classes="Small") == {"0": 0, "1": 1, "2": 1}
-    assert infer(three(), {1: 708, 0: 0}) == {"": 1}
-    assert from_utils is infer
+ON_BOTH = {"0": 0, "1.table": 0, "1.filter": 1, "1.stats": 1, "2": 1}
+
+
+@pytest.mark.parametrize(
+    ("make", "budgets", "no_split", "expected"),
+    [
+        (TokenFilter, {0: "2KB"}, None, {"": 0}),
+        (TokenFilter, {0: 350, 1: 260}, None, {"table": 0, "filter": 1, "stats": 1}),
+        (three, {0: 0, 1: 1128}, None, {"": 1}),
+        (three, {0: 730, 1: 860}, None, ON_BOTH),
+        (three, {0: 850, 1: 700}, (), ON_BOTH),
+        (three, {0: 760, 1: 860}, ["TokenFilter"], {"0": 0, "1": 1, "2": 1}),
+        (three, {0: 760, 1: 860}, "TokenFilter", {"0": 0, "1": 1, "2": 1}),
+        (three, {0: 1128, 1: 1128}, ["Conv1d"], {"": 0}),
+    ],
+)
+def test_the_maps_of_1_x(make, budgets, no_split, expected):
+    found = infer_auto_device_map(make(), budgets, no_split_module_classes=no_split)
+    assert (found, from_utils) == (expected, infer_auto_device_map)
+
+
+def test_three_accelerators_are_filled_in_turn():
+    found = infer_auto_device_map(three(), {0: 900, 1: 300, 2: 900})
+    devices = [found[f"{number}.{name}"] for number in (1, 2) for name in ("table", "filter", "stats")]
+    assert (found["0"], devices) == (0, [0, 0, 1, 1, 2, 2])
 
 
 def test_a_map_for_the_cpu_and_the_disk():
-    assert infer_auto_device_map(Small(), {"cpu": 1000}) == {"": "cpu"}
-    found = infer_auto_device_map(Small(), {"cpu:0": 200, "disk": "1KB"})
-    assert found == {"linear1": "cpu", "batchnorm": "cpu", "linear2": "disk"}
+    assert infer_auto_device_map(three(), {"cpu": 2000}) == {"": "cpu"}
+    found = infer_auto_device_map(TokenFilter(), {"cpu:0": 330, "disk": "1KB"}, offload_buffers=True)
+    assert found == {"table": "cpu", "filter": "cpu", "stats": "disk"}
 
 
 def test_a_narrower_dtype_takes_less_room():
-    assert infer_auto_device_map(three(), {0: 366, "cpu": 1000}, dtype=torch.float16) == {"": 0}
-    special = dict.fromkeys([name for name, _ in three().named_parameters()], torch.float16)
-    assert infer_auto_device_map(three(), {0: 360, "cpu": 1000}, special_dtypes=special)["0"] == 0
+    assert infer_auto_device_map(three(), {0: 576, "cpu": 2000}, dtype=torch.float16) == {"": 0}
+    assert infer_auto_device_map(three(), {0: 575, "cpu": 2000}, dtype=torch.float16) != {"": 0}
+    halves = dict.fromkeys([name for name, _ in three().named_parameters()], torch.float16)
+    assert infer_auto_device_map(three(), {0: 648, "cpu": 2000}, special_dtypes=halves) == {"": 0}
 
 
 def test_ties_go_together_and_count_once():
@@ -82,7 +97,7 @@ def test_ties_go_together_and_count_once():
 
 
 def test_a_map_that_is_not_tidied_names_the_parts_of_the_model():
-    found = infer_auto_device_map(three(), {0: 708}, clean_result=False)
+    found = infer_auto_device_map(three(), {0: 1128}, clean_result=False)
     assert found == {"0": 0, "1": 0, "2": 0}
     assert infer_auto_device_map(nn.Linear(2, 2), {0: 100}, clean_result=False) == {"": 0}
 
@@ -95,34 +110,36 @@ def test_scalars_beside_submodules_have_a_home():
 
 
 def test_buffers_that_stay_on_the_executor_count():
-    """1.15 puts 0.linear1 and 0.batchnorm on device 0, which then needs 136 + 100 + 2 x 40 bytes of 256."""
-    found = infer_auto_device_map(three(), {0: 256, "cpu": 2000}, offload_buffers=True)
-    assert found["0.linear1"] == found["0.batchnorm"] == 0
+    """1.15 puts 0.table on device 0, which then needs 2 x 168 + 3 x 56 bytes of 400."""
+    found = infer_auto_device_map(three(), {0: 400, "cpu": 2000}, offload_buffers=True)
+    assert (found.pop("0.table"), set(found.values())) == (0, {"cpu"})
     with pytest.warns(
         UserWarning, match="nothing is on 0, of insufficient memory.* and the buffers of others"
     ):
-        assert infer_auto_device_map(three(), {0: 256, "cpu": 2000}) == {"": "cpu"}
+        assert infer_auto_device_map(three(), {0: 400, "cpu": 2000}) == {"": "cpu"}
 
 
 def test_smaller_modules_are_looked_for_when_asked():
     """``fallback_allocation`` keeps the promises of 1.x."""
     with pytest.warns(UserWarning, match="insufficient memory"):
-        assert set(infer_auto_device_map(chain(), {0: 256}).values()) == {"disk"}
-    expected = {"module.linear1": "disk", "module.linear2": 0, "module.linear3": "disk"}
-    assert infer_auto_device_map(chain(), {0: 256}, fallback_allocation=True) == expected
+        assert set(infer_auto_device_map(chain(), {0: 300}).values()) == {"disk"}
+    expected = {"module.encode": "disk", "module.mix": 0, "module.decode": "disk"}
+    assert infer_auto_device_map(chain(), {0: 300}, fallback_allocation=True) == expected
 
 
 def test_verbose_shows_the_plan(capsys):
-    infer_auto_device_map(Small(), {0: 200, 1: 200}, verbose=True)
-    assert capsys.readouterr().out.splitlines()[1] == "linear1                    0       64 bytes"
+    infer_auto_device_map(TokenFilter(), {0: 350, 1: 260}, verbose=True)
+    assert capsys.readouterr().out.splitlines()[1].split() == ["table", "0", "168", "bytes"]
 
 
 def test_a_list_of_classes_may_name_some_that_a_model_lacks():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        infer_auto_device_map(Small(), {0: 1000}, no_split_module_classes=["Linear", "LlamaDecoderLayer"])
-    with pytest.warns(UserWarning, match="did you mean 'Linear'"):
-        infer_auto_device_map(Small(), {0: 1000}, no_split_module_classes=["Lineer"])
+        infer_auto_device_map(
+            TokenFilter(), {0: 1000}, no_split_module_classes=["Conv1d", "LlamaDecoderLayer"]
+        )
+    with pytest.warns(UserWarning, match="did you mean 'Conv1d'"):
+        infer_auto_device_map(TokenFilter(), {0: 1000}, no_split_module_classes=["Conv1"])
 
 
 def test_weights_that_are_to_be_tied_and_are_not_are_told():
@@ -154,19 +171,16 @@ def test_weights_that_are_to_be_tied_and_are_not_are_told():
 def test_budgets_that_cannot_work(budgets, error, said):
     """E5: each a clear error, and a ValueError for those who caught that."""
     with pytest.raises(error, match=said) as caught:
-        infer_auto_device_map(Small(), budgets)
+        infer_auto_device_map(TokenFilter(), budgets)
     assert isinstance(caught.value, ValueError)
 
 
-@pytest.mark.parametrize(
-    ("first", "wanted"),
-    [(90, {"linear1": 0, "batchnorm": "cpu", "linear2": "cpu"}), (50, {"": "cpu"})],
-)
-def test_a_block_larger_than_the_accelerator_is_placed_with_a_warning(first, wanted):
-    """E5: what fits the accelerator is placed there, as in 1.15; computing the block there may fail."""
-    said = "running the model may fail" if 0 in wanted.values() else "nothing is on 0"
-    with pytest.warns(UserWarning, match=said):
-        assert infer_auto_device_map(Small(), {0: first, "cpu": 1000}) == wanted
+@pytest.mark.parametrize("budgets", [{0: 160}, {0: 40}, {0: 160, 1: 150}])
+def test_the_cpu_computes_a_model_with_a_block_larger_than_every_accelerator(budgets):
+    """E5: it computes what would fit the accelerators too, as a forward needs them for the block."""
+    with pytest.warns(UserWarning, match="of insufficient memory: .* largest block") as warned:
+        assert infer_auto_device_map(TokenFilter(), {**budgets, "cpu": 1000}) == {"": "cpu"}
+    assert len(warned) == len(budgets)
 
 
 def random_module(chance: random.Random, depth: int, pool: list[nn.Parameter]) -> nn.Module:
@@ -218,21 +232,29 @@ def test_maps_of_random_models_are_whole(seed):
 # --- budgets ------------------------------------------------------------------------------------------------
 
 
-def test_balanced_budgets_of_1_x():
-    balanced = get_balanced_memory
-    assert balanced(Small(), {0: 200, 1: 200}) == {0: 200, 1: 200}
-    assert balanced(Small(), {0: 300, 1: 300}) == {0: 215, 1: 300}
-    assert balanced(Small(), {0: 300, 1: 500}) == {0: 215, 1: 500}
-    assert balanced(Small(), {0: 300, 1: 500}, low_zero=True) == {0: 0, 1: 500}
-    assert balanced(Small(), {0: 0, 1: 300, 2: 300}) == {0: 0, 1: 215, 2: 300}
-    assert balanced(Small(), {"cpu": 100}) == {"cpu": 100}
-    assert balanced(Small(), {0: "1KB", "cpu": 100}) == {0: 1000, "cpu": 100}
+@pytest.mark.parametrize(
+    ("budgets", "expected"),
+    [
+        ({0: 900, 1: 900}, {0: 720, 1: 900}),
+        ({0: 700, 1: 700, 2: 700}, {0: 532, 1: 532, 2: 700}),
+        ({0: 0, 1: 900, 2: 900}, {0: 0, 1: 720, 2: 900}),
+        ({0: 500, 1: 500}, {0: 500, 1: 500}),
+        ({0: "3KB", "cpu": 640}, {0: 3000, "cpu": 640}),
+        ({"cpu": 640}, {"cpu": 640}),
+    ],
+)
+def test_balanced_budgets_of_1_x(budgets, expected):
+    assert get_balanced_memory(three(), budgets) == expected
+
+
+def test_the_first_accelerator_is_left_out_of_balanced_budgets_where_asked():
+    assert get_balanced_memory(three(), {0: 900, 1: 1200}, low_zero=True) == {0: 0, 1: 1200}
 
 
 def test_balanced_budgets_hold_what_the_full_ones_hold():
-    """1.15 leaves 36 bytes to device 0 here, and so sends linear2 to the disk."""
-    budgets = get_balanced_memory(Small(), {0: 200, 1: 200}, low_zero=True)
-    assert set(infer_auto_device_map(Small(), budgets).values()) == {0, 1}
+    """1.15 leaves 26 bytes to device 0 here, and so sends stats to the disk."""
+    budgets = get_balanced_memory(TokenFilter(), {0: 350, 1: 350}, low_zero=True)
+    assert set(infer_auto_device_map(TokenFilter(), budgets).values()) == {0, 1}
     big = nn.Sequential(nn.Linear(2, 2), nn.Linear(60, 60), nn.Linear(2, 2), nn.Linear(2, 2))
     budgets = get_balanced_memory(big, {0: 20000, 1: 20000, 2: 20000, "cpu": 10**6})
     assert "cpu" not in infer_auto_device_map(big, budgets).values()
@@ -240,7 +262,7 @@ def test_balanced_budgets_hold_what_the_full_ones_hold():
 
 def test_a_single_accelerator_of_this_machine_keeps_a_tenth_free(monkeypatch):
     pretend_memory(monkeypatch, 1, 1000, as_type="cuda")
-    budgets = get_balanced_memory(Small())
+    budgets = get_balanced_memory(TokenFilter())
     assert budgets[0] == 900
     assert list(budgets) == [0, "cpu"]
 
@@ -304,16 +326,16 @@ def test_tidying_a_part_of_a_map():
 
 
 def test_a_map_is_checked_against_the_model():
-    check_device_map(Small(), {"linear1": 0, "batchnorm": "disk", "linear2": torch.device("cpu")})
+    check_device_map(TokenFilter(), {"table": 0, "filter": "disk", "stats": torch.device("cpu")})
     check_device_map(Tied(), {"": 1})
-    with pytest.raises(SettingError, match=r"gives no device to batchnorm.weight, .*linear2.bias"):
-        check_device_map(Small(), {"linear1": 0})
-    with pytest.raises(UnknownNameError, match="'linear3'"):
-        check_device_map(Small(), {"": 0, "linear3": 1})
+    with pytest.raises(SettingError, match=r"gives no device to filter.weight, .*filter.bias"):
+        check_device_map(TokenFilter(), {"table": 0})
+    with pytest.raises(UnknownNameError, match="'tables'"):
+        check_device_map(TokenFilter(), {"": 0, "tables": 1})
     with pytest.raises(UnknownNameError, match="device 'gpu'"):
-        check_device_map(Small(), {"": "gpu"})
+        check_device_map(TokenFilter(), {"": "gpu"})
     with pytest.raises(SettingError, match="-1 is no device"):
-        check_device_map(Small(), {"": -1})
+        check_device_map(TokenFilter(), {"": -1})
 
 
 def test_a_buffer_that_is_not_saved_may_be_left_out_of_a_map():
@@ -332,11 +354,11 @@ def test_tied_weights_on_two_devices_are_told():
 def test_the_first_module_that_fits():
     model = chain()
     sizes, modules = compute_module_sizes(model), list(model.named_children())
-    names = [fallback_allocate(modules, sizes, limit)[0] for limit in (500, 176, "100", 80, 10)]
-    assert names == ["module", "module.linear1", "module.linear2", "module.linear2", None]
+    names = [fallback_allocate(modules, sizes, limit)[0] for limit in (470, 196, "100", 96, 10)]
+    assert names == ["module", "module.encode", "module.mix", "module.mix", None]
     name, module, rest = fallback_allocate(modules, sizes, 100)
-    assert (name, module) == ("module.linear2", model.module.linear2)
-    assert [each for each, _ in rest] == ["module.linear1", "module.linear3"]
+    assert (name, module) == ("module.mix", model.module.mix)
+    assert [each for each, _ in rest] == ["module.encode", "module.decode"]
     assert fallback_allocate(modules, sizes, 100, ["Sequential"])[0] is None
 
 

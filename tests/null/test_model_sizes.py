@@ -20,14 +20,14 @@ from accelerate.utils.modeling import (
 )
 
 
-class Small(nn.Module):
-    """64, 72 and 100 bytes."""
+class TokenFilter(nn.Module):
+    """168 bytes of a table, 152 of a convolution, and 56 of buffers alone."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear1 = nn.Linear(3, 4)
-        self.batchnorm = nn.BatchNorm1d(4)
-        self.linear2 = nn.Linear(4, 5)
+        self.table = nn.Embedding(7, 6)
+        self.filter = nn.Conv1d(6, 2, kernel_size=3)
+        self.stats = nn.InstanceNorm1d(6, track_running_stats=True)
 
 
 class Tied(nn.Module):
@@ -43,30 +43,30 @@ class Tied(nn.Module):
         self.register_buffer("angles", torch.ones(30), persistent=False)
 
 
-MODULES = {"linear1": 64, "batchnorm": 72, "linear2": 100, "": 236}
+MODULES = {"": 376, "table": 168, "filter": 152, "stats": 56}
 
 
 def test_bytes_of_every_module_and_tensor():
-    sizes = compute_module_sizes(Small())
+    sizes = compute_module_sizes(TokenFilter())
     assert {name: sizes[name] for name in MODULES} == MODULES
-    assert sizes["linear1.weight"] == 48
-    assert sizes["batchnorm.num_batches_tracked"] == 8
+    assert sizes["filter.weight"] == 144
+    assert sizes["stats.num_batches_tracked"] == 8
     assert sizes["no.such.name"] == 0
-    assert sum(sizes[name] for name in get_module_leaves(sizes)) == 236
+    assert sum(sizes[name] for name in get_module_leaves(sizes)) == 376
 
 
 def test_sizes_are_those_of_the_tensors_whatever_the_device():
     with torch.device("meta"):
-        empty = Small()
-    assert compute_module_sizes(empty) == compute_module_sizes(Small())
+        empty = TokenFilter()
+    assert compute_module_sizes(empty) == compute_module_sizes(TokenFilter())
 
 
 @pytest.mark.parametrize(
     ("dtype", "total"),
-    [(torch.float16, 122), ("bfloat16", 122), (torch.float64, 236), (CustomDtype.FP8, 65)],
+    [(torch.float16, 192), ("bfloat16", 192), (torch.float64, 376), (CustomDtype.FP8, 100)],
 )
 def test_a_dtype_counts_floats_as_converted_and_nothing_larger_than_it_is(dtype, total):
-    assert compute_module_sizes(Small(), dtype=dtype)[""] == total
+    assert compute_module_sizes(TokenFilter(), dtype=dtype)[""] == total
 
 
 def test_formats_that_share_a_byte_are_rounded_up_to_whole_bytes():
@@ -75,8 +75,8 @@ def test_formats_that_share_a_byte_are_rounded_up_to_whole_bytes():
 
 
 def test_a_weight_may_have_a_dtype_of_its_own():
-    sizes = compute_module_sizes(Small(), torch.float16, {"linear1.weight": torch.float32})
-    assert sizes["linear1"] == 48 + 8
+    sizes = compute_module_sizes(TokenFilter(), torch.float16, {"filter.bias": torch.float32})
+    assert sizes["filter"] == 144 // 2 + 8
 
 
 def test_a_bool_takes_a_byte():
@@ -87,14 +87,14 @@ def test_a_bool_takes_a_byte():
 
 def test_buffers_alone_those_that_are_not_saved_too():
     """E4: they take room like all others."""
-    assert compute_module_total_buffer_size(Small()) == 40
+    assert compute_module_total_buffer_size(TokenFilter()) == 56
     assert compute_module_total_buffer_size(Tied()) == 120
-    assert set(compute_module_sizes(Small(), buffers_only=True)) == {
+    assert set(compute_module_sizes(TokenFilter(), buffers_only=True)) == {
         "",
-        "batchnorm",
-        "batchnorm.running_mean",
-        "batchnorm.running_var",
-        "batchnorm.num_batches_tracked",
+        "stats",
+        "stats.running_mean",
+        "stats.running_var",
+        "stats.num_batches_tracked",
     }
 
 
@@ -114,7 +114,7 @@ def test_ties_are_found_without_values():
         ["0.layers.1.weight", "1.layers.0.weight"],
         ["1.embed.weight", "1.head.weight"],
     ]
-    assert find_tied_parameters(Small()) == []
+    assert find_tied_parameters(TokenFilter()) == []
     with pytest.raises(PrepareError, match="no named_parameters"):
         find_tied_parameters(model, named_parameters={})
 
@@ -126,11 +126,14 @@ def test_a_module_that_is_used_twice_is_tied_to_itself():
 
 
 def test_largest_layers():
-    model, sizes = nn.Sequential(Small(), Small()), compute_module_sizes(nn.Sequential(Small(), Small()))
+    model, sizes = (
+        nn.Sequential(TokenFilter(), TokenFilter()),
+        compute_module_sizes(nn.Sequential(TokenFilter(), TokenFilter())),
+    )
     modules = list(model.named_children())
-    assert get_max_layer_size(modules, sizes, []) == (100, ["0.linear2", "1.linear2"])
-    assert get_max_layer_size(modules, sizes, ["Small"]) == (236, ["0", "1"])
-    assert get_max_layer_size(modules[1:], sizes, None) == (100, ["1.linear2"])
+    assert get_max_layer_size(modules, sizes, []) == (168, ["0.table", "1.table"])
+    assert get_max_layer_size(modules, sizes, ["TokenFilter"]) == (376, ["0", "1"])
+    assert get_max_layer_size(modules[1:], sizes, None) == (168, ["1.table"])
 
 
 def test_a_tensor_beside_submodules_is_a_layer():

@@ -23,8 +23,8 @@ class PlacementRules:
             filled; otherwise it counts as full from then on, and the order of the model is kept.
         reserve: device -> bytes that stay free on it, for activations.
         cache: name of a module -> bytes that lie on the device that computes it, for keys and values.
-        oversized_blocks: a block that is larger than every accelerator is stored like any other, with a note;
-            otherwise it is an error.
+        oversized_blocks: where a block is larger than every accelerator, the CPU computes the model, with a
+            note; otherwise it is an error.
     """
 
     no_split: frozenset[str] = frozenset()
@@ -94,14 +94,8 @@ class PlacementSearch:
         candidate = self._find_with_offload(fill=False)
         if self.rules.fill and (candidate is None or self._unused_devices(candidate)):
             candidate = self._find_with_offload(fill=True) or candidate
-        if candidate is None and (problem := self._too_large_block()) is not None:
-            if not self.rules.oversized_blocks:
-                raise problem
-            # No room can be kept for the block: each accelerator holds what fits it.
-            trial = self._fill_devices(self.accelerators, None, fill=True)
-            candidate = (
-                trial if trial.unplaced is None and self._unused_devices(trial) != self.accelerators else None
-            )
+        if candidate is None and not self.rules.oversized_blocks:
+            self._refuse_too_large_block()
         return candidate or self._place_on_host()
 
     def _find_with_offload(self, *, fill: bool) -> CandidatePlacement | None:
@@ -137,14 +131,14 @@ class PlacementSearch:
             )
         return trial
 
-    def _too_large_block(self) -> SettingError | None:
-        """Return the error for a block that is larger than every accelerator, or None."""
+    def _refuse_too_large_block(self) -> None:
+        """Raise when the largest block fits no accelerator."""
         largest = max(self.groups, key=lambda group: group.block)
         widest = max(self.accelerators, key=lambda device: self.room[device])
         if largest.block <= self.room[widest]:
-            return None
+            return
         reserve = self.rules.reserve.get(widest, 0)
-        return SettingError(
+        raise SettingError(
             f"device {widest!r} may hold {format_size(self.limits[widest])}, less than the largest block "
             f"{self._group_name(largest)} ({format_size(largest.block)})"
             + (f" and the reserve of {format_size(reserve)}" if reserve else ""),
@@ -267,10 +261,6 @@ class PlacementSearch:
         """Return notes about the placement: accelerators that hold nothing, and why."""
         if trial.computing_devices == self.accelerators and not trial.offloaded:
             return
-        if trial.offloaded and trial.computing_devices and trial.executor is None:
-            problem = self._too_large_block()
-            assert problem is not None
-            yield f"running the model may fail: {problem.what}"
         buffers = 0 if self.rules.offload_buffers else sum(group.buffers for group in self.groups)
         for device in self._unused_devices(trial):
             yield (
