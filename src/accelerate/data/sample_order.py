@@ -53,17 +53,20 @@ class SeedableRandomSampler(RandomSampler):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        seed = kwargs.pop("data_seed", None)
-        super().__init__(*args, **kwargs)
+        given_seed: int | None = kwargs.pop("data_seed", None)
+        self.initial_seed: int = torch.initial_seed() if given_seed is None else given_seed
         self.epoch = 0
-        self.initial_seed: int = torch.random.initial_seed() if seed is None else seed
+        super().__init__(*args, **kwargs)
 
     def __iter__(self) -> Iterator[int]:
-        if self.generator is None:
-            self.generator = torch.Generator()
-        self.generator.manual_seed(self.initial_seed + self.epoch)
-        yield from super().__iter__()
+        generator = self.seed_generator(self.initial_seed)
+        yield from _draw_indices(self, generator).tolist()
         self.set_epoch(self.epoch + 1)
+
+    def seed_generator(self, seed: int) -> torch.Generator:
+        """Return the sampler's generator in the state from which ``seed`` draws the present epoch."""
+        self.generator = (self.generator or torch.Generator()).manual_seed(seed + self.epoch)
+        return self.generator
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration."""
@@ -109,10 +112,12 @@ def draw(sampler: Any, seed: int | None) -> torch.Tensor | range:
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
     if type(sampler) is SeedableRandomSampler:
-        sampler.generator = generator = sampler.generator or torch.Generator()
-        generator.manual_seed((sampler.initial_seed if seed is None else seed) + sampler.epoch)
-    else:
-        generator = torch.Generator().manual_seed(seed) if seed is not None else sampler.generator
+        return _draw_indices(sampler, sampler.seed_generator(sampler.initial_seed if seed is None else seed))
+    return _draw_indices(sampler, sampler.generator if seed is None else torch.Generator().manual_seed(seed))
+
+
+def _draw_indices(sampler: RandomSampler, generator: torch.Generator | None) -> torch.Tensor:
+    """Draw what ``RandomSampler`` draws from a generator, at once."""
     total, count = sampler.num_samples, len(sampler.data_source)
     if sampler.replacement:
         # One call for all whole blocks draws what torch's sampler draws in blocks of 32.

@@ -70,29 +70,33 @@ class AcceleratedScheduler:
         Raises:
             PrepareError: the optimizer was never prepared, so its steps are not known.
         """
-        if not self.step_with_optimizer:
-            args, kwargs = self._agree_on_metric(args, kwargs)
+        count = self._count_advances()
+        if count == 0:
+            return
+        args, kwargs = self._agree_on_metric(args, kwargs)
+        if count > 1:
+            self._overrun_monitor.check_step(self.optimizers, count)
+        # A one-cycle schedule raises when it is stepped past its end.
+        end = self._total_steps if self.step_with_optimizer else None
+        while count and (end is None or self.scheduler._step_count <= end):
             self.scheduler.step(*args, **kwargs)
-            return
-        if not self.gradient_state.sync_gradients:
-            return
+            count -= 1
+
+    def _count_advances(self) -> int:
+        """Return how many steps of the schedule are due after what the optimizer did last."""
+        state = self.gradient_state
+        if not self.step_with_optimizer:
+            return 1
+        if not state.sync_gradients:
+            return 0
         if not self.optimizers:
             raise _unprepared_optimizer_error()
-        args, kwargs = self._agree_on_metric(args, kwargs)
         if self._is_metric_based:
-            self.scheduler.step(*args, **kwargs)
-            return
-        for optimizer in self.optimizers:
-            if optimizer.step_was_skipped:
-                return
-        single_advance = self.split_batches or self.gradient_state.plugin_kwargs.get(
-            "step_scheduler_once", False
-        )
-        processes = 1 if single_advance else self._data_shards or collective.world_size()
-        if processes > 1:
-            self._overrun_monitor.check_step(self.optimizers, processes)
-        for _ in range(processes):
-            self._advance(*args, **kwargs)
+            return 1
+        if any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            return 0
+        is_once = self.split_batches or state.plugin_kwargs.get("step_scheduler_once", False)
+        return 1 if is_once else self._data_shards or collective.world_size()
 
     def _agree_on_metric(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -118,12 +122,6 @@ class AcceleratedScheduler:
         if place < len(args):
             return (*args[:place], mean, *args[place + 1 :]), kwargs
         return args, {**kwargs, name: mean}
-
-    def _advance(self, *args: Any, **kwargs: Any) -> None:
-        # A one-cycle schedule raises when it is stepped past its end.
-        total = self._total_steps
-        if total is None or self.scheduler._step_count <= total:
-            self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[float]:
         """Return the last learning rates of the inner scheduler."""

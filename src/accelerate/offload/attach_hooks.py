@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from accelerate.offload.align_hook import AlignDevicesHook, Keys
-from accelerate.offload.hooks import add_hook_to_module
+from accelerate.offload.hooks import add_hook_to_module, walk_modules
 from accelerate.offload.module_tensors import DeviceLike, TiedMap
 from accelerate.offload.offload_folder import PrefixedDataset
 
@@ -54,15 +55,10 @@ def attach_execution_device_hook(
         preload_module_classes: names of classes whose inner modules get no hooks.
         tied_params_map: see ``AlignDevicesHook``.
     """
-    if "_hf_hook" not in vars(module) and _has_state(module):
-        hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
-        add_hook_to_module(module, hook)
-    if _is_preloaded(module, preload_module_classes):
-        return
-    for child in module.children():
-        attach_execution_device_hook(
-            child, execution_device, skip_keys, preload_module_classes, tied_params_map
-        )
+    for _, each in walk_modules(module, is_closed=lambda m, _: _is_preloaded(m, preload_module_classes)):
+        if "_hf_hook" not in vars(each) and _has_state(each):
+            hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
+            add_hook_to_module(each, hook)
 
 
 def attach_align_device_hook(
@@ -90,33 +86,27 @@ def attach_align_device_hook(
             together.
         tied_params_map: see ``AlignDevicesHook``.
     """
-    whole = offload and _is_preloaded(module, preload_module_classes)
-    if whole or has_own_tensors(module):
-        prefix = f"{module_name}." if module_name else ""
-        hook = AlignDevicesHook(
-            execution_device=execution_device,
-            offload=offload,
-            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
-            offload_buffers=offload_buffers,
-            place_submodules=whole,
-            skip_keys=skip_keys,
-            tied_params_map=tied_params_map,
-        )
-        add_hook_to_module(module, hook, append=True)
-    if whole:
-        return
-    for name, child in module.named_children():
-        attach_align_device_hook(
-            child,
-            execution_device=execution_device,
-            offload=offload,
-            weights_map=weights_map,
-            offload_buffers=offload_buffers,
-            module_name=f"{module_name}.{name}" if module_name else name,
-            skip_keys=skip_keys,
-            preload_module_classes=preload_module_classes,
-            tied_params_map=tied_params_map,
-        )
+    make_hook = functools.partial(
+        AlignDevicesHook,
+        execution_device,
+        offload,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        tied_params_map=tied_params_map,
+    )
+
+    def loads_all(inner: nn.Module, _: str = "") -> bool:
+        return offload and _is_preloaded(inner, preload_module_classes)
+
+    for path, each in walk_modules(module, module_name, loads_all):
+        place_submodules = loads_all(each)
+        if not place_submodules and not has_own_tensors(each):
+            continue
+        weights = weights_map
+        if weights is not None:
+            weights = PrefixedDataset(weights, f"{path}." if path else "")
+        hook = make_hook(weights_map=weights, place_submodules=place_submodules)
+        add_hook_to_module(each, hook, append=True)
 
 
 def attach_align_device_hook_on_blocks(
@@ -146,24 +136,14 @@ def attach_align_device_hook_on_blocks(
         "preload_module_classes": preload_module_classes,
         "tied_params_map": tied_params_map,
     }
-    if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
-        place = {module_name: execution_device}
-        _attach_block(module, module_name, place, {module_name: offload}, rest, whole=True)
-        return
-    if not isinstance(execution_device, Mapping):
-        assert isinstance(offload, Mapping)
-        execution_device = dict.fromkeys(offload, execution_device)
-    if not isinstance(offload, Mapping):
-        offload = dict.fromkeys(execution_device, offload)
-    _attach_block(module, module_name, execution_device, offload, rest)
-    for name, child in module.named_children():
-        attach_align_device_hook_on_blocks(
-            child,
-            execution_device,
-            offload,
-            module_name=f"{module_name}.{name}" if module_name else name,
-            **rest,
-        )
+    named = [value for value in (execution_device, offload) if isinstance(value, Mapping)]
+    blocks = named[0] if named else (module_name,)
+    devices, offloaded = (
+        value if isinstance(value, Mapping) else dict.fromkeys(blocks, value)
+        for value in (execution_device, offload)
+    )
+    for path, each in walk_modules(module, module_name, lambda *_: not named):
+        _attach_block(each, path, devices, offloaded, rest, whole=not named)
 
 
 def _attach_block(

@@ -8,7 +8,8 @@ whatever has ``init_hook``, ``pre_forward``, ``post_forward``, ``detach_hook`` a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -82,32 +83,29 @@ class SequentialHook(ModelHook):
         return any(hook.no_grad for hook in self.hooks)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Add each hook."""
-        for hook in self.hooks:
-            module = hook.init_hook(module)
-        return module
+        """Add each hook to the module that the one before it returned."""
+        return functools.reduce(lambda latest, hook: hook.init_hook(latest), self.hooks, module)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Call each hook with the arguments that the one before it returned."""
-        done = 0
+        call, entered = (args, kwargs), []
         try:
             for hook in self.hooks:
-                args, kwargs = hook.pre_forward(module, *args, **kwargs)
-                done += 1
+                call = hook.pre_forward(module, *call[0], **call[1])
+                entered.append(hook)
         except BaseException:
-            _abort(module, self.hooks[:done])
+            _abort(module, entered)
             raise
-        return args, kwargs
+        return call
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Call each hook with the output that the one before it returned."""
-        done = 0
+        waiting = iter(self.hooks)
         try:
-            for hook in self.hooks:
-                done += 1
+            for hook in waiting:
                 output = hook.post_forward(module, output)
         except BaseException:
-            _abort(module, self.hooks[done:])
+            _abort(module, waiting)
             raise
         return output
 
@@ -116,13 +114,11 @@ class SequentialHook(ModelHook):
         _abort(module, self.hooks)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Remove each hook."""
-        for hook in self.hooks:
-            module = hook.detach_hook(module)
-        return module
+        """Remove each hook from the module that the one before it returned."""
+        return functools.reduce(lambda latest, hook: hook.detach_hook(latest), self.hooks, module)
 
 
-def _abort(module: nn.Module, hooks: tuple[Any, ...]) -> None:
+def _abort(module: nn.Module, hooks: Iterable[Any]) -> None:
     for hook in hooks:
         abort = getattr(hook, "abort", None)
         if abort is not None:
@@ -132,17 +128,14 @@ def _abort(module: nn.Module, hooks: tuple[Any, ...]) -> None:
 def _hooked_forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a hooked module. Hooks are read each time: clients change them in place."""
     hook = module._hf_hook
-    args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    positional, named = hook.pre_forward(module, *args, **kwargs)
     try:
-        if hook.no_grad:
-            with torch.no_grad():
-                output = module._old_forward(*args, **kwargs)
-        else:
-            output = module._old_forward(*args, **kwargs)
+        with torch.no_grad() if hook.no_grad else nullcontext():
+            computed = module._old_forward(*positional, **named)
     except BaseException:
         _abort(module, (hook,))
         raise
-    return hook.post_forward(module, output)
+    return hook.post_forward(module, computed)
 
 
 def _forward_of_graph(module: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -223,3 +216,22 @@ def _is_own_forward(module: nn.Module, forward: Any) -> bool:
 def remove_hook_from_submodules(module: nn.Module) -> None:
     """Remove the hooks of a module and all its submodules."""
     remove_hook_from_module(module, recurse=True)
+
+
+def walk_modules(
+    root: nn.Module, name: str = "", is_closed: Callable[[nn.Module, str], bool] = lambda _, __: False
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module and those in it with their full names, each before its children.
+
+    Args:
+        root: the first one.
+        name: its own full name.
+        is_closed: called with a module and its name after its turn; True leaves those in it out.
+    """
+    waiting = [(name, root)]
+    while waiting:
+        path, module = waiting.pop()
+        yield path, module
+        if not is_closed(module, path):
+            prefix = f"{path}." if path else ""
+            waiting += [(prefix + child, below) for child, below in module.named_children()][::-1]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.offload.hooks import ModelHook, add_hook_to_module
+from accelerate.offload.hooks import ModelHook, add_hook_to_module, walk_modules
 from accelerate.offload.offloaded_tensor import OffloadedTensor, make_stand_in
 from accelerate.offload.tensor_source import HostMemoryWeightSource
 
@@ -120,25 +120,15 @@ def attach_layerwise_casting_hooks(
         non_blocking: do not wait for copies.
     """
     patterns = (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else skip_modules_pattern
-    _attach_below(
-        module, "", patterns or (), skip_modules_classes or (), storage_dtype, compute_dtype, non_blocking
-    )
 
+    def is_skipped(inner: nn.Module, path: str) -> bool:
+        named = (re.search(pattern, path) for pattern in patterns or ())
+        return isinstance(inner, skip_modules_classes or ()) or any(named)
 
-def _attach_below(
-    module: nn.Module,
-    path: str,
-    patterns: tuple[str, ...],
-    classes: tuple[type[nn.Module], ...],
-    storage: torch.dtype,
-    compute: torch.dtype,
-    non_blocking: bool,
-) -> None:
-    if isinstance(module, classes) or any(re.search(pattern, path) for pattern in patterns):
-        return
-    if isinstance(module, CASTABLE_LAYERS):
-        add_hook_to_module(module, LayerwiseCastingHook(storage, compute, non_blocking), append=True)
-        return
-    for name, child in module.named_children():
-        inner = f"{path}.{name}" if path else name
-        _attach_below(child, inner, patterns, classes, storage, compute, non_blocking)
+    def ends_here(inner: nn.Module, path: str) -> bool:
+        return isinstance(inner, CASTABLE_LAYERS) or is_skipped(inner, path)
+
+    for path, layer in walk_modules(module, is_closed=ends_here):
+        if isinstance(layer, CASTABLE_LAYERS) and not is_skipped(layer, path):
+            hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
+            add_hook_to_module(layer, hook, append=True)

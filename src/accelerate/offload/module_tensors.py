@@ -411,12 +411,12 @@ def get_state_dict_from_offload(
         state_dict: gets the values, for the names that it has.
         device_to_put_offload: where the values go.
     """
-    root = module_name.rpartition(".")[0]
-    with align_module_device(module, device_to_put_offload):
-        for key, value in module.state_dict().items():
-            name = f"{root}.{key}" if root else key
-            if name in state_dict:
-                state_dict[name] = _read_values(name, value, as_device(device_to_put_offload))
+    target, prefix = as_device(device_to_put_offload), module_name[: module_name.rfind(".") + 1]
+    with align_module_device(module, target):
+        own = module.state_dict(prefix=prefix)
+        state_dict.update(
+            {name: _read_values(name, own[name], target) for name in own.keys() & state_dict.keys()}
+        )
     return state_dict
 
 

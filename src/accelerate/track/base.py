@@ -102,6 +102,17 @@ class GeneralTracker:
                 fix='Accelerator(project_dir="logs", ...), or ProjectConfiguration(logging_dir=...)',
             )
 
+    def log_by_kind(self, values: Mapping[str, Any], **writers: Callable[[str, Any], Any]) -> None:
+        """Give each value to the writer of its kind, and refuse those that have none.
+
+        Args:
+            values: name -> value; one-element tensors and arrays count as numbers.
+            writers: ``number``, ``text`` and ``mapping``, each called with the name and the value.
+        """
+        for key, value in unwrap_scalars(values).items():
+            kind = next((kind for kind, types in _VALUE_KINDS if isinstance(value, types)), "")
+            writers.get(kind, self.refuse)(key, value)
+
     def refuse(self, key: str, value: object) -> None:
         """Warn, once for a key, that the library cannot log a value and that it is left out."""
         refused = self.__dict__.setdefault("_refused", set())
@@ -163,6 +174,9 @@ def on_main_process(function: F) -> F:
 
 
 # --- conversion of values for libraries
+
+# What a logged value is to a library that has a call of its own for each; the first that fits.
+_VALUE_KINDS: tuple[tuple[str, Any], ...] = (("text", str), ("mapping", Mapping), ("number", (int, float)))
 
 
 def unwrap_scalar(value: Any) -> Any:

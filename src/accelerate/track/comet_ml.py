@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from accelerate.track.base import GeneralTracker, on_main_process, to_json_types, unwrap_scalars
+from accelerate.track.base import GeneralTracker, on_main_process, to_json_types
 
 
 class CometMLTracker(GeneralTracker):
@@ -43,17 +44,15 @@ class CometMLTracker(GeneralTracker):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers, dicts of numbers, and texts; ``kwargs`` go to the method that logs each."""
+        experiment = self.writer
         if step is not None:
-            self.writer.set_step(step)
-        for key, value in unwrap_scalars(values).items():
-            if isinstance(value, int | float):
-                self.writer.log_metric(key, value, step=step, **kwargs)
-            elif isinstance(value, str):
-                self.writer.log_other(key, value, **kwargs)
-            elif isinstance(value, dict):
-                self.writer.log_metrics(value, step=step, **kwargs)
-            else:
-                self.refuse(key, value)
+            experiment.set_step(step)
+        self.log_by_kind(
+            values,
+            number=functools.partial(experiment.log_metric, step=step, **kwargs),
+            mapping=lambda _, metrics: experiment.log_metrics(metrics, step=step, **kwargs),
+            text=functools.partial(experiment.log_other, **kwargs),
+        )
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

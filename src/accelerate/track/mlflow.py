@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError
-from accelerate.track.base import GeneralTracker, flatten_config, on_main_process, unwrap_scalars
+from accelerate.track.base import GeneralTracker, flatten_config, on_main_process
 
 # A server takes no more parameters in one request (mlflow.utils.validation.MAX_PARAMS_TAGS_PER_BATCH).
 BATCH = 100
@@ -102,13 +102,13 @@ class MLflowTracker(GeneralTracker):
         import mlflow
 
         metrics: dict[str, Any] = {}
-        for key, value in unwrap_scalars(values).items():
-            if isinstance(value, int | float):
-                metrics[key] = value
-            elif isinstance(value, dict):
-                metrics |= {f"{key}/{inner}": each for inner, each in value.items()}
-            else:
-                self.refuse(key, value)
+        self.log_by_kind(
+            values,
+            number=metrics.__setitem__,
+            mapping=lambda key, inner: metrics.update(
+                {f"{key}/{name}": each for name, each in inner.items()}
+            ),
+        )
         mlflow.log_metrics(metrics, step=step, **kwargs)
 
     @on_main_process

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from pathlib import Path
@@ -15,7 +16,6 @@ from accelerate.track.base import (
     flatten_config,
     on_main_process,
     to_json_types,
-    unwrap_scalars,
 )
 
 
@@ -54,25 +54,24 @@ class TensorBoardTracker(GeneralTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration as hyperparameters, without nesting, and as it is in ``hparams.yml``."""
+        nested = yaml.safe_dump(to_json_types(values))
+        path = Path(self.logging_dir, str(time.time()), "hparams.yml")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(nested, encoding="utf-8")
         self.writer.add_hparams(flatten_config(values), metric_dict={})
         self.writer.flush()
-        folder = Path(self.logging_dir, str(time.time()))
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "hparams.yml").write_text(yaml.safe_dump(to_json_types(values)), encoding="utf-8")
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers, texts, and dicts of numbers; ``kwargs`` go to ``add_scalar`` and similar methods."""
-        for key, value in unwrap_scalars(values).items():
-            if isinstance(value, int | float):
-                self.writer.add_scalar(key, value, global_step=step, **kwargs)
-            elif isinstance(value, str):
-                self.writer.add_text(key, value, global_step=step, **kwargs)
-            elif isinstance(value, dict):
-                self.writer.add_scalars(key, value, global_step=step, **kwargs)
-            else:
-                self.refuse(key, value)
-        self.writer.flush()
+        board, options = self.writer, {"global_step": step, **kwargs}
+        self.log_by_kind(
+            values,
+            number=functools.partial(board.add_scalar, **options),
+            mapping=functools.partial(board.add_scalars, **options),
+            text=functools.partial(board.add_text, **options),
+        )
+        board.flush()
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

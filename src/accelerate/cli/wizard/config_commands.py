@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,43 +20,31 @@ UPDATE = "Brings an old file up to date: what it says stays, in today's keys and
 
 
 class SubcommandHelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Help of a command with commands of its own: its usage does not tell those twice."""
+    """Help of a command inside of others: its usage leaves their placeholders, ``<...>``, out."""
 
-    def _format_usage(
-        self,
-        usage: str | None,
-        actions: Iterable[argparse.Action],
-        groups: Iterable[Any],
-        prefix: str | None,
-    ) -> str:
-        text = super()._format_usage(usage, actions, groups, prefix)
-        return text.replace("<command> [<args>] ", "")
+    def __init__(self, prog: str, *args: Any, **kwargs: Any) -> None:
+        words = (word for word in prog.split() if not word.startswith(("<", "[<")))
+        super().__init__(" ".join(words), *args, **kwargs)
 
 
 def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """A parser of ``accelerate config`` with its commands ``default`` and ``update_file``.
+    """A parser of ``accelerate config`` with its commands ``default`` and ``update``.
 
     Args:
         subparsers: what ``ArgumentParser.add_subparsers`` returned, to add the command to it.
     """
-    shared = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser = config_command_parser(subparsers)
-    commands = parser.add_subparsers(title="subcommands", dest="subcommand")
-    default_command_parser(commands, parents=[shared])
-    update_command_parser(commands, parents=[shared])
+    commands = parser.add_subparsers(dest="subcommand", title="subcommands")
+    for add_command in (default_command_parser, update_command_parser):
+        add_command(commands, parents=[])
     return parser
 
 
 def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """A parser of ``accelerate config`` alone; ``subparsers`` as for ``get_config_parser``."""
-    parser: argparse.ArgumentParser
     if subparsers is None:
-        parser = argparse.ArgumentParser("accelerate config", description=CONFIG)
-    else:
-        parser = subparsers.add_parser("config", description=CONFIG)
-        parser.set_defaults(func=config_command)
-    parser.add_argument("--config_file", "--config-file", default=None, help=_FILE_HELP)
-    return parser
+        return _with_config_file(argparse.ArgumentParser("accelerate config", description=CONFIG))
+    return _with_config_file(subparsers.add_parser("config", description=CONFIG), config_command)
 
 
 def default_command_parser(parser: Any, parents: Any) -> argparse.ArgumentParser:
@@ -66,32 +54,35 @@ def default_command_parser(parser: Any, parents: Any) -> argparse.ArgumentParser
         parser: what ``ArgumentParser.add_subparsers`` returned.
         parents: parsers whose flags it has too.
     """
-    added: argparse.ArgumentParser = parser.add_parser(
-        "default", parents=parents, help=DEFAULT, formatter_class=SubcommandHelpFormatter
+    added = _with_config_file(
+        _subcommand(parser, "default", DEFAULT, parents),
+        default_config_command,
+        dest="save_location",
+        metavar="FILE",
+        default=str(config_files.default_file()),
     )
-    place = str(config_files.default_file())
-    added.add_argument(
-        "--config_file", "--config-file", default=place, dest="save_location", metavar="FILE", help=_FILE_HELP
-    )
-    added.add_argument(
-        "--mixed_precision",
-        "--mixed-precision",
-        choices=config.PRECISIONS,
-        default="no",
-        help="number format of the forward pass",
-    )
-    added.set_defaults(func=default_config_command)
+    precision = {"choices": config.PRECISIONS, "default": "no", "help": "number format of the forward pass"}
+    added.add_argument("--mixed_precision", "--mixed-precision", **precision)
     return added
 
 
 def update_command_parser(parser: Any, parents: Any) -> argparse.ArgumentParser:
-    """Adds the command ``update_file``; the arguments are those of ``default_command_parser``."""
-    added: argparse.ArgumentParser = parser.add_parser(
-        "update", parents=parents, help=UPDATE, formatter_class=SubcommandHelpFormatter
-    )
-    added.add_argument("--config_file", "--config-file", default=None, help=_FILE_HELP)
-    added.set_defaults(func=update_config_command)
-    return added
+    """Adds the command ``update``; the arguments are those of ``default_command_parser``."""
+    return _with_config_file(_subcommand(parser, "update", UPDATE, parents), update_config_command)
+
+
+def _subcommand(commands: Any, name: str, text: str, parents: Any) -> argparse.ArgumentParser:
+    return commands.add_parser(name, help=text, parents=parents, formatter_class=SubcommandHelpFormatter)
+
+
+def _with_config_file(
+    parser: argparse.ArgumentParser, run: Callable[..., None] | None = None, **options: Any
+) -> argparse.ArgumentParser:
+    """Return the parser with the flag of the configuration file, and the function that runs its command."""
+    parser.add_argument("--config_file", "--config-file", help=_FILE_HELP, **options)
+    if run is not None:
+        parser.set_defaults(func=run)
+    return parser
 
 
 def config_command(args: argparse.Namespace) -> None:

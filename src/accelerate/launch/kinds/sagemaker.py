@@ -22,6 +22,13 @@ from accelerate.launch.launch_request import JobSettings, LaunchRequest
 from accelerate.launch.plan import LaunchPlan, PlannedCommand
 
 # Sections of files that say what a group of processes on SageMaker shares: its own library, no launcher.
+# Arguments of SageMaker's estimator that are keys of the file; the key.
+_COPIED_ARGUMENTS = {name: name for name in ("image_uri", "transformers_version", "pytorch_version")} | {
+    "base_job_name": "base_job_name",
+    "instance_type": "ec2_instance_type",
+    "py_version": "py_version",
+    "role": "iam_role_name",
+}
 _DISTRIBUTIONS: dict[str, dict[str, Any]] = {
     "DATA_PARALLEL": {"smdistributed": {"dataparallel": {"enabled": True}}},
     "MODEL_PARALLEL": {"smdistributed": {"modelparallel": {"enabled": True}}, "mpi": {"enabled": True}},
@@ -183,29 +190,20 @@ def estimator_arguments(
     Raises:
         SettingError: the script's arguments cannot be handed on, or a table cannot be read.
     """
-    script = Path(program[0])
-    arguments = {
-        "image_uri": own.image_uri,
-        "entry_point": script.name,
-        "source_dir": str(script.parent),
-        "role": own.iam_role_name,
-        "transformers_version": own.transformers_version,
-        "pytorch_version": own.pytorch_version,
-        "py_version": own.py_version,
-        "base_job_name": own.base_job_name,
-        "instance_count": machines,
-        "instance_type": own.ec2_instance_type,
-        "debugger_hook_config": False,
-        "distribution": _DISTRIBUTIONS.get(group),
-        "hyperparameters": parse_hyperparameters(program[1:]),
-        "environment": {
-            "ACCELERATE_USE_SAGEMAKER": "true",
-            **{name: str(value) for name, value in told.items()},
-            "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": group,
-        },
-        "metric_definitions": _read_metrics(own),
-    }
-    return arguments | (own.additional_args or {})
+    script, script_arguments = Path(program[0]), program[1:]
+    arguments = {argument: getattr(own, key) for argument, key in _COPIED_ARGUMENTS.items()}
+    arguments["hyperparameters"] = parse_hyperparameters(script_arguments)
+    arguments["metric_definitions"] = _read_metrics(own)
+    arguments["environment"] = _job_environment(group, told)
+    arguments["distribution"] = _DISTRIBUTIONS.get(group)
+    arguments.update(entry_point=script.name, source_dir=str(script.parent))
+    arguments.update(instance_count=machines, debugger_hook_config=False)
+    return {**arguments, **(own.additional_args or {})}
+
+
+def _job_environment(group: str, told: Mapping[str, object]) -> dict[str, str]:
+    variables = {"ACCELERATE_USE_SAGEMAKER": "true"} | {name: str(value) for name, value in told.items()}
+    return variables | {"ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": group}
 
 
 def parse_hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
