@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -393,3 +395,28 @@ def test_training_what_is_offloaded_is_refused(tmp_path: Path) -> None:
         prepare_dispatched(model, processes=2, trained=False)
     model.requires_grad_(False)
     prepare_dispatched(model, processes=1, trained=True)
+
+
+@pytest.mark.parametrize(("bits", "has_cpu_kernels"), [(8, False), (4, True)])
+def test_a_quantized_model_with_offloaded_parts_is_only_evaluated(
+    bits: int, has_cpu_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in 1.x; an entry of the CPU is left to bitsandbytes where that computes on the CPU."""
+    features = types.SimpleNamespace(features={"multi_backend"} if has_cpu_kernels else set())
+    monkeypatch.setitem(sys.modules, "bitsandbytes", features)
+    monkeypatch.setattr("accelerate.core.packages.is_installed", lambda name: True)
+    accelerator = Accelerator(cpu=True)
+
+    def quantized(places: dict[str, Any]) -> nn.Module:
+        model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        model.hf_device_map = places
+        setattr(model, f"is_loaded_in_{bits}bit", True)
+        return model
+
+    for place in ("disk",) if has_cpu_kernels else ("disk", "cpu"):
+        model = quantized({"0": 0, "1": place})
+        with pytest.raises(ValueError, match=f"in {bits} bits cannot be trained with 1 on the {place}"):
+            accelerator.prepare(model)
+        accelerator.prepare_model(model, evaluation_mode=True)
+    for places in ({"": 0}, {}, {"0": 0, "1": "cpu"} if has_cpu_kernels else {"": 1}):
+        accelerator.prepare(quantized(places))

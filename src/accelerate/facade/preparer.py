@@ -19,15 +19,17 @@ from accelerate.data.configuration import DataLoaderConfiguration
 from accelerate.data.loader import DataLoaderShard
 from accelerate.data.prepare import prepare_data_loader
 from accelerate.facade import prepare_plan
+from accelerate.facade.device_availability import feature_checker
 from accelerate.facade.optimizer import AcceleratedOptimizer, agree_on_optimizers
 from accelerate.facade.prepared_objects import PreparedObjects
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.scheduler import AcceleratedScheduler
-from accelerate.offload.trainable_check import check_trainable
+from accelerate.offload.trainable_check import check_quantized, check_trainable
 from accelerate.strategy.base import DataSharding, PrepareBundle
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
 logger = logging.getLogger(__name__)
+_bitsandbytes_has_cpu = feature_checker("bitsandbytes:features", "multi_backend")
 
 
 @dataclass
@@ -100,6 +102,8 @@ class Preparer:
             if distributed and not environ.get_flag("ACCELERATE_BYPASS_DEVICE_MAP"):
                 self._refuse_dispatched(model)
             check_trainable(model, several=distributed, trained=trained)
+            if bundle.training:
+                check_quantized(model, can_train_on_cpu=_bitsandbytes_has_cpu)
         if trained and dist.is_initialized() and distributed and bundle.objects_of("model"):
             agree_on_optimizers(bundle.objects_of("optimizer"), self.runtime.world.device)
         bundle.replace("model", self._find_prepared)

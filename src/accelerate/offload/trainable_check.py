@@ -1,6 +1,9 @@
-"""The check that only adapters on top of offloaded weights are trained, in one process."""
+"""Checks before a model with offloaded weights is trained: which weights learn, and by how many processes."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -36,3 +39,30 @@ def check_trainable(model: nn.Module, *, several: bool, trained: bool) -> None:
             why="offloaded weights are dropped after each forward: their gradients have nowhere to go",
             fix="freeze them, model.requires_grad_(False), and train adapters on top of them",
         )
+
+
+def check_quantized(model: nn.Module, *, can_train_on_cpu: Callable[[], bool]) -> None:
+    """Raise when a model in 8 or 4 bits is to be trained while its device map offloads parts of it.
+
+    Args:
+        model: the model; one that transformers has quantized says so by ``is_loaded_in_8bit`` or
+            ``is_loaded_in_4bit``, and where its parts are by ``hf_device_map``.
+        can_train_on_cpu: whether bitsandbytes computes on the CPU too; called for such a model only.
+
+    Raises:
+        PrepareError: a part is on the disk, or on the CPU where bitsandbytes does not compute there.
+    """
+    bits = next((bits for bits in (8, 4) if getattr(model, f"is_loaded_in_{bits}bit", False)), None)
+    if bits is None:
+        return
+    places: Mapping[str, Any] = getattr(model, "hf_device_map", None) or {}
+    refused = {name: place for name, place in places.items() if place in ("cpu", "disk")}
+    if not refused or ("disk" not in refused.values() and can_train_on_cpu()):
+        return
+    name, place = next(iter(refused.items()))
+    raise PrepareError(
+        f"a model in {bits} bits cannot be trained with {name or 'all of it'} on the {place}",
+        why="bitsandbytes keeps what the backward of a layer needs on the accelerator that computes it",
+        fix='load it with device_map={"": accelerator.device}; to evaluate it, '
+        "accelerator.prepare_model(model, evaluation_mode=True)",
+    )
