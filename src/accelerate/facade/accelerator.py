@@ -120,7 +120,7 @@ class Accelerator(ProcessMixin):
         rng_types: random number generators that rank 0 broadcasts at the start of every epoch; the
             order of the samples is the same on all ranks without them.
         log_with: the trackers that ``init_trackers`` starts: a name, a ``GeneralTracker``, or several;
-            ``"all"`` is every one that is installed.
+            ``"all"`` is every one whose package is installed.
         project_dir, project_config: where checkpoints and logs go.
         gradient_accumulation_plugin: accumulation with all its options.
         step_scheduler_with_optimizer: schedulers advance with the optimizer, not at every call.

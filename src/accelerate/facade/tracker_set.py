@@ -21,7 +21,7 @@ class TrackerSet:
     """The trackers of a run. They exist on the main process only.
 
     Args:
-        log_with: a name, a ``GeneralTracker``, or several; ``"all"`` is every one that is installed.
+        log_with: a name, a ``GeneralTracker``, or several; ``"all"`` is every one whose package is installed.
         logging_dir: the folder where they write.
         is_main_process: whether this is rank 0.
 
@@ -117,8 +117,8 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
     """Resolve ``log_with``: members of ``LoggerType``, other names, and trackers, each once.
 
     Args:
-        log_with: a name, a tracker, or several; ``"all"`` is every one that is installed and, if it needs a
-            folder for logs, has one.
+        log_with: a name, a tracker, or several; ``"all"`` is every one whose package is installed and, if it
+            needs a folder for logs, has one.
         logging_dir: that folder.
 
     Raises:

@@ -81,7 +81,8 @@ def choose_trackers(log_with: Any, logging_dir: object = None) -> list[str | Gen
     """Return the names and trackers that ``log_with`` selects, each once, in the given order.
 
     Args:
-        log_with: None, a name, a tracker, or several of them; ``"all"`` selects every usable one.
+        log_with: None, a name, a tracker, or several of them; ``"all"`` selects every usable one
+            but ``"jsonl"``, which no script of Accelerate 1.x expects.
         logging_dir: the folder for logs.
 
     Raises:
@@ -103,7 +104,8 @@ def choose_trackers(log_with: Any, logging_dir: object = None) -> list[str | Gen
             )
         name = str(each)
         if name == ALL:
-            chosen += [usable for usable in available_trackers(logging_dir) if usable not in chosen]
+            usable = [each for each in available_trackers(logging_dir) if tracker_classes()[each].in_all]
+            chosen += [each for each in usable if each not in chosen]
             continue
         check_name(name, where="in log_with")
         tracker_classes()[name].check(logging_dir)

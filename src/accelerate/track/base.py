@@ -41,6 +41,7 @@ class GeneralTracker:
             always uses trackers on rank 0; this matters where a script makes trackers itself.
         packages: modules of which one must be installed; the first is the one to install.
         failed: set before ``finish`` when the script ends by an error.
+        in_all: ``log_with="all"`` starts it too.
 
     Args:
         _blank: make a tracker that does nothing.
@@ -54,6 +55,7 @@ class GeneralTracker:
     main_process_only: bool = True
     packages: ClassVar[tuple[str, ...]] = ()
     failed: bool = False
+    in_all: ClassVar[bool] = True
 
     if TYPE_CHECKING:  # so that a subclass without it is recognized at run time
 

@@ -34,6 +34,8 @@ class JSONLTracker(GeneralTracker):
 
     name = "jsonl"
     requires_logging_directory = True
+    # Nobody has installed it, so a script that starts all trackers gets no files of it.
+    in_all = False
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str]) -> None:
         super().__init__()
