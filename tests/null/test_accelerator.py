@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import pickle
 from pathlib import Path
 
@@ -452,3 +453,29 @@ def test_the_launchers_compiler_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Accelerator().prepare(nn.Linear(1, 1))._compiled_call_impl is not None
     with pytest.raises(SettingError, match="given twice"):
         Accelerator(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin())
+
+
+def test_saves_and_loads_are_logged_where_1_x_logs_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Scripts show or hide these lines by the names of two loggers."""
+    accelerator = Accelerator(cpu=True)
+    linear = nn.Linear(2, 1)
+    model, _ = accelerator.prepare(linear, torch.optim.SGD(linear.parameters(), lr=0.1))
+    caplog.set_level(logging.INFO, "accelerate")
+    path = accelerator.save_state(tmp_path / "a")
+    accelerator.load_state(path)
+    accelerator.save_model(model, tmp_path / "b")
+    logged = [(record.name.removeprefix("accelerate."), record.getMessage()) for record in caplog.records]
+    assert logged == [
+        ("accelerator", f"[RANK 0] saving a checkpoint in {path}"),
+        ("checkpointing", f"[RANK 0] saved models (Linear) in {path}/model.safetensors"),
+        ("checkpointing", f"[RANK 0] saved optimizers (SGD) in {path}/optimizer.bin"),
+        ("checkpointing", f"[RANK 0] saved rng (random states) in {path}/random_states_0.pkl"),
+        ("accelerator", f"[RANK 0] loading the checkpoint {path}"),
+        ("checkpointing", "[RANK 0] loaded model 0 (Linear)"),
+        ("checkpointing", "[RANK 0] loaded optimizer 0 (SGD)"),
+        ("checkpointing", "[RANK 0] loaded random states of rank 0 (random states)"),
+        ("accelerator", f"[RANK 0] exported weights to {tmp_path}/b: model.safetensors"),
+    ]
+    assert {record.levelno for record in caplog.records} == {logging.INFO}

@@ -100,6 +100,7 @@ def load(
     with ranks.collective_section(action):
         store, name = discovery.locate(discovery.local_address(rank0_address, directory, project))
         manifest = _same_manifest(store, name, id_)
+    ranks.log("accelerator", "loading the checkpoint %s", store.label(name))
     location = resolve_map_location(map_location, "on_device" if ranks.size > 1 else "cpu")
     with (
         local_checkpoint(store, name, manifest, contents, ranks, action) as (path, fetched),
@@ -123,6 +124,10 @@ def load(
             reader.apply()
         with ranks.collective_section(action):
             reader.finish(contents)
+    for each in contents.objects().values():
+        is_missing = any(text.endswith(f"({each.label})") for text in reader.missing)
+        if not is_missing and each.category != "gradients":
+            ranks.log("checkpointing", "loaded %s (%s)", each.label, each.class_name)
     if project is not None and project.automatic_checkpoint_naming:
         with ranks.collective_section(action) as section:
             section.value = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import logging
 import pickle
 import threading
 import time
@@ -75,6 +76,11 @@ class CheckpointRankGroup:
     def is_writer(self, each_node: bool) -> bool:
         """Return True on the rank that writes replicated states: rank 0, or one rank of each machine."""
         return self.local_rank == 0 if each_node else self.rank == 0
+
+    def log(self, name: str, text: str, *args: Any) -> None:
+        """Log progress on rank 0, by the logger ``accelerate.<name>``: those of 1.x, which scripts select."""
+        if self.rank == 0:
+            logging.getLogger(f"accelerate.{name}").info(f"[RANK 0] {text}", *args)
 
     @contextmanager
     def collective_section(self, action: str) -> Generator[CollectiveSection]:

@@ -71,6 +71,7 @@ def save(
     project = project or ProjectConfiguration()
     action = "save the checkpoint" if directory is None else f"save the checkpoint {directory}"
     address, transaction, number = _open_transaction(ranks, directory, project, action, store)
+    ranks.log("accelerator", "saving a checkpoint in %s", address)
     run = _SaveRun(transaction, contents, action, number, project.total_limit)
     channel = _open_channel(transaction) if in_background else None
     copy_states = in_background and (channel is not None or ranks.size == 1)
@@ -266,6 +267,10 @@ class _SaveRun:
             with transaction.ranks.collective_section(self.action):
                 if transaction.is_committer:
                     transaction.publish()
+        for writer in self.writers:
+            if writer.file:
+                saved = writer.category, writer.entry.kind, f"{transaction.target}/{writer.file}"
+                transaction.ranks.log("checkpointing", "saved %s (%s) in %s", *saved)
         if self.iteration is not None and transaction.is_committer:
             _remove_old(transaction, self.limit)
         transaction.close()

@@ -293,11 +293,12 @@ class CheckpointManager:
         """Export the weights of ``model`` for other tools: one file, or shards with an index."""
         state = self.get_state_dict(model)
         if self.writes_exports:
-            save_weights(
-                state,
-                Path(save_directory),
-                max_shard_size=max_shard_size,
-                safe_serialization=safe_serialization,
+            folder = Path(save_directory)
+            files = save_weights(
+                state, folder, max_shard_size=max_shard_size, safe_serialization=safe_serialization
+            )
+            CheckpointRankGroup.current().log(
+                "accelerator", "exported weights to %s: %s", folder, ", ".join(files)
             )
         # The files are there when a rank returns; the main process may be the only one that calls.
         if self._may_be_solo(is_sharded=False):
