@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from tests.clients.probe import run_jobs_on_ranks
 from tests.clients.record import launch, versions
-from tests.support.long_run import long_run_param
+from tests.support.long_run import LONG_RUN, long_run_param
 from tests.support.ranks import RankServer
 
 pytest.importorskip("transformers", reason="the client needs Python 3.11")
@@ -130,3 +131,37 @@ def test_every_sample_is_evaluated_once_and_in_order(one: dict[str, Any], two: d
     for job in ("train", "bf16", "iterable"):
         assert one[job]["shape"][0] == two[job]["shape"][0] == 7
         assert one[job]["labels"] == two[job]["labels"]
+
+
+SENTENCE_TRAINING = """
+from datasets import Dataset
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
+from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
+from sentence_transformers.sentence_transformer import losses, modules
+from transformers import BertConfig, BertModel, BertTokenizer
+
+with open("vocab.txt", "w") as file:
+    file.write("\\n".join("[PAD] [UNK] [CLS] [SEP] [MASK] red green blue".split()))
+BertTokenizer("vocab.txt").save_pretrained(".")
+sizes = dict(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+BertModel(BertConfig(**sizes)).save_pretrained(".")
+model = SentenceTransformer(modules=[modules.Transformer("."), modules.Pooling(8)])
+colours = ["red", "green", "blue", "red blue"]
+data = Dataset.from_dict({"sentence1": colours, "sentence2": colours[::-1], "score": [1.0, 0.0, 0.5, 0.5]})
+arguments = Arguments("out", max_steps=2, use_cpu=True, report_to=[])
+trainer = SentenceTransformerTrainer(model, arguments, data, loss=losses.CosineSimilarityLoss(model))
+assert trainer.train().global_step == 2
+"""
+
+
+@pytest.mark.skipif(not LONG_RUN, reason="runs in `make test-all`")
+def test_sentence_transformers_trains_after_the_lines_of_the_docs(tmp_path: Path) -> None:
+    """It looks for the home page of another project in the metadata of the package."""
+    pytest.importorskip("sentence_transformers")
+    page = Path("docs/coming.md").read_text()
+    lines = page.partition('title="sentence-transformers"\n')[2].partition("```")[0]
+    for start, expected in (("", 1), (lines, 0)):
+        done = subprocess.run(
+            [HERE, "-c", start + SENTENCE_TRAINING], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == expected, done.stderr
