@@ -21,18 +21,34 @@ PEER = ROOT / ".venv-peer" / "bin" / "python"
 
 
 def test_attributes_are_gone_with_the_world() -> None:
-    accelerator = Accelerator(cpu=True)
-    state = PartialState()
+    """Also those of the Accelerator, until there is a new one: it is not this world's any more."""
+    accelerator, state = Accelerator(cpu=True, mixed_precision="bf16"), PartialState()
     assert is_initialized()
     AcceleratorState._reset_state(reset_partial_state=True)
     assert not is_initialized()
-    for view in (state, accelerator.state):
-        assert not hasattr(view, "device")
-        assert getattr(view, "num_processes", None) is None
+    for view in (state, accelerator.state, accelerator):
+        for name in ("device", "num_processes", "distributed_type", "is_main_process"):
+            assert not hasattr(view, name)
+        assert getattr(view, "mixed_precision", None) is None
         with pytest.raises(AttributeError, match="no open world"):
             _ = view.process_index
-        with pytest.raises(RuntimeError, match="create a PartialState"):
+        with pytest.raises(RuntimeError, match="create a"):
             _ = view.device
+    renewed = Accelerator(cpu=True)
+    assert (renewed.mixed_precision, state.num_processes, hasattr(accelerator, "device")) == ("no", 1, False)
+
+
+def test_a_reset_of_the_choices_leaves_the_world() -> None:
+    accelerator, state = Accelerator(cpu=True), PartialState()
+    AcceleratorState._reset_state()
+    assert (state.process_index, hasattr(accelerator, "process_index")) == (0, False)
+
+
+def test_the_end_of_the_training_leaves_the_rank_readable() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.end_training()
+    assert accelerator.is_main_process
+    assert (accelerator.state.num_processes, accelerator.state.process_index) == (1, 0)
 
 
 def test_only_plug_ins_in_use_are_attributes() -> None:

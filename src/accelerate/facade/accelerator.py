@@ -309,7 +309,7 @@ class Accelerator(ProcessMixin):
     @property
     def world(self) -> World:
         """The world (process group and device) that this ``Accelerator`` was made in."""
-        return self._runtime.world
+        return self.state.world
 
     @property
     def distributed_type(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accelerate import device as devices
@@ -180,9 +181,11 @@ class AcceleratorState(ProcessMixin):
     """
 
     _current: ClassVar[AcceleratorState | None] = None
+    _instances: ClassVar[weakref.WeakSet[AcceleratorState]] = weakref.WeakSet()
     _shared_state = _SharedStateDescriptor()
 
     _partial: PartialState
+    _world: World
     _mixed_precision: str
     distributed_type: DistributedType
     dynamo_plugin: Any
@@ -217,6 +220,7 @@ class AcceleratorState(ProcessMixin):
             )
         state = super().__new__(cls)
         state._partial = PartialState(cpu=cpu, **kwargs)
+        state._world = state._partial.world
         loaded = load_settings(PrecisionSettings, code={"mixed_precision": mixed_precision})
         state._mixed_precision = loaded.value.mixed_precision or "no"
         state.distributed_type = state._partial.distributed_type
@@ -224,10 +228,17 @@ class AcceleratorState(ProcessMixin):
         state.device_mesh = None
         state.deepspeed_plugins = state.torch_tp_plugin = None
         cls._current = state
+        cls._instances.add(state)
         return state
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of ``PartialState``."""
+        if not vars(self):
+            raise _ClosedWorldAttributeError(
+                f"there is no open world any more for {name} of this Accelerator",
+                why="AcceleratorState._reset_state() was called after it was made",
+                fix="create an Accelerator anew, and prepare the objects with it",
+            )
         if name.startswith("_") or not hasattr(PartialState, name):
             raise AttributeError(f"'AcceleratorState' object has no attribute {name!r}", name=name)
         return getattr(self._partial, name)
@@ -237,8 +248,12 @@ class AcceleratorState(ProcessMixin):
 
     @property
     def world(self) -> World:
-        """The open world."""
-        return self._partial.world
+        """The world that was open when it was made; ``end_training`` leaves it readable.
+
+        Raises:
+            WorldError: ``_reset_state`` was called; also an ``AttributeError``, as in 1.x.
+        """
+        return self._world
 
     @property
     def initialized(self) -> bool:
@@ -297,6 +312,8 @@ class AcceleratorState(ProcessMixin):
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
         AcceleratorState._current = None
+        for state in list(AcceleratorState._instances):
+            vars(state).clear()
         if reset_partial_state:
             PartialState._reset_state()
 
