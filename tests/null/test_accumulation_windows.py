@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -354,3 +356,31 @@ def test_a_loaded_checkpoint_ends_the_window_that_is_open(tmp_path: Path) -> Non
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.ones(1, 1)).sum())
     assert model.weight.grad.tolist() == [[0.5]]  # type: ignore[union-attr]
+
+
+def test_the_gradient_state_does_not_outlive_its_loader() -> None:
+    """1.15 keeps a loader that a loop left early: it stays active, and is the one of the next loops."""
+    accelerator, *_ = line()
+    state, outer, inner = accelerator.gradient_state, *accelerator.prepare(numbers(5), numbers(3))
+
+    def seen() -> tuple[Any, bool, int, bool]:
+        return state.active_dataloader, state.in_dataloader, state.remainder, state.end_of_dataloader
+
+    nothing = (None, False, -1, False)
+    for _ in outer:
+        for _ in inner:
+            assert seen()[0] is inner
+            break
+        assert seen()[0] is outer
+        break
+    assert seen() == nothing
+    batches = iter(outer)
+    next(batches)
+    assert seen()[:2] == (outer, True)
+    del batches
+    assert seen() == nothing
+    gone = weakref.ref(outer)
+    accelerator.free_memory()
+    del outer, _
+    gc.collect()
+    assert gone() is None
