@@ -1,4 +1,4 @@
-"""What this package uses of torch beyond its public interface: one table, by subject.
+"""The private names of torch that this package uses: one table, by subject.
 
 Every entry has the versions that have it, the files that use it, and what happens where it is missing. A
 newer torch than any that was tried is looked at once, when a subject is set up: ``require`` refuses it if a

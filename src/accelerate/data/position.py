@@ -59,7 +59,7 @@ class FetchedBatch(NamedTuple):
 
 
 class FetchLayout(NamedTuple):
-    """How the batches of a loader are read: the order of a stream depends on it.
+    """The way in which the batches of a loader are read: the order of a stream depends on it.
 
     Attributes:
         workers: number of worker processes; None where an older checkpoint does not say it.

@@ -92,7 +92,7 @@ class OptionReporter:
 
     @property
     def strict(self) -> bool:
-        """Whether an option that cannot be applied is an error."""
+        """True when an option that cannot be applied is an error."""
         return self._settings.strict
 
     def collect(self) -> OptionReport:

@@ -1,4 +1,4 @@
-"""What all ranks must have alike: optimizers when they are prepared, replicas when a checkpoint is saved."""
+"""The comparison of ranks: of optimizers when they are prepared, of replicas when a checkpoint is saved."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def _describe_device_limit(
 
 
 def count_cores(machine: DeviceProbeHost) -> int:
-    """How many cores this process may use: those it is bound to, and no more than its container's share.
+    """The number of cores for this process: those it is bound to, and no more than its container's share.
 
     The share is ``quota / period`` of cgroup v2's ``cpu.max``. Source: kernel.org, admin-guide/cgroup-v2.
     """

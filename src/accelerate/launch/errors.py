@@ -1,4 +1,4 @@
-"""How a launched job failed, as an error."""
+"""The error of a launched job that failed."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ class LaunchRequest:
 
     @property
     def local_processes(self) -> SettingOrigin:
-        """How many processes each machine starts, and who says so: a number, a word, or None.
+        """The number of processes of each machine, and who says so: a number, a word, or None.
 
         ``num_processes`` counts those of all machines, ``nproc_per_node`` those of each. Of two sources the
         stronger one wins, as for any setting.

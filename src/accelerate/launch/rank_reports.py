@@ -40,7 +40,7 @@ _HINTS: dict[int, str] = {
 
 @frozen_dataclass
 class RankFailure:
-    """How one rank failed.
+    """The failure of one rank.
 
     Attributes:
         rank: its rank.
@@ -160,7 +160,7 @@ def read_error_file(folder: Path, rank: int) -> RankFailure | None:
 
 
 def read_failure(end: ProcessExit, folder: Path) -> RankFailure:
-    """How a rank failed, by its exit code and what it left."""
+    """Read the failure of a rank from its exit code and what it left."""
     failure, fault = read_error_file(folder, end.rank), fault_file(folder, end.rank)
     if failure is not None:
         # It was about to end with that code. What its libraries did while it shut down is not the news.

@@ -61,7 +61,7 @@ class GracefulStopRegistration:
 
 @frozen_dataclass
 class ProcessExit:
-    """How one process ended.
+    """The end of one process.
 
     Attributes:
         rank: its rank.
@@ -80,7 +80,7 @@ class ProcessExit:
 
 @dataclass
 class JobOutcome:
-    """How a job ended: the end of each process, in the order it was seen, and the signal that stopped it.
+    """The end of a job: that of each process, in the order it was seen, and the signal that stopped it.
 
     Attributes:
         stopped_gracefully: all ranks had announced a graceful stop on that signal, and none was killed.

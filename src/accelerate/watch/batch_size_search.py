@@ -179,7 +179,7 @@ def _restore(states: dict[str, Any]) -> None:
 
 
 class _TrialResult(NamedTuple):
-    """What a rank tells the others of an attempt.
+    """The result of an attempt on one rank, for the others.
 
     Attributes:
         outcome: how it ended.

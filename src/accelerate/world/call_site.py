@@ -1,4 +1,4 @@
-"""Where a thread is: its line of user code, and the call of torch that it waits in."""
+"""The place of a thread: its line of user code, and the call of torch that it waits in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of the other ranks: what they are doing, asked for through the store, and whether they run.
+"""The processes of the other ranks: their stacks, asked for through the store, and whether they run.
 
 A rank publishes its process once. One that waits for others asks for their stacks; the watchdog thread of
 each answers. Whoever does not answer is looked up among the processes of this machine.
@@ -21,7 +21,7 @@ MAX_RANKS = 8  # ranks that are asked, or looked up, at a time
 
 
 class PeerProcesses:
-    """What this rank knows of the processes of the others.
+    """The processes of the other ranks, as far as this rank knows them.
 
     Args:
         store: which all ranks share.

@@ -1,4 +1,4 @@
-"""Which questions the wizard asks, in which order: pages made of the declared settings.
+"""The questions of the wizard, in their order: pages made of the declared settings.
 
 A setting is asked about if its declaration has a ``question``, so a new one needs no line here. Settings
 without a table of their own come first. A class with a ``__section__`` is a page: the options of a strategy
@@ -306,7 +306,7 @@ def _ask_settings(answers: WizardAnswers, names: Sequence[str]) -> QuestionFlow:
 
 
 def _default_processes(answers: WizardAnswers) -> str:
-    """How many processes to offer: two on a CPU, else one per device; "" where none is known."""
+    """The number of processes to offer: two on a CPU, else one per device; "" where none is known."""
     if answers.value("use_cpu"):
         return "2"
     fewest = str(answers.value("num_machines")).partition(":")[0]

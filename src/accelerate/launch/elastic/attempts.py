@@ -183,6 +183,6 @@ def run_with_restarts(
 
 
 def describe_failure(error: RankError) -> str:
-    """How an attempt failed, in one line: with the last line of the traceback, if there is one."""
+    """The failure of an attempt, in one line: with the last line of the traceback, if there is one."""
     lines = error.traceback.strip().splitlines()
     return f"{error.what}: {lines[-1]}" if lines else error.what

@@ -257,7 +257,7 @@ class MultiMachineAttemptRunner:
         return self.verdict is not None or self.agent.seconds_silent > self.timeout
 
     def _attempt_result(self, attempt: LocalAttempt) -> Message:
-        """How the processes here ended, for the other machines."""
+        """The ends of the processes here, for the other machines."""
         error, outcome = self.error, attempt.outcome
         if error is None:
             return {"result": "ok"}

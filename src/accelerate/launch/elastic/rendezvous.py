@@ -1,4 +1,4 @@
-"""How machines meet: numbered from the start, or as they come. Used by the agent only, which may wait."""
+"""The rendezvous of machines: numbered from the start, or as they come. Used by the agent only, which may wait."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class StaticRendezvous:
         )
 
     def num_machines_waiting(self) -> int:
-        """How many machines want to join: all are there."""
+        """The number of machines that want to join: all are there."""
         return 0
 
     def shutdown(self) -> None:
@@ -157,7 +157,7 @@ class DynamicRendezvous:
         return RendezvousInfo(info.store, info.rank, info.world_size, self.address or self.host)
 
     def num_machines_waiting(self) -> int:
-        """How many machines want to join."""
+        """The number of machines that want to join."""
         waiting: int = self.handler.num_nodes_waiting()
         return waiting
 

@@ -67,7 +67,7 @@ class HostSlots:
 
 @frozen_dataclass
 class MpiFamily:
-    """How one family of ``mpirun`` is told what to start.
+    """The command line of one family of ``mpirun``.
 
     Attributes:
         name: of the family.
@@ -261,7 +261,7 @@ def _parse_hosts(text: str) -> Iterator[HostSlots]:
 
 
 def _count_processes(request: LaunchRequest, hosts: Sequence[HostSlots]) -> int:
-    """How many processes to start: as many as asked for, or as the machines take.
+    """The number of processes to start: as many as asked for, or as the machines take.
 
     Raises:
         SettingError: there are fewer than machines.

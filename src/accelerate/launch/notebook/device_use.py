@@ -1,4 +1,4 @@
-"""Which line of a notebook was the first to use a device, for the error that it makes.
+"""The line of a notebook that was the first to use a device, for the error that it makes.
 
 A process that has used a device cannot be copied to others that use it. When functions cannot be sent, that
 is an error, and whoever reads it wants to know which line it was. So, in a notebook, from the first use of a

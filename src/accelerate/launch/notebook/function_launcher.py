@@ -61,7 +61,7 @@ class FunctionError(RankError):
 
 @frozen_dataclass
 class FunctionLauncher:
-    """How a function is called.
+    """The call of a function on ranks.
 
     Attributes:
         processes: on how many processes.
@@ -103,7 +103,7 @@ class FunctionLauncher:
     def _create_transport(
         self, function: Callable[..., Any], args: tuple[Any, ...], folder: Path
     ) -> FunctionTransport:
-        """How the ranks get the function: they read it, or are copies of this process."""
+        """Make the transport of the function: the ranks read it, or are copies of this process."""
         try:
             payload.write_payload(folder / "parcel", function, args)
         except payload.UnpicklableFunctionError as error:
@@ -165,7 +165,7 @@ def _why_no_copies() -> str:
 
 @frozen_dataclass
 class FunctionTransport:
-    """How ranks get a function: from a parcel, or because they are copies of this process.
+    """The way of a function to the ranks: in a parcel, or because they are copies of this process.
 
     Attributes:
         function: for copies.
@@ -194,7 +194,7 @@ class FunctionTransport:
 
 @frozen_dataclass
 class NotebookRendezvousConfig:
-    """How the machines of a job find each other.
+    """The place where the machines of a job find each other.
 
     Attributes:
         machines: how many they are.

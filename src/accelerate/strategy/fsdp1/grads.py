@@ -80,12 +80,14 @@ def load_gradients(wrapped_model: FSDP1WrappedModel, gradients: Mapping[str, tor
     in_units = set[str]()
     for unit in wrapped_model.flat_params:
         in_units.update(name for slot in unit.slots for name in slot.names)
-        found = [(slot, gradients[n]) for slot in unit.slots for n in slot.names[:1] if n in gradients]
-        if not found:
+        saved_gradients = [
+            (slot, gradients[n]) for slot in unit.slots for n in slot.names[:1] if n in gradients
+        ]
+        if not saved_gradients:
             continue
         values = unit.local_values()
         local = torch.zeros_like(values)
-        for slot, whole in found:
+        for slot, whole in saved_gradients:
             low, high = unit.local_range(slot)
             unit.local_piece(slot, local).copy_(whole.reshape(-1)[low:high])
         unit.flat.grad = local

@@ -1,4 +1,4 @@
-"""Which rank reads which samples and computes which part of them; for strategies with model parallelism."""
+"""The samples that each rank reads, and the part of them that it computes, under model parallelism."""
 
 from __future__ import annotations
 

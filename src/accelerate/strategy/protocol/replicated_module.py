@@ -26,7 +26,7 @@ from accelerate.core.user_warning import warn_user
 
 
 class ReplicaProgress:
-    """What has happened to one replica, so that gradients which torch's reducer does not see are noticed.
+    """The events of one replica, by which gradients are noticed that torch's reducer does not see.
 
     Attributes:
         replica: a weak reference to torch's object.
@@ -145,7 +145,7 @@ def _note_module(name: str) -> None:
 
 
 def _require_backward_grad_sync(self: ReplicatedModule) -> bool:
-    """Whether the next backward all-reduces gradients."""
+    """Return True when the next backward all-reduces gradients."""
     return self._replica.require_backward_grad_sync
 
 
