@@ -1,6 +1,7 @@
 # Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
+from accelerate.data.active_loaders import DataLoaderStateMixin as DataLoaderStateMixin
 from accelerate.data.batch_sampler_shard import BatchSamplerShard as BatchSamplerShard
 from accelerate.data.batch_sampler_shard import SeedableRandomSampler as SeedableRandomSampler
 from accelerate.data.batch_sampler_shard import SkipBatchSampler as SkipBatchSampler
@@ -8,7 +9,6 @@ from accelerate.data.dispatch import DataLoaderDispatcher as DataLoaderDispatche
 from accelerate.data.iterable_dataset import IterableDatasetShard as IterableDatasetShard
 from accelerate.data.loader import DataLoaderAdapter as DataLoaderAdapter
 from accelerate.data.loader import DataLoaderShard as DataLoaderShard
-from accelerate.data.loader import DataLoaderStateMixin as DataLoaderStateMixin
 from accelerate.data.loader import SkipDataLoader as SkipDataLoader
 from accelerate.data.loader import get_sampler as get_sampler
 from accelerate.data.loader import skip_first_batches as skip_first_batches

@@ -69,9 +69,9 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "save_custom_state"
     ),
     "accelerate.data_loader": exports(
-        "data.loader: DataLoaderAdapter DataLoaderShard DataLoaderStateMixin SkipDataLoader get_sampler "
-        "skip_first_batches"
+        "data.loader: DataLoaderAdapter DataLoaderShard SkipDataLoader get_sampler skip_first_batches"
     )
+    | exports("data.active_loaders: DataLoaderStateMixin")
     | exports("data.prepare: prepare_data_loader")
     | exports("data.dispatch: DataLoaderDispatcher")
     | exports("data.batch_sampler_shard: BatchSamplerShard SeedableRandomSampler SkipBatchSampler")

@@ -30,6 +30,7 @@ from torch.utils.data import (
 from accelerate.core.errors import PrepareError
 from accelerate.data.batch_sampler_shard import slicer_for
 from accelerate.data.data_order_rng import RNGSnapshot
+from accelerate.data.loader import make_stateful
 from accelerate.data.sample_order import draw, draw_seed, finish, mark_last, single_steps, skip_items
 from accelerate.data_loader import BatchSamplerShard, prepare_data_loader, skip_first_batches
 from tests.support.interrupted import (
@@ -52,7 +53,7 @@ def interrupted(
     kind: str, workers: int, size: int, rank: int, how: str, persistent: bool = False, points: Any = POINTS
 ) -> None:
     def new() -> Any:
-        return prepared(kind, workers, size, rank, persistent)
+        return _stateful(prepared(kind, workers, size, rank, persistent), how)
 
     whole, _ = seeded(lambda: train(new()))
     for epoch, at in points:
@@ -62,7 +63,7 @@ def interrupted(
         if at == "last" and how in ("plain", "stateful"):
             # Nothing is left of that epoch: a loader that is iterated as it is gives the next one.
             checkpoint = replace(checkpoint, epoch=epoch + 1, step=0)
-        after, _ = seeded(lambda c=checkpoint: train(_stateful(new(), how), since=c, how=how), seed=99)
+        after, _ = seeded(lambda c=checkpoint: train(new(), since=c, how=how), seed=99)
         joined = [a + b for a, b in zip(before, after, strict=True)]
         if how == "plain" and at not in (0, -1, "last"):
             # What is stepped over is fetched again, so the random numbers have moved on.
@@ -73,6 +74,8 @@ def interrupted(
 
 def _stateful(loader: Any, how: str) -> Any:
     loader.use_stateful_dataloader = how == "stateful"
+    if how == "stateful" and not hasattr(loader.base_dataloader, "next_iter_state"):
+        make_stateful(loader)
     return loader
 
 

@@ -74,6 +74,7 @@ class TrainingStateReader:
     missing: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     step: int | None = None
+    _stateful_count: int = field(default=0, init=False)
     _undo: list[Callable[[], Any]] = field(default_factory=list, init=False)
     _again: list[tuple[str, Callable[[], Any]]] = field(default_factory=list, init=False)
 
@@ -83,6 +84,7 @@ class TrainingStateReader:
         Raises:
             CheckpointError: a file is missing or cannot be read.
         """
+        self._stateful_count = len(contents.stateful_loaders)
         for each in contents.objects().values():
             if self._read_sharded(each):
                 continue
@@ -259,7 +261,8 @@ class TrainingStateReader:
             file = each.kind.file(each.index, 0)
         path = self.folder / file
         if not path.is_file():
-            self._report_missing(file, label)
+            if each.category != "stateful_loaders":  # the position of the loader may be saved alone
+                self._report_missing(file, label)
             return
         kwargs = {"map_location": self.map_location, **self.load_kwargs}
         if (
@@ -326,7 +329,14 @@ class TrainingStateReader:
             load = partial(each.item.load_state_dict, saved[each.index])
             self.trials.append((f"put {each.label} to its position", load, each.item))
         elif self.manifest is None:
-            self.notes.append(f"the position of {each.label} is not saved: it starts anew")
+            file = layout.loader_file(each.index)
+            if not (self.folder / file).is_file():
+                self.notes.append(f"the position of {each.label} is not saved: it starts anew")
+            elif each.index >= self._stateful_count:
+                self.notes.append(
+                    f"{each.label} starts anew: its position is in {file}, which is loaded with "
+                    "DataLoaderConfiguration(use_stateful_dataloader=True)"
+                )
         else:
             self._report_missing(layout.MANIFEST_NAME, f"the position of {each.label}")
 

@@ -1,10 +1,12 @@
-"""The stack of prepared loaders in iteration; the innermost one is the current one."""
+"""The stack of prepared loaders in iteration, with the innermost one the current one; their attributes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 from weakref import ReferenceType, ref
+
+from accelerate.data.position import FetchedBatch
 
 
 class ActiveLoaders:
@@ -43,3 +45,50 @@ class ActiveLoaders:
 
 # The stack of loaders that no Accelerator prepared.
 UNOWNED = ActiveLoaders()
+
+
+class DataLoaderStateMixin:
+    """The public attributes of a prepared loader during iteration.
+
+    Attributes:
+        end_of_dataloader: the current batch is the last one.
+        remainder: real samples of a filled last step, of all ranks; -1 when unknown or when nothing is
+            filled.
+        real: samples of the current batch of this process that are not fillers; None when unknown, or all.
+        batch_samples: samples of that batch with fillers; None when unknown.
+        has_fillers: the current step may contain fillers, on some process.
+        micro_steps: accumulation steps since the current batch was given.
+        micro_steps_before: the same for the batch before, 0 before there was one.
+    """
+
+    end_of_dataloader: bool = False
+    remainder: int = -1
+    real: int | None = None
+    batch_samples: int | None = None
+    has_fillers: bool = False
+    micro_steps: int = 0
+    micro_steps_before: int = 0
+    active: ActiveLoaders = UNOWNED
+    records_loader_state: bool = False  # see ``Epoch``
+    gradient_state: Any = None  # that of the Accelerator that prepared it
+
+    def reset(self) -> None:
+        """Reset the attributes before an epoch."""
+        self.end_of_dataloader = False
+        self.remainder = -1
+        self.real, self.batch_samples, self.has_fillers = None, None, False
+
+    def show_batch(self, fetched: FetchedBatch) -> None:
+        """Set the attributes for the batch that is given to the loop next."""
+        self.real, self.batch_samples, self.has_fillers = fetched.real, fetched.size, fetched.remainder != 0
+        if fetched.last:
+            self.end_of_dataloader, self.remainder = True, fetched.remainder
+
+    def begin(self) -> None:
+        """Begin an epoch."""
+        self.reset()
+        self.active.add(self)
+
+    def end(self) -> None:
+        """End an epoch, complete or broken off."""
+        self.active.remove(self)

@@ -12,6 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -41,7 +42,7 @@ from accelerate.data.sample_order import (
     skip_items,
 )
 from accelerate.data.sharding_detection import check_first_batch
-from accelerate.data.stream_resume import resume_stream
+from accelerate.data.stream_resume import read_loader_state, restore_loader_state, resume_stream
 from accelerate.world import collective
 from accelerate.world.local_tensor_trees import ignorant_find_batch_size
 from accelerate.world.rng import derive, seed_host
@@ -55,8 +56,10 @@ def fetches_by_index(loader: DataLoader[Any]) -> bool:
 
 
 def uses_torch_iterator(loader: DataLoader[Any]) -> bool:
-    """Return True if a loader uses torch's own iterator."""
-    kind = type(loader)
+    """Return True if a loader uses torch's own iterator, or torchdata's for given indices."""
+    kind: Any = type(loader)
+    if getattr(kind, "fetches_given_indices", False):
+        return True
     return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
 
 
@@ -115,6 +118,14 @@ class PresetIndexSampler(Sampler[Any]):
     def __len__(self) -> int:
         return len(self.replaced_sampler)
 
+    # For torchdata: its indices are set where the epoch begins, so torchdata need not step over any.
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the position of the loader says where it is."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Leave the indices, which begin at the position of the loader."""
+
 
 @dataclass(frozen=True)
 class _WorkerSeedingIndices:
@@ -171,6 +182,7 @@ def fetch_batches(
         yield from indices if workers else _seed_fetches(indices, snapshots)
 
     index_sampler.upcoming = issue_indices()
+    restore_loader_state(indexed, epoch)
     iterator = iter(indexed)
     if inside:
         torch.default_generator.set_state(outside)
@@ -341,15 +353,24 @@ def _walk_steps(
 
 
 class _BatchesWithSteps:
-    """The batches of a loader with its own iteration, each with the step that its indices were taken for."""
+    """The batches of a loader with its own iteration, each with the step that its indices were taken for.
 
-    def __init__(self, items: Iterable[Any], shard: BatchSamplerShard | None) -> None:
-        self.items, self.shard = items, shard
+    With ``read_state``, also with the state of torchdata's loader after it.
+    """
 
-    def __iter__(self) -> Iterator[tuple[Any, StepSampleIndices | None]]:
+    def __init__(
+        self,
+        items: Iterable[Any],
+        shard: BatchSamplerShard | None,
+        read_state: Callable[[], Any] | None,
+    ) -> None:
+        self.items, self.shard, self.read_state = items, shard, read_state
+
+    def __iter__(self) -> Iterator[tuple[Any, StepSampleIndices | None, Any]]:
         for batch in self.items:
             taken = None if self.shard is None else self.shard.taken_steps
-            yield batch, taken.popleft() if taken else None
+            state = None if self.read_state is None else self.read_state()
+            yield batch, taken.popleft() if taken else None, state
 
 
 class _EpochSeedingWorkerStream:
@@ -412,11 +433,15 @@ def stream_batches(
     )
     order_state = epoch.order_state if epoch.is_resumed else None
     items, count = _select_items(base, generators, epoch, step)
+    if epoch.restored_state is not None and items is base and restore_loader_state(base, epoch):
+        count = 0
     if items is base and index_loader and base.persistent_workers and stream and uses_torch_iterator(base):
         items = _EpochSeedingWorkerStream(base, *index_loader, epoch)
     isolate = base.num_workers == 0 or not stream
+    loaders = [index_loader[0], base] if index_loader else [base]
+    read_state = partial(read_loader_state, *loaders) if epoch.records_loader_state else None
     batches, epoch.order_state = open_walk(
-        _BatchesWithSteps(items, None if stream else find_shard(base)),
+        _BatchesWithSteps(items, None if stream else find_shard(base), read_state),
         generators,
         broadcast=broadcast,
         order_state=order_state,
@@ -424,7 +449,7 @@ def stream_batches(
     )
     upcoming = next(islice(batches, count, None), END)
     while upcoming is not END:
-        (batch, taken), upcoming = upcoming, next(batches, END)
+        (batch, taken, epoch.loader_state), upcoming = upcoming, next(batches, END)
         yield batch, upcoming is END, taken
 
 

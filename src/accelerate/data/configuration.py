@@ -29,7 +29,8 @@ class DataLoaderConfiguration:
             has where it is sharded already (by a ``DistributedSampler``, ``split_dataset_by_node``, a sampler
             or stream that knows its rank), and says so.
         use_stateful_dataloader: after a checkpoint is loaded, a loader goes on by itself where it was in its
-            epoch, instead of beginning that epoch again for ``skip_first_batches``. Torchdata is not needed.
+            epoch, instead of beginning that epoch again for ``skip_first_batches``. Where torchdata is
+            installed, loaders are instances of its ``StatefulDataLoader``, and ``state_dict`` has its form.
     """
 
     split_batches: bool = False

@@ -147,6 +147,11 @@ class DataLoaderDispatcher(DataLoaderShard):
         return 1 if whole or self.split_batches else self._num_processes
 
     @property
+    def reads_ahead(self) -> bool:
+        """True where rank 0 sends: it reads some steps ahead."""
+        return self._num_processes > 1
+
+    @property
     def _loader_id(self) -> int:
         return zlib.crc32(self._name.encode())
 

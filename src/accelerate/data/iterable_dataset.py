@@ -15,6 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate.core.errors import PrepareError
 
+# By these torchdata knows data with a state of its own.
+STATE_METHODS = ("state_dict", "load_state_dict")
+
 
 class FillerMarkedSample(NamedTuple):
     """A sample of an incomplete step.
@@ -119,7 +122,8 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.last_real: int | None = None
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._own or name.startswith("__"):
+        # The stream is ahead of this process's samples, so its state is none of this object.
+        if name in self._own or name.startswith("__") or name in STATE_METHODS:
             raise AttributeError(name)
         return getattr(self.dataset, name)
 

@@ -7,6 +7,7 @@ shard it, a shallow copy gets another batch sampler; nothing is iterated or draw
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from accelerate.data.active_loaders import UNOWNED, ActiveLoaders
+from accelerate.data.active_loaders import DataLoaderStateMixin
 from accelerate.data.batch_sampler_shard import SkipBatchSampler, slicer_for
 from accelerate.data.batch_source import (
     PresetIndexSampler,
@@ -38,51 +39,7 @@ from accelerate.data.sample_order import count_samples, inner_sampler, sampler_c
 from accelerate.world.local_tensor_trees import ignorant_find_batch_size, send_to_device
 from accelerate.world.rng import synchronize_rng_states
 
-
-class DataLoaderStateMixin:
-    """The public attributes of a prepared loader during iteration.
-
-    Attributes:
-        end_of_dataloader: the current batch is the last one.
-        remainder: real samples of a filled last step, of all ranks; -1 when unknown or when nothing is
-            filled.
-        real: samples of the current batch of this process that are not fillers; None when unknown, or all.
-        batch_samples: samples of that batch with fillers; None when unknown.
-        has_fillers: the current step may contain fillers, on some process.
-        micro_steps: accumulation steps since the current batch was given.
-        micro_steps_before: the same for the batch before, 0 before there was one.
-    """
-
-    end_of_dataloader: bool = False
-    remainder: int = -1
-    real: int | None = None
-    batch_samples: int | None = None
-    has_fillers: bool = False
-    micro_steps: int = 0
-    micro_steps_before: int = 0
-    active: ActiveLoaders = UNOWNED
-    gradient_state: Any = None  # that of the Accelerator that prepared it
-
-    def reset(self) -> None:
-        """Reset the attributes before an epoch."""
-        self.end_of_dataloader = False
-        self.remainder = -1
-        self.real, self.batch_samples, self.has_fillers = None, None, False
-
-    def show_batch(self, fetched: FetchedBatch) -> None:
-        """Set the attributes for the batch that is given to the loop next."""
-        self.real, self.batch_samples, self.has_fillers = fetched.real, fetched.size, fetched.remainder != 0
-        if fetched.last:
-            self.end_of_dataloader, self.remainder = True, fetched.remainder
-
-    def begin(self) -> None:
-        """Begin an epoch."""
-        self.reset()
-        self.active.add(self)
-
-    def end(self) -> None:
-        """End an epoch, complete or broken off."""
-        self.active.remove(self)
+_logger = logging.getLogger(__name__)
 
 
 class DataLoaderAdapter(DataLoader[Any]):
@@ -95,6 +52,8 @@ class DataLoaderAdapter(DataLoader[Any]):
     ) -> None:
         self.base_dataloader = DataLoader(dataset, batch_sampler=batch_sampler, **kwargs)
         self.use_stateful_dataloader = use_stateful_dataloader
+        if use_stateful_dataloader:
+            make_stateful(self)
 
     def __getattr__(self, name: str) -> Any:
         if name == "base_dataloader" or name.startswith("_DataLoader__"):
@@ -121,6 +80,21 @@ class DataLoaderAdapter(DataLoader[Any]):
     @property
     def _iterator(self) -> Any:  # type: ignore[override]
         return self.base_dataloader._iterator
+
+
+def make_stateful(loader: DataLoaderAdapter) -> None:
+    """Make a loader, and its base, instances of torchdata's ``StatefulDataLoader``, if that is installed."""
+    try:
+        from accelerate.data import stateful_loader
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "torchdata":
+            raise
+        _logger.warning(
+            "torchdata is not installed: loaders go on where they were saved all the same, but are no "
+            "StatefulDataLoader of torchdata and have no state_dict in its form (pip install torchdata)"
+        )
+        return
+    stateful_loader.convert(loader)
 
 
 class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
@@ -258,7 +232,9 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             return
         if record is not None and self.use_stateful_dataloader and not (inside or record.complete):
             skip, inside = EpochSkip(record.batches, record.samples), True
+        skip = skip or EpochSkip(self.position.counted_batches)
         epoch = self.position.begin(skip, isolated=inside)
+        epoch.records_loader_state = self.records_loader_state
         self._set_epochs(epoch.number)
         self.begin()
         if self.rng_types is not None and not (inside and epoch.is_resumed):
@@ -380,6 +356,11 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         return 1
 
     @property
+    def reads_ahead(self) -> bool:
+        """True if the data is read ahead of the batch in hand by this object, beside its workers."""
+        return False
+
+    @property
     def _count_text(self) -> str:
         try:
             return str(self.total_dataset_length)
@@ -439,6 +420,9 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         """
         self.position.load_state_dict(state_dict, loader_generators(self._full_base))
         self._set_epochs(self.iteration)
+
+    # For loaders of torchdata, whose state_dict has another form.
+    position_state, load_position = state_dict, load_state_dict
 
     def get_sampler(self) -> Any:
         """Return the sampler of single indices."""

@@ -107,6 +107,9 @@ class Epoch:
             number of batches.
         length: samples of the whole order, where known.
         data_shard: the data shard that this process reads, where several read the same.
+        records_loader_state: record the state of torchdata's loader for each batch, in
+        loader_state: that of the batch in hand, of a stream or a loader with its own iteration.
+        restored_state: a state for torchdata's iterator to begin with, if data or samplers have their own.
         row_multiples: for outputs with a multiple of the batch's rows that were gathered for metrics: the
             last step in which there was one, and the steps between them, 0 if these differ.
     """
@@ -129,6 +132,9 @@ class Epoch:
     skipped: list[int] = field(default_factory=list)
     length: int | None = None
     data_shard: DataShard | None = None
+    records_loader_state: bool = False
+    loader_state: dict[str, Any] | None = None
+    restored_state: dict[str, Any] | None = None
     row_multiples: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
@@ -157,6 +163,9 @@ class LoaderPosition:
         current: the newest iteration, or None.
         record: the epoch of a loaded checkpoint, as long as the loader has not come further.
         data_shard: see ``Epoch``.
+        torchdata_state: a loaded state of torchdata's loader, until an epoch begins;
+        counted_batches: how many batches it counts, where it is no position; and
+        restored_state: see ``Epoch``.
     """
 
     def __init__(self, iteration: int = 0) -> None:
@@ -164,6 +173,9 @@ class LoaderPosition:
         self.current: Epoch | None = None
         self.record: Epoch | None = None
         self.data_shard: DataShard | None = None
+        self.torchdata_state: dict[str, Any] | None = None
+        self.counted_batches = 0
+        self.restored_state: dict[str, Any] | None = None
         self._workers_started = False
         self._loaded_state: dict[str, Any] = {}
 
@@ -197,6 +209,10 @@ class LoaderPosition:
                 fetches=record.fetches,
                 length=record.length,
             )
+        saved_batches = self.counted_batches if record is None else record.batches
+        if skip.batches == saved_batches:
+            epoch.restored_state = self.restored_state
+        self.torchdata_state, self.counted_batches, self.restored_state = None, 0, None
         self.current, self._workers_started = epoch, True
         return epoch
 
@@ -237,12 +253,13 @@ class LoaderPosition:
             state["in_progress"] = {"epoch": current.number, **current.state_dict()}
             begun = current.fetches or fetches
             done = current.batches - (current.skip.batches if current.skipped else 0)
-            state["fetches"] = fetches._replace(
+            layout = fetches._replace(
                 workers=fetches.workers if begun.workers is None else begun.workers,
                 persistent=begun.persistent,
                 skipped=current.skipped,
                 fetch_count=done * (step // fetches.samples),
             )
+            state["fetches"] = list(layout)
             state["epoch"] = max(self.iteration, current.number + current.complete)
         return state
 
@@ -253,6 +270,7 @@ class LoaderPosition:
             ValueError: the loader and its samplers hold other generators.
         """
         self.iteration, self.current, self.record = state["epoch"], None, None
+        self.torchdata_state, self.counted_batches, self.restored_state = None, 0, None
         if "in_progress" not in state:
             return
         self._workers_started = state["warm"]

@@ -15,7 +15,7 @@ from accelerate.data import sharding_detection
 from accelerate.data.batch_sampler_shard import BatchSamplerShard, SeedableRandomSampler, check_split
 from accelerate.data.dispatch import DataLoaderDispatcher
 from accelerate.data.iterable_dataset import CountingCollate, IterableDatasetShard, supports_marks
-from accelerate.data.loader import DataLoaderShard, copy_loader, get_sampler
+from accelerate.data.loader import DataLoaderShard, copy_loader, get_sampler, make_stateful
 from accelerate.data.rank_batches import SingleIndexSampler
 from accelerate.world import collective
 from accelerate.world.mesh_layout import mesh_data_shard
@@ -101,6 +101,8 @@ def prepare_data_loader(
         prepared.before_first_use = prepared.comparison
     prepared.rng_types = rng_types
     prepared.use_stateful_dataloader = use_stateful_dataloader
+    if use_stateful_dataloader:
+        make_stateful(prepared)
     if torch_device_mesh is not None and data_shard != world:
         prepared.set_data_shard(*data_shard)
     prepared.synchronized_generator = getattr(get_sampler(base), "generator", None)

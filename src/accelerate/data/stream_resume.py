@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accelerate.core.errors import PrepareError
-from accelerate.data.iterable_dataset import IterableDatasetShard
+from accelerate.data.iterable_dataset import STATE_METHODS, IterableDatasetShard
 from accelerate.data.position import Epoch, FetchLayout
 from accelerate.data.sample_order import END
 
@@ -34,7 +34,8 @@ class RemainingStream(IterableDataset[Any]):
         self.stream_iterator: Iterator[Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("stream", "skip_counts", "fetch_samples", "stream_iterator") or name.startswith("__"):
+        own = ("stream", "skip_counts", "fetch_samples", "stream_iterator", *STATE_METHODS)
+        if name in own or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.stream, name)
 
@@ -106,3 +107,19 @@ def _replace_stream(
         dataset.dataset = rest
     loader.__dict__.update(dataset=dataset, _iterator=None)
     return loader, rest
+
+
+def restore_loader_state(loader: Any, epoch: Epoch) -> bool:
+    """Let torchdata restore the states of the data, if there are any; return whether there are."""
+    state, epoch.restored_state = epoch.restored_state, None
+    if state is not None:
+        loader.load_state_dict(state)
+    return state is not None
+
+
+def read_loader_state(*loaders: Any) -> dict[str, Any] | None:
+    """Return the state of the first loader of torchdata that is being iterated, or None."""
+    for loader in loaders:
+        if hasattr(loader, "next_iter_state") and loader._iterator is not None:
+            return loader._iterator.state_dict()
+    return None

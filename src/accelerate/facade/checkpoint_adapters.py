@@ -58,6 +58,11 @@ def resolve_offloaded(state: Any) -> Any:
     return state
 
 
+def position_adapter(loader: Any) -> StatefulAdapter:
+    """Return the adapter of a loader's position, which a loader of torchdata has beside its state."""
+    return StatefulAdapter(type(loader).__name__, loader.position_state, loader.load_position)
+
+
 def optimizer_adapter(strategy: Strategy, optimizer: Any, models: Sequence[nn.Module]) -> Any:
     """Return the adapter of a prepared optimizer; one that is not torch's is saved as it is.
 

@@ -24,7 +24,12 @@ from accelerate.checkpoint.stateful import CheckpointContents
 from accelerate.checkpoint.weight_files import save_weights
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.core.user_warning import warn_user
-from accelerate.facade.checkpoint_adapters import model_adapter, optimizer_adapter, resolve_offloaded
+from accelerate.facade.checkpoint_adapters import (
+    model_adapter,
+    optimizer_adapter,
+    position_adapter,
+    resolve_offloaded,
+)
 from accelerate.facade.engine_checkpoint_import import engine_state_loaders
 from accelerate.facade.module_queries import extract_model_from_parallel
 from accelerate.facade.open_window import OpenWindow
@@ -231,7 +236,11 @@ class CheckpointManager:
             schedulers=list(self.prepared.schedulers),
             scaler=self.precision.scaler,
             custom=list(self.custom_objects),
-            loaders=list(self.prepared.loaders),
+            loaders=[
+                position_adapter(each) if each.use_stateful_dataloader else each
+                for each in self.prepared.loaders
+            ],
+            stateful_loaders=[each for each in self.prepared.loaders if each.use_stateful_dataloader],
             rng=rng,
             step=self.gradients.step,
             strategy=strategy.name,

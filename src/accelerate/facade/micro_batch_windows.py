@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import PrepareError
-from accelerate.data.loader import DataLoaderStateMixin
+from accelerate.data.active_loaders import DataLoaderStateMixin
 from accelerate.facade.gradient_state import GradientState
 from accelerate.facade.loss_weighting import scale_gradients
 from accelerate.strategy.base import Strategy
