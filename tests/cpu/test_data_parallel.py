@@ -76,6 +76,7 @@ class Owner(Net):
     def __init__(self) -> None:
         super().__init__()
         self.module = nn.Identity()
+        self.device = "set by the model"
 
     def no_sync(self) -> str:
         return "mine"
@@ -100,7 +101,12 @@ def members_of_the_wrapper() -> tuple[object, ...]:
         assert model.module is user
         assert model.module is user
     notes = [str(each.message) for each in caught]
+    assert (model.device, model.device_type) == (torch.device("cpu"), "cpu")
+    assert model.process_group.size() == 2
+    assert not model.static_graph
+    assert not hasattr(user, "device")
     owner = accelerator.prepare(Owner())
+    assert owner.device == "set by the model"
     assert isinstance(owner.module, nn.Identity)
     assert owner.no_sync() == "mine"
     assert not hasattr(accelerator.unwrap_model(model), "no_sync")

@@ -153,7 +153,16 @@ def _set_require_backward_grad_sync(self: ReplicatedModule, value: bool) -> None
     self._replica.require_backward_grad_sync = value
 
 
-_WRAPPER_MEMBERS: dict[str, Any] = {
+def _replica_property(name: str) -> property:
+    return property(lambda self: getattr(self._replica, name), doc=f"{name} of torch's wrapper.")
+
+
+# Facts that torch's wrapper has as attributes; programs read its device to place batches.
+_WRAPPER_FACTS = (
+    *("device", "device_type", "device_ids", "output_device", "process_group", "broadcast_buffers"),
+    *("find_unused_parameters", "gradient_as_bucket_view", "static_graph"),
+)
+_WRAPPER_MEMBERS: dict[str, Any] = {name: _replica_property(name) for name in _WRAPPER_FACTS} | {
     "no_sync": _no_sync,
     "module": property(_module),
     "require_backward_grad_sync": property(_require_backward_grad_sync, _set_require_backward_grad_sync),
