@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.support.ranks import RankServer, same_on_all
+from tests.support.torch_versions import is_torch
 
 # What the rank server imports once for this module.
 PRELOAD = ("transformers.models.bloom.modeling_bloom", "transformers.trainer", "peft")
@@ -316,6 +317,8 @@ def loads_in_place(folder: str) -> bool:
     assert any(not torch.equal(new, old) for new, old in zip(parts(), saved, strict=True))
     run[0].load_state(folder)
     assert all(torch.equal(new, old) for new, old in zip(parts(), saved, strict=True))
+    if is_torch("<2.10"):  # its FSDP2 pads a shard that is smaller than others anew after a load
+        return True
     return places == [tensor.data_ptr() for tensor in parts()]
 
 
