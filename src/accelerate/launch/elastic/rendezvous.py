@@ -1,4 +1,4 @@
-"""The rendezvous of machines: numbered from the start, or as they come. Used by the agent only, which may wait."""
+"""The rendezvous of machines, numbered from the start or as they come; used by the agent, which may wait."""
 
 from __future__ import annotations
 
