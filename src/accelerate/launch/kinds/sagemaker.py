@@ -21,7 +21,6 @@ from accelerate.launch.base import LaunchKind
 from accelerate.launch.launch_request import JobSettings, LaunchRequest
 from accelerate.launch.plan import LaunchPlan, PlannedCommand
 
-# Sections of files that say what a group of processes on SageMaker shares: its own library, no launcher.
 # Arguments of SageMaker's estimator that are keys of the file; the key.
 _COPIED_ARGUMENTS = {name: name for name in ("image_uri", "transformers_version", "pytorch_version")} | {
     "base_job_name": "base_job_name",
@@ -29,6 +28,7 @@ _COPIED_ARGUMENTS = {name: name for name in ("image_uri", "transformers_version"
     "py_version": "py_version",
     "role": "iam_role_name",
 }
+# Sections of files that say what a group of processes on SageMaker shares: its own library, no launcher.
 _DISTRIBUTIONS: dict[str, dict[str, Any]] = {
     "DATA_PARALLEL": {"smdistributed": {"dataparallel": {"enabled": True}}},
     "MODEL_PARALLEL": {"smdistributed": {"modelparallel": {"enabled": True}}, "mpi": {"enabled": True}},
