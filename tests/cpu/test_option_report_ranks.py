@@ -264,7 +264,7 @@ print("done\\n", end="", flush=True)
 
 def test_a_launch_reports_in_a_line() -> None:
     asked = ("--cpu", "-n", "2", "--mixed_precision", "bf16", "--dynamo_mode", "max-autotune")
-    result = launch(*asked, script_text=SCRIPT)
+    result = launch(*asked, "--effects", "line", script_text=SCRIPT)
     assert result.returncode == 0, result.output
     assert result.stdout == "done\n" * 2
     lines = [line for line in result.stderr.splitlines() if "pplied" in line]
@@ -276,16 +276,16 @@ def test_a_launch_reports_in_a_line() -> None:
     assert "--dynamo_mode max-autotune was not applied: no dynamo_backend is chosen" in lines[1]
 
 
-@pytest.mark.parametrize("flags", [["-q"], ["--effects", "none"]])
-def test_a_launch_that_is_to_say_nothing(flags: list[str]) -> None:
+@pytest.mark.parametrize("flags", [[], ["-q"], ["--effects", "none"], ["--strict", "-q"]])
+def test_a_launch_of_which_everything_was_applied_says_nothing(flags: list[str]) -> None:
     result = launch("--cpu", "-n", "1", "--mixed_precision", "bf16", *flags, script_text=SCRIPT)
     assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
 
 
 def test_a_launch_with_a_table(tmp_path: Any) -> None:
     config = tmp_path / "c.yaml"
-    config.write_text("mixed_precision: bf16\neffects: table\n")
-    result = launch("--cpu", "-n", "1", "--config_file", str(config), script_text=SCRIPT)
+    config.write_text("mixed_precision: bf16\n")
+    result = launch("--cpu", "-n", "1", "--config_file", str(config), "--explain", script_text=SCRIPT)
     assert result.returncode == 0, result.output
     row = next(line for line in result.stderr.splitlines() if line.startswith("mixed_precision=bf16"))
     assert row.split(maxsplit=2)[1] == "applied"
@@ -293,7 +293,9 @@ def test_a_launch_with_a_table(tmp_path: Any) -> None:
 
 
 def test_a_strict_launch() -> None:
-    """F15"""
+    """F15; one that has all says so in a line."""
+    good = launch("--cpu", "-n", "1", "--mixed_precision", "bf16", "--strict", script_text=SCRIPT)
+    assert good.stderr == "accelerate: applied: cpu=True, num_processes=1, mixed_precision=bf16\n"
     result = launch("--cpu", "-n", "2", "--dynamo_mode", "max-autotune", "--strict", script_text=SCRIPT)
     assert result.returncode != 0
     assert "--dynamo_mode max-autotune was not applied" in result.stderr

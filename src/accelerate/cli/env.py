@@ -147,7 +147,8 @@ PLUGIN = GroupedOptionsCommand(
     params=[
         click.Argument(["program"], nargs=-1, type=click.UNPROCESSED, metavar=""),
         click.Option(["--explain"], is_flag=True, help="every setting, its value, and where it comes from"),
-        *options(),
+        # Of a launch it is another flag.
+        *(option for option in options() if "--explain" not in option.opts),
     ],
     context_settings={"allow_interspersed_args": False, "max_content_width": 110},
     help=_HELP,

@@ -120,7 +120,8 @@ class OptionReport(list[OptionStatus]):
     @property
     def summary(self) -> str:
         """The report in one line: ``applied: a=1, b=2; not applied: c=3``; empty when nothing is known."""
-        names = {"applied": [e.assignment for e in self if e.applied]}
+        refused = {e.option for e in self if e.not_applied}
+        names = {"applied": [e.assignment for e in self if e.applied and e.option not in refused]}
         names["not applied"] = [e.assignment for e in self if e.not_applied]
         return "; ".join(f"{effect}: {', '.join(options)}" for effect, options in names.items() if options)
 

@@ -47,8 +47,18 @@ class OptionReportSettings:
         False, help="raise an error, instead of a warning, when a requested option cannot be applied"
     )
     effects: Literal["line", "table", "none"] | None = setting(
-        None, help="how to report on stderr which requested options were applied; a launch prints a line"
+        None,
+        help="how to report on stderr which requested options were applied; by default a line in a strict run, "
+        "else nothing: an option that cannot be applied is a warning",
     )
+    explain: bool = setting(
+        False, help="print a table of the requested options: which were applied, and why others were not"
+    )
+
+    @property
+    def report_style(self) -> str:
+        """Return how to print the report: ``line``, ``table`` or ``none``."""
+        return self.effects or ("table" if self.explain else "line" if self.strict else "none")
 
 
 def launcher_options() -> dict[str, RequestedOption]:

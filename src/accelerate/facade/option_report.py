@@ -297,8 +297,9 @@ class OptionReporter:
 
     def _print_report(self, fresh: list[OptionStatus]) -> None:
         report = OptionReport(fresh)
-        if report and self._settings.effects in ("line", "table"):
-            text = report.summary if self._settings.effects == "line" else f"\n{report}"
+        style = self._settings.report_style
+        if report and style != "none":
+            text = report.summary if style == "line" else f"\n{report}"
             if text not in _PRINTED:
                 _PRINTED.add(text)
                 print(f"accelerate: {text}", file=sys.stderr, flush=True)

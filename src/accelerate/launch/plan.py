@@ -173,5 +173,5 @@ def origin_variables(request: LaunchRequest) -> dict[str, str]:
         return {}
     import json
 
-    report = {} if request.settings.quiet or request.get("effects") else {"ACCELERATE_EFFECTS": "line"}
+    report = {"ACCELERATE_EFFECTS": "none"} if request.settings.quiet and not request.get("effects") else {}
     return {"ACCELERATE_ASKED": json.dumps(requested), **report}
