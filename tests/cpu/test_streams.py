@@ -99,3 +99,152 @@ def hugging_face(kind: str, dispatch: bool) -> list[int]:
 def test_hugging_face_datasets_give_each_sample_once(ranks: RankServer, kind: str, dispatch: bool) -> None:
     pytest.importorskip("datasets")
     assert same_on_all(ranks(2, hugging_face, kind, dispatch)) == list(range(9))
+
+
+NOTE: list[int] = []
+
+
+def rows_of(parts: list[range]) -> Iterator[dict[str, int]]:
+    for part in parts:
+        yield from ({"x": number} for number in part)
+
+
+def read(row: dict[str, int]) -> dict[str, int]:
+    NOTE.append(row["x"])
+    return row
+
+
+def in_files(count: int, files: int) -> Any:
+    """A stream of numbers in several files; what this process reads is in ``NOTE``."""
+    datasets = pytest.importorskip("datasets")
+    NOTE.clear()
+    parts = [range(file, count, files) for file in range(files)]
+    return datasets.IterableDataset.from_generator(rows_of, gen_kwargs={"parts": parts}).map(read)
+
+
+def by_files(
+    count: int, files: int, options: dict[str, Any], workers: int, drop_last: bool = False
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Return the rows that this rank reads, is given, and of those the real ones; and the gathered ones."""
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False, **options))
+    loader = accelerator.prepare(
+        DataLoader(in_files(count, files), 2, num_workers=workers, drop_last=drop_last)
+    )
+    given: list[int] = []
+    real: list[int] = []
+    gathered: list[int] = []
+    for batch in loader:
+        rows = batch["x"].tolist()
+        given += rows
+        real += rows[: loader.real]
+        if options.get("even_batches", True):
+            gathered += accelerator.gather_for_metrics(batch["x"]).tolist()
+    assert loader.end_of_dataloader or not given
+    return list(NOTE), given, real, gathered
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_rank_reads_its_files_alone(ranks: RankServer, workers: int) -> None:
+    """Files of other lengths, a rank with nothing, and the options; every row counts once."""
+    options: dict[str, Any]
+    for count, files, options in (
+        (19, 4, {}),
+        (19, 4, {"split_batches": True}),
+        (19, 4, {"even_batches": False}),
+        (1, 2, {}),
+    ):
+        parts = ranks(2, by_files, count, files, options, workers)
+        for rank, (read, given, real, gathered) in enumerate(parts):
+            if not workers:  # workers note what they read in their own memory
+                assert all(number % files % 2 == rank for number in read)
+            assert set(real) == {number for number in range(count) if number % files % 2 == rank}
+            if "even_batches" not in options:
+                assert sorted(gathered) == list(range(count))
+                assert len(given) == len(parts[0][1])
+        assert sorted(parts[0][2] + parts[1][2]) == list(range(count))
+
+
+def test_files_that_cannot_be_divided_are_read_by_all(ranks: RankServer) -> None:
+    for read, _, _, gathered in ranks(2, by_files, 9, 3, {}, 0):
+        assert sorted(read) == sorted(gathered) == list(range(9))
+
+
+def test_drop_last_ends_with_the_shortest_part(ranks: RankServer) -> None:
+    parts = ranks(2, by_files, 11, 2, {}, 0, True)
+    assert [given for _, given, _, _ in parts] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def resumed_by_files(
+    state: Any, steps: int, dispatch: bool | None = False, stateful: bool = False, workers: int = 0
+) -> tuple[list[int], Any, int]:
+    """Return the real rows of some steps after a state, the state then, and how many rows were read."""
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    options = DataLoaderConfiguration(dispatch_batches=dispatch, use_stateful_dataloader=stateful)
+    accelerator = Accelerator(dataloader_config=options)
+    loader: Any = accelerator.prepare(DataLoader(in_files(23, 4), 2, num_workers=workers))
+    batches = loader
+    if state is not None:
+        loader.load_state_dict(state)
+        batches = loader if stateful else accelerator.skip_first_batches(loader, None)
+    rows: list[int] = []
+    for number, batch in enumerate(batches, 1):
+        rows += batch["x"].tolist()[: loader.real]
+        if number == steps:
+            return rows, loader.state_dict(), len(NOTE)
+    return rows, None, len(NOTE)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_is_read_by_files_goes_on(ranks: RankServer, workers: int) -> None:
+    """On as many ranks, on one, dispatched, and from those; also twice in an epoch."""
+    more = (False, workers)
+    whole = [set(rows) for rows, _, _ in ranks(2, resumed_by_files, None, 99, False, *more)]
+    first = ranks(2, resumed_by_files, None, 2, False, *more)
+    state = first[0][1]
+    second = ranks(2, resumed_by_files, state, 1, False, *more)
+    third = ranks(2, resumed_by_files, second[0][1], 99, False, *more)
+    for rank in range(2):
+        rows = [row for part in (first, second, third) for row in part[rank][0]]
+        assert len(rows) == len(set(rows))
+        assert set(rows) == whole[rank]
+    given = {row for rows, _, _ in first for row in rows}
+    for world, dispatch in ((1, False), (2, True)):
+        rest = ranks(world, resumed_by_files, state, 99, dispatch, *more)
+        rows = [row for part, _, _ in rest for row in part]
+        assert sorted(rows) == sorted(set(range(23)) - given), (world, dispatch)
+    begun = ranks(2, resumed_by_files, None, 2, True, *more)
+    rest = ranks(2, resumed_by_files, begun[0][1], 99, False, *more)
+    assert sorted(row for part, _, _ in begun + rest for row in part) == list(range(23))
+
+
+def test_a_stream_with_a_state_is_not_read_again(ranks: RankServer) -> None:
+    pytest.importorskip("torchdata.stateful_dataloader")
+
+    first = ranks(2, resumed_by_files, None, 2, False, True)
+    rest = [ranks(2, resumed_by_files, first[rank][1], 99, False, True)[rank] for rank in range(2)]
+    assert sorted(row for part, _, _ in first + rest for row in part) == list(range(23))
+    assert [read for _, _, read in rest] == [12 - 4, 11 - 4]
+
+
+def shuffled_by_files(seed: int | None, dispatch: bool) -> list[int] | str:
+    from accelerate import Accelerator, DataLoaderConfiguration
+    from accelerate.core.errors import CollectiveError
+
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    own_seed = accelerator.process_index if seed is None else seed
+    data = in_files(16, 4).shuffle(seed=own_seed, buffer_size=4)
+    loader = accelerator.prepare(DataLoader(data, 2))
+    try:
+        return [row for batch in loader for row in accelerator.gather(batch["x"]).tolist()]
+    except CollectiveError as error:
+        return str(error)
+
+
+def test_a_stream_that_each_rank_shuffles_in_its_own_way(ranks: RankServer) -> None:
+    """Then a file would be read twice, another not at all; rank 0's order counts where it reads for all."""
+    assert "the seed of its shuffle()" in same_on_all(ranks(2, shuffled_by_files, None, False))
+    assert sorted(same_on_all(ranks(2, shuffled_by_files, 3, False))) == list(range(16))
+    assert sorted(same_on_all(ranks(2, shuffled_by_files, None, True))) == list(range(16))

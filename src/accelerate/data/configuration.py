@@ -18,7 +18,9 @@ class DataLoaderConfiguration:
         split_batches: the loader's batch size is that of all processes together, and each takes a part of
             every batch; otherwise each process takes whole batches in turn.
         dispatch_batches: rank 0 reads and sends each process its part. None does so for an iterable dataset,
-            unless it is sharded already.
+            unless it is sharded already. With False each process reads for itself: its own files of a stream
+            of ``datasets`` whose ``num_shards`` is a multiple of their number, else the whole stream, of
+            which it keeps its part.
         even_batches: the last step is filled from the beginning of the data, so that all processes have the
             same number of batches, of equal size; ``loader.real`` tells how many rows of the batch in hand
             are no fillers. Otherwise each process gets what there is for it, which may be no batch at all.

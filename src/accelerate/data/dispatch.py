@@ -32,6 +32,7 @@ from accelerate.data.loader import DataLoaderShard, copy_loader
 from accelerate.data.position import Epoch, EpochSkip, FetchedBatch
 from accelerate.data.rank_batches import AllRankBatchSteps, SingleIndexSampler
 from accelerate.data.sample_order import RankSampleOrderSlicer
+from accelerate.data.source_shard import with_saved_split
 from accelerate.world import collective
 from accelerate.world.local_tensor_trees import concatenate, ignorant_find_batch_size, slice_tensors
 
@@ -194,8 +195,9 @@ class DataLoaderDispatcher(DataLoaderShard):
 
     def _steps(self) -> Iterator[RankBatches]:
         """Yield the batches of all ranks for each step, None for a rank that gets nothing in it."""
-        base, epoch = self._full_base, self.position.current
+        epoch = self.position.current
         assert epoch is not None
+        base = with_saved_split(self._full_base, epoch, copy_loader)
         shard, collate = find_shard(base), base.collate_fn
         if shard is not None:
             return self._index_steps(base, shard, epoch)

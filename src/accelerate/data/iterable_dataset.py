@@ -157,6 +157,16 @@ class IterableDatasetShard(IterableDataset[Any]):
         share = self.step_size // self.num_processes
         return slice(self.process_index * share, (self.process_index + 1) * share)
 
+    @property
+    def _source(self) -> Any:
+        """The stream that is read."""
+        return self.dataset
+
+    @property
+    def _group_size(self) -> int:
+        """The samples that are read in one step."""
+        return self.step_size
+
     def __len__(self) -> int:
         whole, rest = divmod(self.total_length, self.step_size)
         last = 0 if self.drop_last else self.step_size if self.even_batches else rest
@@ -164,11 +174,11 @@ class IterableDatasetShard(IterableDataset[Any]):
         return whole * len(part) + (len(range(last)[self._rank_slice]) if rest else 0)
 
     def __iter__(self) -> Iterator[Any]:
-        rank_slice, size = self._rank_slice, self.step_size
+        rank_slice, size = self._rank_slice, self._group_size
         first: list[Any] = []
         group: list[Any] = []
         self.remainder, self.last_real = -1, None
-        for sample in self.dataset:
+        for sample in self._source:
             group.append(sample)
             if len(group) == size:
                 yield from group[rank_slice]
@@ -186,7 +196,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     def _fill_step(self, group: list[Any], first: list[Any]) -> list[Any]:
         """Fill the last step."""
         real = len(group)
-        filled = islice(chain(group, cycle(first)), self.step_size)
+        filled = islice(chain(group, cycle(first)), self._group_size)
         if not self.marks:
             return list(filled)
         return [FillerMarkedSample(sample, place < real, real) for place, sample in enumerate(filled)]

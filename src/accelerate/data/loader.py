@@ -36,6 +36,7 @@ from accelerate.data.iterable_dataset import (
 )
 from accelerate.data.position import Epoch, EpochSkip, FetchedBatch, FetchLayout, LoaderPosition
 from accelerate.data.sample_order import count_samples, inner_sampler, sampler_chain
+from accelerate.data.source_shard import SourceShard, with_saved_split
 from accelerate.world.local_tensor_trees import ignorant_find_batch_size, send_to_device
 from accelerate.world.rng import synchronize_rng_states
 
@@ -307,7 +308,9 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         assert epoch is not None
         if fetches_by_index(base):
             return fetch_batches(base, *self._indexed_loader(base), epoch)
-        return self._stream_batches(base, epoch)
+        base = with_saved_split(base, epoch, copy_loader)
+        batches = self._stream_batches(base, epoch)
+        return base.dataset.align(batches, epoch) if isinstance(base.dataset, SourceShard) else batches
 
     def _indexed_loader(self, base: DataLoader[Any]) -> tuple[DataLoader[Any], PresetIndexSampler]:
         """Return the loader with an index sampler, the same for all epochs, as workers may persist."""
@@ -396,7 +399,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         """
         base, step = self._full_base, self.total_batch_size
         persistent = bool(getattr(base, "persistent_workers", False))
-        fetches = FetchLayout(base.num_workers, persistent, step // self._fetches_per_step, [], 0)
+        split = base.dataset.split if isinstance(base.dataset, SourceShard) else None
+        fetches = FetchLayout(base.num_workers, persistent, step // self._fetches_per_step, [], 0, split)
         return self.position.state_dict(loader_generators(base), step, fetches)
 
     @property

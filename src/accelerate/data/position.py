@@ -7,6 +7,7 @@ One position is shared by a prepared loader and by the twins that ``skip_first_b
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -58,6 +59,18 @@ class FetchedBatch(NamedTuple):
     size: int | None = None
 
 
+class StreamSplit(NamedTuple):
+    """How ranks shared a stream of which each reads a part: see ``source_shard``.
+
+    Attributes:
+        ranks: number of ranks.
+        samples: samples that each takes in a step.
+    """
+
+    ranks: int
+    samples: int
+
+
 class FetchLayout(NamedTuple):
     """The way in which the batches of a loader are read: the order of a stream depends on it.
 
@@ -67,6 +80,7 @@ class FetchLayout(NamedTuple):
         samples: samples of one fetch, of all processes.
         skipped: see ``Epoch``.
         fetch_count: fetches after those.
+        split: how ranks share a stream of which each reads a part, else None.
     """
 
     workers: int | None
@@ -74,6 +88,13 @@ class FetchLayout(NamedTuple):
     samples: int
     skipped: list[int]
     fetch_count: int
+    split: StreamSplit | None = None
+
+    @classmethod
+    def from_state(cls, values: Sequence[Any]) -> FetchLayout:
+        """Restore the layout of a saved position; older ones have no split."""
+        layout = cls(*values)
+        return layout._replace(split=None if layout.split is None else StreamSplit(*layout.split))
 
     def samples_per_worker(self, workers: int) -> list[int]:
         """Return the samples that each worker has read: the fetches come from the workers in turn."""
@@ -256,10 +277,11 @@ class LoaderPosition:
             layout = fetches._replace(
                 workers=fetches.workers if begun.workers is None else begun.workers,
                 persistent=begun.persistent,
+                split=begun.split,
                 skipped=current.skipped,
                 fetch_count=done * (step // fetches.samples),
             )
-            state["fetches"] = list(layout)
+            state["fetches"] = [*layout[:-1], None if begun.split is None else list(begun.split)]
             state["epoch"] = max(self.iteration, current.number + current.complete)
         return state
 
@@ -290,7 +312,9 @@ class LoaderPosition:
             order_state=OrderState.from_state_dict(saved["start"]),
             exhausted=saved["exhausted"],
             saved_world=(state["world_size"], state["step"]),
-            fetches=FetchLayout(*state.get("fetches", (None, False, state["step"], [], saved["batches"]))),
+            fetches=FetchLayout.from_state(
+                state.get("fetches", (None, False, state["step"], [], saved["batches"]))
+            ),
             length=saved["length"],
         )
 

@@ -17,6 +17,7 @@ from accelerate.data.dispatch import DataLoaderDispatcher
 from accelerate.data.iterable_dataset import CountingCollate, IterableDatasetShard, supports_marks
 from accelerate.data.loader import DataLoaderShard, copy_loader, get_sampler, make_stateful
 from accelerate.data.rank_batches import SingleIndexSampler
+from accelerate.data.source_shard import SourceShard, can_split
 from accelerate.world import collective
 from accelerate.world.mesh_layout import mesh_data_shard
 
@@ -182,7 +183,10 @@ def _shard_stream(
     split = split and size is not None  # single samples cannot be split
     if split:
         check_split(size, count)
-    stream = IterableDatasetShard(
+    marks = supports_marks(loader)
+    whole_world = count == collective.world_size()
+    by_files = whole_world and size is not None and marks and can_split(loader.dataset, count)
+    stream = (SourceShard if by_files else IterableDatasetShard)(
         loader.dataset,  # type: ignore[arg-type]
         batch_size=size or 1,
         drop_last=loader.drop_last,
@@ -191,7 +195,7 @@ def _shard_stream(
         split_batches=split,
     )
     parts: dict[str, Any] = {"dataset": stream}
-    stream.even_batches, stream.marks = even, supports_marks(loader)
+    stream.even_batches, stream.marks = even, marks
     if stream.marks:
         parts["collate_fn"] = CountingCollate(loader.collate_fn)
     if split:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate.core.errors import CollectiveError, PrepareError
 from accelerate.data import hf_dataset_split
+from accelerate.data.data_order_rng import capture_generators, find_generators
 from accelerate.world import collective
 
 _logger = logging.getLogger(__name__)
@@ -233,7 +234,23 @@ def compare_ranks(loader: DataLoader[Any], how: str) -> None:
         CollectiveError: on every rank, if it is used in different ways, or is to be sharded and differs.
     """
     seen = {"how it is used": how}
-    check_same(describe_loader(loader), seen if how == "kept" else {**seen, **loader_facts(loader)})
+    if how != "kept":
+        seen.update(loader_facts(loader))
+    if how == "sharded":
+        seen.update(_shuffle_facts(loader))
+    check_same(describe_loader(loader), seen)
+
+
+def _shuffle_facts(loader: DataLoader[Any]) -> dict[str, str]:
+    """Return the generators by which a stream of ``datasets`` shuffles itself, as short texts."""
+    facts: dict[str, str] = {}
+    for stream in _walk_attributes(loader.dataset, "dataset"):
+        for layer in _walk_attributes(getattr(stream, "_ex_iterable", None), "ex_iterable"):
+            for generator in find_generators(layer):
+                state = str(capture_generators([generator]))
+                name = f"the seed of its shuffle() ({type(layer).__name__})"
+                facts[name] = hashlib.blake2b(state.encode(), digest_size=6).hexdigest()
+    return facts
 
 
 def check_same(name: str, seen: Any) -> None:
