@@ -825,6 +825,10 @@ def test_no_hook_is_left_in_the_logger(tmp_path: Path, caplog: pytest.LogCapture
         save.save(training(), project=project)
     load.load(training(), project=project)
     records = [record for record in caplog.records if record.name.startswith("accelerate")]
+    texts = [record.getMessage() for record in records]
+    assert [text for text in texts if "removed" in text] == [
+        "[RANK 0] removed checkpoint_0: total_limit is 1"
+    ]
     assert {(record.name, record.levelno) for record in records} == {
         ("accelerate.accelerator", logging.INFO),
         ("accelerate.checkpointing", logging.INFO),

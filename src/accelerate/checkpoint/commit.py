@@ -227,20 +227,22 @@ def remove_leftovers(store: CheckpointStorage, name: str, spare: str = "") -> No
             store.remove(leftover.folder)
 
 
-def remove_old_checkpoints(store: CheckpointStorage, committed: str, limit: int | None) -> None:
+def remove_old_checkpoints(store: CheckpointStorage, committed: str, limit: int | None) -> list[str]:
     """Remove the oldest numbered checkpoints beyond ``limit``, and leftovers of interrupted saves.
 
-    Call it after ``committed`` is committed; that one is never removed.
+    Call it after ``committed`` is committed; that one is never removed. Returns the names of the checkpoints.
     """
     newest = automatic_number(committed)
     assert newest is not None
-    for entry in _list_excess(store, limit) if limit is not None else []:
-        if entry != committed:
-            store.retire(entry, new_id())
+    excess = _list_excess(store, limit) if limit is not None else []
+    removed = [entry for entry in excess if entry != committed]
+    for entry in removed:
+        store.retire(entry, new_id())
     for leftover in store.leftovers():
         number = automatic_number(leftover.name)
         if number is not None and number <= newest and leftover.role != "old":
             store.remove(leftover.folder)
+    return removed
 
 
 def _list_excess(store: CheckpointStorage, limit: int) -> list[str]:

@@ -330,7 +330,8 @@ def _version() -> str:
 def _remove_old(transaction: commit.CommitTransaction, limit: int | None) -> None:
     """Remove old checkpoints; a failure must not stop the training, since the new one is committed."""
     try:
-        commit.remove_old_checkpoints(transaction.store, transaction.name, limit)
+        for name in commit.remove_old_checkpoints(transaction.store, transaction.name, limit):
+            transaction.ranks.log("accelerator", "removed %s: total_limit is %s", name, limit)
     except CheckpointError as error:
         logger.warning(
             "%s is committed, but an older one could not be removed: %s", transaction.target, error
