@@ -192,6 +192,9 @@ def test_the_functions_of_1_x(old: Path, tmp_path: Path) -> None:
         to_fsdp2_command(to_fsdp2_command_parser().parse_args(arguments))
     with pytest.raises(FileNotFoundError):
         load_config(str(tmp_path / "nothing.yaml"))
+    nothing = ["--config_file", str(tmp_path / "nothing.yaml")]
+    with pytest.raises(FileNotFoundError):  # before it is asked where the new one goes
+        to_fsdp2_command(to_fsdp2_command_parser().parse_args(nothing))
     with pytest.raises(UnknownNameError):
         convert_config_to_fsdp2(config(fsdp_sharding_strategy="HALF"))
     with pytest.raises(SettingError):

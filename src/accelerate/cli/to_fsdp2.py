@@ -191,10 +191,11 @@ def convert_file(config_file: str, output_file: str | None = None, overwrite: bo
 
     Raises:
         SettingError: the file is no FSDP1 configuration, or there is no place for the new one.
+        FileNotFoundError: there is no such file; it is a ``SettingError`` too.
     """
     path = Path(config_file).expanduser()
-    target = _target_file(path, output_file, overwrite)
     config = load_config(config_file)
+    target = _target_file(path, output_file, overwrite)
     try:
         _refuse_other_files(config, path)
         new = convert_config_to_fsdp2(config)
