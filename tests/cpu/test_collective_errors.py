@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -582,3 +583,47 @@ def test_a_peer_that_is_gone_while_the_group_opens_is_named(ranks: RankServer) -
     for outcome in ranks.outcomes(2, lose_peer_while_the_group_opens):
         assert issubclass(getattr(errors, outcome.kind, object), CollectiveError), outcome
         assert "is gone while rank" in outcome.message
+
+
+def die_before_the_group_is_complete(moment: str) -> None:
+    """Rank 1 is gone while it waits for rank 2, which never comes; or in torch's own part."""
+    import torch.distributed as dist
+
+    from accelerate import PartialState
+
+    rank = int(os.environ["RANK"])
+    if rank == 2:
+        return
+    if rank == 1 and moment == "waiting":
+        threading.Timer(0.3, os._exit, (3,)).start()
+    elif rank == 1:
+        dist.init_process_group = lambda **_: os._exit(3)
+    PartialState(cpu=True)
+
+
+@pytest.mark.parametrize(("size", "moment"), [(3, "waiting"), (2, "opening")])
+def test_a_rank_that_dies_before_the_group_is_complete_is_named(
+    ranks: RankServer, size: int, moment: str
+) -> None:
+    """C3, G11: without a launcher too, in seconds and not at the timeout."""
+    began = time.monotonic()
+    first, second, *_ = ranks.outcomes(size, die_before_the_group_is_complete, moment, grace=40)
+    assert time.monotonic() - began < 30
+    assert second.status == "died"
+    assert first.kind == "PeerError", first
+    assert "rank 1 is gone while rank 0 was opening the process group" in first.message
+
+
+def wait_for_nobody() -> None:
+    from accelerate import Accelerator, InitProcessGroupKwargs
+
+    if os.environ["RANK"] == "0":
+        Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=1))])
+
+
+def test_a_rank_that_never_comes_is_named_at_the_timeout(ranks: RankServer) -> None:
+    """C9: torch says how many came, and not who."""
+    first, *_ = ranks.outcomes(3, wait_for_nobody, grace=20)
+    assert first.kind == "WorldError", first
+    assert "1 of 3 ranks came to the process group within 1 s" in first.message
+    assert "missing: rank 1, 2" in first.message

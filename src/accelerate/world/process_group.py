@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -90,15 +90,24 @@ def interrupt_group(group: Any, store: Any) -> bool:
     port = _store_port(store)
     for fd, name in _open_sockets().items():
         if name in _group_sockets:
-            _close_connection(fd, port)
+            _close_connection(fd, lambda own, peer: port not in (own, peer))
     return True
 
 
-def _close_connection(fd: int, store_port: int | None) -> None:
-    """Close a connection for whoever uses it, unless it is one to the store or from it."""
+def close_store_connections(store: Any) -> None:
+    """Close this process's connections to a key-value store, for whoever waits in them."""
+    port = _store_port(store)
+    for fd in _open_sockets():
+        _close_connection(fd, lambda _, peer: peer == port)
+
+
+def _close_connection(fd: int, is_meant: Callable[[int, int], bool]) -> None:
+    """Close a connection for whoever uses it, if it is meant by its ports, this side's and the other's."""
     try:
         with socket.socket(fileno=os.dup(fd)) as connection:
-            if store_port not in (connection.getsockname()[1], connection.getpeername()[1]):
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and is_meant(
+                connection.getsockname()[1], connection.getpeername()[1]
+            ):
                 connection.shutdown(socket.SHUT_RDWR)
     except OSError as error:
         # A socket that listens, or one that was closed meanwhile.

@@ -71,6 +71,10 @@ class StoreClient:
         value = self._request("get", key) if self.has(key) else None
         return None if value is None else value.decode()
 
+    def add(self, key: str) -> int | None:
+        """Add one to a counter and return it; None if the store is lost."""
+        return self._request("add", key, 1)
+
     def put_if_absent(self, key: str, text: str) -> str | None:
         """Set a key unless it is set; return the text that it has, None if the store is lost."""
         value = self._request("compare_set", key, "", text)

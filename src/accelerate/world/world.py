@@ -11,6 +11,7 @@ import dataclasses
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from accelerate.core.errors import PeerError, WorldError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.setting import load_settings
 from accelerate.core.value_types import Timeout
-from accelerate.world import clusters, process_group, watchdog
+from accelerate.world import clusters, process_group, rendezvous, watchdog
 from accelerate.world.settings import ProcessDeviceSettings
 
 if TYPE_CHECKING:
@@ -335,10 +336,16 @@ def _open_group(
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{hardware.group_backend()}"
     arguments: dict[str, Any] = {"backend": backend, "timeout": timeout, **group}
     arguments = {name: value for name, value in arguments.items() if value is not None}
-    if _store is not None and not arguments.keys() & {"init_method", "store"}:
-        arguments |= _next_group_store(cluster.rank, cluster.size)
+    meets_here = not arguments.keys() & {"init_method", "store"}
+    meeting: rendezvous.Rendezvous | None = None
     try:
-        with process_group.record_connections():
+        if meets_here and _store is not None:
+            arguments |= _next_group_store(cluster.rank, cluster.size)
+        elif meets_here and cluster.size > 1 and rendezvous.is_unwatched():
+            meeting = rendezvous.Rendezvous(cluster, timeout)
+            meeting.wait()
+            arguments |= meeting.arguments()
+        with process_group.record_connections(), meeting.watch() if meeting else nullcontext():
             dist.init_process_group(**arguments)
     except RuntimeError as error:
         # A rank that has opened the group may fail and end before the others have.
@@ -349,7 +356,7 @@ def _open_group(
             why=str(error).splitlines()[0],
             fix="the first error in the output of the other ranks says why",
         ) from error
-    if not arguments.keys() & {"init_method", "store"}:
+    if meets_here and _store is None:
         _store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
     _group_arguments.clear()
     _group_arguments.update(backend=backend, timeout=timeout)

@@ -1,0 +1,143 @@
+"""Meeting the other ranks without a launcher that watches them.
+
+Torch opens a key-value store by the address in the environment, and waits in it for the others until the
+timeout, whatever has become of them. Here the store is the same, but whoever comes publishes its process, and
+the processes of this machine are looked at until the group is complete. Under a launcher that ends all ranks
+with the first one that fails, torch's own way stays.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from accelerate.core import environ
+from accelerate.core.errors import PeerError, WorldError
+from accelerate.world.clusters import ClusterRankInfo
+from accelerate.world.peer_processes import PeerProcesses
+from accelerate.world.process_group import close_store_connections
+from accelerate.world.store_client import StoreClient
+
+SLICE = 0.5  # seconds between two looks at the processes
+GRACE = 2.0  # seconds that torch has to notice by itself that a rank is gone
+
+
+def is_unwatched() -> bool:
+    """Return whether no launcher watches the ranks: torchrun and this package's have an identity."""
+    return environ.get("TORCHELASTIC_RUN_ID") is None
+
+
+class Rendezvous:
+    """The store in which the ranks meet, and the processes of those on this machine.
+
+    Args:
+        cluster: rank, size, address and port.
+        timeout: longest wait for the others; None takes torch's default.
+    """
+
+    def __init__(self, cluster: ClusterRankInfo, timeout: timedelta | None) -> None:
+        import torch.distributed as dist
+
+        self.cluster, self.timeout = cluster, timeout or dist.distributed_c10d.default_pg_timeout
+        self.tcp_store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage] - documented
+            cluster.address,
+            cluster.port,
+            cluster.size,
+            cluster.rank == 0,
+            self.timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            use_libuv=environ.get("USE_LIBUV") != "0",
+        )
+        client = StoreClient(self.tcp_store)
+        self._client, self._processes = client, PeerProcesses(client, cluster.rank, threading.get_ident())
+        first = cluster.rank - cluster.local_rank
+        self._local_ranks = [
+            rank for rank in range(first, first + cluster.local_size) if rank != cluster.rank
+        ]
+        self._gone: tuple[int, int] | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments by which the process group meets in the store."""
+        from torch.distributed.distributed_c10d import PrefixStore
+
+        store = PrefixStore("default_pg", self.tcp_store)
+        return {"store": store, "rank": self.cluster.rank, "world_size": self.cluster.size}
+
+    def wait(self) -> None:
+        """Wait until every rank has come.
+
+        Raises:
+            PeerError: one that had come is gone.
+            WorldError: some have not come within the timeout.
+        """
+        self._processes.publish()
+        until = time.monotonic() + self.timeout.total_seconds()
+        if self._client.add("came") == self.cluster.size:
+            self._client.put("complete", "")
+        while not self._client.wait(["complete"], min(SLICE, max(0.0, until - time.monotonic()))):
+            self._look()
+            if self._gone or self._client.is_lost:
+                raise self._peer_error()
+            if time.monotonic() >= until:
+                raise self._timeout_error()
+
+    @contextmanager
+    def watch(self) -> Generator[None]:
+        """End the waits of torch for a rank of this machine that is gone, within a few seconds.
+
+        Raises:
+            PeerError: in place of what torch says then.
+        """
+        done = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(done,), name="accelerate-rendezvous", daemon=True)
+        thread.start()
+        try:
+            yield
+        except RuntimeError as error:
+            if self._gone is None:
+                raise
+            raise self._peer_error() from error
+        finally:
+            done.set()
+            thread.join()
+
+    def _watch(self, done: threading.Event) -> None:
+        while not done.wait(SLICE):
+            self._look()
+            if self._gone:
+                if not done.wait(GRACE):
+                    close_store_connections(self.tcp_store)
+                return
+
+    def _look(self) -> None:
+        self._gone = self._gone or self._processes.find_gone(self._local_ranks)
+
+    def _peer_error(self) -> PeerError:
+        """Return the error for the rank that is gone."""
+        rank, process = self._gone or (0, 0)
+        error = PeerError(
+            f"rank {rank} is gone while rank {self.cluster.rank} was opening the process group",
+            why=f"its process {process} was killed, or ended without a word"
+            if process
+            else "the connection to the store of the group, which rank 0 hosts, is closed",
+            fix="the first error in the output of the other ranks says why",
+        )
+        error.failed_rank = rank
+        return error
+
+    def _timeout_error(self) -> WorldError:
+        size = self.cluster.size
+        came = self._client.read([f"process/{rank}" for rank in range(size)])
+        missing = [str(rank) for rank in range(size) if f"process/{rank}" not in came]
+        return WorldError(
+            f"{len(came)} of {size} ranks came to the process group within "
+            f"{self.timeout.total_seconds():g} s",
+            why=f"missing: rank {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}",
+            fix=f"start {size} processes with the same MASTER_ADDR ({self.cluster.address}) and MASTER_PORT "
+            f"({self.cluster.port}) and RANK from 0 to {size - 1}, or lower WORLD_SIZE",
+        )
