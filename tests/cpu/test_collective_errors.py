@@ -422,7 +422,7 @@ def resume_when_told(records: list[str], pid: int, file: str) -> None:
     [
         ("hangs", "in wait_for_file\n    time.sleep"),
         ("stops", "is stopped (SIGSTOP, Ctrl-Z or a debugger)"),
-        ("loader", "its loader's workers: "),
+        ("loader", "in wait_for_file"),
     ],
 )
 def test_who_waits_in_torch_says_for_whom_and_where_that_rank_is(

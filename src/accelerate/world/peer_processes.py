@@ -6,17 +6,26 @@ each answers. Whoever does not answer is looked up among the processes of this m
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import lru_cache
+from pathlib import Path
 
 from accelerate.world.call_site import outward, torch_prefixes
 from accelerate.world.store_client import StoreClient
 
 MAX_STACK = 24  # innermost frames of a shown stack
+_STACK_FILE = "accelerate-stack"  # in memory; a forked process writes its stack there
+_STACK_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 3  # on Linux; nobody else's
+_STACK_TIMEOUT = 0.5  # seconds
+_stack_fd = -1
 MAX_RANKS = 8  # ranks that are asked, or looked up, at a time
 
 
@@ -96,9 +105,36 @@ def format_thread(thread: int) -> str:
     if any(each.f_code.co_filename.startswith(loader_folder) for each in outward(frame)):
         import psutil
 
-        children = (f"{child.pid} ({child.status()})" for child in psutil.Process().children())
-        lines.append(f"  its loader's workers: {', '.join(children) or 'none'}\n")
+        children = psutil.Process().children()
+        states = (f"{child.pid} ({child.status()})" for child in children)
+        lines.append(f"  its loader's workers: {', '.join(states) or 'none'}\n")
+        lines += [_child_stack(child.pid) for child in children[:MAX_RANKS]]
     return "".join(lines)
+
+
+def write_stack_on_signal() -> None:
+    """Let this forked process, which may be a loader's worker, show its stack to its parent; on Linux."""
+    global _stack_fd
+    if _stack_fd >= 0 or not hasattr(os, "memfd_create"):
+        return  # a fork of a fork shares the file
+    signal.signal(_STACK_SIGNAL, signal.SIG_IGN)  # it would end the process until the next line but one
+    _stack_fd = os.memfd_create(_STACK_FILE)
+    faulthandler.register(_STACK_SIGNAL, file=_stack_fd, all_threads=False)
+
+
+def _child_stack(pid: int) -> str:
+    """Return the stack of a forked child as text, the innermost frame first; empty where it has none."""
+    with suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it is gone, or no longer ours
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            if os.readlink(entry).startswith(f"/memfd:{_STACK_FILE}"):
+                written, until = entry.stat().st_size, time.monotonic() + _STACK_TIMEOUT
+                os.kill(pid, _STACK_SIGNAL)
+                while entry.stat().st_size == written and time.monotonic() < until:
+                    time.sleep(0.01)
+                text = entry.read_bytes()[written:].decode(errors="replace")
+                shown = "".join(f"    {line}\n" for line in text.splitlines()[1 : MAX_STACK + 1])
+                return f"  worker {pid}, most recent call first:\n{shown}" if shown else ""
+    return ""
 
 
 @lru_cache(maxsize=1)

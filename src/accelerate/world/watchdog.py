@@ -36,7 +36,7 @@ from accelerate.world.call_site import (
     torch_prefixes,
     waiting_place,
 )
-from accelerate.world.peer_processes import MAX_RANKS, PeerProcesses
+from accelerate.world.peer_processes import MAX_RANKS, PeerProcesses, write_stack_on_signal
 from accelerate.world.process_group import (
     backend_timeouts,
     group_backends,
@@ -122,6 +122,7 @@ def _forget_in_child() -> None:
     """Drop the watchdog in a forked process (a loader's worker): its thread stayed with the parent."""
     global _current
     _current = None
+    write_stack_on_signal()
 
 
 class _WatchdogExceptHook:
