@@ -48,8 +48,8 @@ class OptionReportSettings:
     )
     effects: Literal["line", "table", "none"] | None = setting(
         None,
-        help="how to report on stderr which requested options were applied; by default a line in a strict run, "
-        "else nothing: an option that cannot be applied is a warning",
+        help="how to report on stderr which requested options were applied; by default a strict run prints a "
+        "line, any other nothing: an option that cannot be applied is a warning",
     )
     explain: bool = setting(
         False, help="print a table of the requested options: which were applied, and why others were not"

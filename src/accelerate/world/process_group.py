@@ -34,13 +34,6 @@ _CONNECTION_ERRORS = (
 _group_sockets: set[str] = set()
 
 
-def is_disconnect(error: BaseException | None) -> bool:
-    """Return whether an error is torch's about a peer that is gone, or does not answer."""
-    if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
-        return False
-    return any(phrase in str(error) for phrase in _CONNECTION_ERRORS)
-
-
 def group_backends(group: Any) -> list[Any]:
     """Return the back ends of a process group, each once."""
     return list({id(each): each for each in map(group._get_backend, group._device_types)}.values())
