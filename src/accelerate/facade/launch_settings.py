@@ -55,11 +55,6 @@ class OptionReportSettings:
         False, help="print a table of the requested options: which were applied, and why others were not"
     )
 
-    @property
-    def report_style(self) -> str:
-        """Return how to print the report: ``line``, ``table`` or ``none``."""
-        return self.effects or ("table" if self.explain else "line" if self.strict else "none")
-
 
 def launcher_options() -> dict[str, RequestedOption]:
     """Return the options given to ``accelerate launch``, by name; empty without it."""

@@ -297,7 +297,8 @@ class OptionReporter:
 
     def _print_report(self, fresh: list[OptionStatus]) -> None:
         report = OptionReport(fresh)
-        style = self._settings.report_style
+        settings = self._settings
+        style = settings.effects or ("table" if settings.explain else "line" if settings.strict else "none")
         if report and style != "none":
             text = report.summary if style == "line" else f"\n{report}"
             if text not in _PRINTED:
