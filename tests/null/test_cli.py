@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -316,3 +317,24 @@ def test_the_function_raises_what_the_command_prints(tmp_path: Path, monkeypatch
         launch_command(launch_command_parser().parse_args(["--cpu", "--multi_gpu", "no.py"]))
     with pytest.raises(UnknownNameError, match="bf61"):
         launch_command(launch_command_parser().parse_args(["--mixed_precision", "bf61", "no.py"]))
+
+
+@pytest.mark.parametrize(
+    ("module", "usage"),
+    [
+        ("accelerate_cli", "accelerate [OPTIONS]"), ("config.config", "accelerate config"),
+        ("env", "accelerate env"), ("estimate", "accelerate estimate-memory"),
+        ("launch", "accelerate launch"), ("merge", "accelerate merge-weights"), ("test", "accelerate test"),
+        ("to_fsdp2", "accelerate to-fsdp2"), ("tpu", "accelerate tpu-config"),
+    ],
+)  # fmt: skip
+def test_a_module_of_a_command_runs_it(
+    module: str, usage: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``python -m accelerate.commands.launch`` stands in configurations of debuggers and in scripts for 1.x."""
+    monkeypatch.setattr(sys, "argv", [module, "--help"])
+    monkeypatch.delitem(sys.modules, f"accelerate.commands.{module}", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(f"accelerate.commands.{module}", run_name="__main__")
+    assert ended.value.code == 0
+    assert f"Usage: {usage}" in capsys.readouterr().out

@@ -115,11 +115,13 @@ def _convert_usage_error(error: click.UsageError, command: str) -> AccelerateErr
     return SettingError(error.format_message().rstrip("."), fix=hint)
 
 
-def _run_process(*words: str) -> int:
+def run_process(*words: str) -> int:
     """Runs the command line of this process, which begins with ``words``, and returns its exit code.
 
     What a command loads is in use until it ends. Looking for garbage in it, while it loads and when it ends,
     would take an eighth of the time of a help text.
+
+    Debuggers and scripts that start ``python -m accelerate.commands.launch``, as 1.x has it, come here too.
     """
     before = gc.get_threshold()
     gc.set_threshold(50_000)
@@ -132,24 +134,24 @@ def _run_process(*words: str) -> int:
 
 def main() -> int:
     """``accelerate``."""
-    return _run_process()
+    return run_process()
 
 
 def launch() -> int:
     """``accelerate-launch``."""
-    return _run_process("launch")
+    return run_process("launch")
 
 
 def config() -> int:
     """``accelerate-config``."""
-    return _run_process("config")
+    return run_process("config")
 
 
 def estimate_memory() -> int:
     """``accelerate-estimate-memory``."""
-    return _run_process("estimate-memory")
+    return run_process("estimate-memory")
 
 
 def merge_weights() -> int:
     """``accelerate-merge-weights``."""
-    return _run_process("merge-weights")
+    return run_process("merge-weights")
