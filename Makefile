@@ -1,5 +1,5 @@
 # One command runs the demo, one runs the tests. Both set themselves up; neither needs the other first.
-#   make demo | test | test-all | test-torch | test-processors | test-mutations | check | bench | bench-peer | docs | clean
+#   make demo | test | test-all | test-torch | test-clients | test-processors | test-mutations | check | bench | bench-peer | docs | clean
 #   make demo TORCH=torch==2.9.0      another torch      make demo PYTHON=python3.12   another Python
 TORCH  ?= torch==2.13.0
 # The versions that are supported, each tested in an environment of its own by `make test-torch`.
@@ -18,7 +18,7 @@ WORKERS_PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --max-wo
 PYTEST = OMP_NUM_THREADS=$(THREADS) $(WORKERS_PYTEST)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-reduced test-torch test-mutations test-processors check types-of-package calls-of-others format bench bench-peer docs clean
+.PHONY: help demo test test-all test-reduced test-torch test-clients record-clients test-mutations test-processors check types-of-package calls-of-others format bench bench-peer docs clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -64,6 +64,29 @@ test-torch:  ## that part with each supported version of torch, in turn
 	        || failed="$$failed $$version"; \
 	done; [ -z "$$failed" ] || { echo "failed with torch:$$failed"; exit 1; }
 
+# Programs of other people, with this package in place of the public one. The second environment has the public one.
+CLIENTS = .venv-clients
+CLIENTS_PEER = .venv-clients-peer
+$(CLIENTS)/constraints.txt $(CLIENTS_PEER)/constraints.txt:
+	@echo "an environment in $(@D) with $(TORCH) and the programs of tests/clients/adopters.txt"
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python $(PIP) install "$(TORCH)" numpy
+	@$(@D)/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $@
+
+$(CLIENTS)/ready: $(CLIENTS)/constraints.txt tests/clients/adopters.txt pyproject.toml
+	@$(CLIENTS)/bin/python $(PIP) install -c $< -r tests/clients/adopters.txt -e '.[remote]' pytest pytest-timeout
+	@touch $@
+
+$(CLIENTS_PEER)/ready: $(CLIENTS_PEER)/constraints.txt tests/clients/adopters.txt
+	@$(CLIENTS_PEER)/bin/python $(PIP) install -c $< -r tests/clients/adopters.txt accelerate==1.15.0
+	@touch $@
+
+test-clients: $(CLIENTS)/ready  ## programs that use accelerate, against numbers recorded under 1.15
+	TESTS_ALL=1 OMP_NUM_THREADS=$(THREADS) $(CLIENTS)/bin/python -m pytest tests/clients/test_adopters.py tests/clients/test_checkouts.py $(ARGS)
+
+record-clients: $(CLIENTS)/ready $(CLIENTS_PEER)/ready  ## record these numbers anew, under the public package
+	$(CLIENTS)/bin/python -m tests.clients.record adopters adopters_trl
+
 test-mutations: $(VENV)/ready-test  ## do the tests find mistakes in the source?
 	$(BIN)/python -m tests.support.mutations $(ARGS)
 
@@ -105,4 +128,4 @@ docs: $(VENV)/ready-docs  ## build the documentation into site/
 	$(BIN)/mkdocs build --strict
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(PEER) .venv-torch-* site runs .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEER) $(CLIENTS) $(CLIENTS_PEER) .venv-torch-* site runs .pytest_cache .ruff_cache

@@ -1,4 +1,7 @@
-"""Calls whose outcome is written down as plain values, to be compared between two packages of one name."""
+"""Calls whose outcome is written down as plain values, to be compared between two packages of one name.
+
+``python -m tests.clients.probe SCRIPT ...`` runs a script that may import torchvision.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ import importlib
 import io
 import json
 import logging
+import runpy
+import sys
 import tempfile
 import warnings
 from collections import UserDict
@@ -104,8 +109,31 @@ def run_jobs_on_ranks(ranks: RankServer, size: int, module: str, *names: str) ->
         return ranks(size, run_jobs, module, folder, names, timeout=200, env=env)[0]
 
 
+def declare_torchvision_operators() -> None:
+    """Let torchvision be imported beside a torch for the CPU.
+
+    The registry's torchvision is built for CUDA: its operators do not load, and its import describes two of
+    them. They are declared, without a kernel; what reads and transforms pictures needs none.
+    """
+    try:
+        importlib.import_module("torchvision")
+    except ModuleNotFoundError:
+        return
+    except RuntimeError:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        _DECLARED.append(library := torch.library.Library("torchvision", "FRAGMENT"))
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor")
+        importlib.import_module("torchvision")
+
+
+_DECLARED: list[torch.library.Library] = []  # A library that is collected takes its operators away.
+
+
 def main(jobs: Jobs) -> None:
     """Run jobs (all, or those named) and write what rank 0 saw to a file."""
+    declare_torchvision_operators()
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("folder", type=Path)
@@ -118,3 +146,9 @@ def main(jobs: Jobs) -> None:
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    declare_torchvision_operators()
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -331,7 +331,7 @@ def test_the_function_raises_what_the_command_prints(tmp_path: Path, monkeypatch
 def test_a_module_of_a_command_runs_it(
     module: str, usage: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``python -m accelerate.commands.launch`` stands in configurations of debuggers and in scripts for 1.x."""
+    """``python -m accelerate.commands.launch`` stands in configurations of debuggers for 1.x."""
     monkeypatch.setattr(sys, "argv", [module, "--help"])
     monkeypatch.delitem(sys.modules, f"accelerate.commands.{module}", raising=False)
     with pytest.raises(SystemExit) as ended:
