@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, RandomSampler
 
 from tests.support.interrupted import BATCH, COUNT, Stream, loader, noise
 from tests.support.ranks import RankServer, same_on_all
@@ -227,3 +228,47 @@ def test_too_little_data_hangs_nobody(ranks: RankServer) -> None:
     assert (first[1][0], second[1][0]) == ([[0, 0, 0, 0]], [[0, 0, 0, 0]])
     assert (first[5][0], second[5][0]) == ([[0]], [])
     assert same_on_all([first[2][0], second[2][0]]) == []
+
+
+class Drawing:
+    """Each sample is its number, with a random number of its worker."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index), torch.rand(()).item()])
+
+
+class DrawingStream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return (Drawing()[index] for index in range(5))
+
+
+def random_numbers(kind: str, workers: int, prepares: bool, legacy: bool = True) -> list[Any]:
+    """Return what two epochs give, and a global random number after each."""
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(legacy_random_numbers=legacy))
+    torch.manual_seed(7)
+    data: Any = DrawingStream() if kind == "stream" else Drawing()
+    more = {"num_workers": workers, "persistent_workers": workers > 0, "shuffle": kind == "shuffled" or None}
+    loader: Any = DataLoader(data, 2, **more)
+    loader = accelerator.prepare(loader) if prepares else loader
+    return [[[batch.tolist() for batch in loader], torch.rand(()).item()] for _ in range(2)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_random_numbers_of_1x(ranks: RankServer, workers: int) -> None:
+    """By an option: of plain torch on one process, and the order that 1.x draws on two."""
+    for kind in ("shuffled", "in order", "stream"):
+        expected = ranks(1, random_numbers, kind, workers, False)
+        assert ranks(1, random_numbers, kind, workers, True) == expected
+    generator = torch.Generator().manual_seed(7)
+    seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+    sampler = RandomSampler(range(12), generator=torch.Generator().manual_seed(seed))
+    parts = ranks(2, random_numbers, "shuffled", workers, True)
+    for epoch in range(2):
+        steps = [[row[0] for part in parts for row in part[epoch][0][step]] for step in range(3)]
+        assert [number for step in steps for number in step] == list(sampler)
+    assert parts[0][1][1] == parts[1][1][1]

@@ -70,6 +70,7 @@ class DataLoaderStateMixin:
     micro_steps_before: int = 0
     active: ActiveLoaders = UNOWNED
     records_loader_state: bool = False  # see ``Epoch``
+    keeps_torch_numbers: bool = False  # see ``Epoch``
     gradient_state: Any = None  # that of the Accelerator that prepared it
 
     def reset(self) -> None:

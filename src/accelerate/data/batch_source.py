@@ -173,7 +173,7 @@ def fetch_batches(
             restore_generators(generators, epoch.later_states or [])
             epoch.later_states = None
         # Processes that read the same shard use the same random numbers, also without workers.
-        workers = base.num_workers > 0
+        workers = base.num_workers > 0 and not epoch.keeps_torch_numbers
         steps = (opener or open_steps)(outer_sampler(base), generators, epoch)
         if not workers and epoch.data_shard is None:
             yield from _record_steps(epoch, steps, pending_steps)
@@ -435,9 +435,10 @@ def stream_batches(
     items, count = _select_items(base, generators, epoch, step)
     if epoch.restored_state is not None and items is base and restore_loader_state(base, epoch):
         count = 0
-    if items is base and index_loader and base.persistent_workers and stream and uses_torch_iterator(base):
+    seeds_workers = base.persistent_workers and stream and not epoch.keeps_torch_numbers
+    if items is base and index_loader and seeds_workers and uses_torch_iterator(base):
         items = _EpochSeedingWorkerStream(base, *index_loader, epoch)
-    isolate = base.num_workers == 0 or not stream
+    isolate = (base.num_workers == 0 or not stream) and not epoch.keeps_torch_numbers
     loaders = [index_loader[0], base] if index_loader else [base]
     read_state = partial(read_loader_state, *loaders) if epoch.records_loader_state else None
     batches, epoch.order_state = open_walk(

@@ -33,6 +33,9 @@ class DataLoaderConfiguration:
         use_stateful_dataloader: after a checkpoint is loaded, a loader goes on by itself where it was in its
             epoch, instead of beginning that epoch again for ``skip_first_batches``. Where torchdata is
             installed, loaders are instances of its ``StatefulDataLoader``, and ``state_dict`` has its form.
+        legacy_random_numbers: the random numbers of Accelerate 1.x. On several processes, a random sampler
+            without a generator gets one, seeded by a draw in ``prepare``. On one process, workers and streams
+            draw what they draw in plain torch; after a resume inside an epoch they then draw other numbers.
     """
 
     split_batches: bool = False
@@ -43,3 +46,4 @@ class DataLoaderConfiguration:
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
     shard: bool | Literal["auto"] = "auto"
+    legacy_random_numbers: bool = False

@@ -236,6 +236,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         skip = skip or EpochSkip(self.position.counted_batches)
         epoch = self.position.begin(skip, isolated=inside)
         epoch.records_loader_state = self.records_loader_state
+        epoch.keeps_torch_numbers = self.keeps_torch_numbers
         self._set_epochs(epoch.number)
         self.begin()
         if self.rng_types is not None and not (inside and epoch.is_resumed):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from torch.utils.data import SequentialSampler
+from torch.utils.data import RandomSampler, SequentialSampler
 
 from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.data.batch_sampler_shard import SeedableRandomSampler
@@ -121,6 +121,13 @@ def _shard_status(option: RequestedOption, loader: Any) -> OptionStatus:
     )
 
 
+def _legacy_status(option: RequestedOption, loader: Any) -> OptionStatus:
+    sampler = get_sampler(getattr(loader, "base_dataloader", loader))
+    given = loader.keeps_torch_numbers or getattr(sampler, "generator", None) is not None
+    harmless = type(sampler) is not RandomSampler
+    return option.report_unless("" if given or harmless else "a loader was prepared without it")
+
+
 _STATUS_FUNCTIONS: dict[str, Callable[[RequestedOption, Any], OptionStatus]] = {
     "split_batches": _sharing_status,
     "even_batches": _sharing_status,
@@ -130,5 +137,6 @@ _STATUS_FUNCTIONS: dict[str, Callable[[RequestedOption, Any], OptionStatus]] = {
     "data_seed": _sampler_status,
     "non_blocking": _non_blocking_status,
     "use_stateful_dataloader": _attribute_status,
+    "legacy_random_numbers": _legacy_status,
     "rng_types": _attribute_status,
 }

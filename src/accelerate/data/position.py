@@ -128,6 +128,8 @@ class Epoch:
             number of batches.
         length: samples of the whole order, where known.
         data_shard: the data shard that this process reads, where several read the same.
+        keeps_torch_numbers: workers and streams draw as in torch's own loader, so a resume inside an epoch
+            does not repeat their random numbers.
         records_loader_state: record the state of torchdata's loader for each batch, in
         loader_state: that of the batch in hand, of a stream or a loader with its own iteration.
         restored_state: a state for torchdata's iterator to begin with, if data or samplers have their own.
@@ -153,6 +155,7 @@ class Epoch:
     skipped: list[int] = field(default_factory=list)
     length: int | None = None
     data_shard: DataShard | None = None
+    keeps_torch_numbers: bool = False
     records_loader_state: bool = False
     loader_state: dict[str, Any] | None = None
     restored_state: dict[str, Any] | None = None

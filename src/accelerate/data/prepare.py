@@ -39,6 +39,7 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
     shard: bool | str = "auto",
+    legacy_random_numbers: bool = False,
 ) -> DataLoaderShard:
     """Prepare ``dataloader`` for this process; see ``DataLoaderConfiguration`` for the options.
 
@@ -65,6 +66,8 @@ def prepare_data_loader(
     index = data_shard[1] if process_index is None else process_index
     batch_device = device if put_on_device else None
     base = _with_seedable_sampler(dataloader, data_seed) if use_seedable_sampler else dataloader
+    if legacy_random_numbers and count > 1:
+        base = _with_seeded_generator(base)
     dispatch = dispatch_batches
     if dispatch is None:
         whole = count == collective.world_size()
@@ -101,6 +104,7 @@ def prepare_data_loader(
     if count > 1 and count == collective.world_size() and shard == "auto":
         prepared.before_first_use = prepared.comparison
     prepared.rng_types = rng_types
+    prepared.keeps_torch_numbers = legacy_random_numbers and collective.world_size() == 1
     prepared.use_stateful_dataloader = use_stateful_dataloader
     if use_stateful_dataloader:
         make_stateful(prepared)
@@ -144,7 +148,7 @@ def _check_world(count: int, index: int) -> None:
 
 def _with_seedable_sampler(loader: DataLoader[Any], seed: int | None) -> DataLoader[Any]:
     """Return the loader with a ``SeedableRandomSampler`` in place of its random sampler."""
-    sampler, batches = get_sampler(loader), loader.batch_sampler
+    sampler = get_sampler(loader)
     if type(sampler) is not RandomSampler:
         return loader
     seeded = SeedableRandomSampler(
@@ -154,6 +158,22 @@ def _with_seedable_sampler(loader: DataLoader[Any], seed: int | None) -> DataLoa
         generator=torch.Generator(),
         data_seed=seed,
     )
+    return _with_sampler(loader, seeded)
+
+
+def _with_seeded_generator(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return the loader with a generator for its random sampler, seeded by a draw, if that has none."""
+    sampler = get_sampler(loader)
+    if type(sampler) is not RandomSampler or sampler.generator is not None:
+        return loader
+    twin = copy.copy(sampler)
+    seed = int(torch.empty((), dtype=torch.int64).random_().item())
+    twin.generator = torch.Generator().manual_seed(seed)
+    return _with_sampler(loader, twin)
+
+
+def _with_sampler(loader: DataLoader[Any], seeded: RandomSampler) -> DataLoader[Any]:
+    batches = loader.batch_sampler
     if not isinstance(batches, BatchSampler):
         return copy_loader(loader, sampler=seeded)
     twin = copy.copy(batches)

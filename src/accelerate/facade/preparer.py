@@ -200,6 +200,8 @@ class Preparer:
         if isinstance(loader, DataLoaderShard) and loader.active is runtime.gradients.loaders:
             return loader
         more: dict[str, Any] = {"shard": config.shard} if config.shard != "auto" else {}
+        if config.legacy_random_numbers:
+            more["legacy_random_numbers"] = True
         share, slicer = strategy.data_shard, None
         if isinstance(strategy, DataSharding):
             share, slicer = strategy.data_shard_for(loader), strategy.batch_slicer_for(loader)
