@@ -41,6 +41,7 @@ class PeerProcesses:
     def __init__(self, store: StoreClient, rank: int, thread: int) -> None:
         self.store, self.rank, self.thread = store, rank, thread
         self._answered_question = ""
+        self._found: dict[int, tuple[int, str]] = {}
 
     def publish(self) -> None:
         """Tell the others the process of this rank."""
@@ -48,8 +49,12 @@ class PeerProcesses:
 
     def _find(self, rank: int) -> tuple[int, str]:
         """Return the process of a rank and where its number means something; (0, "") if it is unknown."""
-        pid, _, namespace = (self.store.get(f"process/{rank}") or "0").partition(" ")
-        return int(pid), namespace
+        if rank not in self._found:
+            pid, _, namespace = (self.store.get(f"process/{rank}") or "0").partition(" ")
+            if not int(pid):
+                return 0, ""
+            self._found[rank] = int(pid), namespace
+        return self._found[rank]
 
     def find_gone(self, ranks: Iterable[int]) -> tuple[int, int] | None:
         """Return a rank whose process, on this machine, is gone, and that process; None without one."""

@@ -85,6 +85,9 @@ class Rendezvous:
                 raise self._peer_error()
             if time.monotonic() >= until:
                 raise self._timeout_error()
+        # Torch before 2.10 has one connection, in which it waits itself from now on.
+        self._look()
+        self.tcp_store.set_timeout(self.timeout)
 
     @contextmanager
     def watch(self) -> Generator[None]:
