@@ -233,10 +233,13 @@ class Watchdog:
         Others publish where they are at their next poll, so a rank may be found only when asked for again.
 
         Raises:
-            CollectiveError: the process of one of them, on this machine, is gone.
+            CollectiveError: a rank has failed, or the process of one of them, on this machine, is gone.
         """
         self._raise_alarm()
         own, statuses = self._own_status(), self._read_statuses(ranks)
+        text = self.store.get("report")
+        if text is not None:
+            raise self._accept_report(FailureReport.from_json(text)).error(self.rank)
         ahead = [rank for rank, status in statuses.items() if status.is_ahead_of(own)]
         lost = self._find_lost_rank([rank for rank in ranks if rank not in ahead], own.place)
         if lost is not None:
