@@ -178,7 +178,7 @@ INTERNALS = (
             "_PipelineStageBase.forward_one_chunk _PipelineStageBase.backward_one_chunk "
             "_PipelineStageBase.clear_runtime_states",
             f"{_PIPELINE}.schedules": "ScheduleGPipe._stage ScheduleGPipe._n_microbatches "
-            "ScheduleGPipe._has_backward ScheduleGPipe._initialize_stage ScheduleInterleaved1F1B._stages",
+            "ScheduleGPipe._has_backward ScheduleInterleaved1F1B._stages",
         },
     ),
     Internals(
@@ -189,7 +189,7 @@ INTERNALS = (
             "PipelineStage._prepare_backward_infra",
             f"{_PIPELINE}._utils": "InferenceMode>=2.12",
         },
-        "older versions make them in `_initialize_stage`",
+        "older versions have one way to make them",
     ),
     Internals(
         "collectives with gradients",

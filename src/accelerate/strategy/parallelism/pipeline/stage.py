@@ -243,18 +243,18 @@ class TwoPhaseGPipeSchedule(ScheduleGPipe):
     def _prepare(self) -> None:
         """Allocate the receive buffers, once.
 
-        Torch's newer versions let the stages vote first whether shapes are known. They are; and of several
-        stages on one process, the second would not be there to vote.
+        Torch's schedules let neighbours send a number first (2.10), or the stages vote whether shapes are known
+        (2.12). They are; and of several stages on one process, the second would not be there to answer.
         """
         if self._is_ready:
             return
         self._is_ready = True
         stage = self._stage
-        if not hasattr(stage, "_inference_mode"):
-            self._initialize_stage((), {})
-            return
-        stage._inference_mode = _utils.InferenceMode.STATIC
-        stage._prepare_forward_infra(self._n_microbatches, (), {}, has_backward=self._has_backward)
+        options: dict[str, Any] = {}
+        if hasattr(stage, "_inference_mode"):
+            stage._inference_mode = _utils.InferenceMode.STATIC
+            options = {"has_backward": self._has_backward}
+        stage._prepare_forward_infra(self._n_microbatches, (), {}, **options)
         if self._has_backward:
             stage._prepare_backward_infra(self._n_microbatches)
 
