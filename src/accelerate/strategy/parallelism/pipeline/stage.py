@@ -243,8 +243,8 @@ class TwoPhaseGPipeSchedule(ScheduleGPipe):
     def _prepare(self) -> None:
         """Allocate the receive buffers, once.
 
-        Torch's schedules let neighbours send a number first (2.10), or the stages vote whether shapes are known
-        (2.12). They are; and of several stages on one process, the second would not be there to answer.
+        Torch's schedules let neighbours send a number first (2.10), or the stages vote whether shapes are
+        known (2.12). They are; and of several stages on one process, the second would not be there to answer.
         """
         if self._is_ready:
             return
