@@ -140,7 +140,7 @@ def iterable(folder: Path) -> dict[str, Any]:
 
 
 def sharded_stream(folder: Path) -> dict[str, Any]:
-    """A stream of `datasets` that every rank reads, taking its own part: as many samples on any world."""
+    """A stream of `datasets` of which every rank reads files of its own: as many samples on any world."""
     stream = datasets.Dataset.from_list(samples(30)).to_iterable_dataset(num_shards=2)
     shared = {"per_device_train_batch_size": 4 // world()}
     job = trainer(folder, stream, accelerator_config={"dispatch_batches": False}, **shared)

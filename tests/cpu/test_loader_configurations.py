@@ -185,7 +185,7 @@ class SavedLoader:
     @classmethod
     def of(cls, loader: Any) -> SavedLoader:
         states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-        return cls(json.dumps(loader.state_dict()), states)
+        return cls(json.dumps(loader.position_state()), states)
 
     def restore_generators(self) -> None:
         torch.set_rng_state(self.states[0])
@@ -272,7 +272,7 @@ def run_case(case: LoaderCase, stop: int | None, saved: list[SavedLoader] | None
         accelerator, loader = prepare(case)
         first = loader
         if saved is not None:
-            loader.load_state_dict(json.loads(saved[0].position))
+            loader.load_position(json.loads(saved[0].position))
             if not reseed:
                 saved[accelerator.process_index].restore_generators()
             if not case.stateful:

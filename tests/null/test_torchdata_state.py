@@ -13,7 +13,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
+from accelerate.core.errors import CheckpointError
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
+from accelerate.state import AcceleratorState
 
 StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 
@@ -254,3 +256,12 @@ def test_a_loader_without_the_option_says_what_it_leaves(
     accelerator.load_state(folder)
     assert "use_stateful_dataloader=True" in caplog.text
     assert len(plain(loader)) == 3
+
+
+def test_a_loader_that_is_not_stateful_says_what_to_type() -> None:
+    config = DataLoaderConfiguration(use_stateful_dataloader=True)
+    state = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(range(4))).state_dict()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    loader = Accelerator(cpu=True).prepare(DataLoader(range(4)))
+    with pytest.raises(CheckpointError, match="use_stateful_dataloader=True"):
+        loader.load_state_dict(state)

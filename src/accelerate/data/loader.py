@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from accelerate.core.errors import CheckpointError
 from accelerate.data.active_loaders import DataLoaderStateMixin
 from accelerate.data.batch_sampler_shard import SkipBatchSampler, slicer_for
 from accelerate.data.batch_source import (
@@ -421,8 +422,15 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         an iteration with ``use_stateful_dataloader=True``.
 
         Raises:
+            CheckpointError: it is a state of torchdata's loader.
             ValueError: the loader and its samplers hold other random generators than the saved ones.
         """
+        if "epoch" not in state_dict:
+            raise CheckpointError(
+                "this is no position of a prepared loader: it has no epoch",
+                why=f"it has {', '.join(map(str, list(state_dict)[:4])) or 'nothing'}",
+                fix="of a loader of torchdata: DataLoaderConfiguration(use_stateful_dataloader=True)",
+            )
         self.position.load_state_dict(state_dict, loader_generators(self._full_base))
         self._set_epochs(self.iteration)
 

@@ -232,8 +232,11 @@ class AcceleratorState(ProcessMixin):
         return state
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of ``PartialState``."""
+        """Return an attribute of ``PartialState``; after ``_reset_state``, one of the next state."""
         if not vars(self):
+            # Reset; as in 1.x it has the attributes of the next one, once there is one.
+            if AcceleratorState._current is not None:
+                return getattr(AcceleratorState._current, name)
             raise _ClosedWorldAttributeError(
                 f"there is no open world any more for {name} of this Accelerator",
                 why="AcceleratorState._reset_state() was called after it was made",

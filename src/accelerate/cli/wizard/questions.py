@@ -252,7 +252,7 @@ def _device_options() -> Iterator[AnswerOption]:
     yield AnswerOption("one process, on the CPU", {**alone, use_cpu: True})
     yield AnswerOption("several processes, on the CPU", {kind: CPU_GROUP, use_cpu: True})
     others = {each.distributed_type: each.type for each in devices.accelerators()}
-    for name, device_type in sorted(others.items(), key=lambda item: item[1] != "cuda"):
+    for name, device_type in others.items():
         if name != NOT_DISTRIBUTED and not (name == device.distributed_type and count > 1):
             yield AnswerOption(
                 f"several processes, one {device_type} device each", {kind: name, use_cpu: False}
