@@ -284,7 +284,7 @@ def test_the_launcher_shows_the_failing_ranks_traceback_once_and_last() -> None:
     assert result.returncode == 1, result.output
     assert result.stderr.rstrip().endswith("ValueError: a bad batch")
     assert result.stderr.count("Traceback (most recent call last)") == 1
-    ended = "rank 0 stopped after it: PeerError: rank 1 failed: ValueError: a bad batch"
+    ended = "rank 0 stopped after it: CheckpointPeerError: rank 1 failed: ValueError: a bad batch"
     assert ended in result.stderr
 
 

@@ -290,6 +290,7 @@ def test_parts_of_a_dataset_may_differ_by_a_row(ranks: RankServer) -> None:
 
 @pytest.mark.parametrize("style", ["column with the rank", "another cache", "transform"])
 def test_another_fingerprint_of_the_same_rows_is_no_split(ranks: RankServer, style: str) -> None:
+    """G16."""
     first, second = ranks(2, hugging_face_rows, style)
     assert sorted(first + second) == list(range(16))
     assert first[:4] == [0, 1, 4, 5], "shared out by batches"

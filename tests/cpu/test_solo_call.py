@@ -1,4 +1,4 @@
-"""``if accelerator.is_main_process: accelerator.save_state(...)``, as scripts of diffusers write it."""
+"""G15: ``if accelerator.is_main_process: accelerator.save_state(...)``, as scripts of diffusers write it."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_another_rank_does_not_save_alone(ranks: RankServer, tmp_path: Path) -> 
     with pytest.raises(RanksError) as info:
         ranks(2, on_another_rank, str(tmp_path / "c"))
     outcome = info.value.outcomes[1]
-    assert outcome.kind == "CollectiveError"
+    assert outcome.kind == "CheckpointPeerError"
     assert "rank 1 called save_state, rank 0 did not" in outcome.message
     assert "test_solo_call.py" in outcome.message, "where rank 0 is"
     assert os.listdir(tmp_path) == []
@@ -196,7 +196,7 @@ def killed(folder: str) -> None:
 
 def test_a_rank_that_is_killed_meanwhile_is_named(ranks: RankServer, tmp_path: Path) -> None:
     outcome, _ = ranks.outcomes(2, killed, str(tmp_path / "c"), grace=30)
-    assert outcome.kind == "PeerError"
+    assert outcome.kind == "CheckpointPeerError"
     assert "rank 1 is gone while rank 0 was in save_state at test_solo_call.py:" in outcome.message
     assert os.listdir(tmp_path) == []
 

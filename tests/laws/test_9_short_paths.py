@@ -29,7 +29,7 @@ BOUNDS = {
     "backward, FSDP2": (3, 3),
     "backward, DDP": (3, 3),
     "save_state, FSDP2": (189, 40),  #      90 / 15; with the lines that it logs
-    "save_state, DDP": (184, 39),  # with the question who calls: the main process may do so alone
+    "save_state, DDP": (185, 39),  # with the question who calls: the main process may do so alone
     # It compares everything with the objects, and takes back what one of them refuses.
     "load_state, FSDP2": (226, 47),  #      90 / 15
     "load_state, DDP": (210, 46),

@@ -1,4 +1,4 @@
-"""Every argument of every public class of options is checked by its declared type.
+"""G7: every argument of every public class of options is checked by its declared type.
 
 The generator tries wrong values on all of them. What comes is an error of this package that names the
 argument, or the value is one that the annotation allows by the table ``ALLOWED_BY``.

@@ -363,6 +363,7 @@ FILES = {
 
 @pytest.mark.parametrize("kind", FILES)
 def test_enter_alone_changes_nothing(monkeypatch: pytest.MonkeyPatch, place: Path, kind: str) -> None:
+    """G19."""
     text = FILES[kind].replace("\n    ", "\n")
     place.write_text(text)
     (place.parent / "zero.json").write_text("{}")

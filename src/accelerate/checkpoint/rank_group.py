@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from accelerate.core.errors import AccelerateError, CheckpointError, CollectiveError, PeerError
 from accelerate.world import collective, watchdog
 from accelerate.world import world as worlds
+from accelerate.world.solo_call import is_solo_call
 from accelerate.world.watchdog import Watchdog
 
 HEARTBEAT = 2.0  # seconds between heartbeats; more in large worlds
@@ -141,6 +142,18 @@ class CheckpointRankGroup:
             return collective.all_gather_object(value, action.partition(" ")[0], label=action)
         except CollectiveError as error:
             raise CheckpointPeerError.from_collective(error) from error.__cause__
+
+
+def saves_alone(operation: str) -> bool:
+    """Return whether rank 0 makes this call alone; see ``is_solo_call``.
+
+    Raises:
+        CheckpointPeerError: rank 0 is elsewhere, a rank failed, or the timeout of the group passed.
+    """
+    try:
+        return is_solo_call(operation)
+    except CollectiveError as error:
+        raise CheckpointPeerError.from_collective(error) from error.__cause__
 
 
 class BackgroundSaveError(CheckpointError):

@@ -844,7 +844,7 @@ class Accelerator(ProcessMixin):
         Raises:
             CheckpointError: on every process; what was there before is untouched. Also when the save before
                 failed in the background: this one has not begun then.
-            CollectiveError: another process than the main one called it alone.
+            CheckpointPeerError: another process than the main one called it alone; a ``CheckpointError``.
         """
         return self._checkpoints.save(
             output_dir,

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from accelerate.checkpoint import async_save, load, save
 from accelerate.checkpoint.discovery import ProjectConfiguration, parse_address, save_address
 from accelerate.checkpoint.load import CheckpointLoadResult
-from accelerate.checkpoint.rank_group import CheckpointRankGroup
+from accelerate.checkpoint.rank_group import CheckpointRankGroup, saves_alone
 from accelerate.checkpoint.state_dict_files import strip_compile_prefix
 from accelerate.checkpoint.stateful import CheckpointContents
 from accelerate.checkpoint.weight_files import save_weights
@@ -38,7 +38,6 @@ from accelerate.facade.replica_agreement import check_replicas
 from accelerate.facade.runtime import Runtime
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 from accelerate.world import collective, rng
-from accelerate.world.solo_call import is_solo_call
 
 
 class CheckpointManager:
@@ -120,7 +119,7 @@ class CheckpointManager:
         """Save models, optimizers, schedulers, scaler, loaders, random states and registered objects."""
         prepared, options = self.prepared, dict(engine_options or {})
         is_sharded = self._resolve_sharded(sharded)
-        is_solo = self._may_be_solo(is_sharded) and is_solo_call("save_state")
+        is_solo = self._may_be_solo(is_sharded) and saves_alone("save_state")
         if is_solo and self.world.rank > 0:
             return self._skip_save(output_dir)
         if is_solo:
@@ -311,7 +310,7 @@ class CheckpointManager:
             )
         # The files are there when a rank returns; the main process may be the only one that calls.
         if self._may_be_solo(is_sharded=False):
-            is_solo_call("save_model")
+            saves_alone("save_model")
         else:
             collective.barrier()
 

@@ -24,7 +24,7 @@ _REGISTER = "torch.distributed.fsdp.register_fsdp_forward_method"
 
 
 class HoldsShards(Protocol):
-    """What is asked of the strategy that has sharded a model."""
+    """The strategy that has sharded a model."""
 
     plugin: Any
 

@@ -1,4 +1,4 @@
-"""What ``accelerate test`` launches: the checks of ``accelerate.check``, on every process."""
+"""The script that ``accelerate test`` launches: the checks of ``accelerate.check``, on every process."""
 
 
 def main() -> None:
