@@ -1,4 +1,4 @@
-"""G17, private names of torch: all are in the table of core/torch_internals.py, and the running torch has them.
+"""G17, private names of torch: the table of core/torch_internals.py has all, and the running torch too.
 
 A torch that drops one fails here, in the test of that name. So does a file that uses one without an entry.
 """
