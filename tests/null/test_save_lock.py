@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -155,6 +156,29 @@ def test_the_owner_touches_its_lock_and_gives_it_back(
             time.sleep(0.01)
         assert lock.path.stat().st_mtime > 1
     assert not lock.path.exists()
+
+
+@pytest.mark.parametrize("taken_by", ["nobody", "another save"])
+def test_a_lock_that_was_taken_away_is_not_touched_again(
+    taken_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its thread ends: the lock of another would look alive for as long as this process runs."""
+    caplog.set_level(logging.DEBUG, "accelerate.checkpoint.save_lock")
+    monkeypatch.setattr(save_lock, "HEARTBEAT", 0.01)
+    before = set(threading.enumerate())
+    lock = SaveLock(tmp_path, "a", "mine")
+    lock.acquire()
+    (beat,) = set(threading.enumerate()) - before
+    if taken_by == "nobody":
+        lock.path.unlink()
+    else:
+        put_lock(tmp_path / "other.lock", host="elsewhere")
+        (tmp_path / "other.lock").replace(lock.path)
+    beat.join(20)
+    assert not beat.is_alive()
+    lock.release()
+    assert lock.path.exists() == (taken_by == "another save")
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("name", [".x.tmp-abc", ".x.gone-0123/a", ".checkpoint_3.old-5f0c"])

@@ -154,14 +154,20 @@ class SaveLock:
 
     def _touch(self) -> None:
         released = self._released
-        while released is not None and not released.wait(HEARTBEAT):
-            self._refresh()
+        while released is not None and not released.wait(HEARTBEAT) and self._refresh():
+            pass
 
-    def _refresh(self) -> None:
+    def _refresh(self) -> bool:
+        """Show that the owner is alive; return False if the lock is not its own any more."""
         try:
+            if LockOwner(**json.loads(self.path.read_bytes())) != self.owner:
+                return False
             os.utime(self.path)
-        except OSError as error:
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError, TypeError) as error:
             logger.debug("%s cannot be touched: %s", self.path, error)
+        return True
 
     def _is_held(self, holder: LockOwner | None) -> bool:
         if holder is not None and holder.host == self.owner.host:
