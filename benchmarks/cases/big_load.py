@@ -91,13 +91,29 @@ QUEUE = Queue(take, NAMES)
 CASES = (
     Case("`init_empty_weights` of a 70B Llama, against `torch.device('meta')`", "ms", "ratio", 1.15, make),
     Case("load 4.3 GB of safetensors to the CPU", "s", "total", 0.15, QUEUE.measure("load"), 3, 2),
-    Case("load them with 32 blocks on disk", "s", "total", 0.15, QUEUE.measure("load disk"), 3, 2),
-    Case("bytes that this load writes", "MB", "total", 0.001, QUEUE.measure("written"), 3, 2),
+    Case("load 4.3 GB with 32 blocks on disk", "s", "total", 0.15, QUEUE.measure("load disk"), 3, 2),
+    Case(
+        "bytes written by loading with 32 blocks on disk",
+        "MB",
+        "total",
+        0.001,
+        QUEUE.measure("written"),
+        3,
+        2,
+    ),
     Case("forward with 32 blocks on disk, cached", "s", "ratio", 1.15, QUEUE.measure("forward"), 3, 2),
     Case(
         "anonymous memory of load and forward on the CPU", "GB", "total", 0.3, QUEUE.measure("memory"), 3, 2
     ),
-    Case("the same with 32 blocks on disk", "GB", "total", 0.3, QUEUE.measure("memory disk"), 3, 2),
+    Case(
+        "anonymous memory of load and forward with 32 blocks on disk",
+        "GB",
+        "total",
+        0.3,
+        QUEUE.measure("memory disk"),
+        3,
+        2,
+    ),
 )
 
 

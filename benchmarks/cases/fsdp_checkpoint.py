@@ -39,7 +39,7 @@ def take(subject: Subject, quick: bool) -> dict[str, Sample | str]:
 QUEUE = Queue(take, ("save", "load"))
 CASES = (
     Case("save 0.8 GB sharded, against `dcp.save`", "s", "ratio", 1.0, QUEUE.measure("save"), 2, 1),
-    Case("load it, against `dcp.load`", "s", "ratio", 1.0, QUEUE.measure("load"), 2, 1),
+    Case("load 0.8 GB sharded, against `dcp.load`", "s", "ratio", 1.0, QUEUE.measure("load"), 2, 1),
 )
 
 

@@ -70,7 +70,7 @@ SHARE = 1.01  # GB: half of the model
 CASES = (
     Case("start to first step of a sharded model of 1B", "s", "ratio", 1.0, QUEUE.measure("seconds"), 2, 1),
     Case(
-        "peak memory of loading it, a share is 1.01 GB",
+        "peak memory of loading a sharded model of 1B, a share is 1.01 GB",
         "GB",
         "total",
         1.2 * SHARE,
