@@ -81,7 +81,7 @@ def check(recovered: Recovered, place: Place, prints: Prints) -> int:
     assert [
         name
         for name in told
-        if not name.endswith(".lock") and not any(i.startswith(f"{name} (") for i in recovered.ignored)
+        if ".lock" not in name and not any(i.startswith(f"{name} (") for i in recovered.ignored)
     ] == []
     assert len(recovered.before) - len(hidden) >= 2, "removed before the new one was committed"
     if place.kind == "each node":  # a machine that had committed keeps what the others have not, for a while
@@ -165,7 +165,7 @@ def one_process(kind: str, root: Path) -> tuple[list[str], set[int]]:
     changes, seen = kill_everywhere("save", start, root, prints)
     # Some file goes first, and what is left then must not be taken for anything else.
     assert [
-        c for c in changes if c.call == "unlink" and ".gone-" not in c.path and not c.path.endswith(".lock")
+        c for c in changes if c.call == "unlink" and ".gone-" not in c.path and ".lock" not in c.path
     ] == []
     return [c.call for c in changes], seen
 

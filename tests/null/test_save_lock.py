@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -134,6 +136,23 @@ def test_a_lock_that_was_never_written_is_stale(
     with SaveLock(tmp_path, "a", "mine"):
         assert LockOwner.read(tmp_path / ".a.lock") is not None
     assert not list(tmp_path.iterdir())
+
+
+def refuse_link(*paths: Path) -> None:
+    raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_one_of_many_takes_the_lock(links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the file system has no hard links."""
+    if not links:
+        monkeypatch.setattr(os, "link", refuse_link)
+    locks = [SaveLock(tmp_path, "a", f"{number}") for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        taken = list(pool.map(SaveLock._create, locks))
+    assert sum(taken) == 1
+    assert LockOwner.read(locks[0].path) == locks[taken.index(True)].owner
+    assert [path.name for path in tmp_path.iterdir()] == [".a.lock"]
 
 
 def test_a_later_process_of_the_same_number_is_not_the_owner(tmp_path: Path) -> None:

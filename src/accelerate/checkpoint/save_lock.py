@@ -1,8 +1,8 @@
 """A lock on the place of a save: of two trainings that save there at once, the second is refused by name.
 
-The lock is a file beside the checkpoint, ``.<name>.lock``, which exists while a save is going on: exclusive
-creation lets one process win, on network file systems too. It says host, process, save and time, and its
-owner touches it every few seconds. A lock is stale, and is taken over,
+The lock is a file beside the checkpoint, ``.<name>.lock``, which exists while a save is going on: a hard
+link, or exclusive creation where there are none, lets one process win, on network file systems too. It says
+host, process, save and time, and its owner touches it every few seconds. A lock is stale, and is taken over,
 
 - on the same host, as soon as its process is gone: a training that was killed can be restarted at once;
 - from another host, when it has not been touched for a minute, and is not while one looks: clocks differ.
@@ -17,6 +17,7 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
@@ -141,15 +142,34 @@ class SaveLock:
                 )
 
     def _create(self) -> bool:
+        """Create the lock with its owner in it; return False if there is one.
+
+        It appears whole: one without an owner, of a process that was killed between creating and writing it,
+        would count as another host's for a minute.
+        """
+        content = json.dumps(asdict(self.owner)).encode()
+        draft = self.path.with_name(f"{self.path.name}.{secrets.token_hex(6)}")
         with file_errors("write", self.path):
             try:
-                handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+                draft.write_bytes(content)
+                os.link(draft, self.path)
             except FileExistsError:
                 return False
-            try:
-                os.write(handle, json.dumps(asdict(self.owner)).encode())
+            except OSError:  # no hard links here, or another owner has removed the draft
+                return self._create_in_place(content)
             finally:
-                os.close(handle)
+                draft.unlink(missing_ok=True)
+        return True
+
+    def _create_in_place(self, content: bytes) -> bool:
+        try:
+            handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileExistsError:
+            return False
+        try:
+            os.write(handle, content)
+        finally:
+            os.close(handle)
         return True
 
     def _touch(self) -> None:
@@ -198,7 +218,7 @@ class SaveLock:
                 aside.unlink()
 
     def _remove_leftovers(self) -> None:
-        """Remove stale locks that a process was taking away when it was killed."""
+        """Remove what a process was putting there, or taking away, when it was killed."""
         for entry in self.path.parent.iterdir():
             if entry.name.startswith(f"{self.path.name}."):
                 with file_errors("remove", entry):
