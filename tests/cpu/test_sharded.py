@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from accelerate.core.errors import CollectiveError, PrepareError
 from tests.support.ranks import RankServer, same_on_all
 
+PRELOAD = ("datasets", "datasets.distributed")
+
 DATA = TensorDataset(torch.arange(16))
 
 

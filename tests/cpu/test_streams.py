@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_wor
 
 from tests.support.ranks import RankServer, same_on_all
 
+PRELOAD = ("datasets", "datasets.distributed", "torchdata.stateful_dataloader")
+
 
 class Stream(IterableDataset[int]):
     """Numbers from ``start`` on; a worker's set-up may change its bounds."""
