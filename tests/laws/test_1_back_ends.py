@@ -50,7 +50,7 @@ ALLOWED = {
     ("facade/state", "deepspeed"): _PROMISED,
     ("facade/state", "fsdp"): _PROMISED,
     ("facade/fp8", "fsdp"): "a field of torchao's configuration, by torchao's name",
-    ("launch/request_checks", "fsdp"): "the table of settings that exclude each other",
+    ("launch/launcher", "fsdp"): "the table of settings that exclude each other",
     (
         "launch/kinds/deepspeed",
         "slurm",

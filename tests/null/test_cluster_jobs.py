@@ -9,11 +9,11 @@ import pytest
 
 from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import LaunchError, SettingError, WorldError
-from accelerate.launch.base import choose_kind
 from accelerate.launch.config_files import ConfigFile, read_config
 from accelerate.launch.job_scheduler import JobSchedulerContext, detect_scheduler, overridden_lines
 from accelerate.launch.kinds import scheduled_rank
 from accelerate.launch.launch_request import JobSettings, LaunchRequest, build_request
+from accelerate.launch.launcher import choose_kind
 from tests.support.launchers import RECORDED, environments
 
 POD = {

@@ -15,9 +15,8 @@ import pytest
 from accelerate.cli.main import run
 from accelerate.core.setting import setting
 from accelerate.launch import dry_run
-from accelerate.launch.base import LaunchKind
+from accelerate.launch.base import LaunchKind, PlannedCommand, display_value
 from accelerate.launch.kinds import KINDS
-from accelerate.launch.plan import PlannedCommand, display_value
 from tests.laws.test_8_no_torch import command as without_torch
 
 Run = Callable[..., SimpleNamespace]

@@ -21,8 +21,8 @@ from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import SettingError
 from accelerate.core.option_report import OptionReport, OptionStatus, RequestedOption
 from accelerate.facade.option_report import OptionReporter
+from accelerate.launch.base import origin_variables
 from accelerate.launch.launch_request import read_request
-from accelerate.launch.plan import origin_variables
 from accelerate.precision import autocast
 from accelerate.precision.fp8 import FP8MixedPrecision
 from accelerate.utils import (

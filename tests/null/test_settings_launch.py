@@ -13,13 +13,13 @@ from accelerate import device as devices
 from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
 from accelerate.device.machine import DeviceProbeHost
-from accelerate.launch.base import LaunchKind, choose_kind
+from accelerate.launch.base import LaunchKind
 from accelerate.launch.device_selection import allocate_devices, count_cores
 from accelerate.launch.kinds import KINDS
 from accelerate.launch.kinds.local import shared_variables, torchrun_variables
 from accelerate.launch.launch_request import LaunchRequest, all_settings, read_request
+from accelerate.launch.launcher import check_request, choose_kind
 from accelerate.launch.logs import RankLogSettings
-from accelerate.launch.request_checks import check_request
 
 
 def cards(root: Path, count: int, **env: str) -> DeviceProbeHost:

@@ -22,7 +22,7 @@ from accelerate.cli.wizard.questions import WizardAnswers, WizardQuestion
 from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig, load_config_from_file
 from accelerate.core.setting import Setting, declared_settings
 from accelerate.launch.launch_request import read_request
-from accelerate.launch.request_checks import check_request
+from accelerate.launch.launcher import check_request
 from tests.support.command import run
 from tests.support.devices import pretend_devices
 

@@ -11,13 +11,14 @@ import pytest
 
 from accelerate.cli import options
 from accelerate.device.machine import DeviceProbeHost
-from accelerate.launch import base, config_files
+from accelerate.launch import config_files, launcher
+from accelerate.launch.base import LaunchKind
 from accelerate.launch.config_files import ConfigFile
 from accelerate.launch.device_selection import LaunchDeviceSelection, allocate_devices
 from accelerate.launch.errors import RankError
 from accelerate.launch.kinds import KINDS, elastic, mpi
 from accelerate.launch.launch_request import LaunchRequest, all_settings, read_request
-from accelerate.launch.request_checks import CONFLICTS
+from accelerate.launch.launcher import CONFLICTS
 
 
 def request(program: Sequence[str] = ("train.py",), **flags: Any) -> LaunchRequest:
@@ -51,7 +52,7 @@ def file_keys() -> list[str]:
     return sorted({row.name for row in rows} | {row.section for row in rows})
 
 
-def kind_named(name: str) -> base.LaunchKind[Any]:
+def kind_named(name: str) -> LaunchKind[Any]:
     """The kind of launch that is called so."""
     return KINDS.get(name)
 
@@ -79,12 +80,12 @@ def conflicting_names() -> set[str]:
 
 def check(asked: LaunchRequest) -> None:
     """Refuse a request in which something contradicts itself."""
-    base.check_request(asked)
+    launcher.check_request(asked)
 
 
 def plan(asked: LaunchRequest, kind: str) -> Any:
     """The plan of a request, which is a job for the kind of launch called ``kind``."""
-    chosen = base.choose_kind(asked)
+    chosen = launcher.choose_kind(asked)
     assert chosen is kind_named(kind)
     return chosen.plan(asked)
 
@@ -111,7 +112,7 @@ def hosts_of(asked: LaunchRequest) -> list[tuple[str, int | None]]:
 
 def start(asked: LaunchRequest) -> None:
     """Run the job of a request and wait until it has ended."""
-    base.launch(asked)
+    launcher.launch(asked)
 
 
 def a_rank_fails(match: str) -> Any:

@@ -12,8 +12,8 @@ from accelerate.cli.options import SCRIPT_SETTINGS, GroupedOptionsCommand, launc
 from accelerate.core import environ
 from accelerate.core.errors import AccelerateError
 from accelerate.launch import config_files
+from accelerate.launch.base import display_value
 from accelerate.launch.launch_request import LaunchRequest, read_request
-from accelerate.launch.plan import display_value
 
 if TYPE_CHECKING:
     import argparse

@@ -27,7 +27,7 @@ the script's own code, flag, environment, file.
 
 
 def _run(**given: Any) -> None:
-    from accelerate.launch.base import launch
+    from accelerate.launch.launcher import launch
 
     program = given.pop("program")
     launch(read_request(given, program, SCRIPT_SETTINGS), replace=True)

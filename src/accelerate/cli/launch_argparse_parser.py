@@ -14,9 +14,9 @@ import click
 from accelerate.cli.argument_parser import CustomArgumentParser
 from accelerate.cli.options import SCRIPT_SETTINGS, SettingFlag
 from accelerate.core.value_types import plain_type
-from accelerate.launch.base import launch
 from accelerate.launch.errors import RankError
 from accelerate.launch.launch_request import LaunchRequest, format_value, read_request
+from accelerate.launch.launcher import launch
 
 # What flags have in namespaces of 1.x when nobody typed them, where that is no None and they take a value.
 # The type of a value that is typed is that of the default, else of the setting.

@@ -35,7 +35,7 @@ def _launch_checks(given: dict[str, Any]) -> None:
     Raises:
         RankError: a check failed, after the table was printed; or a process did.
     """
-    from accelerate.launch.base import launch
+    from accelerate.launch.launcher import launch
 
     wrong = next((name for name in ("module", "no_python") if given.get(name)), None)
     if wrong:

@@ -18,9 +18,9 @@ from accelerate.cli.launch import PLUGIN
 from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core import environ
 from accelerate.launch import launch_request
-from accelerate.launch.base import choose_kind, launch
+from accelerate.launch.base import LaunchPlan
 from accelerate.launch.config_files import ConfigFile
-from accelerate.launch.plan import LaunchPlan
+from accelerate.launch.launcher import choose_kind, launch
 
 
 def _launch_with(args: argparse.Namespace, **decided: Any) -> None:

@@ -1,18 +1,76 @@
-"""A kind of launch: one file of this folder that takes some requests and runs them."""
+"""A kind of launch, the plan that it makes of a request, and what each option does in that plan.
+
+A kind is one file of ``kinds/``. ``--dry-run`` shows its plan, and otherwise the kind runs it. The script
+learns by ``origin_variables`` what was asked, so that it can report the status of each option itself.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import re
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import field
 from typing import Any, ClassVar, Generic, TypeVar
 
-from accelerate.core.errors import SettingError
-from accelerate.launch.job_scheduler import overridden_lines
+from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.core.setting import Setting, SettingOrigin, declared_settings
 from accelerate.launch.kinds import KINDS
-from accelerate.launch.launch_request import LaunchRequest
-from accelerate.launch.plan import LaunchPlan, origin_variables, requested_options
-from accelerate.launch.request_checks import check_request
+from accelerate.launch.launch_request import LaunchRequest, format_value, launcher_settings
+
+Variables = Mapping[str, object | None]
+
+# What the wizard and the files in the wild write down for every set-up: it asks for nothing here.
+_USUAL_VALUES: dict[str, tuple[object, ...]] = {
+    "gpu_ids": ("all",),
+    "main_training_function": ("main",),
+    "rdzv_backend": ("static", "c10d"),
+    "same_network": (True,),
+}
+_SECRET = re.compile(r"secret|password|token|access_key", re.IGNORECASE)
+# Settings that stay with the launcher and whose effect shows in the processes only; and, of those, what a
+# process of several machines cannot judge, since machines may come and go.
+_VISIBLE_IN_RANKS = ("num_processes", "num_cpu_threads_per_process", "gpu_ids")
+_SINGLE_MACHINE_ONLY = ("num_processes",)
+
+
+@frozen_dataclass
+class PlannedCommand:
+    """One command that a launch starts on this machine.
+
+    Attributes:
+        name: which one: ``"rank 0"``, ``"mpirun"``.
+        program: the command and its arguments.
+        variables: what it is told by its environment beyond what all are told; None takes a variable away.
+    """
+
+    name: str
+    program: tuple[str, ...]
+    variables: Variables = field(default_factory=dict)
+
+
+@frozen_dataclass
+class LaunchPlan:
+    """The plan of a launch on this machine. A kind of launch may add fields of its own.
+
+    Attributes:
+        kind: the kind of launch.
+        facts: (what, value) for people: processes, devices, machines.
+        variables: what every command is told by its environment; None takes a variable away.
+        commands: the commands, in order.
+        notes: what is said on stderr when the launch begins, a line each.
+        unused_settings: (setting, why) of settings that this kind reads but does not use in this job.
+        setting_effects: (setting, what it does in this job) where that is more than its help says.
+    """
+
+    kind: str
+    facts: tuple[tuple[str, str], ...]
+    variables: Variables
+    commands: tuple[PlannedCommand, ...]
+    notes: tuple[str, ...]
+    unused_settings: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
+    setting_effects: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
+
 
 P = TypeVar("P", bound=LaunchPlan)
 
@@ -58,58 +116,114 @@ class LaunchKind(ABC, Generic[P]):
         """
 
 
-def choose_kind(request: LaunchRequest) -> LaunchKind[Any]:
-    """The kind of launch for a request; between them, the kinds of this package take every one."""
-    return max((kind for kind in KINDS if kind.accepts(request)), key=lambda kind: kind.priority)
-
-
-def launch(request: LaunchRequest, *, replace: bool = False) -> None:
-    """Runs a request: checks it, chooses the kind of launch, starts it, and returns when it has ended well.
-
-    With ``--dry_run`` the plan is printed, and nothing is started.
-
-    Args:
-        request: what was asked.
-        replace: this process may be replaced by the script.
-
-    Raises:
-        AccelerateError: it cannot be started as asked, or a rank failed (``RankError`` holds the exit code).
-    """
-    check_request(request)
-    kind = choose_kind(request)
-    plan = kind.plan(request)
-    lines = overridden_lines(request.scheduler, request.origins) if request.scheduler else ()
-    plan = dataclasses.replace(
-        plan, notes=(*lines, *plan.notes), variables={**plan.variables, **origin_variables(request)}
-    )
-    options = requested_options(request, kind, plan)
-    unused = [] if request.file is None else [*request.file.problems]
-    fix = f"accelerate config update --config_file {request.file.path}" if unused and request.file else ""
-    unused += [option.unused_text for option in options if option.unused_reason and option.is_explicit]
-    if request.settings.dry_run:
-        from accelerate.launch import dry_run
-
-        dry_run.print_plan(request, plan, options)
-    if unused and "strict" in request.origins and request.get("strict"):
-        raise SettingError(
-            unused[0],
-            why="; ".join([f"{request.origin('strict').where} asks for an error", *unused[1:]]),
-            fix=fix or ("leave it out" if len(unused) == 1 else "leave them out"),
-        )
-    if request.settings.dry_run:
-        if request.settings.dry_run_model:
-            from accelerate.launch import dry_run
-
-            dry_run.run_model_dry_run(request, plan)
-        return
-    if request.file is not None and not request.file.is_explicit:
-        print_line(request, f"settings from {request.file.path} (--config_file names another)")
-    for note in (*plan.notes, *unused):
-        print_line(request, note)
-    kind.run(request, plan, replace=replace)
-
-
 def print_line(request: LaunchRequest, line: str) -> None:
     """Prints one line about the launch on stderr, unless asked to be quiet."""
     if not request.settings.quiet:
         print(f"accelerate launch: {line}", file=sys.stderr, flush=True)
+
+
+@frozen_dataclass
+class LaunchOptionOrigin:
+    """One setting that some source gave a value.
+
+    Attributes:
+        setting: the setting.
+        origin: its value, and the place that gave it.
+        overridden: what it overrides, the default left out.
+        effect: what it does in this job.
+        unused_reason: why it does nothing; empty when it does something.
+    """
+
+    setting: Setting
+    origin: SettingOrigin
+    overridden: tuple[SettingOrigin, ...]
+    effect: str
+    unused_reason: str = ""
+
+    @property
+    def is_explicit(self) -> bool:
+        """Return whether the user expects an effect; a file may describe more than one job needs."""
+        ordinary = (self.setting.default, *_USUAL_VALUES.get(self.setting.name, ()))
+        return self.origin.source == "flag" or bool(self.origin.value and self.origin.value not in ordinary)
+
+    @property
+    def unused_text(self) -> str:
+        """``--machine_rank has no effect: there is one machine``."""
+        return f"{self.origin.where} has no effect: {self.unused_reason}"
+
+
+def requested_options(request: LaunchRequest, kind: Any, plan: LaunchPlan) -> tuple[LaunchOptionOrigin, ...]:
+    """Every setting that some source gave a value, in the order of the help.
+
+    Args:
+        request: what was asked.
+        kind: the kind of launch that was chosen.
+        plan: what it made of the request.
+    """
+    unused = _settings_of_other_kinds(kind) | dict(plan.unused_settings)
+    effects = dict(plan.setting_effects)
+    launcher_classes = launcher_settings()
+    options: list[LaunchOptionOrigin] = []
+    for cls, loaded in request.loaded.items():
+        missing = request.missing_switch(cls)
+        for row in declared_settings(cls):
+            first, *rest = loaded.origins[row.name]
+            if first.source == "default":
+                continue
+            effect = row.help
+            if row.variable and cls not in launcher_classes:
+                effect += f"; the script is told {row.variable}={display_value(row.name, first.value)}"
+            options.append(
+                LaunchOptionOrigin(
+                    row,
+                    first,
+                    tuple(origin for origin in rest if origin.source != "default"),
+                    effects.get(row.name) or effect,
+                    f"--{missing} is not given" if missing else unused.get(row.name, ""),
+                )
+            )
+    return tuple(options)
+
+
+def _settings_of_other_kinds(kind: Any) -> dict[str, str]:
+    """The settings that only other kinds of launch read, each with the reason why it does nothing."""
+    names = {
+        each: {row.name for cls in each.settings for row in declared_settings(cls)} | set(each.reads)
+        for each in (kind, *KINDS)
+    }
+    return {
+        name: f"it is for launches of the kind {other.name!r}; this one is {kind.name!r}"
+        for other, settings in names.items()
+        for name in settings - names[kind]
+    }
+
+
+def display_value(name: str, value: object) -> str:
+    """A value as text; of what must stay secret, only that it is there."""
+    return "***" if _SECRET.search(name) and value else format_value(value)
+
+
+def origin_variables(request: LaunchRequest) -> dict[str, str]:
+    """Variables of every process: what flags and files asked for and where, and to report it in a line.
+
+    Empty when nothing was asked.
+    """
+    requested: dict[str, tuple[str, object]] = {}
+    launcher_classes = launcher_settings()
+    for cls in request.loaded:
+        for row in declared_settings(cls):
+            origin = request.origin(row.name)
+            if origin.source in ("flag", "file") and (
+                cls not in launcher_classes or row.name in _VISIBLE_IN_RANKS
+            ):
+                requested[row.name] = origin.where, origin.value
+    if str(request.settings.num_machines) != "1":
+        requested = {name: row for name, row in requested.items() if name not in _SINGLE_MACHINE_ONLY}
+    for name, origin in request.strategy_switches.items():
+        requested[name] = origin.where, True
+    if not requested:
+        return {}
+    import json
+
+    report = {"ACCELERATE_EFFECTS": "none"} if request.settings.quiet and not request.get("effects") else {}
+    return {"ACCELERATE_ASKED": json.dumps(requested), **report}

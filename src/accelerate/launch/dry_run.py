@@ -12,8 +12,8 @@ from accelerate.core import environ
 from accelerate.core.errors import LaunchError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import declared_settings
+from accelerate.launch.base import LaunchOptionOrigin, LaunchPlan, PlannedCommand, display_value
 from accelerate.launch.launch_request import LaunchRequest
-from accelerate.launch.plan import LaunchOptionOrigin, LaunchPlan, PlannedCommand, display_value
 from accelerate.strategy.launch_settings import SETTINGS
 
 Row = tuple[str, ...]

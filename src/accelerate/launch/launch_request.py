@@ -306,7 +306,7 @@ class LaunchRequest:
                         fix=self._how_to_enable(switch),
                     )
 
-    def find_leftover(self) -> tuple[tuple[str, ...], str] | None:
+    def find_leftover(self, file: ConfigFile) -> tuple[tuple[str, ...], str] | None:
         """Return the path of a key in the file that has no effect, and a sentence about it; None without one.
 
         Files of 1.x hold such keys: the options of a way of training that was chosen once, and a number of
@@ -321,11 +321,11 @@ class LaunchRequest:
             )
         for cls, loaded in self.loaded.items():
             for row in declared_settings(cls) if self.missing_switch(cls) else ():
-                if loaded.origin(row.name).source == "file" and self.file is not None:
+                if loaded.origin(row.name).source == "file":
                     keys = (row.section or row.name,)
                     said = f"{kind.where} is {kind.value}" if kind.value else "nothing asks for it"
                     return keys, (
-                        f"{self.file.locate(*keys)}: {keys[0]} has no effect: {said}; to use it, "
+                        f"{file.locate(*keys)}: {keys[0]} has no effect: {said}; to use it, "
                         f"{self._how_to_enable(cls.__switch__)}"
                     )
         return None
@@ -361,16 +361,6 @@ class LaunchRequest:
             if hasattr(cls, "launch_variables") and not self.missing_switch(cls):
                 variables.update(cls.launch_variables(self.origins.__getitem__))
         return variables
-
-    def check_options(self) -> None:
-        """Lets each class of settings that is asked for refuse what contradicts itself (its ``check``).
-
-        Raises:
-            SettingError: something does; the error names both places.
-        """
-        for cls in self.loaded:
-            if hasattr(cls, "check") and not self.missing_switch(cls):
-                cls.check(self.origins.__getitem__)
 
 
 def format_value(value: Any) -> str:
@@ -439,7 +429,7 @@ def build_request(
             lines=None if file is None else file.section_lines(section),
         )
     request = LaunchRequest(loaded[JobSettings].value, loaded, tuple(program), file, scheduler)
-    leftover = request.find_leftover()
+    leftover = None if file is None else request.find_leftover(file)
     if leftover is not None and file is not None:
         return build_request(file.without(*leftover), flags, program, script_settings, env)
     request.check_switches()

@@ -15,11 +15,10 @@ from accelerate.core import environ
 from accelerate.core.errors import AccelerateError, SettingError, UnknownNameError
 from accelerate.core.setting import Setting, convert_value
 from accelerate.launch import config_files, config_writer
-from accelerate.launch.base import choose_kind
 from accelerate.launch.config_files import ConfigFile
 from accelerate.launch.config_writer import KeyPath
 from accelerate.launch.launch_request import LaunchRequest, build_request, launcher_settings
-from accelerate.launch.request_checks import check_request
+from accelerate.launch.launcher import check_request, choose_kind
 
 # What every file of today says, and old ones do not.
 _DEFAULT_VALUES: dict[str, Any] = {

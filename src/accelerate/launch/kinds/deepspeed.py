@@ -13,11 +13,10 @@ from typing import ClassVar
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, MissingExtraError, SettingError
-from accelerate.launch.base import LaunchKind
+from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand
 from accelerate.launch.kinds.local import explain_start_error
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
-from accelerate.launch.plan import LaunchPlan, PlannedCommand
 
 PROGRAM = "deepspeed"
 STANDARD, NO_SSH, SLURM = "standard", "nossh", "slurm"

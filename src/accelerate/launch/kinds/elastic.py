@@ -12,7 +12,7 @@ from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import setting
 from accelerate.core.value_types import Index, PositiveNumber
 from accelerate.device.machine import DeviceProbeHost
-from accelerate.launch.base import LaunchKind, print_line
+from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, Variables, print_line
 from accelerate.launch.device_selection import LaunchDeviceSelection, allocate_devices
 from accelerate.launch.kinds.local import (
     ranks_variables,
@@ -23,7 +23,6 @@ from accelerate.launch.kinds.local import (
 )
 from accelerate.launch.launch_request import MULTI_MACHINE, LaunchRequest
 from accelerate.launch.logs import RankLogSettings
-from accelerate.launch.plan import LaunchPlan, PlannedCommand, Variables
 
 STATIC, DYNAMIC = "static", "c10d"
 DEFAULT_PORTS = {STATIC: 29500, DYNAMIC: 29400}  # torchrun's, where nobody says another

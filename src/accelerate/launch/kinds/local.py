@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, ClassVar
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError
 from accelerate.device.machine import DeviceProbeHost
-from accelerate.launch.base import LaunchKind, print_line
+from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, Variables, print_line
 from accelerate.launch.device_selection import LaunchDeviceSelection, allocate_devices, count_cores
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
-from accelerate.launch.plan import LaunchPlan, PlannedCommand, Variables
 
 if TYPE_CHECKING:
     from accelerate.launch.port import ReservedPort

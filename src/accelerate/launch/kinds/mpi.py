@@ -19,12 +19,11 @@ from accelerate.core.errors import LaunchError, SettingError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import setting
 from accelerate.device.machine import DeviceProbeHost
-from accelerate.launch.base import LaunchKind
+from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, Variables
 from accelerate.launch.device_selection import LaunchDeviceSelection, count_cores, select_devices
 from accelerate.launch.errors import RankError
 from accelerate.launch.kinds.local import explain_start_error, script_command, shared_variables
 from accelerate.launch.launch_request import MULTI_MACHINE, LaunchRequest
-from accelerate.launch.plan import LaunchPlan, PlannedCommand, Variables
 from accelerate.world.ports import DEFAULT_PORT, JOB_PORT_COUNT
 
 # Variables of this process that the ranks get besides those of the job.

@@ -17,9 +17,8 @@ from accelerate.core.errors import LaunchError, MissingExtraError, SettingError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.packages import is_installed
 from accelerate.core.setting import declared_settings, setting
-from accelerate.launch.base import LaunchKind
+from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand
 from accelerate.launch.launch_request import JobSettings, LaunchRequest
-from accelerate.launch.plan import LaunchPlan, PlannedCommand
 
 # Arguments of SageMaker's estimator that are keys of the file; the key.
 _COPIED_ARGUMENTS = {name: name for name in ("image_uri", "transformers_version", "pytorch_version")} | {

@@ -17,7 +17,7 @@ from typing import ClassVar
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, SettingError
 from accelerate.device.machine import DeviceProbeHost
-from accelerate.launch.base import LaunchKind
+from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, Variables
 from accelerate.launch.device_selection import LaunchDeviceSelection, count_cores, select_devices
 from accelerate.launch.job_scheduler import JobSchedulerContext
 from accelerate.launch.kinds.local import (
@@ -28,7 +28,6 @@ from accelerate.launch.kinds.local import (
 )
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
-from accelerate.launch.plan import LaunchPlan, PlannedCommand, Variables
 from accelerate.world.ports import DEFAULT_PORT
 
 

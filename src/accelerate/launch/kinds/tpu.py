@@ -16,10 +16,9 @@ from accelerate.core.packages import is_installed
 from accelerate.core.setting import setting
 from accelerate.device import Device
 from accelerate.device.machine import DeviceProbeHost
-from accelerate.launch.base import LaunchKind
+from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand
 from accelerate.launch.kinds.local import LocalLaunch, script_command
 from accelerate.launch.launch_request import LaunchRequest
-from accelerate.launch.plan import LaunchPlan, PlannedCommand
 
 RANK_MODULE = "accelerate.launch.tpu_rank"
 # Where the machines of a pod meet, if nobody says another port: that of torch_xla's own rendezvous.

@@ -24,6 +24,7 @@ from accelerate.core import environ
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.device import Device
 from accelerate.launch import rank_reports
+from accelerate.launch.base import Variables
 from accelerate.launch.errors import RankError
 from accelerate.launch.kinds.local import LOOPBACK, torchrun_variables
 from accelerate.launch.logs import RankLogSettings
@@ -34,7 +35,6 @@ from accelerate.launch.notebook.function_ranks import (
     exception_file,
     result_file,
 )
-from accelerate.launch.plan import Variables
 from accelerate.launch.port import PortInUseError, ReservedPort
 from accelerate.launch.supervisor import JobOutcome, ProcessSpec, WorkerSupervisor
 

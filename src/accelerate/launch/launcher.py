@@ -1,17 +1,76 @@
-"""The checks of a launch request on any machine: settings that contradict each other, a missing script.
+"""The launcher: refuses what contradicts itself, chooses the kind of launch, and has it plan and run the job.
 
-Every error names the two places that do not go together.
+Every error of two settings that do not go together names both places.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 from accelerate.core.errors import LaunchError, SettingError, nearest
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.value_types import LocalCount, convert_to
+from accelerate.launch.base import LaunchKind, origin_variables, print_line, requested_options
+from accelerate.launch.job_scheduler import overridden_lines
+from accelerate.launch.kinds import KINDS
 from accelerate.launch.launch_request import LaunchRequest
+
+
+def choose_kind(request: LaunchRequest) -> LaunchKind[Any]:
+    """The kind of launch for a request; between them, the kinds of this package take every one."""
+    return max((kind for kind in KINDS if kind.accepts(request)), key=lambda kind: kind.priority)
+
+
+def launch(request: LaunchRequest, *, replace: bool = False) -> None:
+    """Runs a request: checks it, chooses the kind of launch, starts it, and returns when it has ended well.
+
+    With ``--dry_run`` the plan is printed, and nothing is started.
+
+    Args:
+        request: what was asked.
+        replace: this process may be replaced by the script.
+
+    Raises:
+        AccelerateError: it cannot be started as asked, or a rank failed (``RankError`` holds the exit code).
+    """
+    check_request(request)
+    kind = choose_kind(request)
+    plan = kind.plan(request)
+    lines = overridden_lines(request.scheduler, request.origins) if request.scheduler else ()
+    plan = dataclasses.replace(
+        plan, notes=(*lines, *plan.notes), variables={**plan.variables, **origin_variables(request)}
+    )
+    options = requested_options(request, kind, plan)
+    unused = [] if request.file is None else [*request.file.problems]
+    fix = f"accelerate config update --config_file {request.file.path}" if unused and request.file else ""
+    unused += [option.unused_text for option in options if option.unused_reason and option.is_explicit]
+    if request.settings.dry_run:
+        from accelerate.launch import dry_run
+
+        dry_run.print_plan(request, plan, options)
+    if unused and "strict" in request.origins and request.get("strict"):
+        raise SettingError(
+            unused[0],
+            why="; ".join([f"{request.origin('strict').where} asks for an error", *unused[1:]]),
+            fix=fix or ("leave it out" if len(unused) == 1 else "leave them out"),
+        )
+    if request.settings.dry_run:
+        if request.settings.dry_run_model:
+            from accelerate.launch import dry_run
+
+            dry_run.run_model_dry_run(request, plan)
+        return
+    if request.file is not None and not request.file.is_explicit:
+        print_line(request, f"settings from {request.file.path} (--config_file names another)")
+    for note in (*plan.notes, *unused):
+        print_line(request, note)
+    kind.run(request, plan, replace=replace)
+
+
+# --- what contradicts itself, whatever the machine
 
 
 @frozen_dataclass
@@ -72,7 +131,9 @@ def check_request(request: LaunchRequest) -> None:
             why="it says which model a dry run spreads; a script that is run has its own",
             fix="add --dry_run, or leave it out",
         )
-    request.check_options()
+    for cls in request.loaded:  # what asks for it refuses what contradicts itself
+        if hasattr(cls, "check") and not request.missing_switch(cls):
+            cls.check(request.origins.__getitem__)
     _check_program(request)
 
 
