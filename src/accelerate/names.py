@@ -155,12 +155,12 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "cli.estimate_memory: add_timm_hub_prefix check_has_model create_ascii_table create_empty_model "
         "estimate_command estimate_command_parser estimate_training_usage gather_data main verify_on_hub"
     ),
-    "accelerate.commands.launch": exports("cli.launch: launch_command launch_command_parser main")
+    "accelerate.commands.launch": exports("cli.launch: main")
     | exports(
-        "cli.v1_launcher_functions: deepspeed_launcher multi_gpu_launcher sagemaker_launcher simple_launcher "
+        "cli.v1_launcher: CustomHelpFormatter clean_option deepspeed_launcher launch_command "
+        "launch_command_parser multi_gpu_launcher options_to_group sagemaker_launcher simple_launcher "
         "tpu_launcher tpu_pod_launcher"
-    )
-    | exports("cli.argument_parser: CustomHelpFormatter clean_option options_to_group"),
+    ),
     "accelerate.commands.merge": exports("cli.merge_weights: description main merge_command")
     | exports("cli.merge_weights: merge_command_parser"),
     "accelerate.commands.test": exports("cli.test: main test_command test_command_parser"),
@@ -169,7 +169,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "load_config to_fsdp2_command to_fsdp2_command_parser"
     ),
     "accelerate.commands.tpu": exports("cli.tpu_config: main tpu_command_launcher tpu_command_parser"),
-    "accelerate.commands.utils": exports("cli.argument_parser: CustomArgumentGroup CustomArgumentParser"),
+    "accelerate.commands.utils": exports("cli.v1_launcher: CustomArgumentGroup CustomArgumentParser"),
     # --- accelerate.utils
     "accelerate.utils": {},
     "accelerate.utils.ao": not_built(
@@ -318,7 +318,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     },
     "accelerate.utils.launch": exports("launch.notebook.launchers: PrepareForLaunch")
     | exports(
-        "cli.v1_launcher_functions: env_var_path_add prepare_deepspeed_cmd_env "
+        "cli.v1_launcher: env_var_path_add prepare_deepspeed_cmd_env "
         "prepare_extend_env_parallelism_config prepare_multi_gpu_env prepare_simple_launcher_cmd_env "
         "prepare_tpu setup_fp8_env"
     )

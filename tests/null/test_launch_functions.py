@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.cli import launch_argparse_parser, v1_launcher_functions
-from accelerate.cli.launch import PLUGIN
+from accelerate.cli import v1_launcher
 from accelerate.commands import launch
 from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.core.errors import LaunchError, SettingError
@@ -89,15 +88,13 @@ def parsed(*args: str) -> argparse.Namespace:
 
 
 def test_defaults_of_a_namespace_made_by_hand_ask_for_nothing() -> None:
-    assert launch_argparse_parser.typed_flags(PLUGIN, by_hand()) == {}
-    assert launch_argparse_parser.typed_flags(
-        PLUGIN, by_hand(num_processes=2, mixed_precision="no", cpu=True)
-    ) == {
+    assert v1_launcher.typed_flags(by_hand()) == {}
+    assert v1_launcher.typed_flags(by_hand(num_processes=2, mixed_precision="no", cpu=True)) == {
         "num_processes": 2,
         "mixed_precision": "no",
         "use_cpu": True,
     }
-    assert launch_argparse_parser.typed_flags(PLUGIN, argparse.Namespace(use_cpu=True)) == {"use_cpu": True}
+    assert v1_launcher.typed_flags(argparse.Namespace(use_cpu=True)) == {"use_cpu": True}
 
 
 def test_what_was_typed_counts_although_it_is_the_default() -> None:
@@ -108,11 +105,11 @@ def test_what_was_typed_counts_although_it_is_the_default() -> None:
         "cpu",
         "num_processes",
     }
-    flags = launch_argparse_parser.typed_flags(PLUGIN, namespace)
+    flags = v1_launcher.typed_flags(namespace)
     assert flags == {"role": "default", "use_cpu": True, "num_processes": 2}
-    assert launch_argparse_parser.typed_flags(
-        PLUGIN, by_hand(fsdp_version="1", nondefault={"fsdp_version"})
-    ) == {"fsdp_version": "1"}
+    assert v1_launcher.typed_flags(by_hand(fsdp_version="1", nondefault={"fsdp_version"})) == {
+        "fsdp_version": "1"
+    }
 
 
 def test_launching_a_namespace_made_by_hand_runs_the_script_and_returns(tmp_path: Path) -> None:
@@ -181,13 +178,13 @@ def test_the_environment_of_several_processes() -> None:
 
 
 def test_a_plan_of_several_commands_is_one_command_of_torchrun() -> None:
-    plan = v1_launcher_functions._plan_with(parsed("--cpu", "-n", "2"))
-    command, env = v1_launcher_functions._single_command(plan)
+    plan = v1_launcher._plan_with(parsed("--cpu", "-n", "2"))
+    command, env = v1_launcher._single_command(plan)
     starter = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     assert command == [*starter, "train.py", "--lr", "1"]
     assert "RANK" not in env.keys() - os.environ.keys()
-    program = v1_launcher_functions._plan_with(parsed("--cpu", "-n", "2", "--no_python"))
-    assert v1_launcher_functions._single_command(program)[0] == [
+    program = v1_launcher._plan_with(parsed("--cpu", "-n", "2", "--no_python"))
+    assert v1_launcher._single_command(program)[0] == [
         *starter,
         "--no-python",
         "train.py",

@@ -341,7 +341,7 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: what ``ArgumentParser.add_subparsers`` returned, to add the command to it.
     """
-    from accelerate.cli.argument_parser import CustomArgumentParser
+    from accelerate.cli.v1_launcher import CustomArgumentParser
 
     name = "estimate-memory"
     parser: argparse.ArgumentParser = (

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from accelerate.cli.options import SCRIPT_SETTINGS, GroupedOptionsCommand, complete_files, options
 from accelerate.launch.launch_request import read_request
-
-if TYPE_CHECKING:
-    import argparse
 
 _HELP = """Start a script with one process per device, or as many as you say.
 
@@ -51,29 +48,6 @@ PLUGIN = GroupedOptionsCommand(
     help=_HELP,
     short_help="Start a script with one process per device, or as many as you say.",
 )
-
-
-def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """A parser of the flags of ``accelerate launch`` for programs that are launchers themselves.
-
-    Args:
-        subparsers: what ``ArgumentParser.add_subparsers`` returned, to add the command ``launch`` to it.
-    """
-    from accelerate.cli import launch_argparse_parser
-
-    return launch_argparse_parser.launch_command_parser(PLUGIN, subparsers)
-
-
-def launch_command(args: argparse.Namespace) -> None:
-    """Runs what ``launch_command_parser().parse_args(...)`` describes, and returns when it has ended.
-
-    Raises:
-        AccelerateError: it cannot be started as asked.
-        RankError: a rank failed; its traceback has been printed.
-    """
-    from accelerate.cli import launch_argparse_parser
-
-    launch_argparse_parser.launch_command(PLUGIN, args)
 
 
 def main() -> None:

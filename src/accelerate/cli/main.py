@@ -19,13 +19,11 @@ COMMANDS: Registry[click.Command] = Registry(
     "accelerate.cli",
     "accelerate.commands",
     exclude=(
-        "argument_parser",
         "bar_charts",
         "config_classes",
-        "v1_launcher_functions",
         "main",
         "options",
-        "launch_argparse_parser",
+        "v1_launcher",
     ),
 )
 

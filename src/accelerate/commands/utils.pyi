@@ -1,8 +1,8 @@
 # Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.cli.argument_parser import CustomArgumentGroup as CustomArgumentGroup
-from accelerate.cli.argument_parser import CustomArgumentParser as CustomArgumentParser
+from accelerate.cli.v1_launcher import CustomArgumentGroup as CustomArgumentGroup
+from accelerate.cli.v1_launcher import CustomArgumentParser as CustomArgumentParser
 from typing import Any
 
 def __getattr__(name: str) -> Any: ...

@@ -25,17 +25,15 @@ from accelerate.checkpoint.weight_files import load_state_dict as load_state_dic
 from accelerate.checkpoint.weight_files import merge_fsdp_weights as merge_fsdp_weights
 from accelerate.checkpoint.weight_files import save as save
 from accelerate.cli.config_classes import write_basic_config as write_basic_config
-from accelerate.cli.v1_launcher_functions import env_var_path_add as env_var_path_add
-from accelerate.cli.v1_launcher_functions import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
-from accelerate.cli.v1_launcher_functions import (
+from accelerate.cli.v1_launcher import env_var_path_add as env_var_path_add
+from accelerate.cli.v1_launcher import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
+from accelerate.cli.v1_launcher import (
     prepare_extend_env_parallelism_config as prepare_extend_env_parallelism_config,
 )
-from accelerate.cli.v1_launcher_functions import prepare_multi_gpu_env as prepare_multi_gpu_env
-from accelerate.cli.v1_launcher_functions import (
-    prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env,
-)
-from accelerate.cli.v1_launcher_functions import prepare_tpu as prepare_tpu
-from accelerate.cli.v1_launcher_functions import setup_fp8_env as setup_fp8_env
+from accelerate.cli.v1_launcher import prepare_multi_gpu_env as prepare_multi_gpu_env
+from accelerate.cli.v1_launcher import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
+from accelerate.cli.v1_launcher import prepare_tpu as prepare_tpu
+from accelerate.cli.v1_launcher import setup_fp8_env as setup_fp8_env
 from accelerate.core.enum_bases import BaseEnum as BaseEnum
 from accelerate.core.enum_bases import EnumWithContains as EnumWithContains
 from accelerate.core.kwargs_handler import KwargsHandler as KwargsHandler
