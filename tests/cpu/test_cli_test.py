@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.check import checks
-from accelerate.check.base import CheckOutcome, run_check
-from accelerate.check.checks import CHECKS
+from accelerate.check.checks import CHECKS, CheckOutcome, run_check
 from accelerate.cli.test import SUCCESS
 from accelerate.world import collective
 from tests.support.command import Running, accelerate, launch
@@ -161,8 +160,7 @@ def test_one_process_has_no_speed_to_measure() -> None:
 # ---------------------------------------------------------------- a check fails on one rank
 
 BROKEN = """
-from accelerate.check.base import expect
-from accelerate.check.checks import CHECKS
+from accelerate.check.checks import CHECKS, expect
 from accelerate.check.run import main
 
 def value(accelerator):
@@ -220,9 +218,8 @@ class Broken:
         right = spec.loader.exec_module
         def exec_module(module):
             right(module)
-            from accelerate.check.base import expect
             def broken(accelerator):
-                expect(accelerator.process_index != 1, "broken on purpose")
+                module.expect(accelerator.process_index != 1, "broken on purpose")
             module.CHECKS = (*module.CHECKS[:1], ("sabotaged", broken))
         spec.loader.exec_module = exec_module
         return spec

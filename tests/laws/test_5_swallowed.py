@@ -23,7 +23,7 @@ BROAD = ANYTHING | {"RuntimeError", "OSError", "IOError", "EnvironmentError", "A
 
 # Functions that keep an error and hand it on to where it is raised: "path:function" -> where that is.
 KEPT = {
-    "src/accelerate/check/base.py:run_check": "the run shows it with its rank, and ends with code 1",
+    "src/accelerate/check/checks.py:run_check": "the run shows it with its rank, and ends with code 1",
     "src/accelerate/checkpoint/rank_group.py:collective_section": "all ranks raise it after the block",
     "src/accelerate/checkpoint/async_save.py:_run": "wait raises it at the next call, on every rank",
     "src/accelerate/watch/batch_size_search.py:__exit__": "give_up raises it once every rank has reported",

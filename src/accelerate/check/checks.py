@@ -1,24 +1,27 @@
 """The checks of ``accelerate test``: ranks, collectives, data, precision, training, checkpoints, speed.
 
-``CHECKS`` holds them in the order in which they run: later checks rely on what earlier ones test.
+A check is a function that tests one thing on every rank and returns its result as one line. ``CHECKS`` holds
+them in the order in which they run: later checks rely on what earlier ones test.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
-from typing import Any
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate.check.base import Check, CheckNotApplicableError, expect, expect_equal
 from accelerate.core import environ
 from accelerate.core.setting import load_settings
 from accelerate.core.units import show_bytes
@@ -32,6 +35,74 @@ _LOADER_BATCH, _LOADER_STEPS, _LOADER_EPOCHS = 4, 3, 2
 _WIDTH, _BATCH, _STEPS, _RATE = 8, 4, 4, 0.05  # of the tiny model and its training
 _NUMBERS = 1 << 20  # float32 values of the timed all-reduce
 _REPEATS = 5
+
+# Runs on all ranks and returns a line of text. Raises ``CheckNotApplicableError`` where it does not apply,
+# ``CheckFailedError`` or any other error where it fails.
+Check = Callable[[Accelerator], str]
+
+
+class CheckFailedError(AssertionError):
+    """A result is not the expected one."""
+
+
+class CheckNotApplicableError(Exception):
+    """A check does not apply to this set-up; the text says why."""
+
+
+@dataclass(frozen=True)
+class CheckOutcome:
+    """The outcome of a check on one rank.
+
+    Attributes:
+        result: ``"ok"``, ``"failed"`` or ``"skipped"``.
+        text: the result, the failure, or the reason for skipping: one line.
+        trace: the traceback of a failure.
+    """
+
+    result: Literal["ok", "failed", "skipped"]
+    text: str
+    trace: str = ""
+
+    def to_json(self) -> str:
+        """Return the outcome as JSON, for another rank."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> CheckOutcome:
+        """Return the outcome of a text of ``to_json``."""
+        return CheckOutcome(**json.loads(text))
+
+
+def run_check(check: Check, accelerator: Accelerator) -> CheckOutcome:
+    """Run a check and return its outcome; an error becomes the outcome "failed"."""
+    try:
+        return CheckOutcome("ok", check(accelerator))
+    except CheckNotApplicableError as why:
+        return CheckOutcome("skipped", str(why))
+    except Exception as error:  # noqa: BLE001 (every error is shown with its rank)
+        first = (str(error).splitlines() or [""])[0]
+        text = first if isinstance(error, CheckFailedError) else f"{type(error).__name__}: {first}"
+        return CheckOutcome("failed", text, traceback.format_exc())
+
+
+def expect(condition: bool, message: str) -> None:
+    """Raise CheckFailedError with ``message`` unless ``condition`` holds.
+
+    Raises:
+        CheckFailedError: the condition does not hold.
+    """
+    if not condition:
+        raise CheckFailedError(message)
+
+
+def expect_equal(actual: Any, expected: Any, label: str) -> None:
+    """Raise CheckFailedError unless two plain values are equal.
+
+    Raises:
+        CheckFailedError: they differ; both are shown.
+    """
+    expect(actual == expected, f"{label} is {actual}, not {expected}")
+
 
 # --- ranks and collectives
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from accelerate.check.base import Check, CheckOutcome, run_check
-from accelerate.check.checks import CHECKS
+from accelerate.check.checks import CHECKS, Check, CheckOutcome, run_check
 from accelerate.facade.accelerator import Accelerator
 from accelerate.world.store_client import StoreClient
 
