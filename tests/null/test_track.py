@@ -19,7 +19,7 @@ import torch
 
 from accelerate import Accelerator, track
 from accelerate.core.errors import MissingExtraError, SettingError, UnknownNameError
-from accelerate.track import base, open_runs
+from accelerate.track import base
 from accelerate.tracking import (
     LOGGER_TYPE_TO_CLASS,
     GeneralTracker,
@@ -76,7 +76,7 @@ class Second(Own):
 def _nothing_stays() -> Iterator[None]:
     known = dict(track.tracker_classes())
     yield
-    open_runs._open.clear()
+    track._open.clear()
     track.tracker_classes().clear()
     track.tracker_classes().update(known)
 
@@ -299,12 +299,12 @@ def test_several_accelerators_have_runs_of_their_own(tmp_path: Path) -> None:
 
 SCRIPT = """
 import os, sys
-from accelerate.track import open_runs
+from accelerate import track
 from accelerate.track.jsonl import JSONLTracker
 
 for name in ("one", "two"):
     tracker = JSONLTracker(name, sys.argv[1])
-    open_runs.start(tracker)
+    track.start_run(tracker)
     tracker.log({"a": 1})
 """
 
@@ -316,7 +316,7 @@ for name in ("one", "two"):
         ("sys.exit(3)", "finished", 3),
         ("raise ValueError('no data')", "failed", 1),
         ("sys.ps1, sys.last_value = '>>>', ValueError()", "finished", 0),
-        ("open_runs.finish([tracker])", "finished", 0),
+        ("track.finish_runs([tracker])", "finished", 0),
         ("if os.fork() == 0:\n    sys.exit()\nos.wait()", "finished", 0),
     ],
 )

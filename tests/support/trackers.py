@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.track import open_runs
+from accelerate import track
 from accelerate.tracking import GeneralTracker
 
 
@@ -306,14 +306,14 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str) -> Fake:
 
 def is_open(tracker: GeneralTracker) -> bool:
     """Return whether the run of ``tracker`` would be finished when this process ends."""
-    return open_runs.is_open(tracker)
+    return track.is_open(tracker)
 
 
 def finish(tracker: GeneralTracker) -> None:
     """Finish the run of ``tracker`` as the end of a process does."""
-    open_runs.finish([tracker])
+    track.finish_runs([tracker])
 
 
 def forget_open_runs() -> None:
     """Let no run be finished when this process ends."""
-    open_runs._open.clear()
+    track._open.clear()

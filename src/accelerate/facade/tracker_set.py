@@ -11,7 +11,6 @@ from accelerate import track
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.core.user_warning import warn_user
 from accelerate.facade.enums import LoggerType
-from accelerate.track import open_runs
 from accelerate.track.base import BlankTracker, GeneralTracker
 
 Options = Mapping[str, Mapping[str, Any]]
@@ -45,7 +44,7 @@ class TrackerSet:
         self._check_options(options, "init_kwargs")
         if not self._is_main:
             return
-        open_runs.finish(tracker for tracker in self.trackers if not self._is_users_tracker(tracker))
+        track.finish_runs(tracker for tracker in self.trackers if not self._is_users_tracker(tracker))
         self.trackers = []
         if self._uses_all:
             print(
@@ -53,7 +52,7 @@ class TrackerSet:
                 file=sys.stderr,
             )
         for tracker in track.make_trackers(self.log_with, project_name, self._logging_dir, options):
-            open_runs.start(tracker)
+            track.start_run(tracker)
             self.trackers.append(tracker)
         if config is not None:
             for tracker in self.trackers:
@@ -101,7 +100,7 @@ class TrackerSet:
     def finish(self) -> None:
         """End every run, also when one of them raises."""
         ended, self.trackers = self.trackers, []
-        open_runs.finish(ended)
+        track.finish_runs(ended)
 
 
 def _tracker_names(chosen: Iterable[Any], include_objects: bool = True) -> list[str]:

@@ -4,13 +4,17 @@ TRACKERS               the registry of the files
 tracker_classes()      every class by name, with those that users registered
 choose_trackers(...)   the names and trackers that ``log_with=`` selects
 make_trackers(...)     the trackers of one run, not started
+start_run(...)         begins one; finish_runs(...) ends some, and the end of the script those that are left
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from functools import cache
 from typing import Any, TypeVar
 
@@ -18,11 +22,12 @@ from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.core.registry import Registry
 from accelerate.track.base import GeneralTracker, missing_attributes
 
-TRACKERS: Registry[type[GeneralTracker]] = Registry(
-    "tracker", "accelerate.track", "accelerate.trackers", exclude=("base", "open_runs")
-)
+TRACKERS: Registry[type[GeneralTracker]] = Registry("tracker", "accelerate.track", "accelerate.trackers")
 # The name that selects every installed tracker.
 ALL = "all"
+# The trackers with an open run, and the process that started them.
+_open: list[GeneralTracker] = []
+_owner = os.getpid()
 Class = TypeVar("Class", bound=type[GeneralTracker])
 
 
@@ -136,3 +141,43 @@ def make_trackers(
         folder = (logging_dir,) if cls.requires_logging_directory else ()
         trackers.append(cls(project_name, *folder, **options.get(each, {})))  # type: ignore[call-arg]
     return trackers
+
+
+# --- open runs: each is finished, also when a script fails or forgets to end it
+
+
+def is_open(tracker: GeneralTracker) -> bool:
+    """Return True when the tracker was started here and is not finished."""
+    return any(tracker is run for run in _open)
+
+
+def start_run(tracker: GeneralTracker) -> None:
+    """Begin a run; do nothing if it has begun."""
+    global _owner
+    if is_open(tracker):
+        return
+    tracker.start()
+    _open.append(tracker)
+    _owner = os.getpid()
+    # Exit handlers run in reverse order. Registered again after each start, it runs before the library's own.
+    atexit.unregister(_finish_at_exit)
+    atexit.register(_finish_at_exit)
+
+
+def finish_runs(trackers: Iterable[GeneralTracker]) -> None:
+    """End the open runs among ``trackers``: all of them, also when one raises; then raise its error."""
+    # The stack calls the last one pushed first.
+    with ExitStack() as stack:
+        for tracker in [run for run in trackers if is_open(run)][::-1]:
+            _open[:] = [run for run in _open if run is not tracker]
+            stack.callback(tracker.finish)
+
+
+def _finish_at_exit() -> None:
+    if os.getpid() != _owner:  # a fork of the process that started the runs
+        return
+    for tracker in _open:
+        # The interpreter sets last_value when it has printed the error that ends the script; an interactive
+        # one, which has a prompt, after every error.
+        tracker.failed = hasattr(sys, "last_value") and not hasattr(sys, "ps1")
+    finish_runs(list(_open))
