@@ -14,8 +14,7 @@ import pytest
 from accelerate.cli import v1_launcher
 from accelerate.commands import launch
 from accelerate.commands.launch import launch_command, launch_command_parser
-from accelerate.core.errors import LaunchError, SettingError
-from accelerate.launch.errors import RankError
+from accelerate.core.errors import LaunchError, RankError, SettingError
 
 # As the parser of 1.x leaves them when only a script is typed.
 UNTYPED: dict[str, Any] = {

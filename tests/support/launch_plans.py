@@ -10,12 +10,12 @@ import click
 import pytest
 
 from accelerate.cli import options
+from accelerate.core.errors import RankError
 from accelerate.device.machine import DeviceProbeHost
 from accelerate.launch import config_files, launcher
 from accelerate.launch.base import LaunchKind
 from accelerate.launch.config_files import ConfigFile
 from accelerate.launch.device_selection import LaunchDeviceSelection, allocate_devices
-from accelerate.launch.errors import RankError
 from accelerate.launch.kinds import KINDS, elastic, mpi
 from accelerate.launch.launch_request import LaunchRequest, all_settings, read_request
 from accelerate.launch.launcher import CONFLICTS

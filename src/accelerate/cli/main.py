@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 import click
 
-from accelerate.core.errors import AccelerateError, SettingError, UnknownNameError
+from accelerate.core.errors import AccelerateError, RankError, SettingError, UnknownNameError
 from accelerate.core.registry import Registry
-from accelerate.launch.errors import RankError
 
 USAGE_EXIT_CODE = 2  # exit code of what was typed wrongly, as in every Unix tool
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from accelerate.cli.options import SCRIPT_SETTINGS, GroupedOptionsCommand, options
-from accelerate.core.errors import SettingError
-from accelerate.launch.errors import RankError
+from accelerate.core.errors import RankError, SettingError
 from accelerate.launch.launch_request import read_request
 
 if TYPE_CHECKING:

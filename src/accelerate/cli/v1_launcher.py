@@ -20,10 +20,10 @@ import click
 from accelerate.cli.launch import PLUGIN
 from accelerate.cli.options import SCRIPT_SETTINGS, SettingFlag
 from accelerate.core import environ
+from accelerate.core.errors import RankError
 from accelerate.core.value_types import plain_type
 from accelerate.launch.base import LaunchPlan
 from accelerate.launch.config_files import ConfigFile
-from accelerate.launch.errors import RankError
 from accelerate.launch.launch_request import LaunchRequest, build_request, format_value, read_request
 from accelerate.launch.launcher import choose_kind, launch
 

@@ -9,7 +9,8 @@
     |-- CollectiveError            ranks do not agree about a collective             (RuntimeError)
     |   `-- PeerError              another rank failed; its traceback comes last
     |-- CheckpointError            a checkpoint is missing, incomplete or damaged    (RuntimeError)
-    |-- LaunchError                a job cannot be started, or a rank failed         (RuntimeError)
+    |-- LaunchError                a job cannot be started                           (RuntimeError)
+    |   `-- RankError              a rank of it failed; its traceback comes last
     |-- MissingExtraError          an optional package is needed                     (ImportError)
     `-- FeatureNotBuiltError       promised, and not built yet                       (NotImplementedError)
 
@@ -18,7 +19,7 @@ The second bases are what users of the public package already catch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 UNKNOWN_RANK = -1
 
@@ -149,6 +150,26 @@ class CheckpointError(AccelerateError, RuntimeError):
 
 class LaunchError(AccelerateError, RuntimeError):
     """A job cannot be started, or one of its ranks failed."""
+
+
+class RankError(LaunchError):
+    """A rank failed, or the job was stopped by a signal.
+
+    Attributes:
+        code: what the launcher exits with: the first failing rank's code, 128 + n for signal n.
+        others: one line per way in which other ranks ended.
+        traceback: what the first failing rank left; may be empty.
+    """
+
+    code: int = 1
+    others: Sequence[str] = ()
+    traceback: str = ""
+
+    def format_text(self) -> str:
+        """Return all of it, the traceback last."""
+        reason = f"  why: {self.why}" if self.why else ""
+        head = [f"accelerate launch: {line}" for line in (*self.others, self.what)]
+        return "\n".join(part for part in (*head, reason, self.traceback.rstrip()) if part)
 
 
 class MissingExtraError(AccelerateError, ImportError):

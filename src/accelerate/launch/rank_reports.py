@@ -17,9 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from accelerate.core import environ
-from accelerate.core.errors import UNKNOWN_RANK, LaunchError
+from accelerate.core.errors import UNKNOWN_RANK, LaunchError, RankError
 from accelerate.core.frozen_dataclass import frozen_dataclass
-from accelerate.launch.errors import RankError
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.supervisor import GracefulStopRegistration, JobOutcome, ProcessExit
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.core import environ
+from accelerate.core.errors import RankError
 from accelerate.launch import rank_reports
 from accelerate.launch.base import Variables
-from accelerate.launch.errors import RankError
 from accelerate.launch.kinds.local import explain_start_error
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.core import environ
-from accelerate.core.errors import LaunchError
+from accelerate.core.errors import LaunchError, RankError
 from accelerate.launch.base import Variables
 from accelerate.launch.elastic.attempts import ElasticAttemptRunner, LocalAttempt, describe_failure
-from accelerate.launch.errors import RankError
 from accelerate.launch.supervisor import STOP_SIGNALS, GuardProcess
 
 AGENT_FILE = str(Path(__file__).with_name("rendezvous_agent.py"))

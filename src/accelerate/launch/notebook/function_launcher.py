@@ -21,11 +21,11 @@ from string import Template
 from typing import Any
 
 from accelerate.core import environ
+from accelerate.core.errors import RankError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.device import Device
 from accelerate.launch import rank_reports
 from accelerate.launch.base import Variables
-from accelerate.launch.errors import RankError
 from accelerate.launch.kinds.local import LOOPBACK, torchrun_variables
 from accelerate.launch.logs import RankLogSettings
 from accelerate.launch.notebook import device_use, payload
