@@ -23,8 +23,7 @@ from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import ClusterSchedulerValue, SettingOrigin
 from accelerate.world import clusters
 from accelerate.world.clusters import ClusterEnvironment
-
-LOOPBACK = "127.0.0.1"
+from accelerate.world.ports import LOOPBACK
 
 
 @frozen_dataclass

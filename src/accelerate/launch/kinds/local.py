@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError
@@ -16,11 +16,7 @@ from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, Varia
 from accelerate.launch.device_selection import LaunchDeviceSelection, allocate_devices, count_cores
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
-
-if TYPE_CHECKING:
-    from accelerate.launch.port import ReservedPort
-
-LOOPBACK = "127.0.0.1"
+from accelerate.world.ports import LOOPBACK, PortInUseError, ReservedPort
 
 
 class LocalLaunch(LaunchKind[LaunchPlan]):
@@ -239,8 +235,6 @@ def _run_supervised(request: LaunchRequest, size: int, variables: Variables, log
 @contextmanager
 def reserve_port(request: LaunchRequest, size: int) -> Iterator[ReservedPort | None]:
     """Provide the port of rank 0 while the job runs; None for a lone process, which needs none."""
-    from accelerate.launch.port import PortInUseError, ReservedPort
-
     if size == 1:
         yield None
         return

@@ -23,7 +23,7 @@ from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, Varia
 from accelerate.launch.device_selection import LaunchDeviceSelection, count_cores, select_devices
 from accelerate.launch.kinds.local import explain_start_error, script_command, shared_variables
 from accelerate.launch.launch_request import MULTI_MACHINE, LaunchRequest
-from accelerate.world.ports import DEFAULT_PORT, JOB_PORT_COUNT
+from accelerate.world.ports import DEFAULT_PORT, JOB_PORT_COUNT, ReservedPort
 
 # Variables of this process that the ranks get besides those of the job.
 FORWARDED_VARIABLES = re.compile(
@@ -284,8 +284,6 @@ def _rendezvous_variables(request: LaunchRequest, hosts: Sequence[HostSlots]) ->
 
     Variables of a launcher around this one would be taken for those of the ranks.
     """
-    from accelerate.launch.port import ReservedPort
-
     port = request.settings.main_process_port
     if not port and hosts[0].name in ("localhost", "127.0.0.1"):
         with closing(ReservedPort()) as free:

@@ -26,7 +26,7 @@ from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.device import Device
 from accelerate.launch import rank_reports
 from accelerate.launch.base import Variables
-from accelerate.launch.kinds.local import LOOPBACK, torchrun_variables
+from accelerate.launch.kinds.local import torchrun_variables
 from accelerate.launch.logs import RankLogSettings
 from accelerate.launch.notebook import device_use, payload
 from accelerate.launch.notebook.function_ranks import (
@@ -35,8 +35,8 @@ from accelerate.launch.notebook.function_ranks import (
     exception_file,
     result_file,
 )
-from accelerate.launch.port import PortInUseError, ReservedPort
 from accelerate.launch.supervisor import JobOutcome, ProcessSpec, WorkerSupervisor
+from accelerate.world.ports import LOOPBACK, PortInUseError, ReservedPort
 
 STARTER = str(Path(__file__).with_name("rank_entry_point.py"))
 STOP_TIMEOUT = 3.0  # seconds that ranks which are asked to stop have before they are killed
