@@ -81,12 +81,14 @@ class LaunchKind(ABC, Generic[P]):
     Attributes:
         name: how it is called in plans.
         priority: of those that take a request, the highest runs it.
+        asked_by: the settings of which one must be given for it to be asked; empty: every launch asks it.
         settings: classes of settings that only this kind reads; they are not handed on to the script.
         reads: settings of other classes that only this kind reads.
     """
 
     name: ClassVar[str]
     priority: ClassVar[int] = 0
+    asked_by: ClassVar[tuple[str, ...]] = ()
     settings: ClassVar[tuple[type[Any], ...]] = ()
     reads: ClassVar[tuple[str, ...]] = ()
 

@@ -21,7 +21,9 @@ from accelerate.launch.launch_request import LaunchRequest
 
 def choose_kind(request: LaunchRequest) -> LaunchKind[Any]:
     """The kind of launch for a request; between them, the kinds of this package take every one."""
-    return max((kind for kind in KINDS if kind.accepts(request)), key=lambda kind: kind.priority)
+    given = {name for name, (origin, *_) in request.origins.items() if origin.source != "default"}
+    asked = [kind for kind in KINDS if not kind.asked_by or given.intersection(kind.asked_by)]
+    return max((kind for kind in asked if kind.accepts(request)), key=lambda kind: kind.priority)
 
 
 def launch(request: LaunchRequest, *, replace: bool = False) -> None:

@@ -30,6 +30,7 @@ class DeepSpeedLaunch(LaunchKind[LaunchPlan]):
 
     name: ClassVar[str] = "DeepSpeed's launcher"
     priority: ClassVar[int] = 20
+    asked_by: ClassVar[tuple[str, ...]] = ("num_machines",)
     reads: ClassVar[tuple[str, ...]] = (
         "deepspeed_hostfile",
         "deepspeed_inclusion_filter",

@@ -105,6 +105,7 @@ class ElasticLaunch(LaunchKind[ElasticLaunchPlan]):
 
     name: ClassVar[str] = "several machines, restarts"
     priority: ClassVar[int] = 10
+    asked_by: ClassVar[tuple[str, ...]] = ("num_machines", "max_restarts")
     settings: ClassVar[tuple[type[Any], ...]] = (ElasticLaunchSettings,)
 
     def accepts(self, request: LaunchRequest) -> bool:

@@ -132,6 +132,7 @@ class MpiLaunch(LaunchKind[MPILaunchPlan]):
 
     name: ClassVar[str] = "mpirun"
     priority: ClassVar[int] = 50
+    asked_by: ClassVar[tuple[str, ...]] = ("mpirun_hostfile",)
     settings: ClassVar[tuple[type[MpirunSettings], ...]] = (MpirunSettings,)
 
     def accepts(self, request: LaunchRequest) -> bool:

@@ -141,6 +141,7 @@ class SageMakerLaunch(LaunchKind[SageMakerLaunchPlan]):
 
     name: ClassVar[str] = "Amazon SageMaker"
     priority: ClassVar[int] = 30
+    asked_by: ClassVar[tuple[str, ...]] = ("compute_environment",)
     settings = (SageMakerSettings,)
 
     def accepts(self, request: LaunchRequest) -> bool:

@@ -36,6 +36,7 @@ class ScheduledRankLaunch(LaunchKind[LaunchPlan]):
 
     name: ClassVar[str] = "one rank of a job that is started already"
     priority: ClassVar[int] = 100
+    asked_by: ClassVar[tuple[str, ...]] = ("num_machines",)  # every scheduler says how many there are
 
     def accepts(self, request: LaunchRequest) -> bool:
         """Every launcher that is a rank itself; see the rule above."""
