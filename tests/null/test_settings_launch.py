@@ -27,7 +27,9 @@ def cards(root: Path, count: int, **env: str) -> DeviceProbeHost:
     (root / "dev").mkdir(exist_ok=True)
     for number in range(count):
         (root / f"dev/nvidia{number}").touch()
-    return DeviceProbeHost(root, env, {"cuda": "12.8"}, has_package=lambda package: package == "torch")
+    return DeviceProbeHost(
+        root, env, lambda: {"cuda": "12.8"}, has_package=lambda package: package == "torch"
+    )
 
 
 @pytest.fixture
@@ -85,8 +87,8 @@ def test_processes_and_devices(
 
 
 def test_without_an_accelerator_a_job_runs_on_the_cpu(asks: Any, tmp_path: Path) -> None:
-    assert where(asks(), DeviceProbeHost(tmp_path, {}, {})) == ("cpu", 1, None)
-    assert where(asks(num_processes="4"), DeviceProbeHost(tmp_path, {}, {})) == ("cpu", 4, None)
+    assert where(asks(), DeviceProbeHost(tmp_path, {}, dict)) == ("cpu", 1, None)
+    assert where(asks(num_processes="4"), DeviceProbeHost(tmp_path, {}, dict)) == ("cpu", 4, None)
 
 
 def test_visible_devices_count(asks: Any, tmp_path: Path) -> None:
@@ -129,7 +131,7 @@ def test_too_many_processes_for_the_visible_devices_names_the_variable(asks: Any
 
 def test_insisting_on_accelerators_where_there_are_none(asks: Any, tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="--multi_gpu insists on accelerators, but none was found"):
-        allocate_devices(asks(multi_gpu=True), DeviceProbeHost(tmp_path, {}, {}))
+        allocate_devices(asks(multi_gpu=True), DeviceProbeHost(tmp_path, {}, dict))
 
 
 def test_an_unknown_type_of_group_suggests_the_nearest(asks: Any, tmp_path: Path) -> None:
@@ -191,7 +193,7 @@ def test_devices_with_a_launch_of_their_own(
     """One process needs no launcher of its own kind; several do."""
     found = devices.get("xla")
     monkeypatch.setattr("accelerate.device.probe_devices", lambda machine: (found, 4))
-    assert allocate_devices(asks(num_processes="1"), DeviceProbeHost(tmp_path, {}, {})).processes == 1
+    assert allocate_devices(asks(num_processes="1"), DeviceProbeHost(tmp_path, {}, dict)).processes == 1
     assert choose_kind(asks(num_processes="1")).name == "this machine"
     assert choose_kind(asks()).name == "TPU"
     assert choose_kind(asks(num_processes="4")).name == "TPU"
@@ -210,7 +212,7 @@ def test_every_job_has_a_kind_of_launch(asks: Any) -> None:
 def test_threads_are_shared_out_unless_somebody_said_how_many(
     asks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = DeviceProbeHost(tmp_path, {}, {})
+    machine = DeviceProbeHost(tmp_path, {}, dict)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("accelerate.launch.kinds.local.count_cores", lambda machine: 8)
 
@@ -232,7 +234,7 @@ def test_a_containers_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.Mon
     found = []
     for text in ("max 100000", "250000 100000", "50000 100000", "1600000 50000"):
         share.write_text(text)
-        found.append(count_cores(DeviceProbeHost(tmp_path, {}, {})))
+        found.append(count_cores(DeviceProbeHost(tmp_path, {}, dict)))
     assert found == [16, 3, 1, 16]
 
 

@@ -224,7 +224,7 @@ def machine(root: Path, files: dict[str, str]) -> DeviceProbeHost:
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    return DeviceProbeHost(root=root, env={}, build={})
+    return DeviceProbeHost(root=root, env={}, build=dict)
 
 
 def test_processes_are_dealt_out_over_numa_nodes(tmp_path):

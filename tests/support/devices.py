@@ -322,6 +322,6 @@ def machine(
     return DeviceProbeHost(
         root=root,
         env=env or {},
-        build={"cuda": "12.8", "hip": None, "xpu": None} if build is None else build,
+        build=lambda: {"cuda": "12.8", "hip": None, "xpu": None} if build is None else build,
         has_package=(lambda name: True) if packages is None else packages.__contains__,
     )

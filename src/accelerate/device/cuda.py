@@ -37,12 +37,12 @@ class Cuda(Device):
 
     def probe_count(self, machine: DeviceProbeHost | None = None) -> int:
         machine = machine or DeviceProbeHost()
-        if machine.build.get("hip"):
+        if machine.build().get("hip"):
             # HIP counts the devices that ROCR leaves visible; CUDA's variable works where HIP's is unset.
             visible_to_hip = count_visible(_count_amd(machine), machine.env.get("ROCR_VISIBLE_DEVICES"))
             name = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in machine.env else "CUDA_VISIBLE_DEVICES"
             return count_visible(visible_to_hip, machine.env.get(name))
-        return super().probe_count(machine) if machine.build.get("cuda") else 0
+        return super().probe_count(machine) if machine.build().get("cuda") else 0
 
     def count_physical(self, machine: DeviceProbeHost) -> int:
         nodes = super().count_physical(machine)

@@ -8,6 +8,7 @@ initializes a driver, so the process may still fork.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ def is_package_installed(package: str) -> bool:
     return package in sys.modules or find_spec(package) is not None
 
 
+@functools.cache
 def torch_build() -> dict[str, str | None]:
     """Return the constants of torch's ``version.py``, read as text: ``{"cuda": "12.8", "hip": None, ...}``.
 
@@ -51,13 +53,13 @@ class DeviceProbeHost:
     Attributes:
         root: the folder that holds ``dev``, ``proc`` and ``sys``.
         env: the environment variables; an empty value counts as set.
-        build: the build of torch (see ``torch_build``).
+        build: returns the build of torch (see ``torch_build``); few launches need to know.
         has_package: whether a top-level package is installed.
     """
 
     root: Path = Path("/")
     env: Mapping[str, str] = field(default_factory=environ.snapshot)
-    build: Mapping[str, str | None] = field(default_factory=torch_build)
+    build: Callable[[], Mapping[str, str | None]] = torch_build
     has_package: Callable[[str], bool] = is_package_installed
 
     def find_device_nodes(self, *patterns: str) -> list[Path]:

@@ -27,7 +27,7 @@ class Xpu(Device):
 
     def probe_count(self, machine: DeviceProbeHost | None = None) -> int:
         machine = machine or DeviceProbeHost()
-        built = machine.build.get("xpu") or machine.has_package("intel_extension_for_pytorch")
+        built = machine.build().get("xpu") or machine.has_package("intel_extension_for_pytorch")
         return super().probe_count(machine) if built else 0
 
     def count_physical(self, machine: DeviceProbeHost) -> int:
