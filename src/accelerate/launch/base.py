@@ -132,14 +132,12 @@ class LaunchOptionOrigin:
         setting: the setting.
         origin: its value, and the place that gave it.
         overridden: what it overrides, the default left out.
-        effect: what it does in this job.
         unused_reason: why it does nothing; empty when it does something.
     """
 
     setting: Setting
     origin: SettingOrigin
     overridden: tuple[SettingOrigin, ...]
-    effect: str
     unused_reason: str = ""
 
     @property
@@ -162,42 +160,27 @@ def requested_options(request: LaunchRequest, kind: Any, plan: LaunchPlan) -> tu
         kind: the kind of launch that was chosen.
         plan: what it made of the request.
     """
-    unused = _settings_of_other_kinds(kind) | dict(plan.unused_settings)
-    effects = dict(plan.setting_effects)
-    launcher_classes = launcher_settings()
+    names_by_kind = {
+        each: {row.name for cls in each.settings for row in declared_settings(cls)} | set(each.reads)
+        for each in (kind, *KINDS)
+    }
+    unused = {
+        name: f"it is for launches of the kind {other.name!r}; this one is {kind.name!r}"
+        for other, names in names_by_kind.items()
+        for name in names - names_by_kind[kind]
+    } | dict(plan.unused_settings)
     options: list[LaunchOptionOrigin] = []
     for cls, loaded in request.loaded.items():
-        missing = request.missing_switch(cls)
         for row in declared_settings(cls):
             first, *rest = loaded.origins[row.name]
             if first.source == "default":
                 continue
-            effect = row.help
-            if row.variable and cls not in launcher_classes:
-                effect += f"; the script is told {row.variable}={display_value(row.name, first.value)}"
-            options.append(
-                LaunchOptionOrigin(
-                    row,
-                    first,
-                    tuple(origin for origin in rest if origin.source != "default"),
-                    effects.get(row.name) or effect,
-                    f"--{missing} is not given" if missing else unused.get(row.name, ""),
-                )
-            )
+            reason = unused.get(row.name, "")
+            if not request.is_asked_for(cls):
+                reason = f"--{cls.__switch__} is not given"
+            overridden = tuple(origin for origin in rest if origin.source != "default")
+            options.append(LaunchOptionOrigin(row, first, overridden, reason))
     return tuple(options)
-
-
-def _settings_of_other_kinds(kind: Any) -> dict[str, str]:
-    """The settings that only other kinds of launch read, each with the reason why it does nothing."""
-    names = {
-        each: {row.name for cls in each.settings for row in declared_settings(cls)} | set(each.reads)
-        for each in (kind, *KINDS)
-    }
-    return {
-        name: f"it is for launches of the kind {other.name!r}; this one is {kind.name!r}"
-        for other, settings in names.items()
-        for name in settings - names[kind]
-    }
 
 
 def display_value(name: str, value: object) -> str:

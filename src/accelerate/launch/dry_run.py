@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from accelerate.core import environ
@@ -13,7 +13,7 @@ from accelerate.core.errors import LaunchError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import declared_settings
 from accelerate.launch.base import LaunchOptionOrigin, LaunchPlan, PlannedCommand, display_value
-from accelerate.launch.launch_request import LaunchRequest
+from accelerate.launch.launch_request import LaunchRequest, launcher_settings
 from accelerate.strategy.launch_settings import SETTINGS
 
 Row = tuple[str, ...]
@@ -91,14 +91,12 @@ def plan_sections(
             for name, values in specific.items()
         ),
     )
-    rows, titles = (
-        tuple(
-            _option_row(option)
-            for option in asked
-            if not option.unused_reason and option.setting.name != "dry_run"
-        ),
-        ("option", "value", "from", "what it does", "instead of"),
-    )
+    effects = dict(plan.setting_effects)
+    script_classes = [cls for cls in request.loaded if cls not in launcher_settings()]
+    of_script = {row.name for cls in script_classes for row in declared_settings(cls)}
+    shown = [option for option in asked if not option.unused_reason and option.setting.name != "dry_run"]
+    rows = tuple(_option_row(option, effects, of_script) for option in shown)
+    titles = ("option", "value", "from", "what it does", "instead of")
     # Seldom does one place overrule another: then the last column says which.
     columns = len(titles) if any(row[-1] for row in rows) else len(titles) - 1
     yield DryRunSection("What was asked", tuple(row[:columns] for row in rows), titles[:columns])
@@ -196,17 +194,19 @@ def _join_names(words: Sequence[str]) -> str:
     return ", ".join(words)
 
 
-def _option_row(one: LaunchOptionOrigin) -> Row:
-    others = "; ".join(
-        f"{display_value(one.setting.name, other.value)} ({other.where})" for other in one.overridden
-    )
-    return (
-        one.setting.name,
-        display_value(one.setting.name, one.origin.value),
-        one.origin.where,
-        one.effect,
-        others,
-    )
+def _option_row(one: LaunchOptionOrigin, effects: Mapping[str, str], of_script: Set[str]) -> Row:
+    """The cells of one option: its name, value, origin, what it does, and what it overrides.
+
+    Args:
+        one: the option.
+        effects: what settings do in this job, where that is more than their help says.
+        of_script: the settings that the script is told.
+    """
+    name, variable = one.setting.name, one.setting.variable
+    value = display_value(name, one.origin.value)
+    told = f"; the script is told {variable}={value}" if variable and name in of_script else ""
+    others = "; ".join(f"{display_value(name, other.value)} ({other.where})" for other in one.overridden)
+    return name, value, one.origin.where, effects.get(name) or one.setting.help + told, others
 
 
 def _plain_lines(part: DryRunSection) -> Iterable[str]:

@@ -296,7 +296,7 @@ class LaunchRequest:
             SettingError: there are some.
         """
         for cls, loaded in self.loaded.items():
-            for name in loaded.origins if self.missing_switch(cls) else ():
+            for name in () if self.is_asked_for(cls) else loaded.origins:
                 if loaded.origin(name).source == "flag":
                     switch, kind = cls.__switch__, self.origin("distributed_type")
                     instead = f"{kind.where} is {kind.value}" if kind.value else f"--{switch} is not"
@@ -320,7 +320,7 @@ class LaunchRequest:
                 f"{NOT_DISTRIBUTED}, which means one process"
             )
         for cls, loaded in self.loaded.items():
-            for row in declared_settings(cls) if self.missing_switch(cls) else ():
+            for row in () if self.is_asked_for(cls) else declared_settings(cls):
                 if loaded.origin(row.name).source == "file":
                     keys = (row.section or row.name,)
                     said = f"{kind.where} is {kind.value}" if kind.value else "nothing asks for it"
@@ -330,10 +330,12 @@ class LaunchRequest:
                     )
         return None
 
-    def missing_switch(self, cls: type[Any]) -> str:
-        """The switch that nobody turned on, without which the settings of a class do nothing; or ""."""
+    def is_asked_for(self, cls: type[Any]) -> bool:
+        """Return whether settings count: their switch is on; of a class without a switch, one is given."""
         switch: str = getattr(cls, "__switch__", "")
-        return "" if not switch or self.get(switch) or switch in self.strategy_switches else switch
+        if switch:
+            return bool(self.get(switch)) or switch in self.strategy_switches
+        return any(origin.source != "default" for origin, *_ in self.loaded[cls].origins.values())
 
     def _how_to_enable(self, switch: str) -> str:
         types = (
@@ -358,7 +360,7 @@ class LaunchRequest:
                 is_explicit = "environment" in sources if row.switch else sources != {"default"}
                 if row.variable and value is not None and (is_explicit or value != row.default):
                     variables[row.variable] = format_value(value)
-            if hasattr(cls, "launch_variables") and not self.missing_switch(cls):
+            if hasattr(cls, "launch_variables") and self.is_asked_for(cls):
                 variables.update(cls.launch_variables(self.origins.__getitem__))
         return variables
 

@@ -134,7 +134,7 @@ def check_request(request: LaunchRequest) -> None:
             fix="add --dry_run, or leave it out",
         )
     for cls in request.loaded:  # what asks for it refuses what contradicts itself
-        if hasattr(cls, "check") and not request.missing_switch(cls):
+        if hasattr(cls, "check") and request.is_asked_for(cls):
             cls.check(request.origins.__getitem__)
     _check_program(request)
 
