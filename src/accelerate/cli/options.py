@@ -8,6 +8,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from accelerate.core.setting import Setting, declared_settings
+from accelerate.core.value_types import plain_type
 from accelerate.facade.launch_settings import (
     GradientAccumulationSettings,
     OptionReportSettings,
@@ -35,7 +36,7 @@ SCRIPT_SETTINGS: tuple[type[Any], ...] = (
 _TYPED_FLAGS = "accelerate.cli.options.typed"
 _UNFOLDED_FLAGS = 4  # as many flags are shown without being asked for
 _SHOWN_CHOICES = 5  # more of them are a NAME in the help
-_METAVARS = {"str": "TEXT", "int": "N", "float": "X"}
+_METAVARS = {str: "TEXT", int: "N", float: "X"}
 
 
 class SettingFlag(click.Option):
@@ -43,7 +44,8 @@ class SettingFlag(click.Option):
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        metavar = next((sign for kind, sign in _METAVARS.items() if kind in str(setting.type)), "TEXT")
+        kinds = [plain_type(kind) for kind in setting.types]
+        metavar = next((sign for kind, sign in _METAVARS.items() if kind in kinds), "TEXT")
         if setting.choices:
             words = "|".join(str(choice).lower() for choice in setting.choices)
             metavar = words if len(setting.choices) <= _SHOWN_CHOICES else "NAME"
@@ -52,7 +54,7 @@ class SettingFlag(click.Option):
             **({"is_flag": True, "flag_value": True} if setting.switch else {}),
             default=None,
             type=click.UNPROCESSED,
-            multiple="tuple[str, ...]" in str(setting.type),
+            multiple=tuple[str, ...] in kinds,
             metavar=None if setting.switch else metavar,
             help=setting.help,
         )

@@ -45,7 +45,8 @@ class DynamoBackend(BaseEnum):
     NEURON = "NEURON"
 
 
-_COMPILED = {"dynamo_backend": tuple(name for name in DynamoBackend.list() if name != "NO")}
+_BACKENDS = tuple(backend.value for backend in DynamoBackend)
+_COMPILED = {"dynamo_backend": tuple(name for name in _BACKENDS if name != "NO")}
 
 
 @frozen_dataclass
@@ -58,7 +59,7 @@ class CompileSettings:
 
     dynamo_backend: str | None = setting(
         None,
-        choices=DynamoBackend.list(),
+        choices=_BACKENDS,
         help="compile models with this backend of torch.compile",
         question="Compile models? With which backend?",
     )
