@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.launch.rank_reports import build_job_error, error_file, fault_file
-from accelerate.launch.supervisor import JobOutcome, ProcessExit
+from accelerate.launch.rank_reports import JobOutcome, ProcessExit, build_job_error, error_file, fault_file
 
 MS = 1_000_000
 START = 10_000 * MS

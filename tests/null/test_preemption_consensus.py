@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.core.errors import CheckpointError, SettingError
 from accelerate.launch import rank_reports
-from accelerate.launch.supervisor import GracefulStopRegistration, JobOutcome, ProcessExit
+from accelerate.launch.rank_reports import GracefulStopRegistration, JobOutcome, ProcessExit
 from accelerate.utils import PreemptionKwargs, ProjectConfiguration
 from accelerate.world import preemption as stops
 from accelerate.world.preemption import PreemptionStepCounter, StopConsensus

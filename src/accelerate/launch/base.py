@@ -6,13 +6,16 @@ learns by ``origin_variables`` what was asked, so that it can report the status 
 
 from __future__ import annotations
 
+import errno
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import field
 from typing import Any, ClassVar, Generic, TypeVar
 
+from accelerate.core.errors import LaunchError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import Setting, SettingOrigin, declared_settings
 from accelerate.launch.kinds import KINDS
@@ -212,3 +215,18 @@ def origin_variables(request: LaunchRequest) -> dict[str, str]:
 
     report = {"ACCELERATE_EFFECTS": "none"} if request.settings.quiet and not request.get("effects") else {}
     return {"ACCELERATE_ASKED": json.dumps(requested), **report}
+
+
+@contextmanager
+def explain_start_error(program: str) -> Iterator[None]:
+    """Says in words that a program is none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR):
+            raise
+        raise LaunchError(
+            f"the program {program} cannot be started",
+            why=error.strerror or str(error),
+            fix="with --no_python, name an executable file or a program on the PATH",
+        ) from error

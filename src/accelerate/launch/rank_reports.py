@@ -8,19 +8,20 @@ from __future__ import annotations
 import marshal
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from accelerate.core import environ
 from accelerate.core.errors import UNKNOWN_RANK, LaunchError, RankError
 from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.launch.base import Variables
 from accelerate.launch.launch_request import LaunchRequest
-from accelerate.launch.supervisor import GracefulStopRegistration, JobOutcome, ProcessExit
 
 # A process that dies without a word is noticed a moment later, when its peers may have complained already.
 DETECTION_DELAY = 100_000_000  # ns
@@ -35,6 +36,72 @@ _HINTS: dict[int, str] = {
     signal.SIGILL: "native code uses instructions that this processor does not have",
     signal.SIGABRT: "native code gave up",
 }
+
+
+@dataclass
+class ProcessSpec:
+    """One process to start: what, with which environment, and what it reads (as in ``Popen``)."""
+
+    program: Sequence[str]
+    env: dict[str, str]
+    stdin: int | None = None
+
+
+@frozen_dataclass
+class GracefulStopRegistration:
+    """The announcement of a rank that it stops gracefully on some signals.
+
+    Attributes:
+        code: its exit code when the job is to be started again.
+        signals: by which it can be asked.
+    """
+
+    code: int
+    signals: tuple[int, ...]
+
+
+@frozen_dataclass
+class ProcessExit:
+    """The end of one process.
+
+    Attributes:
+        rank: its rank.
+        code: its exit code; -n when signal n killed it.
+        seen_at: when that was seen, in ns of the monotonic clock.
+        was_asked_to_stop: the launcher had asked it to stop before.
+        resumable: it has saved its work, and said by its code that the job is to be started again.
+    """
+
+    rank: int
+    code: int
+    seen_at: int
+    was_asked_to_stop: bool
+    resumable: bool = False
+
+
+@dataclass
+class JobOutcome:
+    """The end of a job: that of each process, in the order it was seen, and the signal that stopped it.
+
+    Attributes:
+        stopped_gracefully: all ranks had announced a graceful stop on that signal, and none was killed.
+    """
+
+    exits: list[ProcessExit] = field(default_factory=list)
+    stopped_by: int | None = None
+    stopped_gracefully: bool = False
+
+    @property
+    def resumable(self) -> bool:
+        """Return whether the job is to be started again."""
+        ends = self.exits
+        return any(end.resumable for end in ends) and all(end.resumable or end.code == 0 for end in ends)
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether the job failed. After a graceful stop, the exit codes of the ranks decide."""
+        stopped = self.stopped_by is not None and not self.stopped_gracefully
+        return stopped or any(end.code != 0 for end in self.exits)
 
 
 @frozen_dataclass
@@ -76,13 +143,16 @@ def fault_file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank}.fault"
 
 
-def rank_command(request: LaunchRequest, folder: Path, rank: int) -> tuple[str, ...]:
-    """The command of a process that leaves its traceback in ``folder``."""
-    if request.settings.no_python:
-        return request.program
-    kind = "module" if request.settings.module else "script"
-    files = (str(fault_file(folder, rank)), str(error_file(folder, rank)))
-    return (sys.executable, RANK_SCRIPT, *files, kind, *request.program)
+def rank_process(request: LaunchRequest, folder: Path, rank: int, variables: Variables) -> ProcessSpec:
+    """One rank of the script, which leaves its traceback in ``folder``."""
+    program = request.program
+    if not request.settings.no_python:
+        kind = "module" if request.settings.module else "script"
+        files = (str(fault_file(folder, rank)), str(error_file(folder, rank)))
+        program = (sys.executable, RANK_SCRIPT, *files, kind, *program)
+    env = environ.make_child_environment({**variables, "ACCELERATE_STOP_FOLDER": folder})
+    # One reader is right for a terminal; the others would steal its lines.
+    return ProcessSpec(program, env, stdin=None if rank == 0 else subprocess.DEVNULL)
 
 
 def write_compiled_script(request: LaunchRequest, folder: Path) -> None:

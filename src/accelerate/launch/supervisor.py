@@ -19,14 +19,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from accelerate.core import environ
-from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.launch.base import explain_start_error
+from accelerate.launch.logs import RankLogSettings
+from accelerate.launch.rank_reports import (
+    JobOutcome,
+    ProcessExit,
+    ProcessSpec,
+    has_traceback,
+    read_graceful_stop,
+)
 
 LINGER_SECONDS = 1.0  # seconds that the others have to fail by themselves after the first failure
 POLL_SECONDS = 0.5  # seconds between looks for a rank that has raised and does not end
@@ -36,103 +43,39 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
-@dataclass
-class ProcessSpec:
-    """One process to start: what, with which environment, and where its output goes (as in ``Popen``)."""
-
-    program: Sequence[str]
-    env: dict[str, str]
-    stdout: int | None = None
-    stderr: int | None = None
-
-
-@frozen_dataclass
-class GracefulStopRegistration:
-    """The announcement of a rank that it stops gracefully on some signals.
-
-    Attributes:
-        code: its exit code when the job is to be started again.
-        signals: by which it can be asked.
-    """
-
-    code: int
-    signals: tuple[int, ...]
-
-
-@frozen_dataclass
-class ProcessExit:
-    """The end of one process.
-
-    Attributes:
-        rank: its rank.
-        code: its exit code; -n when signal n killed it.
-        seen_at: when that was seen, in ns of the monotonic clock.
-        was_asked_to_stop: the launcher had asked it to stop before.
-        resumable: it has saved its work, and said by its code that the job is to be started again.
-    """
-
-    rank: int
-    code: int
-    seen_at: int
-    was_asked_to_stop: bool
-    resumable: bool = False
-
-
-@dataclass
-class JobOutcome:
-    """The end of a job: that of each process, in the order it was seen, and the signal that stopped it.
-
-    Attributes:
-        stopped_gracefully: all ranks had announced a graceful stop on that signal, and none was killed.
-    """
-
-    exits: list[ProcessExit] = field(default_factory=list)
-    stopped_by: int | None = None
-    stopped_gracefully: bool = False
-
-    @property
-    def resumable(self) -> bool:
-        """Return whether the job is to be started again."""
-        ends = self.exits
-        return any(end.resumable for end in ends) and all(end.resumable or end.code == 0 for end in ends)
-
-    @property
-    def has_failed(self) -> bool:
-        """Return whether the job failed. After a graceful stop, the exit codes of the ranks decide."""
-        stopped = self.stopped_by is not None and not self.stopped_gracefully
-        return stopped or any(end.code != 0 for end in self.exits)
-
-
 class WorkerSupervisor:
     """The processes of one job.
 
     Args:
         commands: one per rank.
-        stop_timeout: seconds between asking to stop and killing.
-        has_traceback: whether this rank, with this process id, has left a traceback; a rank that has and
+        logs: where their output goes.
+        folder: where they leave tracebacks, and announce graceful stops; a rank that has left a traceback and
             does not exit counts as failed.
-        graceful_stop: the graceful stop that the process with this id has announced, if any.
+        stop_timeout: seconds between asking to stop and killing.
         grace_period: seconds for a graceful stop before ranks are killed; None for as long as they need.
-        on_start: called with each rank and its process once it runs, to read its output.
         first_rank: the rank of the first process; lower ranks are on other machines.
         wake_fds: file descriptors that interrupt the wait.
+
+    Attributes:
+        keeps_leftovers: processes that the ranks of a good job have left behind live on.
     """
+
+    keeps_leftovers: ClassVar[bool] = True
 
     def __init__(
         self,
         commands: Sequence[ProcessSpec],
+        logs: RankLogSettings,
+        folder: Path,
         *,
         stop_timeout: float,
-        has_traceback: Callable[[int, int], bool] = lambda rank, pid: False,
-        graceful_stop: Callable[[int], GracefulStopRegistration | None] = lambda pid: None,
         grace_period: float | None = None,
-        on_start: Callable[[int, subprocess.Popen[bytes]], None] = lambda rank, process: None,
         first_rank: int = 0,
         wake_fds: Sequence[int] = (),
     ) -> None:
-        self.commands, self.stop_timeout = commands, stop_timeout
-        self.has_traceback, self.graceful_stop, self.grace_period = has_traceback, graceful_stop, grace_period
-        self.on_start, self.first_rank, self.wake_fds = on_start, first_rank, wake_fds
+        self.commands, self.logs, self.folder = commands, logs, folder
+        self.stop_timeout, self.grace_period = stop_timeout, grace_period
+        self.first_rank, self.wake_fds = first_rank, wake_fds
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.alive: dict[int, subprocess.Popen[bytes]] = {}
         self.outcome = JobOutcome()
@@ -144,7 +87,7 @@ class WorkerSupervisor:
         """Starts all, and returns when none is left.
 
         Raises:
-            OSError: a program cannot be started.
+            LaunchError: a program cannot be started.
         """
         with GuardProcess(self.stop_timeout) as guard, SignalAndChildExitWaiter() as signals:
             return self.run_with(guard, signals)
@@ -161,24 +104,26 @@ class WorkerSupervisor:
                 self._reap_processes(guard)
                 self._apply_deadlines()
         finally:
-            if self.alive or self.outcome.has_failed:
+            if self.alive or self.outcome.has_failed or not self.keeps_leftovers:
                 self._kill_leftovers()
+        self.logs.finish()
         return self.outcome
 
     def _start(self, guard: GuardProcess) -> None:
         for rank, command in enumerate(self.commands, self.first_rank):
-            process = subprocess.Popen(
-                command.program,
-                env=command.env,
-                # One reader is right for a terminal; the others would steal its lines.
-                stdin=None if rank == 0 else subprocess.DEVNULL,
-                stdout=command.stdout,
-                stderr=command.stderr,
-                start_new_session=True,
-            )
+            stdout, stderr = self.logs.pipes(rank)
+            with explain_start_error(command.program[0]):
+                process = subprocess.Popen(
+                    command.program,
+                    env=command.env,
+                    stdin=command.stdin,
+                    stdout=stdout,
+                    stderr=stderr,
+                    start_new_session=True,
+                )
             self.processes[rank] = self.alive[rank] = process
             guard.write_line(f"+{process.pid}")
-            self.on_start(rank, process)
+            self.logs.read(rank, process)
 
     def _reap_processes(self, guard: GuardProcess) -> None:
         for rank, process in list(self.alive.items()):
@@ -186,7 +131,7 @@ class WorkerSupervisor:
             if code is None:
                 continue
             del self.alive[rank]
-            stop_requested, armed = self.kill_at is not None, self.graceful_stop(process.pid)
+            stop_requested, armed = self.kill_at is not None, read_graceful_stop(self.folder, process.pid)
             resumable = code != 0 and armed is not None and code == armed.code
             self.outcome.exits.append(ProcessExit(rank, code, time.monotonic_ns(), stop_requested, resumable))
             if code == 0:
@@ -197,7 +142,9 @@ class WorkerSupervisor:
     def _apply_deadlines(self) -> None:
         """Moves on from running to stopping to killing when its time has come."""
         now = time.monotonic()
-        if self.stop_at is None and any(self.has_traceback(r, p.pid) for r, p in self.alive.items()):
+        if self.stop_at is None and any(
+            has_traceback(self.folder, rank, process.pid) for rank, process in self.alive.items()
+        ):
             self.stop_at = now + max(LINGER_SECONDS, self.stop_timeout)
         is_ending = self.is_aborting or (self.kill_at is not None and not self.outcome.stopped_gracefully)
         if self.stop_at is not None and now >= self.stop_at and not is_ending:
@@ -223,7 +170,7 @@ class WorkerSupervisor:
 
     def _stop_gracefully(self, number: int) -> bool:
         """Passes a signal on to ranks that all stop by themselves on it, and gives them time; whether so."""
-        graceful_stops = [self.graceful_stop(process.pid) for process in self.alive.values()]
+        graceful_stops = [read_graceful_stop(self.folder, process.pid) for process in self.alive.values()]
         if not graceful_stops or not all(
             armed is not None and number in armed.signals for armed in graceful_stops
         ):
@@ -236,7 +183,8 @@ class WorkerSupervisor:
     def _abort_job(self) -> None:
         """The job fails. Ranks that would take the question for the end of a good job are not asked."""
         self.is_aborting = True
-        unasked = [process for process in self.alive.values() if self.graceful_stop(process.pid) is not None]
+        processes = self.alive.values()
+        unasked = [process for process in processes if read_graceful_stop(self.folder, process.pid)]
         _send_signal(os.kill, unasked, signal.SIGKILL)
         self._ask_to_stop(os.kill, signal.SIGTERM)
 
@@ -259,7 +207,7 @@ def _send_signal(
             send(process.pid, number)
 
 
-class GuardProcess:
+class GuardProcess(AbstractContextManager["GuardProcess"]):
     """The process that ends the ranks when this one dies."""
 
     def __init__(self, seconds: float) -> None:
@@ -283,9 +231,6 @@ class GuardProcess:
         with suppress(BrokenPipeError):  # somebody killed it; the kernel's own arrangement stands
             self.process.stdin.write(f"{line}\n".encode())
             self.process.stdin.flush()
-
-    def __enter__(self) -> GuardProcess:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

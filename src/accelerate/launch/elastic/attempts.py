@@ -8,44 +8,32 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from accelerate.core import environ
 from accelerate.core.errors import RankError
 from accelerate.launch import rank_reports
 from accelerate.launch.base import Variables
-from accelerate.launch.kinds.local import explain_start_error
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
-from accelerate.launch.supervisor import (
-    GuardProcess,
-    JobOutcome,
-    ProcessExit,
-    ProcessSpec,
-    SignalAndChildExitWaiter,
-    WorkerSupervisor,
-)
+from accelerate.launch.rank_reports import JobOutcome, ProcessExit
+from accelerate.launch.supervisor import GuardProcess, SignalAndChildExitWaiter, WorkerSupervisor
 
 
 class LocalAttempt(WorkerSupervisor):
     """Processes that may be called off, because another machine says so.
 
     Args:
-        commands: one per rank of this machine.
-        folder: where they leave their tracebacks.
         should_cancel: asked again and again whether to stop all.
-        options: those of ``WorkerSupervisor``.
+        arguments, options: those of ``WorkerSupervisor``.
     """
 
+    keeps_leftovers: ClassVar[bool] = False
+
     def __init__(
-        self,
-        commands: Sequence[ProcessSpec],
-        folder: Path,
-        should_cancel: Callable[[LocalAttempt], bool],
-        **options: Any,
+        self, *arguments: Any, should_cancel: Callable[[LocalAttempt], bool], **options: Any
     ) -> None:
-        super().__init__(commands, **options)
-        self.folder, self.should_cancel, self.was_cancelled = folder, should_cancel, False
+        super().__init__(*arguments, **options)
+        self.should_cancel, self.was_cancelled = should_cancel, False
 
     @property
     def has_failed(self) -> bool:
@@ -72,7 +60,6 @@ class LocalAttempt(WorkerSupervisor):
     def run_with(self, guard: GuardProcess, signals: SignalAndChildExitWaiter) -> JobOutcome:
         """Run the processes, then let the guard forget their ids, which may be reused."""
         outcome = super().run_with(guard, signals)
-        self._kill_leftovers()
         for process in self.processes.values():
             guard.write_line(f"-{process.pid}")
         return outcome
@@ -125,29 +112,20 @@ class ElasticAttemptRunner:
         folder.mkdir()
         self.count += 1
         settings = self.request.settings
-        commands = [
-            ProcessSpec(
-                rank_reports.rank_command(self.request, folder, rank),
-                environ.make_child_environment({**rank_variables, "ACCELERATE_STOP_FOLDER": folder}),
-                *self.logs.pipes(rank),
-            )
-            for rank, rank_variables in enumerate(variables, first_rank)
-        ]
         attempt = LocalAttempt(
-            commands,
+            [
+                rank_reports.rank_process(self.request, folder, rank, rank_variables)
+                for rank, rank_variables in enumerate(variables, first_rank)
+            ],
+            self.logs,
             folder,
-            should_cancel,
+            should_cancel=should_cancel,
             stop_timeout=settings.stop_timeout,
-            has_traceback=lambda rank, pid: rank_reports.has_traceback(folder, rank, pid),
-            graceful_stop=lambda pid: rank_reports.read_graceful_stop(folder, pid),
             grace_period=settings.preemption_grace,
-            on_start=self.logs.read,
             first_rank=first_rank,
             wake_fds=wake_fds,
         )
-        with explain_start_error(commands[0].program[0]):
-            outcome = attempt.run_with(self.guard, self.signals)
-        self.logs.finish()
+        outcome = attempt.run_with(self.guard, self.signals)
         return attempt, rank_reports.build_job_error(outcome, folder, size)
 
 

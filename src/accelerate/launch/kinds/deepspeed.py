@@ -14,7 +14,6 @@ from typing import ClassVar
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, MissingExtraError, SettingError
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand
-from accelerate.launch.kinds.local import explain_start_error
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
 
@@ -73,22 +72,19 @@ class DeepSpeedLaunch(LaunchKind[LaunchPlan]):
     def run(self, request: LaunchRequest, plan: LaunchPlan, *, replace: bool) -> None:
         """Starts the command and watches it; see ``LaunchKind.run``."""
         from accelerate.launch import rank_reports
-        from accelerate.launch.supervisor import ProcessSpec, WorkerSupervisor
+        from accelerate.launch.supervisor import WorkerSupervisor
 
         logs = RankLogSettings(request.settings.tee, request.settings.log_dir)
         with rank_reports.report_folder() as folder:
             variables = dict(plan.variables)
             if _needs_env_file(request):
                 variables[ENV_FILE_VARIABLE] = str(_write_env_file(folder, _job_variables(request)))
-            command = ProcessSpec(
-                plan.commands[0].program, environ.make_child_environment(variables), *logs.pipes(0)
+            command = rank_reports.ProcessSpec(
+                plan.commands[0].program, environ.make_child_environment(variables)
             )
-            ranks = WorkerSupervisor(
-                [command], stop_timeout=request.settings.stop_timeout, on_start=logs.read
-            )
-            with explain_start_error(command.program[0]):
-                outcome = ranks.run()
-            logs.finish()
+            outcome = WorkerSupervisor(
+                [command], logs, folder, stop_timeout=request.settings.stop_timeout
+            ).run()
             error = rank_reports.build_job_error(outcome, folder)
         if error is not None:
             if outcome.stopped_by is None:

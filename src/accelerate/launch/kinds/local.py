@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -10,9 +9,15 @@ from contextlib import closing, contextmanager
 from typing import ClassVar
 
 from accelerate.core import environ
-from accelerate.core.errors import LaunchError
 from accelerate.device.machine import DeviceProbeHost
-from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, Variables, print_line
+from accelerate.launch.base import (
+    LaunchKind,
+    LaunchPlan,
+    PlannedCommand,
+    Variables,
+    explain_start_error,
+    print_line,
+)
 from accelerate.launch.device_selection import LaunchDeviceSelection, allocate_devices, count_cores
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
@@ -200,34 +205,25 @@ def replace_process(request: LaunchRequest, env: dict[str, str]) -> None:
 def _run_supervised(request: LaunchRequest, size: int, variables: Variables, logs: RankLogSettings) -> None:
     # A launcher that becomes its script watches nobody, and need not load what that takes.
     from accelerate.launch import rank_reports
-    from accelerate.launch.supervisor import ProcessSpec, WorkerSupervisor
+    from accelerate.launch.supervisor import WorkerSupervisor
 
     with rank_reports.report_folder() as folder, reserve_port(request, size) as port:
-        shared = environ.make_child_environment({**variables, "ACCELERATE_STOP_FOLDER": folder})
         if size > 1:
             rank_reports.write_compiled_script(request, folder)
         run_id = os.urandom(4).hex()
         variables_by_rank = ranks_variables(request, size, port and port.number, run_id)
         commands = [
-            ProcessSpec(
-                rank_reports.rank_command(request, folder, rank),
-                environ.make_child_environment(rank_values, shared),
-                *logs.pipes(rank),
-            )
+            rank_reports.rank_process(request, folder, rank, {**variables, **rank_values})
             for rank, rank_values in enumerate(variables_by_rank)
         ]
         ranks = WorkerSupervisor(
             commands,
+            logs,
+            folder,
             stop_timeout=request.settings.stop_timeout,
-            has_traceback=lambda rank, pid: rank_reports.has_traceback(folder, rank, pid),
-            graceful_stop=lambda pid: rank_reports.read_graceful_stop(folder, pid),
             grace_period=request.settings.preemption_grace,
-            on_start=logs.read,
         )
-        with explain_start_error(commands[0].program[0]):
-            outcome = ranks.run()
-        logs.finish()
-        error = rank_reports.build_job_error(outcome, folder)
+        error = rank_reports.build_job_error(ranks.run(), folder)
     if error is not None:
         raise error
 
@@ -246,21 +242,6 @@ def reserve_port(request: LaunchRequest, size: int) -> Iterator[ReservedPort | N
         print_line(request, f"port {wanted} is in use ({error.why}); rank 0 listens on {port.number} instead")
     with closing(port):
         yield port
-
-
-@contextmanager
-def explain_start_error(program: str) -> Iterator[None]:
-    """Says in words that a program is none."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR):
-            raise
-        raise LaunchError(
-            f"the program {program} cannot be started",
-            why=error.strerror or str(error),
-            fix="with --no_python, name an executable file or a program on the PATH",
-        ) from error
 
 
 PLUGIN = LocalLaunch()

@@ -20,12 +20,7 @@ from accelerate.device.machine import DeviceProbeHost
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, Variables
 from accelerate.launch.device_selection import LaunchDeviceSelection, count_cores, select_devices
 from accelerate.launch.job_scheduler import JobSchedulerContext
-from accelerate.launch.kinds.local import (
-    explain_start_error,
-    replace_process,
-    script_command,
-    shared_variables,
-)
+from accelerate.launch.kinds.local import replace_process, script_command, shared_variables
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
 from accelerate.world.ports import DEFAULT_PORT
@@ -191,30 +186,21 @@ def _setting_effects(request: LaunchRequest, scheduler: JobSchedulerContext) -> 
 def _run_supervised(request: LaunchRequest, variables: Variables, logs: RankLogSettings) -> None:
     """Runs the rank below this process, which reads its output or outlives it."""
     from accelerate.launch import rank_reports
-    from accelerate.launch.supervisor import ProcessSpec, WorkerSupervisor
+    from accelerate.launch.supervisor import WorkerSupervisor
 
     assert request.scheduler is not None
     rank, size = request.scheduler.rank, request.scheduler.size
     with rank_reports.report_folder() as folder:
-        env = environ.make_child_environment({**variables, "ACCELERATE_STOP_FOLDER": folder})
-        command = ProcessSpec(rank_reports.rank_command(request, folder, rank), env, *logs.pipes(rank))
+        process = rank_reports.rank_process(request, folder, rank, variables)
         ranks = WorkerSupervisor(
-            [command],
-            stop_timeout=request.settings.stop_timeout,
-            has_traceback=lambda _, pid: rank_reports.has_traceback(folder, rank, pid),
-            graceful_stop=lambda pid: rank_reports.read_graceful_stop(folder, pid),
-            grace_period=request.settings.preemption_grace,
-            on_start=lambda _, process: logs.read(rank, process),
-        )
-        with explain_start_error(command.program[0]):
-            outcome = ranks.run()
-        logs.finish()
-        ends = [dataclasses.replace(end, rank=rank) for end in outcome.exits]
-        error = rank_reports.build_job_error(
-            dataclasses.replace(outcome, exits=ends),
+            [dataclasses.replace(process, stdin=None)],
+            logs,
             folder,
-            size,
+            stop_timeout=request.settings.stop_timeout,
+            grace_period=request.settings.preemption_grace,
+            first_rank=rank,
         )
+        error = rank_reports.build_job_error(ranks.run(), folder, size)
     if error is not None:
         raise error
 

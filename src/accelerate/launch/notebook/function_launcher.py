@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -35,7 +36,8 @@ from accelerate.launch.notebook.function_ranks import (
     exception_file,
     result_file,
 )
-from accelerate.launch.supervisor import JobOutcome, ProcessSpec, WorkerSupervisor
+from accelerate.launch.rank_reports import JobOutcome, ProcessSpec
+from accelerate.launch.supervisor import WorkerSupervisor
 from accelerate.world.ports import LOOPBACK, PortInUseError, ReservedPort
 
 STARTER = str(Path(__file__).with_name("rank_entry_point.py"))
@@ -136,18 +138,10 @@ class FunctionLauncher:
                 environ.make_child_environment(
                     {**self.variables, **variables, "ACCELERATE_STOP_FOLDER": folder}
                 ),
-                logs,
             )
             for rank, variables in enumerate(each)
         ]
-        outcome = start.supervisor_class(
-            commands,
-            stop_timeout=STOP_TIMEOUT,
-            has_traceback=lambda rank, pid: rank_reports.has_traceback(folder, rank, pid),
-            graceful_stop=lambda pid: rank_reports.read_graceful_stop(folder, pid),
-            on_start=logs.read,
-        ).run()
-        logs.finish()
+        outcome = start.supervisor_class(commands, logs, folder, stop_timeout=STOP_TIMEOUT).run()
         return error_to_raise(outcome, folder, rank_reports.build_job_error(outcome, folder))
 
 
@@ -182,14 +176,12 @@ class FunctionTransport:
         """The supervisor class that starts and watches the ranks."""
         return WorkerSupervisor if self.function is None else ForkSupervisor
 
-    def process_spec(
-        self, rank: int, folder: Path, env: dict[str, str], logs: RankLogSettings
-    ) -> ProcessSpec:
+    def process_spec(self, rank: int, folder: Path, env: dict[str, str]) -> ProcessSpec:
         """One rank to start."""
         if self.function is not None:
             return ForkedRankSpec((), env, function=self.function, args=self.args, folder=folder)
         program = (sys.executable, STARTER, self.payload_file, str(folder), str(rank))
-        return ProcessSpec(program, env, *logs.pipes(rank))
+        return ProcessSpec(program, env, stdin=None if rank == 0 else subprocess.DEVNULL)
 
 
 @frozen_dataclass
@@ -252,12 +244,11 @@ class NotebookRendezvousConfig:
             program = (sys.executable, "-m", "accelerate", "launch")
             flags = tuple(self._flags(folder / "settings.yaml", processes, device))
             logs = RankLogSettings("3", None, prefix=lambda rank: "")
-            launcher = ProcessSpec(
-                (*program, *flags, *script), environ.make_child_environment(variables), *logs.pipes(0)
-            )
-            # It ends its ranks itself, and needs longer for that than they do.
-            outcome = WorkerSupervisor([launcher], stop_timeout=4 * STOP_TIMEOUT, on_start=logs.read).run()
-            logs.finish()
+            launcher = ProcessSpec((*program, *flags, *script), environ.make_child_environment(variables))
+            # It ends its ranks itself, and needs longer for that than they do. The reports are of its ranks.
+            outcome = WorkerSupervisor(
+                [launcher], logs, folder / "launcher", stop_timeout=4 * STOP_TIMEOUT
+            ).run()
             error = error_to_raise(
                 outcome,
                 folder,

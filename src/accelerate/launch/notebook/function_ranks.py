@@ -26,7 +26,8 @@ from accelerate.core import environ
 from accelerate.launch import rank_reports
 from accelerate.launch.accelerate_rank import RankErrorFile
 from accelerate.launch.notebook import payload
-from accelerate.launch.supervisor import ProcessSpec, WorkerSupervisor
+from accelerate.launch.rank_reports import ProcessSpec
+from accelerate.launch.supervisor import WorkerSupervisor
 
 THIS_FOLDER = str(Path(__file__).parent)
 
@@ -208,7 +209,7 @@ class ForkSupervisor(WorkerSupervisor):
             process = cast(Any, ForkedProcess(rank, cast(ForkedRankSpec, command), guard))
             self.processes[rank] = self.alive[rank] = process
             guard.write_line(f"+{process.pid}")
-            self.on_start(rank, process)
+            self.logs.read(rank, process)
 
 
 def _run_as_rank(rank: int, copy: ForkedRankSpec, outputs: dict[int, int]) -> None:
