@@ -3,6 +3,13 @@
 Between forwards the weights of an offloaded module are ``OffloadedTensor``s. Before a forward the hook
 materializes those that are not on the device, and drops them afterwards. Nothing is copied back, unless
 values were changed in place.
+
+``dispatch_model`` copies blocks of weights by a pager, ahead of time (``pager.py``). A hook that a client
+adds itself cannot: ``pre_forward`` and ``post_forward`` are called by hand, alone or twice, with another map
+or device in between; the weights stay the client's own tensors, of any class, used in place on the CPU; and
+they may be trained. A page is a range of bytes that the pager owns. So such a hook reads one weight after
+the other. Stand-ins, sources, and putting values in and taking them out (``MaterializedTensor``) are the same
+for both.
 """
 
 from __future__ import annotations
@@ -112,7 +119,7 @@ class AlignDevicesHook(ModelHook):
 
     def _reset_forward_state(self) -> None:
         self._users = 0
-        self._materialized: list[tuple[str, MaterializedTensor]] = []
+        self._materialized: dict[str, MaterializedTensor] = {}
         self._tied_copies: list[tuple[dict[torch.device, torch.Tensor], torch.device, torch.Tensor]] = []
         self._used_map = self.weights_map
         self._module: weakref.ref[nn.Module] | None = None
@@ -137,9 +144,8 @@ class AlignDevicesHook(ModelHook):
             OffloadError: a tensor has no values, neither here nor in the map.
         """
         moved_here = self._module is not None and self._module() is not module
-        self._module = weakref.ref(module)
+        self._record_module(module)
         if self.offload:
-            self.original_devices = {key: _home_device(tensor) for key, _, _, tensor in self._tensors(module)}
             self._choose_weights_map(module, own=moved_here)
             self._put_stand_ins(module)
         if self.execution_device is not None:
@@ -165,6 +171,17 @@ class AlignDevicesHook(ModelHook):
             self._module = None
         return module
 
+    def _record_module(self, module: nn.Module) -> None:
+        """Record the module, and where clients see its weights: those in files on the meta device."""
+        self._module = weakref.ref(module)
+        if self.offload:
+            self.original_devices = {
+                key: tensor.device
+                if (source := source_of(tensor)) is None
+                else torch.device("cpu" if source.in_memory else "meta")
+                for key, _, _, tensor in self._tensors(module)
+            }
+
     def _choose_weights_map(self, module: nn.Module, *, own: bool) -> None:
         """Use the module's own values as the map where none was given, or when the hook moved to it."""
         if self.weights_map is not None and not own:
@@ -182,22 +199,28 @@ class AlignDevicesHook(ModelHook):
     def _put_stand_ins(self, module: nn.Module) -> None:
         """Replace the weights with stand-ins."""
         weights: Mapping[str, Any] = self.weights_map or {}
-        ties = self.tied_params_map or {}
-        device = as_device("cpu" if self.execution_device is None else self.execution_device)
         for key, owner, name, tensor in list(self._offloadable(module)):
-            if address_of(tensor) in ties:
+            if address_of(tensor) in (self.tied_params_map or {}):
                 self.tied_params_names.add(key)
             if key in weights:
                 source: TensorSource = MappingSource(self._full_name(key), weights, key, tensor)
             elif not tensor.is_meta:
                 source = source_of(tensor) or host_source(self._full_name(key), tensor)
             else:
-                raise OffloadError(
-                    f"{self._full_name(key)} cannot be offloaded: it has no values",
-                    why="it is on the meta device, and the map of weights has no such entry",
-                    fix="load the weights first",
-                )
-            table_of(owner, name)[name] = make_stand_in(tensor, source, device)
+                raise self._no_values_error(key, "offloaded", fix="load the weights first")
+            table_of(owner, name)[name] = self._make_stand_in(tensor, source)
+
+    def _make_stand_in(self, tensor: torch.Tensor, source: TensorSource) -> OffloadedTensor:
+        return make_stand_in(
+            tensor, source, as_device("cpu" if self.execution_device is None else self.execution_device)
+        )
+
+    def _no_values_error(self, key: str, action: str, fix: str) -> OffloadError:
+        return OffloadError(
+            f"{self._full_name(key)} cannot be {action}: it has no values",
+            why="it is on the meta device, and the map of weights has no such entry",
+            fix=fix,
+        )
 
     def _full_name(self, key: str) -> str:
         return f"{getattr(self.weights_map, 'prefix', '')}{key}"
@@ -296,50 +319,37 @@ class AlignDevicesHook(ModelHook):
                 self._restore_stand_ins()
 
     def _materialize_absent(self, module: nn.Module) -> None:
-        """Materialize weights that are not on the device; tensors set by a client are offloaded first."""
+        """Materialize weights that are not on the device."""
         device = None if self.execution_device is None else as_device(self.execution_device)
         absent = [row for row in self._offloadable(module) if row[3].device != device]
         if not absent:
             return
-        with torch.inference_mode(False), torch.no_grad():  # what ``disable_recording`` does, at less cost
+        with torch.inference_mode(False), torch.no_grad():
             for key, owner, name, tensor in absent:
-                if tensor.device.type != "meta":
-                    if device is None or check_device_same(tensor.device, device):
-                        continue
-                    tensor = self._offload_replacement(key, owner, name, device)
-                place = device or getattr(tensor, "execution_device", torch.device("cpu"))
-                source = self.source_for(key, tensor)
-                self._materialized.append((key, self._materialize_tensor(key, owner, name, place, source)))
+                if tensor.device.type == "meta":
+                    stand_in = self.find_stand_in(key, tensor)
+                elif device is None or check_device_same(tensor.device, device):
+                    continue
+                else:  # a client has put it there: its values count now
+                    source = host_source(self._full_name(key), tensor)
+                    if self.weights_map is not None:
+                        set_weight(self.weights_map, key, source.tensor)
+                    stand_in = self._make_stand_in(tensor, source)
+                self._materialize(key, owner, name, stand_in, device or stand_in.execution_device)
 
-    def _offload_replacement(
-        self, key: str, owner: nn.Module, name: str, device: torch.device
-    ) -> OffloadedTensor:
-        """Offload a tensor that somebody has set in the place of a stand-in: its values count now."""
-        table = table_of(owner, name)
-        home = host_source(self._full_name(key), table[name])
-        if self.weights_map is not None:
-            set_weight(self.weights_map, key, home.tensor)
-        table[name] = make_stand_in(table[name], home, device)
-        return table[name]
-
-    def source_for(self, key: str, tensor: torch.Tensor) -> TensorSource:
-        """Return the source of a tensor: a map that a client has set on the hook meanwhile comes first.
+    def find_stand_in(self, key: str, tensor: torch.Tensor) -> OffloadedTensor:
+        """Return the stand-in of a weight; a new one where a client has set a map on the hook meanwhile.
 
         Raises:
-            OffloadError: nobody knows.
+            OffloadError: there are no values.
         """
         weights: Mapping[str, Any] = self.weights_map or {}
-        if isinstance(tensor, OffloadedTensor) and self.weights_map is self._used_map:
-            return tensor.source
-        if key in weights:
-            return MappingSource(self._full_name(key), weights, key, tensor)
-        if isinstance(tensor, OffloadedTensor):
-            return tensor.source
-        raise OffloadError(
-            f"{self._full_name(key)} cannot be brought in: it has no values",
-            why="it is on the meta device, and the map of weights has no such entry",
-            fix="dispatch the model again",
-        )
+        is_known = self.weights_map is self._used_map or key not in weights
+        if isinstance(tensor, OffloadedTensor) and is_known:
+            return tensor
+        if key not in weights:
+            raise self._no_values_error(key, "brought in", fix="dispatch the model again")
+        return self._make_stand_in(tensor, MappingSource(self._full_name(key), weights, key, tensor))
 
     def _maybe_get_fp16_statistics(self, name: str, value: Any) -> Any:
         """Return the scales beside 8-bit values in the map, under the names of bitsandbytes."""
@@ -349,48 +359,37 @@ class AlignDevicesHook(ModelHook):
             weights[scales] if value.dtype == torch.int8 and "SCB" in scales and scales in weights else None
         )
 
-    def _materialize_tensor(
-        self, key: str, owner: nn.Module, name: str, device: torch.device, source: TensorSource
-    ) -> MaterializedTensor:
+    def _materialize(
+        self, key: str, owner: nn.Module, name: str, stand_in: OffloadedTensor, device: torch.device
+    ) -> None:
         """Materialize one tensor, or use the copy that another module has materialized."""
-        copies = None
+        source, copies = stand_in.source, None
         if self.tied_params_map:
             copies = self.tied_params_map.get(address_of(source.host_tensor()))
-        if copies is None:
-            scales = None
-            if source.dtype == torch.int8:
-                scales = self._maybe_get_fp16_statistics(key, source)
-            return materialize(owner, name, device, source, fp16_statistics=scales)
-        if device in copies:
-            return materialize(owner, name, device, source, there=copies[device])
-        materialized = materialize(owner, name, device, source)
-        copies[device] = materialized.tensor
-        self._tied_copies.append((copies, device, materialized.tensor))
-        return materialized
+        if copies is not None and device in copies:
+            self._materialized[key] = materialize(owner, name, stand_in, copies[device])
+            return
+        scales = self._maybe_get_fp16_statistics(key, source) if source.dtype == torch.int8 else None
+        each = self._materialized[key] = materialize(owner, name, stand_in, source.read(device), scales)
+        if copies is not None:
+            copies[device] = each.tensor
+            self._tied_copies.append((copies, device, each.tensor))
 
     def _restore_stand_ins(self) -> None:
         """Drop what this hook materialized. A client's new map has the values from now on."""
         weights = self.weights_map
         if weights is not None and weights is not self._used_map:
-            for key, each in self._materialized:
+            for key, each in self._materialized.items():
                 if key in weights:
                     source = MappingSource(self._full_name(key), weights, key, each.tensor)
-                    each.restore_stand_in(make_stand_in(each.tensor, source, each.stand_in.execution_device))
+                    each.use_stand_in(make_stand_in(each.tensor, source, each.stand_in.execution_device))
         self._used_map = weights
         for copies, device, tensor in self._tied_copies:
             if copies.get(device) is tensor:
                 del copies[device]
         self._tied_copies.clear()
-        materialized, self._materialized = self._materialized, []
-        restore_stand_ins([each for _, each in materialized])
-
-
-def _home_device(tensor: torch.Tensor) -> torch.device:
-    """Return the device of a tensor's values as clients see it: meta for those in files."""
-    source = source_of(tensor)
-    if source is None:
-        return tensor.device
-    return torch.device("cpu" if source.in_memory else "meta")
+        materialized, self._materialized = self._materialized, {}
+        restore_stand_ins(list(materialized.values()))
 
 
 class CpuOffload(ModelHook):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -103,9 +102,7 @@ class DispatchHook(AlignDevicesHook):
         owned = [tensor for _, _, _, tensor in self._offloadable(module)]
         if self.offload and not any(isinstance(tensor, OffloadedTensor) for tensor in owned):
             return super().init_hook(module)  # it comes back, or goes to another module: they have real ones
-        self._module = weakref.ref(module)
-        if self.offload:
-            self.original_devices = {key: _home_device(tensor) for key, _, _, tensor in self._tensors(module)}
+        self._record_module(module)
         return module
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
@@ -186,13 +183,6 @@ class DispatchHook(AlignDevicesHook):
 
 # Clients look a hook's class up in accelerate.hooks by this name, and make another from its attributes.
 DispatchHook.__name__ = AlignDevicesHook.__name__
-
-
-def _home_device(tensor: torch.Tensor) -> torch.device:
-    """Return the original device of a tensor as clients see it: meta for those in checkpoints."""
-    if isinstance(tensor, OffloadedTensor):
-        return torch.device("cpu" if tensor.source.in_memory else "meta")
-    return tensor.device
 
 
 def _return_tensors(module: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from torch import nn
 from accelerate import device as devices
 from accelerate.core.errors import PrepareError, nearest
 from accelerate.offload.offload_folder import load_offloaded_weight
-from accelerate.offload.offloaded_tensor import OffloadedTensor, make_stand_in, source_of
-from accelerate.offload.tensor_source import HostMemoryWeightSource, OffloadError, TensorSource
+from accelerate.offload.offloaded_tensor import OffloadedTensor, source_of
+from accelerate.offload.tensor_source import HostMemoryWeightSource, OffloadError
 
 TiedMap = dict[int, dict[torch.device, torch.Tensor]]
 DeviceLike = int | str | torch.device
@@ -215,98 +215,104 @@ def address_of(tensor: torch.Tensor) -> int:
         return 0
 
 
-# ------------------------------------------------------------------------------------------------ brought in
+# ------------------------------------------------------------------------------------------ materialized
 
 
 class MaterializedTensor:
-    """An offloaded tensor whose values are in its module for a while.
+    """An offloaded tensor whose values are in modules for a while.
+
+    Hooks, blocks of a pager and ``align_module_device`` all put values in and take them out by this.
 
     Attributes:
-        owner, name: the module, and the name there.
-        stand_in: the tensor that was there, and is put back.
-        source: where its values came from.
-        tensor: the materialized one.
+        stand_in: what was in the modules, and is put back.
+        slots: (module, name) of the tables that it was in.
+        tensor: the values, which are there now.
     """
 
+    __slots__ = ("slots", "stand_in", "tensor", "version")
+
     def __init__(
-        self,
-        owner: nn.Module,
-        name: str,
-        stand_in: OffloadedTensor,
-        source: TensorSource,
-        tensor: torch.Tensor,
+        self, stand_in: OffloadedTensor, slots: Sequence[tuple[nn.Module, str]], tensor: torch.Tensor
     ) -> None:
-        self.owner, self.name, self.stand_in = owner, name, stand_in
-        self.source, self.tensor = source, tensor
-        self.version = _version(tensor)
-        table_of(owner, name)[name] = tensor
+        self.slots, self.tensor = slots, tensor
+        self.use_stand_in(stand_in)
+        for owner, name in slots:
+            table_of(owner, name)[name] = tensor
 
-    def is_replaced(self) -> bool:
-        """Return True when somebody has set another tensor meanwhile: that one stays."""
-        return table_of(self.owner, self.name).get(self.name) is not self.tensor
+    def use_stand_in(self, stand_in: OffloadedTensor) -> None:
+        """Put this stand-in back later; its source has the values as they are now."""
+        self.stand_in = stand_in
+        self.version = _version(self.tensor)
 
-    def is_changed(self) -> bool:
-        """Return True when values were changed in place, and not in their source."""
-        if _version(self.tensor) == self.version and not self._is_statistic():
-            return False
-        return self.tensor.device.type != "cpu" or address_of(self.source.host_tensor()) != address_of(
-            self.tensor
-        )
+    def restore_stand_in(self) -> int:
+        """Put the stand-in back; a tensor that somebody has set meanwhile stays.
 
-    def _is_statistic(self) -> bool:
-        """Return True for a running statistic, which torch changes in place without counting a version."""
-        statistic = self.name in ("running_mean", "running_var")
-        return statistic and self.owner.training and bool(getattr(self.owner, "track_running_stats", False))
-
-    def restore_stand_in(self, stand_in: torch.Tensor | None = None) -> None:
-        """Put the stand-in back (or ``stand_in``); values that were changed in place are written back.
+        Returns:
+            The bytes that were written back, because they were changed in place.
 
         Raises:
             OffloadError: they were changed, and they are stored in a file.
         """
-        if self.is_replaced():
-            return
-        table_of(self.owner, self.name)[self.name] = self.stand_in if stand_in is None else stand_in
-        if stand_in is None and self.is_changed():
-            self.source.write(self.tensor.detach())
+        is_replaced = True
+        for owner, name in self.slots:
+            table = table_of(owner, name)
+            if table.get(name) is self.tensor:
+                table[name], is_replaced = self.stand_in, False
+        if is_replaced or (_version(self.tensor) == self.version and not self._is_statistic()):
+            return 0
+        source, values = self.stand_in.source, self.tensor.detach()
+        with torch.inference_mode(False), torch.no_grad():
+            if values.device.type == "cpu" and address_of(source.host_tensor()) == address_of(values):
+                return 0  # used in place
+            # Weights that are copied as one range of bytes have one version.
+            if not source.in_memory and torch.equal(values.cpu(), source.host_tensor()):
+                return 0
+            source.write(values)
+        return source.nbytes
+
+    def _is_statistic(self) -> bool:
+        """Return True for a running statistic, which torch changes in place without counting a version."""
+        return any(
+            name in ("running_mean", "running_var")
+            and owner.training
+            and bool(getattr(owner, "track_running_stats", False))
+            for owner, name in self.slots
+        )
 
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def materialize(
-    owner: nn.Module,
-    name: str,
-    device: torch.device,
-    source: TensorSource | None = None,
-    there: torch.Tensor | None = None,
-    fp16_statistics: Any = None,
-) -> MaterializedTensor:
-    """Put the values of an offloaded tensor into its module. Call it within ``disable_recording()``.
+def restore_stand_ins(materialized: list[MaterializedTensor]) -> int:
+    """Put all stand-ins back, and empty the list; the first error is raised after the last one.
 
-    Args:
-        owner, name: the tensor.
-        device: where the values are wanted.
-        source: where they are, unless the tensor itself knows.
-        there: a copy of them that is on the device already.
-        fp16_statistics: the scales that go with 8-bit values.
+    Returns:
+        The bytes that were written back.
+
+    Raises:
+        OffloadError: values were changed in place that are stored in a file.
     """
-    stand_in: Any = table_of(owner, name)[name]
-    values_source: TensorSource = source or stand_in.source
-    value = values_source.read(device) if there is None else there
+    refused: list[OffloadError] = []
+    written = 0
+    while materialized:
+        each = materialized.pop()
+        try:
+            written += each.restore_stand_in()
+        except OffloadError as error:
+            refused.append(error)
+    if refused:
+        raise refused[0]
+    return written
+
+
+def materialize(
+    owner: nn.Module, name: str, stand_in: OffloadedTensor, value: torch.Tensor, fp16_statistics: Any = None
+) -> MaterializedTensor:
+    """Put ``value`` into the slot of one module, as a parameter if it is one of its parameters."""
     if name in owner._parameters:
         value = as_parameter(value, stand_in, fp16_statistics)
-    if not isinstance(stand_in, OffloadedTensor):  # a meta tensor that a client left there
-        stand_in = make_stand_in(stand_in, values_source, device)
-    return MaterializedTensor(owner, name, stand_in, values_source, value)
-
-
-@contextmanager
-def disable_recording() -> Generator[None, None, None]:
-    """Disable gradients, and inference mode too, whose tensors have no versions."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+    return MaterializedTensor(stand_in, [(owner, name)], value)
 
 
 def _offloading_hook(module: nn.Module) -> Any:
@@ -342,14 +348,16 @@ def align_module_device(
     materialized: list[MaterializedTensor] = []
     moved: dict[str, torch.device] = {}
     target = None if execution_device is None else as_device(execution_device)
-    source_for = getattr(_offloading_hook(module), "source_for", None)
+    find_stand_in = getattr(_offloading_hook(module), "find_stand_in", None)
     try:
         for name, tensor in list(module._parameters.items()):
-            if isinstance(tensor, OffloadedTensor) or (tensor is not None and tensor.is_meta and source_for):
-                source = source_for(name, tensor) if source_for else None
-                place = target or getattr(tensor, "execution_device", torch.device("cpu"))
-                with disable_recording():
-                    materialized.append(materialize(module, name, place, source))
+            if isinstance(tensor, OffloadedTensor) or (
+                tensor is not None and tensor.is_meta and find_stand_in
+            ):
+                stand_in: Any = tensor if find_stand_in is None else find_stand_in(name, tensor)
+                with torch.inference_mode(False), torch.no_grad():
+                    value = stand_in.source.read(target or stand_in.execution_device)
+                    materialized.append(materialize(module, name, stand_in, value))
             elif tensor is not None and target is not None and not check_device_same(tensor.device, target):
                 moved[name] = tensor.device
                 set_module_tensor_to_device(module, name, target)
@@ -358,23 +366,6 @@ def align_module_device(
         for name, device in moved.items():
             set_module_tensor_to_device(module, name, device)
         restore_stand_ins(materialized)
-
-
-def restore_stand_ins(materialized: list[MaterializedTensor]) -> None:
-    """Restore all stand-ins; the first error is raised after the last one.
-
-    Raises:
-        OffloadError: values were changed in place that are stored in a file.
-    """
-    refused: list[OffloadError] = []
-    while materialized:
-        each = materialized.pop()
-        try:
-            each.restore_stand_in()
-        except OffloadError as error:
-            refused.append(error)
-    if refused:
-        raise refused[0]
 
 
 # ------------------------------------------------------------------------------------------- whole models

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.offload.module_tensors import as_parameter
+from accelerate.offload.module_tensors import MaterializedTensor, as_parameter, restore_stand_ins
 from accelerate.offload.offloaded_tensor import OffloadedTensor, make_stand_in
 from accelerate.offload.pager import Pager
 from accelerate.offload.tensor_source import HostMemoryWeightSource, OffloadError
@@ -51,10 +51,9 @@ class WeightBlock:
         self.users = 0
         self.supports_recompute = False
         self.next_block: WeightBlock | None = None
-        self._places: dict[int, list[tuple[Table, str]]] = {}  # by the identity of a stand-in
+        self._slots: dict[int, list[tuple[nn.Module, str]]] = {}  # by the identity of a stand-in
         self._snapshots: list[TableSnapshot] | None = None
-        self._installed: list[tuple[OffloadedTensor, torch.Tensor]] = []
-        self._versions: list[tuple[WeightPage, torch.Tensor, int]] = []
+        self._materialized: list[MaterializedTensor] = []
 
     def __repr__(self) -> str:
         return f"<block {self.name or 'of the model'}, {sum(page.nbytes for page in self.pages)} bytes>"
@@ -85,7 +84,7 @@ class WeightBlock:
 
     def stand_ins(self) -> list[OffloadedTensor]:
         """Return the block's weights, each once, in the order of their modules."""
-        self._places = {}
+        self._slots = {}
         seen: list[TableSnapshot] = []
         collected: list[OffloadedTensor] = []
         for module in self.modules():
@@ -93,9 +92,9 @@ class WeightBlock:
             for table in (module._parameters, module._buffers):
                 stand_ins_here = [(name, t) for name, t in table.items() if isinstance(t, OffloadedTensor)]
                 for name, tensor in stand_ins_here:
-                    if id(tensor) not in self._places:
+                    if id(tensor) not in self._slots:
                         collected.append(tensor)
-                    self._places.setdefault(id(tensor), []).append((table, name))
+                    self._slots.setdefault(id(tensor), []).append((module, name))
                 if stand_ins_here or table is module._parameters:
                     seen.append(_snapshot(table))
         self._snapshots = seen
@@ -175,18 +174,14 @@ class WeightBlock:
         """
         gradients = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.no_grad():
-            self._versions = [
-                (page, buffer, buffer._version) for page, buffer in zip(self.pages, buffers, strict=True)
+            views = [
+                pair for page, buffer in zip(self.pages, buffers, strict=True) for pair in page.views(buffer)
             ]
-            views = [pair for page, buffer, _ in self._versions for pair in page.views(buffer)]
         for entry, view in views:
             stand_in = entry.stand_in
-            places = self._places.get(id(stand_in), ())
             if isinstance(stand_in, nn.Parameter):
                 view = _make_parameter(stand_in, view, gradients)
-            for table, name in places:
-                table[name] = view
-            self._installed.append((stand_in, view))
+            self._materialized.append(MaterializedTensor(stand_in, self._slots.get(id(stand_in), ()), view))
 
     def uninstall(self) -> int:
         """Put the stand-ins back, and write back weights that were changed in place.
@@ -197,13 +192,7 @@ class WeightBlock:
         Raises:
             OffloadError: values were changed that are stored in a file.
         """
-        for stand_in, tensor in self._installed:
-            for table, name in self._places.get(id(stand_in), ()):
-                if table.get(name) is tensor:  # else the module has another tensor now, which stays
-                    table[name] = stand_in
-        self._installed, versions, self._versions = [], self._versions, []
-        changed = ((page, buffer) for page, buffer, version in versions if buffer._version != version)
-        return sum(_write_back(page, buffer) for page, buffer in changed)
+        return restore_stand_ins(self._materialized)
 
 
 def _is_unchanged(snapshot: TableSnapshot) -> bool:
@@ -218,19 +207,6 @@ def _is_mapped(module: nn.Module, name: str) -> bool:
 
 def _snapshot(table: Table) -> TableSnapshot:
     return table, tuple(table.values())
-
-
-def _write_back(page: WeightPage, buffer: torch.Tensor) -> int:
-    """Write changed weights of a page back, and return their bytes."""
-    written = 0
-    with torch.inference_mode(False), torch.no_grad():
-        for entry, view in page.views(buffer):
-            home = entry.stand_in.source
-            if page.host is None and torch.equal(view.cpu(), home.host_tensor()):
-                continue
-            home.write(view)
-            written += entry.nbytes
-    return written
 
 
 def _make_parameter(stand_in: Any, view: torch.Tensor, gradients: bool) -> torch.Tensor:
