@@ -2,13 +2,13 @@
 # ruff: noqa
 
 from accelerate.offload.align_hook import AlignDevicesHook as AlignDevicesHook
-from accelerate.offload.align_hook import CpuOffload as CpuOffload
-from accelerate.offload.align_hook import UserCpuOffloadHook as UserCpuOffloadHook
-from accelerate.offload.attach_hooks import attach_align_device_hook as attach_align_device_hook
-from accelerate.offload.attach_hooks import (
+from accelerate.offload.align_hook import attach_align_device_hook as attach_align_device_hook
+from accelerate.offload.align_hook import (
     attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks,
 )
-from accelerate.offload.attach_hooks import attach_execution_device_hook as attach_execution_device_hook
+from accelerate.offload.align_hook import attach_execution_device_hook as attach_execution_device_hook
+from accelerate.offload.dispatch import CpuOffload as CpuOffload
+from accelerate.offload.dispatch import UserCpuOffloadHook as UserCpuOffloadHook
 from accelerate.offload.hooks import ModelHook as ModelHook
 from accelerate.offload.hooks import SequentialHook as SequentialHook
 from accelerate.offload.hooks import _accelerate_added_attributes as _accelerate_added_attributes

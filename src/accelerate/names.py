@@ -80,12 +80,12 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "offload.hooks: ModelHook SequentialHook _accelerate_added_attributes _compiler_disable "
         "add_hook_to_module remove_hook_from_module remove_hook_from_submodules"
     )
-    | exports("offload.align_hook: AlignDevicesHook CpuOffload UserCpuOffloadHook")
-    | exports("offload.layerwise_casting: LayerwiseCastingHook")
     | exports(
-        "offload.attach_hooks: attach_align_device_hook attach_align_device_hook_on_blocks "
+        "offload.align_hook: AlignDevicesHook attach_align_device_hook attach_align_device_hook_on_blocks "
         "attach_execution_device_hook"
-    ),
+    )
+    | exports("offload.dispatch: CpuOffload UserCpuOffloadHook")
+    | exports("offload.layerwise_casting: LayerwiseCastingHook"),
     "accelerate.inference": exports(
         "offload.pipeline.prepare_pippy: build_pipeline find_pippy_batch_size generate_device_map "
         "pippy_forward prepare_pippy"

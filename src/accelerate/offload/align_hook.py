@@ -14,16 +14,17 @@ for both.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from accelerate import device as devices
-from accelerate.offload.hooks import ModelHook, _compiler_disable, remove_hook_from_module
+from accelerate.offload.hooks import ModelHook, _compiler_disable, add_hook_to_module, walk_modules
+from accelerate.offload.module_input_output import Keys, move_arguments
 from accelerate.offload.module_tensors import (
     DeviceLike,
     MaterializedTensor,
@@ -37,42 +38,10 @@ from accelerate.offload.module_tensors import (
     set_module_tensor_to_device,
     table_of,
 )
-from accelerate.offload.offload_folder import set_weight
+from accelerate.offload.offload_folder import PrefixedDataset, set_weight
 from accelerate.offload.offloaded_tensor import OffloadedTensor, make_stand_in, source_of
 from accelerate.offload.tensor_source import MappingSource, OffloadError, TensorSource
 from accelerate.world.local_tensor_trees import find_device, send_to_device
-
-Keys = str | list[str] | None
-_SCALARS = (str, int, float, bool, type(None))
-
-
-def move_arguments(values: Any, device: torch.device, skip_keys: Keys = None) -> Any:
-    """Return a tuple or dict of arguments with all tensors on ``device``; the same one where all are there.
-
-    A list that a module is to change is one of these: it gets a copy only if something in it has to move.
-    """
-    if not isinstance(values, dict):
-        for value in values:
-            if not _is_on_device(value, device):
-                return send_to_device(values, device, skip_keys=skip_keys)
-        return values
-    skipped = (skip_keys,) if isinstance(skip_keys, str) else skip_keys or ()
-    for name, value in values.items():
-        if name not in skipped and not _is_on_device(value, device):
-            return send_to_device(values, device, skip_keys=skip_keys)
-    return values
-
-
-def _is_on_device(value: Any, device: torch.device) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.device == device or check_device_same(value.device, device)
-    if isinstance(value, _SCALARS):
-        return True
-    if isinstance(value, list | tuple):
-        return all(_is_on_device(item, device) for item in value)
-    if isinstance(value, dict) and not hasattr(value, "to"):
-        return all(_is_on_device(item, device) for item in value.values())
-    return not (hasattr(value, "to") or isinstance(value, Mapping))
 
 
 class AlignDevicesHook(ModelHook):
@@ -392,55 +361,175 @@ class AlignDevicesHook(ModelHook):
         restore_stand_ins(list(materialized.values()))
 
 
-class CpuOffload(ModelHook):
-    """Keep a whole module on the CPU until its forward, which moves it to the device. It stays there.
+# ------------------------------------------------------------------------------------------------ attaching
+
+ClassNames = Sequence[str] | None
+
+
+def has_own_tensors(module: nn.Module) -> bool:
+    """Return True when the module itself, not a submodule, holds a parameter or buffer."""
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None for tensor in tensors)
+
+
+def _has_state(module: nn.Module) -> bool:
+    """Return True when a state dict of the module would hold anything."""
+    return any(
+        tensor is not None
+        for part in module.modules()
+        for tensor in (
+            *part._parameters.values(),
+            *(b for name, b in part._buffers.items() if name not in part._non_persistent_buffers_set),
+        )
+    )
+
+
+def _is_preloaded(module: nn.Module, preload_module_classes: ClassNames) -> bool:
+    """Return True when the module's weights are materialized together with those of its children."""
+    return type(module).__name__ in (preload_module_classes or ())
+
+
+def attach_execution_device_hook(
+    module: nn.Module,
+    execution_device: DeviceLike,
+    skip_keys: Keys = None,
+    preload_module_classes: ClassNames = None,
+    tied_params_map: TiedMap | None = None,
+) -> None:
+    """Attach hooks that run a module and its submodules on one device; modules that have a hook keep it.
 
     Args:
-        execution_device: where it computes; the best device of this machine by default.
-        prev_module_hook: what ``cpu_offload_with_hook`` returned for the model that ran before: that one
-            makes room first.
+        module: the module; its weights move to the device.
+        execution_device: the device.
+        skip_keys: names of arguments that are not moved.
+        preload_module_classes: names of classes whose inner modules get no hooks.
+        tied_params_map: see ``AlignDevicesHook``.
     """
-
-    def __init__(
-        self,
-        execution_device: DeviceLike | None = None,
-        prev_module_hook: UserCpuOffloadHook | None = None,
-    ) -> None:
-        self.prev_module_hook = prev_module_hook
-        hardware = devices.detect() if execution_device is None else None
-        self.execution_device = execution_device if hardware is None else hardware.torch_device()
-
-    def init_hook(self, module: nn.Module) -> nn.Module:
-        """Move the module to the CPU."""
-        return module.to("cpu")
-
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Offload the model before, and move this one and its inputs to the device."""
-        assert self.execution_device is not None
-        device = as_device(self.execution_device)
-        if self.prev_module_hook is not None:
-            self.prev_module_hook.offload()
-            if device.type != "cpu":
-                devices.get(device.type).empty_cache()
-        module.to(device)
-        return move_arguments(args, device), move_arguments(kwargs, device)
+    for _, each in walk_modules(module, is_closed=lambda m, _: _is_preloaded(m, preload_module_classes)):
+        if "_hf_hook" not in vars(each) and _has_state(each):
+            hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
+            add_hook_to_module(each, hook)
 
 
-class UserCpuOffloadHook:
-    """The handle that ``cpu_offload_with_hook`` returns: it moves a model off the device.
+def attach_align_device_hook(
+    module: nn.Module,
+    execution_device: DeviceLike | None = None,
+    offload: bool = False,
+    weights_map: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: Keys = None,
+    preload_module_classes: ClassNames = None,
+    tied_params_map: TiedMap | None = None,
+) -> None:
+    """Attach an ``AlignDevicesHook`` to every module that holds tensors itself.
 
     Args:
-        model: the model.
-        hook: its hook.
+        module: the module.
+        execution_device: where they compute.
+        offload: whether weights are kept elsewhere between forwards.
+        weights_map: where offloaded weights are, by their full names.
+        offload_buffers: offload buffers too.
+        module_name: the module's own full name.
+        skip_keys: names of arguments that are not moved.
+        preload_module_classes: names of classes whose weights, and those of all modules inside, come in
+            together.
+        tied_params_map: see ``AlignDevicesHook``.
     """
+    make_hook = functools.partial(
+        AlignDevicesHook,
+        execution_device,
+        offload,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        tied_params_map=tied_params_map,
+    )
 
-    def __init__(self, model: nn.Module, hook: ModelHook) -> None:
-        self.model, self.hook = model, hook
+    def loads_all(inner: nn.Module, _: str = "") -> bool:
+        return offload and _is_preloaded(inner, preload_module_classes)
 
-    def offload(self) -> None:
-        """Move the model to the CPU now."""
-        self.hook.init_hook(self.model)
+    for path, each in walk_modules(module, module_name, loads_all):
+        place_submodules = loads_all(each)
+        if not place_submodules and not has_own_tensors(each):
+            continue
+        weights = weights_map
+        if weights is not None:
+            weights = PrefixedDataset(weights, f"{path}." if path else "")
+        hook = make_hook(weights_map=weights, place_submodules=place_submodules)
+        add_hook_to_module(each, hook, append=True)
 
-    def remove(self) -> None:
-        """Remove the hook."""
-        remove_hook_from_module(self.model)
+
+def attach_align_device_hook_on_blocks(
+    module: nn.Module,
+    execution_device: DeviceLike | Mapping[str, Any] | None = None,
+    offload: bool | Mapping[str, bool] = False,
+    weights_map: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: Keys = None,
+    preload_module_classes: ClassNames = None,
+    tied_params_map: TiedMap | None = None,
+) -> None:
+    """Attach hooks by block, each with its own device and its own setting of offloading.
+
+    Args:
+        module: the model, or a part of it.
+        execution_device: name of a block -> its device; or one device for the whole module.
+        offload: name of a block -> whether it is offloaded; or one word for all blocks.
+        weights_map, offload_buffers, module_name, skip_keys, preload_module_classes, tied_params_map: as for
+            ``attach_align_device_hook``.
+    """
+    rest: dict[str, Any] = {
+        "weights_map": weights_map,
+        "offload_buffers": offload_buffers,
+        "skip_keys": skip_keys,
+        "preload_module_classes": preload_module_classes,
+        "tied_params_map": tied_params_map,
+    }
+    named = [value for value in (execution_device, offload) if isinstance(value, Mapping)]
+    blocks = named[0] if named else (module_name,)
+    devices, offloaded = (
+        value if isinstance(value, Mapping) else dict.fromkeys(blocks, value)
+        for value in (execution_device, offload)
+    )
+    for path, each in walk_modules(module, module_name, lambda *_: not named):
+        _attach_block(each, path, devices, offloaded, rest, whole=not named)
+
+
+def _attach_block(
+    module: nn.Module,
+    name: str,
+    devices: Mapping[str, Any],
+    offload: Mapping[str, bool],
+    rest: dict[str, Any],
+    *,
+    whole: bool = False,
+) -> None:
+    """Attach the hooks of one module, if it is a block or the model itself."""
+    is_block = name in devices and name in offload
+    common = {key: rest[key] for key in ("skip_keys", "tied_params_map")}
+    aligned = whole or name == ""
+    if is_block and offload[name]:
+        attach_align_device_hook(
+            module, execution_device=devices[name], offload=True, module_name=name, **rest
+        )
+        if whole:
+            return
+        if "_hf_hook" not in vars(module):
+            add_hook_to_module(module, AlignDevicesHook(devices[name], io_same_device=aligned, **common))
+        attach_execution_device_hook(
+            module, devices[name], preload_module_classes=rest["preload_module_classes"], **common
+        )
+    elif is_block:
+        hook = AlignDevicesHook(
+            devices[name],
+            io_same_device=aligned,
+            place_submodules=True,
+            offload_buffers=rest["offload_buffers"],
+            **common,
+        )
+        add_hook_to_module(module, hook)
+        if not whole:
+            attach_execution_device_hook(module, devices[name], **common)
+    elif aligned:
+        add_hook_to_module(module, AlignDevicesHook(devices.get(""), io_same_device=True, **common))

@@ -24,7 +24,6 @@ from accelerate import device as devices
 from accelerate.core import lazy_names
 from accelerate.core.errors import DeviceError, SettingError
 from accelerate.offload import device_maps
-from accelerate.offload.align_hook import CpuOffload, UserCpuOffloadHook
 from accelerate.offload.dispatch_hook import hook_of
 from accelerate.offload.dispatch_steps import (
     CPU,
@@ -39,10 +38,13 @@ from accelerate.offload.dispatch_steps import (
     show_resident_hooks,
 )
 from accelerate.offload.hooks import (
+    ModelHook,
     _accelerate_added_attributes,
     add_hook_to_module,
+    remove_hook_from_module,
     remove_hook_from_submodules,
 )
+from accelerate.offload.module_input_output import move_arguments
 from accelerate.offload.module_tensors import DeviceLike, as_device
 from accelerate.offload.offload_folder import Folder
 from accelerate.offload.offloaded_tensor import OffloadedTensor
@@ -336,6 +338,60 @@ def disk_offload(
     )
     _place_and_hook(model, lambda _: "disk", values, options)
     return model
+
+
+class CpuOffload(ModelHook):
+    """Keep a whole module on the CPU until its forward, which moves it to the device. It stays there.
+
+    Args:
+        execution_device: where it computes; the best device of this machine by default.
+        prev_module_hook: what ``cpu_offload_with_hook`` returned for the model that ran before: that one
+            makes room first.
+    """
+
+    def __init__(
+        self,
+        execution_device: DeviceLike | None = None,
+        prev_module_hook: UserCpuOffloadHook | None = None,
+    ) -> None:
+        self.prev_module_hook = prev_module_hook
+        hardware = devices.detect() if execution_device is None else None
+        self.execution_device = execution_device if hardware is None else hardware.torch_device()
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Move the module to the CPU."""
+        return module.to("cpu")
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Offload the model before, and move this one and its inputs to the device."""
+        assert self.execution_device is not None
+        device = as_device(self.execution_device)
+        if self.prev_module_hook is not None:
+            self.prev_module_hook.offload()
+            if device.type != "cpu":
+                devices.get(device.type).empty_cache()
+        module.to(device)
+        return move_arguments(args, device), move_arguments(kwargs, device)
+
+
+class UserCpuOffloadHook:
+    """The handle that ``cpu_offload_with_hook`` returns: it moves a model off the device.
+
+    Args:
+        model: the model.
+        hook: its hook.
+    """
+
+    def __init__(self, model: nn.Module, hook: ModelHook) -> None:
+        self.model, self.hook = model, hook
+
+    def offload(self) -> None:
+        """Move the model to the CPU now."""
+        self.hook.init_hook(self.model)
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        remove_hook_from_module(self.model)
 
 
 def cpu_offload_with_hook(

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from accelerate.offload.align_hook import AlignDevicesHook, Keys
+from accelerate.offload.align_hook import AlignDevicesHook
 from accelerate.offload.hooks import _hooked_forward, add_hook_to_module
-from accelerate.offload.module_input_output import ModuleInputOutputMover
+from accelerate.offload.module_input_output import Keys, ModuleInputOutputMover
 from accelerate.offload.module_tensors import as_device, table_of
 from accelerate.offload.offloaded_tensor import OffloadedTensor
 from accelerate.offload.pager import Pager

@@ -19,10 +19,9 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import DeviceError
-from accelerate.offload.align_hook import Keys
-from accelerate.offload.attach_hooks import has_own_tensors
+from accelerate.offload.align_hook import has_own_tensors
 from accelerate.offload.dispatch_hook import DispatchHook, attach_hook, show_hook, watch_replacements
-from accelerate.offload.module_input_output import ModuleInputOutputMover
+from accelerate.offload.module_input_output import Keys, ModuleInputOutputMover
 from accelerate.offload.offload_folder import PrefixedDataset
 from accelerate.offload.offloaded_tensor import OffloadedTensor, make_stand_in
 from accelerate.offload.pager import Pager

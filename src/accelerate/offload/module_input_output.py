@@ -1,8 +1,9 @@
-"""Moving tensors between devices while a model that lies on several devices runs.
+"""Moving the arguments and outputs of modules between devices.
 
-A tensor is copied when a module on another device gets it, once for each device in a forward of the model. A
-container is rebuilt only if something in it moved. One that a module writes to is a cache: it is not searched
-any more, since its tensors belong to the modules that put them there.
+``move_arguments`` brings the arguments of one call to one device. In a model that lies on several devices,
+``ModuleInputOutputMover`` copies a tensor when a module on another device gets it, once for each device in a
+forward of the model. A container is rebuilt only if something in it moved. One that a module writes to is a
+cache: it is not searched any more, since its tensors belong to the modules that put them there.
 """
 
 # torch's signatures are partly untyped: what is unknown here is torch's.
@@ -11,6 +12,7 @@ any more, since its tensors belong to the modules that put them there.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +20,49 @@ import torch
 from torch import nn
 
 from accelerate.core import tree
+from accelerate.offload.module_tensors import check_device_same
 from accelerate.offload.offloaded_tensor import OffloadedTensor
+from accelerate.world.local_tensor_trees import send_to_device
 
 # Types without tensors; a lookup of the type is the cheapest test.
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, slice})
 Path = tuple[Any, ...]
+
+
+Keys = str | list[str] | None
+_SCALARS = (str, int, float, bool, type(None))
+
+
+def move_arguments(values: Any, device: torch.device, skip_keys: Keys = None) -> Any:
+    """Return a tuple or dict of arguments with all tensors on ``device``; the same one where all are there.
+
+    A list that a module is to change is one of these: it gets a copy only if something in it has to move.
+    """
+    if not isinstance(values, dict):
+        for value in values:
+            if not _is_on_device(value, device):
+                return send_to_device(values, device, skip_keys=skip_keys)
+        return values
+    skipped = (skip_keys,) if isinstance(skip_keys, str) else skip_keys or ()
+    for name, value in values.items():
+        if name not in skipped and not _is_on_device(value, device):
+            return send_to_device(values, device, skip_keys=skip_keys)
+    return values
+
+
+def _is_on_device(value: Any, device: torch.device) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.device == device or check_device_same(value.device, device)
+    if isinstance(value, _SCALARS):
+        return True
+    if isinstance(value, list | tuple):
+        return all(_is_on_device(item, device) for item in value)
+    if isinstance(value, dict) and not hasattr(value, "to"):
+        return all(_is_on_device(item, device) for item in value.values())
+    return not (hasattr(value, "to") or isinstance(value, Mapping))
+
+
+# --------------------------------------------------------------------------------- between many devices
 
 
 @dataclass
