@@ -17,7 +17,7 @@ from accelerate.device.base import Device
 from accelerate.hooks import remove_hook_from_submodules
 from accelerate.offload.dispatch import offload_stats
 from accelerate.offload.dispatch_hook import hook_of
-from accelerate.offload.tensor_source import OffloadError
+from accelerate.offload.offloaded_tensor import OffloadError
 
 WIDTH, LAYERS = 1024, 12
 

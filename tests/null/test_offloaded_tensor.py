@@ -15,8 +15,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 
-from accelerate.offload.offloaded_tensor import OffloadedTensor, make_stand_in, source_of
-from accelerate.offload.tensor_source import HostMemoryWeightSource, MappingSource, OffloadError, TensorSource
+from accelerate.offload.offloaded_tensor import (
+    HostMemoryWeightSource,
+    MappingSource,
+    OffloadedTensor,
+    OffloadError,
+    TensorSource,
+    make_stand_in,
+    source_of,
+)
 
 CPU = torch.device("cpu")
 

@@ -21,8 +21,7 @@ from accelerate.hooks import remove_hook_from_submodules
 from accelerate.offload import pager as pagers
 from accelerate.offload.dispatch import offload_stats
 from accelerate.offload.dispatch_hook import hook_of
-from accelerate.offload.offloaded_tensor import OffloadedTensor
-from accelerate.offload.tensor_source import OffloadError
+from accelerate.offload.offloaded_tensor import OffloadedTensor, OffloadError
 from tests.support import sim
 
 SIM = "sim:0"  # torch knows the type only inside of tests

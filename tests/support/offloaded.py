@@ -10,9 +10,13 @@ from torch import nn
 
 from accelerate.offload.dispatch import offload_stats
 from accelerate.offload.dispatch_hook import hook_of
-from accelerate.offload.offloaded_tensor import OffloadedTensor, make_stand_in
-from accelerate.offload.tensor_source import HostMemoryWeightSource, OffloadError
-from accelerate.offload.trainable_check import check_trainable
+from accelerate.offload.offloaded_tensor import (
+    HostMemoryWeightSource,
+    OffloadedTensor,
+    OffloadError,
+    check_trainable,
+    make_stand_in,
+)
 
 
 def is_offloaded(weight: torch.Tensor) -> bool:

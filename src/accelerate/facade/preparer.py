@@ -24,7 +24,7 @@ from accelerate.facade.optimizer import AcceleratedOptimizer, agree_on_optimizer
 from accelerate.facade.prepared_objects import PreparedObjects
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.scheduler import AcceleratedScheduler
-from accelerate.offload.trainable_check import check_quantized, check_trainable
+from accelerate.offload.offloaded_tensor import check_quantized, check_trainable
 from accelerate.strategy.base import DataSharding, PrepareBundle
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 

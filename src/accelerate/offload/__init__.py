@@ -2,7 +2,7 @@
 
 - module_sizes.py: bytes of modules. placement_planner.py: the plan of a placement, a pure function.
   device_maps.py: the public functions over both.
-- tensor_source.py: where the values of an offloaded weight are stored. offloaded_tensor.py: its stand-in.
+- offloaded_tensor.py: the stand-in for an offloaded weight, and where its values are stored.
 - hooks.py, align_hook.py: hooks around a forward, and how they are attached. dispatch.py: ``dispatch_model``
   and its like.
 - weight_block.py, weight_pages.py, pager.py: copying weights to an accelerator, with prefetch.

@@ -39,8 +39,14 @@ from accelerate.offload.module_tensors import (
     table_of,
 )
 from accelerate.offload.offload_folder import PrefixedDataset, set_weight
-from accelerate.offload.offloaded_tensor import OffloadedTensor, make_stand_in, source_of
-from accelerate.offload.tensor_source import MappingSource, OffloadError, TensorSource
+from accelerate.offload.offloaded_tensor import (
+    MappingSource,
+    OffloadedTensor,
+    OffloadError,
+    TensorSource,
+    make_stand_in,
+    source_of,
+)
 from accelerate.world.local_tensor_trees import find_device, send_to_device
 
 

@@ -47,9 +47,8 @@ from accelerate.offload.hooks import (
 from accelerate.offload.module_input_output import move_arguments
 from accelerate.offload.module_tensors import DeviceLike, as_device
 from accelerate.offload.offload_folder import Folder
-from accelerate.offload.offloaded_tensor import OffloadedTensor
+from accelerate.offload.offloaded_tensor import OffloadedTensor, OffloadError
 from accelerate.offload.pager import Pager, PagerStats
-from accelerate.offload.tensor_source import OffloadError
 from accelerate.offload.weight_store import WeightStore
 
 # ------------------------------------------------------------------------------------------------ devices

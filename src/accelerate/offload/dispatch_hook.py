@@ -22,9 +22,8 @@ from accelerate.offload.align_hook import AlignDevicesHook
 from accelerate.offload.hooks import _hooked_forward, add_hook_to_module
 from accelerate.offload.module_input_output import Keys, ModuleInputOutputMover
 from accelerate.offload.module_tensors import as_device, table_of
-from accelerate.offload.offloaded_tensor import OffloadedTensor
+from accelerate.offload.offloaded_tensor import OffloadedTensor, OffloadError
 from accelerate.offload.pager import Pager
-from accelerate.offload.tensor_source import OffloadError
 from accelerate.offload.weight_block import WeightBlock, move_tensor
 from accelerate.offload.weight_store import with_values
 

@@ -23,9 +23,13 @@ from accelerate.offload.align_hook import has_own_tensors
 from accelerate.offload.dispatch_hook import DispatchHook, attach_hook, show_hook, watch_replacements
 from accelerate.offload.module_input_output import Keys, ModuleInputOutputMover
 from accelerate.offload.offload_folder import PrefixedDataset
-from accelerate.offload.offloaded_tensor import OffloadedTensor, make_stand_in
+from accelerate.offload.offloaded_tensor import (
+    HostMemoryWeightSource,
+    OffloadedTensor,
+    TensorSource,
+    make_stand_in,
+)
 from accelerate.offload.pager import Pager
-from accelerate.offload.tensor_source import HostMemoryWeightSource, TensorSource
 from accelerate.offload.weight_block import WeightBlock, is_callable, move_tensor
 from accelerate.offload.weight_pages import HostPageAllocator, WeightPage
 from accelerate.offload.weight_store import WeightStore, with_values

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from accelerate.offload.hooks import ModelHook, add_hook_to_module, walk_modules
-from accelerate.offload.offloaded_tensor import OffloadedTensor, make_stand_in
-from accelerate.offload.tensor_source import HostMemoryWeightSource
+from accelerate.offload.offloaded_tensor import HostMemoryWeightSource, OffloadedTensor, make_stand_in
 
 # Layers whose weights can be stored in another dtype without losing accuracy elsewhere.
 CASTABLE_LAYERS = (

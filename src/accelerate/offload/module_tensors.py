@@ -14,8 +14,12 @@ from torch import nn
 from accelerate import device as devices
 from accelerate.core.errors import PrepareError, nearest
 from accelerate.offload.offload_folder import load_offloaded_weight
-from accelerate.offload.offloaded_tensor import OffloadedTensor, source_of
-from accelerate.offload.tensor_source import HostMemoryWeightSource, OffloadError
+from accelerate.offload.offloaded_tensor import (
+    HostMemoryWeightSource,
+    OffloadedTensor,
+    OffloadError,
+    source_of,
+)
 
 TiedMap = dict[int, dict[torch.device, torch.Tensor]]
 DeviceLike = int | str | torch.device

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from safetensors import SafetensorError, safe_open
 
-from accelerate.offload.tensor_source import OffloadError
+from accelerate.offload.offloaded_tensor import OffloadError
 
 INDEX = "index.json"
 Folder: TypeAlias = "str | os.PathLike[str]"

@@ -1,10 +1,12 @@
-"""The stand-in for an offloaded weight: a tensor on the meta device that reads its values when it is used.
+"""Offloaded weights: the stand-in of one, the source of its values, and what cannot be trained.
 
-The parameter of an offloaded module is a stand-in between forwards. Code that reads it elsewhere (a parent
-that calls ``F.linear(x, child.weight)``, a head that uses the embedding) calls ``__torch_dispatch__``, which
-reads the values onto the device of the other operands. So an offloaded weight is never uninitialized memory.
+The parameter of an offloaded module is a stand-in between forwards: a tensor on the meta device that reads
+its values when it is used. Code that reads it elsewhere (a parent that calls ``F.linear(x, child.weight)``,
+a head that uses the embedding) calls ``__torch_dispatch__``, which reads the values onto the device of the
+other operands. So an offloaded weight is never uninitialized memory. It reports ``device(type="meta")``, by
+which existing code recognizes offloaded weights.
 
-It reports ``device(type="meta")``, by which existing code recognizes offloaded weights.
+A source is asked for a tensor on the host or on a device, as often as somebody needs it. It keeps nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,11 +22,167 @@ from torch import nn
 from torch._utils import _rebuild_parameter
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from accelerate.core.errors import AccelerateError, PrepareError
 from accelerate.offload.hooks import _compiler_disable
-from accelerate.offload.tensor_source import TensorSource, TensorViewSource
 
 _aten: Any = torch.ops.aten
 _VIEWS_OF_ALL = (_aten.detach.default, _aten.alias.default)
+
+
+# --------------------------------------------------------------------------------------------------- sources
+
+
+class OffloadError(AccelerateError, RuntimeError):
+    """A weight that is offloaded cannot be read or changed as asked."""
+
+
+class TensorSource:
+    """The storage of one weight's values: memory or a file.
+
+    Attributes:
+        name: the weight's full name in its model, for errors.
+        shape, dtype: of the whole tensor.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole tensor."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def in_memory(self) -> bool:
+        """True when the values are in memory, and so can be changed."""
+        return type(self).write is not TensorSource.write
+
+    def host_tensor(self) -> torch.Tensor:
+        """Return the values on the CPU: their own memory where there is one, else a new or mapped tensor."""
+        raise NotImplementedError
+
+    def read(self, device: torch.device) -> torch.Tensor:
+        """Return the values on ``device``; on the CPU this may be ``host_tensor()`` itself."""
+        return self.host_tensor().to(device)
+
+    def write(self, value: torch.Tensor) -> None:
+        """Replace the values.
+
+        Raises:
+            OffloadError: they are in a file, which is somebody's checkpoint.
+        """
+        raise OffloadError(
+            f"{self.name} is offloaded to a file and cannot be changed in place",
+            why="the file is a checkpoint, and other programs may be reading it",
+            fix="bring the model to memory first: remove_hook_from_submodules(model)",
+        )
+
+
+class HostMemoryWeightSource(TensorSource):
+    """A weight that lies in host memory, as a tensor of its own or as a view of a pinned block."""
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self.name, self.tensor = name, tensor
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+
+    def host_tensor(self) -> torch.Tensor:
+        """Return the tensor itself."""
+        return self.tensor
+
+    def write(self, value: torch.Tensor) -> None:
+        """Copy ``value`` into the tensor."""
+        if value is not self.tensor:
+            with torch.no_grad():
+                self.tensor.copy_(value)
+
+
+class TensorViewSource(HostMemoryWeightSource):
+    """A view of another source's values: what is written to it is written there.
+
+    Args:
+        whole: the other source.
+        view: a view of ``whole.host_tensor()``.
+    """
+
+    def __init__(self, whole: TensorSource, view: torch.Tensor) -> None:
+        super().__init__(whole.name, view)
+        self.whole = whole
+
+    @property
+    def in_memory(self) -> bool:
+        """True when the whole is in memory."""
+        return self.whole.in_memory
+
+    def write(self, value: torch.Tensor) -> None:
+        """Copy ``value`` into the view.
+
+        Raises:
+            OffloadError: the whole is in a file.
+        """
+        if not self.in_memory:
+            self.whole.write(value)
+        super().write(value)
+
+
+class MappingSource(TensorSource):
+    """An entry of a mapping of tensors, the ``weights_map`` of a hook: read when it is asked for.
+
+    Args:
+        key: the name within the mapping.
+        like: a tensor of the same shape and of the dtype that is wanted; its values do not matter.
+    """
+
+    def __init__(self, name: str, weights: Mapping[str, torch.Tensor], key: str, like: torch.Tensor) -> None:
+        self.name, self.weights, self.key = name, weights, key
+        self.shape, self.dtype = like.shape, like.dtype
+
+    @property
+    def in_memory(self) -> bool:
+        """True when the mapping says that the entry is in memory, or returns the same tensor twice."""
+        ask = getattr(self.weights, "in_memory", None)
+        return bool(ask(self.key)) if ask is not None else self.weights[self.key] is self.weights[self.key]
+
+    def host_tensor(self) -> torch.Tensor:
+        """Return the mapping's current value, in the dtype that is wanted.
+
+        Raises:
+            OffloadError: it has no such entry, or one of another shape.
+        """
+        value = self._read_entry()
+        if value.shape != self.shape:
+            raise OffloadError(
+                f"the offloaded values of {self.name} have the shape {list(value.shape)}, "
+                f"and the module expects {list(self.shape)}",
+                why="they belong to another version of the model",
+            )
+        same = value.dtype == self.dtype or not value.is_floating_point()
+        return value if same else value.to(self.dtype)
+
+    def write(self, value: torch.Tensor) -> None:
+        """Copy ``value`` into the mapping's tensor, if that is memory and not a file.
+
+        Raises:
+            OffloadError: the mapping reads it from a file.
+        """
+        if not self.in_memory:
+            super().write(value)
+        with torch.no_grad():
+            self._read_entry().copy_(value)
+
+    def _read_entry(self) -> torch.Tensor:
+        try:
+            value: Any = self.weights[self.key]
+        except KeyError as error:
+            raise OffloadError(
+                f"the values of {self.name} are not there",
+                why=f"the mapping of offloaded weights has no entry {self.key!r}",
+                fix="dispatch the model again",
+            ) from error
+        return value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+
+
+# ------------------------------------------------------------------------------------------------- stand-ins
 
 
 class OffloadedTensor(torch.Tensor):
@@ -193,3 +351,63 @@ def make_stand_in(tensor: torch.Tensor, source: TensorSource, device: torch.devi
 def source_of(tensor: torch.Tensor | None) -> TensorSource | None:
     """Return the source of an offloaded tensor; None for any other."""
     return tensor.source if isinstance(tensor, OffloadedTensor) else None
+
+
+# -------------------------------------------------------------------------------------------------- training
+
+
+def check_trainable(model: nn.Module, *, several: bool, trained: bool) -> None:
+    """Raise when a model with offloaded weights cannot be trained as asked.
+
+    Args:
+        model: the model.
+        several: several processes will train it.
+        trained: an optimizer is prepared with it.
+
+    Raises:
+        PrepareError: weights that are offloaded cannot be trained, or not by several processes.
+    """
+    offloaded = [(name, p) for name, p in model.named_parameters() if isinstance(p, OffloadedTensor)]
+    if not offloaded:
+        return
+    if several:
+        raise PrepareError(
+            "a model whose weights are offloaded cannot be trained by several processes",
+            why="each process would hold its own copy of the weights in memory, and exchange them all",
+            fix="start one process, or load the model without device_map and let the launcher shard it",
+        )
+    learning = [name for name, p in offloaded if p.requires_grad]
+    if trained and learning:
+        raise PrepareError(
+            f"{learning[0]} is offloaded and cannot be trained"
+            + (f", nor can {len(learning) - 1} more" if len(learning) > 1 else ""),
+            why="offloaded weights are dropped after each forward: their gradients have nowhere to go",
+            fix="freeze them, model.requires_grad_(False), and train adapters on top of them",
+        )
+
+
+def check_quantized(model: nn.Module, *, can_train_on_cpu: Callable[[], bool]) -> None:
+    """Raise when a model in 8 or 4 bits is to be trained while its device map offloads parts of it.
+
+    Args:
+        model: the model; one that transformers has quantized says so by ``is_loaded_in_8bit`` or
+            ``is_loaded_in_4bit``, and where its parts are by ``hf_device_map``.
+        can_train_on_cpu: whether bitsandbytes computes on the CPU too; called for such a model only.
+
+    Raises:
+        PrepareError: a part is on the disk, or on the CPU where bitsandbytes does not compute there.
+    """
+    bits = next((bits for bits in (8, 4) if getattr(model, f"is_loaded_in_{bits}bit", False)), None)
+    if bits is None:
+        return
+    places: Mapping[str, Any] = getattr(model, "hf_device_map", None) or {}
+    refused = {name: place for name, place in places.items() if place in ("cpu", "disk")}
+    if not refused or ("disk" not in refused.values() and can_train_on_cpu()):
+        return
+    name, place = next(iter(refused.items()))
+    raise PrepareError(
+        f"a model in {bits} bits cannot be trained with {name or 'all of it'} on the {place}",
+        why="bitsandbytes keeps what the backward of a layer needs on the accelerator that computes it",
+        fix='load it with device_map={"": accelerator.device}; to evaluate it, '
+        "accelerator.prepare_model(model, evaluation_mode=True)",
+    )

@@ -14,9 +14,13 @@ import torch
 from torch import nn
 
 from accelerate.offload.module_tensors import MaterializedTensor, as_parameter, restore_stand_ins
-from accelerate.offload.offloaded_tensor import OffloadedTensor, make_stand_in
+from accelerate.offload.offloaded_tensor import (
+    HostMemoryWeightSource,
+    OffloadedTensor,
+    OffloadError,
+    make_stand_in,
+)
 from accelerate.offload.pager import Pager
-from accelerate.offload.tensor_source import HostMemoryWeightSource, OffloadError
 from accelerate.offload.weight_pages import WeightPage, is_movable, split_by_source
 
 Table = dict[str, Any]

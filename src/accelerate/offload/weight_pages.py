@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from accelerate.device.base import Device
-from accelerate.offload.offloaded_tensor import OffloadedTensor
-from accelerate.offload.tensor_source import HostMemoryWeightSource, TensorSource
+from accelerate.offload.offloaded_tensor import HostMemoryWeightSource, OffloadedTensor, TensorSource
 
 ALIGNMENT = 512  # bytes between the starts of two weights; kernels like it, and every dtype divides it
 SLAB = 2**29  # bytes of host memory that are asked for at once

@@ -16,8 +16,13 @@ from torch import nn
 from accelerate.core.errors import PrepareError
 from accelerate.offload.module_tensors import as_parameter
 from accelerate.offload.offload_folder import INDEX, Folder, OffloadedWeightsLoader, offload_state_dict
-from accelerate.offload.offloaded_tensor import OffloadedTensor
-from accelerate.offload.tensor_source import HostMemoryWeightSource, MappingSource, OffloadError, TensorSource
+from accelerate.offload.offloaded_tensor import (
+    HostMemoryWeightSource,
+    MappingSource,
+    OffloadedTensor,
+    OffloadError,
+    TensorSource,
+)
 
 
 class HostWeights(dict[str, torch.Tensor]):
