@@ -26,9 +26,9 @@ from accelerate.checkpoint.weight_loading import (
 )
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.offload.dispatch import resolve_home
+from accelerate.offload.module_tensors import with_values
 from accelerate.offload.offload_folder import offload_weight, save_offload_index
 from accelerate.offload.offloaded_tensor import TensorSource, make_stand_in
-from accelerate.offload.weight_store import with_values
 
 Device = int | str | torch.device
 Disk = Literal["disk"]

@@ -46,10 +46,9 @@ from accelerate.offload.hooks import (
 )
 from accelerate.offload.module_input_output import move_arguments
 from accelerate.offload.module_tensors import DeviceLike, as_device
-from accelerate.offload.offload_folder import Folder
+from accelerate.offload.offload_folder import Folder, WeightStore
 from accelerate.offload.offloaded_tensor import OffloadedTensor, OffloadError
 from accelerate.offload.pager import Pager, PagerStats
-from accelerate.offload.weight_store import WeightStore
 
 # ------------------------------------------------------------------------------------------------ devices
 

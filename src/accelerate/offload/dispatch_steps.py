@@ -22,7 +22,8 @@ from accelerate.core.errors import DeviceError
 from accelerate.offload.align_hook import has_own_tensors
 from accelerate.offload.dispatch_hook import DispatchHook, attach_hook, show_hook, watch_replacements
 from accelerate.offload.module_input_output import Keys, ModuleInputOutputMover
-from accelerate.offload.offload_folder import PrefixedDataset
+from accelerate.offload.module_tensors import with_values
+from accelerate.offload.offload_folder import PrefixedDataset, WeightStore
 from accelerate.offload.offloaded_tensor import (
     HostMemoryWeightSource,
     OffloadedTensor,
@@ -32,7 +33,6 @@ from accelerate.offload.offloaded_tensor import (
 from accelerate.offload.pager import Pager
 from accelerate.offload.weight_block import WeightBlock, is_callable, move_tensor
 from accelerate.offload.weight_pages import HostPageAllocator, WeightPage
-from accelerate.offload.weight_store import WeightStore, with_values
 
 CPU = torch.device("cpu")
 BLOCK = 2**27  # bytes: the most that a block takes, unless one weight is larger

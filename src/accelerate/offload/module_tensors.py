@@ -18,6 +18,7 @@ from accelerate.offload.offloaded_tensor import (
     HostMemoryWeightSource,
     OffloadedTensor,
     OffloadError,
+    TensorSource,
     source_of,
 )
 
@@ -114,6 +115,20 @@ def as_parameter(value: torch.Tensor, old: torch.Tensor, fp16_statistics: Any = 
     if fp16_statistics is not None and hasattr(parameter, "SCB"):
         parameter.SCB = fp16_statistics.to(value.device)  # pyright: ignore[reportAttributeAccessIssue]
     return parameter
+
+
+def with_values(old: torch.Tensor, value: torch.Tensor, source: TensorSource | None = None) -> torch.Tensor:
+    """Return a parameter or buffer like ``old`` with other values.
+
+    Args:
+        old: the tensor that it replaces.
+        value: its values, which it shares.
+        source: the file that they are mapped from.
+    """
+    tensor: Any = as_parameter(value, old) if isinstance(old, nn.Parameter) else value.detach()
+    if source is not None and not source.in_memory:
+        tensor._mapped_from = (source, tensor._version)
+    return tensor
 
 
 def _move_quant_state(state: Any, device: torch.device) -> Any:
