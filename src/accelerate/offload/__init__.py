@@ -5,7 +5,7 @@
 - offloaded_tensor.py: the stand-in for an offloaded weight, and where its values are stored.
 - hooks.py, align_hook.py: hooks around a forward, and how they are attached. dispatch.py: ``dispatch_model``
   and its like.
-- weight_block.py, weight_pages.py, pager.py: copying weights to an accelerator, with prefetch.
+- weight_block.py, pager.py: copying weights to an accelerator, with prefetch.
 - module_input_output.py: moving inputs and outputs between devices.
 - pipeline: pipeline-parallel inference. estimate: memory estimates.
 """

@@ -71,6 +71,8 @@ class DispatchHook(AlignDevicesHook):
             if name in self.__getstate__():
                 setattr(twin, name, copy.deepcopy(value, memo))
         twin._reset_forward_state()
+        if twin.block is not None and twin._pager is not None:
+            twin._pager.blocks.append(twin.block)
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:

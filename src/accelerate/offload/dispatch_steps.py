@@ -31,8 +31,13 @@ from accelerate.offload.offloaded_tensor import (
     make_stand_in,
 )
 from accelerate.offload.pager import Pager
-from accelerate.offload.weight_block import WeightBlock, is_callable, move_tensor
-from accelerate.offload.weight_pages import HostPageAllocator, WeightPage
+from accelerate.offload.weight_block import (
+    HostPageAllocator,
+    WeightBlock,
+    WeightPage,
+    is_callable,
+    move_tensor,
+)
 
 CPU = torch.device("cpu")
 BLOCK = 2**27  # bytes: the most that a block takes, unless one weight is larger
@@ -249,7 +254,7 @@ def make_blocks(
     sizes = _OffloadedSizes(model, paged)
     limit = max(sizes.largest, min(BLOCK, _block_limit(pager)))
     blocks = {
-        name: WeightBlock(name, m, whole, pager)
+        name: WeightBlock(name, m, whole)
         for name, m, whole in sizes.divide_into_blocks(model, limit, options.preload_classes)
     }
     block_stand_ins = {name: block.stand_ins() for name, block in blocks.items()}
@@ -261,7 +266,7 @@ def make_blocks(
         )
     pager.memory = HostPageAllocator(pager.driver, sum(t.source.nbytes for t in sizes.tensors.values()))
     for name, block in blocks.items():
-        block.make_pages(block_stand_ins[name], shared)
+        block.make_pages(block_stand_ins[name], shared, pager.memory)
     pager.blocks = list(blocks.values())
     for block, next_block in zip(pager.blocks, pager.blocks[1:], strict=False):
         block.next_block = next_block

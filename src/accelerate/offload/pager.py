@@ -18,38 +18,20 @@ from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from accelerate import device as devices
 from accelerate.core.units import show_bytes, show_seconds
 from accelerate.device.base import Device
-from accelerate.offload.weight_pages import HostPageAllocator, StagingBuffers, WeightPage, read_page
-
-
-class PagerBlockProtocol(Protocol):
-    """The interface of a block that a pager needs; see ``weight_block.py``."""
-
-    pages: list[WeightPage]
-    users: int
-
-    @property
-    def next_block(self) -> PagerBlockProtocol | None:
-        """The next block in the order of definition."""
-        ...
-
-    def refresh(self) -> None:
-        """Read the block's weights again if its modules have changed."""
-        ...
-
-    def install(self, buffers: list[torch.Tensor]) -> None:
-        """Put weights into the modules."""
-        ...
-
-    def uninstall(self) -> int:
-        """Put the stand-ins back, and return the bytes that were written back."""
-        ...
+from accelerate.offload.weight_block import (
+    HostPageAllocator,
+    StagingBuffers,
+    WeightBlock,
+    WeightPage,
+    read_page,
+)
 
 
 @dataclass
@@ -123,7 +105,7 @@ class _PagerThreadState(threading.local):
     """The state of a thread: the depth of its forwards, and its last two blocks."""
 
     depth: int = 0
-    recent: tuple[PagerBlockProtocol | None, PagerBlockProtocol | None] = (None, None)
+    recent: tuple[WeightBlock | None, WeightBlock | None] = (None, None)
 
 
 class Pager:
@@ -141,15 +123,13 @@ class Pager:
     def __init__(self, device: torch.device, driver: Device | None = None) -> None:
         self.device = device
         self.driver = driver or devices.get(device.type)
-        self.blocks: list[Any] = []
+        self.blocks: list[WeightBlock] = []
         self.stats = PagerStats()
         self.memory = HostPageAllocator(self.driver, 0)
         self.lock = threading.RLock()
         self.resident: dict[WeightPage, ResidentPage] = {}
         self.backward_pages: dict[WeightPage, ResidentPage] = {}
-        self._order: dict[
-            tuple[PagerBlockProtocol | None, PagerBlockProtocol | None], PagerBlockProtocol | None
-        ] = {}
+        self._order: dict[tuple[WeightBlock | None, WeightBlock | None], WeightBlock | None] = {}
         self._thread = _PagerThreadState()
         self._running_forwards = 0
         self._copy_stream: Any = None
@@ -164,7 +144,7 @@ class Pager:
 
     # --- blocks
 
-    def open_block(self, block: PagerBlockProtocol) -> None:
+    def open_block(self, block: WeightBlock) -> None:
         """Put the weights of a block into its modules, and prefetch those of the next block.
 
         Raises:
@@ -173,7 +153,7 @@ class Pager:
         """
         with self.lock:
             if not block.users:
-                block.refresh()
+                block.refresh(self.device, self.memory)
             next_block = self._predict_next(block)
             pages = {*block.pages, *(next_block.pages if next_block else ())}
             self._drop_unused(keep=pages)
@@ -192,7 +172,7 @@ class Pager:
             if next_block is not None and self._thread.depth:
                 self._prefetch(next_block)
 
-    def close_block(self, block: PagerBlockProtocol) -> None:
+    def close_block(self, block: WeightBlock) -> None:
         """Put the stand-ins back, and drop the weights.
 
         Raises:
@@ -224,7 +204,7 @@ class Pager:
             if not self._running_forwards:
                 self._drop_unused(keep=set())
 
-    def _predict_next(self, block: PagerBlockProtocol) -> PagerBlockProtocol | None:
+    def _predict_next(self, block: WeightBlock) -> WeightBlock | None:
         """Record that ``block`` runs now, and return the block that is expected next."""
         thread = self._thread
         self._order[thread.recent] = block
@@ -266,7 +246,7 @@ class Pager:
                 del self.resident[page]
                 self._wait_ready(resident_page)  # the copy must not write into memory that others have got
 
-    def _prefetch(self, block: PagerBlockProtocol) -> None:
+    def _prefetch(self, block: WeightBlock) -> None:
         """Begin to copy a block's pages, if there is room for them now."""
         for page in block.pages:
             if page not in self.resident:
