@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from accelerate.core.errors import SettingError, UnknownNameError
-from accelerate.offload.module_sizes import build_module_tree
+from accelerate.offload.module_sizes import ModuleNode, WeightSize, build_module_tree, split_into_units
 from accelerate.offload.placement import CPU, DISK, ModelPlacement
 from accelerate.offload.placement_planner import PlacementRules, plan_placement
-from accelerate.offload.size_tree import ModuleNode, WeightSize, split_into_units
 from accelerate.utils import find_tied_parameters
 from tests.support.long_run import hypothesis_settings
 

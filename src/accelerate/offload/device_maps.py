@@ -19,6 +19,7 @@ from accelerate import device as devices
 from accelerate.core.errors import DeviceError, SettingError, UnknownNameError
 from accelerate.offload.module_sizes import (
     Dtype,
+    ModuleNode,
     Modules,
     build_module_tree,
     check_tied_parameters_in_config,
@@ -36,7 +37,6 @@ from accelerate.offload.placement_planner import (
     read_budgets,
     read_device,
 )
-from accelerate.offload.size_tree import ModuleNode
 
 # How often the spare room of balanced budgets is doubled before the full budgets are taken.
 _DOUBLINGS = 8

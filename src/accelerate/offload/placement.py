@@ -59,7 +59,7 @@ class ModelPlacement:
     """The device of every unit of a model; ``print`` shows it as a table.
 
     Attributes:
-        homes: unit -> device, in the order of the model. A unit is never divided (``size_tree.py``).
+        homes: unit -> device, in the order of the model. A unit is never divided (``module_sizes.py``).
         device_map: the same, with the names of whole modules where all of a module has one home.
         sizes: unit -> bytes; a tied weight counts at the first that has it.
         budgets: device -> the use of its budget.

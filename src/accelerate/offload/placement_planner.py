@@ -1,7 +1,7 @@
-"""The placement planner: a pure function from sizes and budgets to a placement. No torch, no side effects.
+"""The placement planner: a pure function from sizes and budgets to a placement, without side effects.
 
-Groups of units (``size_tree.py``) are taken in the order of the model, and devices in the order of the
-budgets: accelerators, then the CPU, then the disk.
+Groups of units (``module_sizes.py``) are taken in the order of the model, and devices in the order of the
+budgets: accelerators, then the CPU, then the disk. They are filled by rules that are tried in turn.
 
 Invariants of every plan that is returned:
 - every tensor has exactly one home, and tied ones the same;
@@ -14,14 +14,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 from accelerate.core.errors import SettingError, nearest
 from accelerate.core.units import parse_bytes
-from accelerate.offload.placement import CPU, DISK, Device, ModelPlacement, format_size
-from accelerate.offload.placement_search import CandidatePlacement, PlacementRules, PlacementSearch
-from accelerate.offload.size_tree import ModuleNode, TiedUnitGroup, group_tied_units, split_into_units
+from accelerate.offload.module_sizes import ModuleNode, TiedUnitGroup, group_tied_units, split_into_units
+from accelerate.offload.placement import CPU, DISK, Device, DeviceBudget, ModelPlacement, format_size
 
-__all__ = ["PlacementRules", "merge_names", "plan_placement", "read_budgets"]
+
+@dataclass(frozen=True)
+class PlacementRules:
+    """The rules of a placement.
+
+    Attributes:
+        no_split: names of classes whose modules stay whole.
+        offload_buffers: the buffers of a module on the CPU or the disk are brought in with its weights;
+            otherwise they stay on the executor.
+        fill: what does not fit an accelerator is left for the next device, and the accelerator goes on being
+            filled; otherwise it counts as full from then on, and the order of the model is kept.
+        reserve: device -> bytes that stay free on it, for activations.
+        cache: name of a module -> bytes that lie on the device that computes it, for keys and values.
+        oversized_blocks: where a block is larger than every accelerator, the CPU computes the model, with a
+            note; otherwise it is an error.
+    """
+
+    no_split: frozenset[str] = frozenset()
+    offload_buffers: bool = False
+    fill: bool = False
+    reserve: Mapping[Device, int] = field(default_factory=dict)
+    cache: Mapping[str, int] = field(default_factory=dict)
+    oversized_blocks: bool = False
 
 
 def plan_placement(
@@ -35,7 +58,7 @@ def plan_placement(
     on the CPU, and on the disk what the CPU cannot hold.
 
     Args:
-        tree: the sizes, from ``measure.tree``.
+        tree: the sizes, from ``build_module_tree``.
         budgets: device -> bytes, or a text such as ``"10GB"``. Accelerators (numbers, or ``"cuda:0"``) are
             filled in this order. A CPU that is not named is not used; the disk always is, without end
             unless it is named. A device with 0 bytes is not used.
@@ -145,6 +168,250 @@ def _unknown_class_notes(tree: ModuleNode, no_split: Iterable[str]) -> Iterator[
     for name in sorted(class_names - existing):
         near = nearest(name, existing)
         yield f"no module is of the class {name!r}" + (f"; did you mean {near!r}?" if near else "")
+
+
+# --- the search ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class CandidatePlacement:
+    """One candidate: a device for each group of units.
+
+    Attributes:
+        computing_devices: the devices that compute their own groups, in order.
+        executor: the one of them that also computes offloaded groups.
+        homes: a device for each group; None for a group without a byte, or one that fits nowhere.
+        offloaded: the groups on the CPU or the disk that the executor computes.
+        pinned: bytes of offloaded groups that stay on the executor: buffers and caches.
+        unplaced: the first group that fits nowhere.
+    """
+
+    computing_devices: Sequence[Device]
+    executor: Device | None
+    homes: list[Device | None] = field(default_factory=list)
+    offloaded: list[TiedUnitGroup] = field(default_factory=list)
+    pinned: int = 0
+    unplaced: TiedUnitGroup | None = None
+
+
+class PlacementSearch:
+    """The search for a placement of one model.
+
+    Args:
+        groups: the groups to place, in order.
+        limits: device -> bytes, in the order in which devices are filled.
+        rules: see there.
+    """
+
+    def __init__(
+        self, groups: Sequence[TiedUnitGroup], limits: Mapping[Device, float], rules: PlacementRules
+    ) -> None:
+        self.groups, self.limits, self.rules = groups, limits, rules
+        self.room = {device: limit - rules.reserve.get(device, 0) for device, limit in limits.items()}
+        self.accelerators = [d for d in limits if d not in (CPU, DISK) and self.room[d] > 0]
+        # The largest block of each group and all after it.
+        self.largest_from = [*[*accumulate((g.block for g in reversed(groups)), max)][::-1], 0]
+
+    # --- which way is taken
+
+    def find_best(self) -> CandidatePlacement:
+        """Return the best candidate (see ``plan_placement``).
+
+        Raises:
+            SettingError: there is none.
+        """
+        if not self.accelerators:
+            return self._place_on_host()
+        first, need = self.accelerators[0], sum(group.size + group.cache for group in self.groups)
+        # A model larger than all of them together needs no trial.
+        if need <= sum(self.room[device] for device in self.accelerators):
+            for executor, fill in ((first, False), (None, False), (None, True)):
+                trial = self._fill_devices(self.accelerators, executor, fill=fill)
+                if not trial.offloaded:
+                    return trial
+        candidate = self._find_with_offload(fill=False)
+        if self.rules.fill and (candidate is None or self._unused_devices(candidate)):
+            candidate = self._find_with_offload(fill=True) or candidate
+        if candidate is None and not self.rules.oversized_blocks:
+            self._refuse_too_large_block()
+        return candidate or self._place_on_host()
+
+    def _find_with_offload(self, *, fill: bool) -> CandidatePlacement | None:
+        """Try each accelerator as the executor of offloaded groups; it must also hold a group itself."""
+        for number, device in enumerate(self.accelerators):
+            trial = self._fill_with_pinned(self.accelerators[number:], device, fill=fill)
+            if trial.unplaced is None and device in trial.homes:
+                return trial
+        return None
+
+    def _unused_devices(self, trial: CandidatePlacement) -> list[Device]:
+        """Return the accelerators without any group."""
+        return [device for device in self.accelerators if device not in trial.homes]
+
+    def _place_on_host(self) -> CandidatePlacement:
+        """Place the model on the CPU, which computes, and the disk, which stores what the CPU cannot hold."""
+        if self.limits.get(CPU, 0) <= 0:
+            trial = self._fill_devices([], None)
+        else:
+            trial = self._fill_with_pinned([CPU], CPU, fill=True)
+            if trial.pinned > self.room[CPU]:
+                raise SettingError(
+                    f"the CPU's budget of {format_size(self.limits[CPU])} is too small",
+                    why=f"{format_size(trial.pinned)} of buffers and caches stay in memory",
+                    fix="give it more, or pass offload_buffers=True",
+                )
+        if trial.unplaced is not None:
+            total = sum(group.size for group in self.groups)
+            raise SettingError(
+                f"the budgets are too small for the model: {self._group_name(trial.unplaced)} fits nowhere",
+                why=f"the model has {format_size(total)}, and the budgets are {self._describe_budgets()}",
+                fix="give more, or let the disk be without limit by not naming it",
+            )
+        return trial
+
+    def _refuse_too_large_block(self) -> None:
+        """Raise when the largest block fits no accelerator."""
+        largest = max(self.groups, key=lambda group: group.block)
+        widest = max(self.accelerators, key=lambda device: self.room[device])
+        if largest.block <= self.room[widest]:
+            return
+        reserve = self.rules.reserve.get(widest, 0)
+        raise SettingError(
+            f"device {widest!r} may hold {format_size(self.limits[widest])}, less than the largest block "
+            f"{self._group_name(largest)} ({format_size(largest.block)})"
+            + (f" and the reserve of {format_size(reserve)}" if reserve else ""),
+            why="a block is computed at once, and no accelerator has more room",
+            fix="raise the budget; or name no accelerator, to compute on the CPU",
+        )
+
+    def _fill_with_pinned(
+        self, computers: Sequence[Device], executor: Device, *, fill: bool = False
+    ) -> CandidatePlacement:
+        """Fill the devices so that the executor has room for the buffers and caches of offloaded groups."""
+        trial, pinned = self._fill_devices(computers, executor, fill=fill), -1
+        # The more is pinned, the more is stored, and the more is pinned: it grows, and it ends.
+        while trial.pinned > pinned:
+            pinned = trial.pinned
+            trial = self._fill_devices(computers, executor, pinned, fill=fill)
+        return trial
+
+    # --- one way
+
+    def _fill_devices(
+        self, computers: Sequence[Device], executor: Device | None, pinned: int = 0, *, fill: bool = False
+    ) -> CandidatePlacement:
+        trial = CandidatePlacement(computers, executor)
+        left = dict(self.room)
+        if executor is not None:
+            left[executor] -= pinned
+        stores = [d for d in (CPU, DISK) if d not in computers and self.room.get(d, 0) > 0]
+        full = largest_offloaded = 0  # computers that count as full; the largest block stored so far
+        for number, group in enumerate(self.groups):
+            need = group.size + group.cache
+            ahead = max(largest_offloaded, self.largest_from[number + 1]) if executor != CPU else 0
+            home = None
+            for position in range(full if need else len(computers), len(computers)):
+                device = computers[position]
+                if need + (ahead if device == executor else 0) <= left[device]:
+                    home = device
+                    break
+                # What could not fit an empty device either does not end the filling of this one.
+                if not fill and position == full and need <= self.room[device]:
+                    full += 1
+            if home is not None:
+                left[home] -= need
+            elif need:
+                home = self._offload_group(trial, group, stores, left)
+                largest_offloaded = max(largest_offloaded, group.block)
+            trial.homes.append(home)
+        return trial
+
+    def _offload_group(
+        self,
+        trial: CandidatePlacement,
+        group: TiedUnitGroup,
+        stores: Sequence[Device],
+        left: dict[Device, float],
+    ) -> Device | None:
+        need = group.size - self._resident_buffer_bytes(group, trial.executor)
+        trial.offloaded.append(group)
+        trial.pinned += self._resident_buffer_bytes(group, trial.executor) + (
+            group.cache if trial.executor is not None else 0
+        )
+        for device in stores:
+            if need <= left[device]:
+                left[device] -= need
+                return device
+        trial.unplaced = trial.unplaced or group
+        return None
+
+    def _resident_buffer_bytes(self, group: TiedUnitGroup, executor: Device | None) -> int:
+        """Return the bytes of an offloaded group that stay on the executor."""
+        return 0 if self.rules.offload_buffers or executor is None else group.buffers
+
+    # --- what came of it
+
+    def device_budgets(self, trial: CandidatePlacement) -> dict[Device, DeviceBudget]:
+        """Return the use of each device's budget."""
+        totals = {
+            device: {"weights": 0, "pinned": 0, "cache": 0, "block_buffer": 0} for device in self.limits
+        }
+        stored = {id(group) for group in trial.offloaded}
+        for group, home in zip(self.groups, trial.homes, strict=True):
+            if home is None:
+                continue
+            is_offloaded = id(group) in stored
+            stays = self._resident_buffer_bytes(group, trial.executor) if is_offloaded else 0
+            totals[home]["weights"] += group.size - stays
+            computer = trial.executor if is_offloaded else home
+            if computer is not None:
+                totals[computer]["pinned"] += stays
+                totals[computer]["cache"] += group.cache
+                if is_offloaded and computer != CPU:
+                    totals[computer]["block_buffer"] = max(totals[computer]["block_buffer"], group.block)
+        reserve = self.rules.reserve
+        return {
+            d: DeviceBudget(self.limits[d], reserve=reserve.get(d, 0), **each) for d, each in totals.items()
+        }
+
+    def reasons(self, trial: CandidatePlacement) -> dict[str, str]:
+        """Return unit -> why it is not on the device of its neighbours."""
+        offloaded_ids = {id(group) for group in trial.offloaded}
+        texts = {
+            CPU: self._describe_full(self.accelerators),
+            DISK: self._describe_full([*self.accelerators, CPU]),
+        }
+        texts_by_unit: dict[str, str] = {}
+        for group, home in zip(self.groups, trial.homes, strict=True):
+            if home in texts and id(group) in offloaded_ids:
+                for unit in group.units:
+                    texts_by_unit[unit.name] = texts[home]
+            elif len(group.units) > 1:
+                for unit in group.units[1:]:
+                    texts_by_unit[unit.name] = f"tied to {group.units[0].name}"
+        return texts_by_unit
+
+    def _describe_full(self, devices: Sequence[Device]) -> str:
+        names = [str(device) for device in devices if self.room.get(device, 0) > 0]
+        return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} full" if names else ""
+
+    def list_notes(self, trial: CandidatePlacement) -> Iterator[str]:
+        """Return notes about the placement: accelerators that hold nothing, and why."""
+        if trial.computing_devices == self.accelerators and not trial.offloaded:
+            return
+        buffers = 0 if self.rules.offload_buffers else sum(group.buffers for group in self.groups)
+        for device in self._unused_devices(trial):
+            yield (
+                f"nothing is on {device}, of insufficient memory: {format_size(self.room[device])} "
+                f"do not hold what comes first beside the largest block ({format_size(self.largest_from[0])})"
+                + (f" and the buffers of others (up to {format_size(buffers)})" if buffers else "")
+            )
+
+    def _group_name(self, group: TiedUnitGroup) -> str:
+        return max(group.units, key=lambda unit: unit.size).name or "the model"
+
+    def _describe_budgets(self) -> str:
+        return ", ".join(f"{device}: {format_size(limit)}" for device, limit in self.limits.items())
 
 
 # --- budgets ------------------------------------------------------------------------------------------------
