@@ -297,7 +297,7 @@ INTERNALS = (
     ),
     Internals(
         "export",
-        ("offload/pipeline/traced_forward.py",),
+        ("offload/pipeline/inference_stages.py",),
         {"torch._export.utils": "_compiling_state_context>=2.8"},
         "a model that asks `torch.compiler.is_exporting` may take another branch than in the trace",
     ),

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from accelerate.core import tree
 from accelerate.core.errors import AccelerateError, PrepareError
-from accelerate.offload.pipeline.traced_forward import InferenceStage
+from accelerate.offload.pipeline.inference_stages import InferenceStage
 from accelerate.stages import tensor_tree
 from accelerate.world import collective
 from accelerate.world.world import World

@@ -1,8 +1,7 @@
 """Pipeline-parallel inference: ``prepare_pippy`` splits a model into stages, one for each process.
 
-``accelerate.stages`` chooses the split points, traced_forward.py builds the stages, untraced_stages.py those
-of a forward that cannot be traced, and inference_pipeline.py runs torch's GPipe schedule. Each process keeps
-the weights of its own stage.
+``accelerate.stages`` chooses the split points, inference_stages.py builds the stages, and
+inference_pipeline.py runs torch's GPipe schedule. Each process keeps the weights of its own stage.
 """
 
 # torch's signatures are partly untyped: what is unknown here is torch's.
@@ -22,14 +21,20 @@ from torch import nn
 
 from accelerate.core.errors import PrepareError, SettingError, UnknownNameError
 from accelerate.core.units import parse_bytes
-from accelerate.offload.pipeline import untraced_stages
 from accelerate.offload.pipeline.inference_pipeline import (
     InferencePipeline,
     PipelineInputSignature,
     ResultLayout,
     run_collectively,
 )
-from accelerate.offload.pipeline.traced_forward import InferenceStage, TracedForward, TraceError
+from accelerate.offload.pipeline.inference_stages import (
+    InferenceStage,
+    TracedForward,
+    TraceError,
+    block_weight_names,
+    build_chain_stage,
+    find_chain,
+)
 from accelerate.stages import split, tensor_tree
 from accelerate.world import collective
 from accelerate.world import world as worlds
@@ -315,7 +320,7 @@ class _ModelSplit:
         blocks = split.list_blocks(self.model, self.no_split, self.world.size)
         names = [block.name for block in blocks]
         try:
-            called = run_collectively(lambda: untraced_stages.find_chain(self.model, names, args, kwargs))
+            called = run_collectively(lambda: find_chain(self.model, names, args, kwargs))
         except TraceError:
             raise
         except PrepareError as no_chain:
@@ -334,7 +339,7 @@ class _ModelSplit:
             )
         borders = [0, *sorted(called.index(point) for point in self.points), len(called)]
         self.parts = [called[a:b] for a, b in pairwise(borders)]
-        weight_names = untraced_stages.block_weight_names(self.model, self.parts[self.world.rank])
+        weight_names = block_weight_names(self.model, self.parts[self.world.rank])
         self.own_weights = weight_names
         _keep_weights(self.model, weight_names, self.world.device)
 
@@ -346,7 +351,7 @@ class _ModelSplit:
         if self.world.rank == 0:
             chunk = tensors[0][: min(rows, len(tensors[0]))]
             chunk = torch.cat([chunk, chunk[-1:].expand(rows - len(chunk), *chunk.shape[1:])])
-        return untraced_stages.build_chain_stage(self.model, self.parts, chunk, self.world), ResultLayout(
+        return build_chain_stage(self.model, self.parts, chunk, self.world), ResultLayout(
             tensor_tree.TensorLeafIndex(0), [1]
         )
 
