@@ -18,9 +18,9 @@ from accelerate.core.errors import SettingError
 from accelerate.offload.estimate.activation_formula import (
     TransformerShape,
     activation_bytes,
+    reserve_for_inference,
     transformer_shape,
 )
-from accelerate.offload.estimate.inference_reserve import reserve_for_inference
 from accelerate.offload.estimate.skeleton import build_skeleton
 
 transformers = pytest.importorskip("transformers")

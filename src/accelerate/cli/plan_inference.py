@@ -118,7 +118,7 @@ def plan_placement(
     """(the plan, how its reserve was counted) of a model on the meta device.
 
     With a length, keys and values are counted with the blocks that keep them, and activations are reserved on
-    every device that computes. The formulas are those of ``offload/estimate/inference_reserve.py``:
+    every device that computes. The formulas are those of ``offload/estimate/activation_formula.py``:
 
     - keys and values of a block: ``2 x batch x length x kv_heads x head_size x bytes``;
     - activations: what one block makes of ``batch x length`` tokens, and for the words of the last of them
@@ -133,7 +133,7 @@ def plan_placement(
         no_split: classes that stay whole, besides those that the model names.
         offload_buffers, fill: see ``PlacementRules``.
     """
-    from accelerate.offload.estimate.inference_reserve import reserve_for_inference
+    from accelerate.offload.estimate.activation_formula import reserve_for_inference
     from accelerate.offload.estimate.memory_estimate import dtype_bits
     from accelerate.offload.module_sizes import build_module_tree
     from accelerate.offload.placement import CPU, DISK

@@ -1,7 +1,7 @@
 """Estimates of the memory of a model, without loading it.
 
 - skeleton.py: a model on the meta device. safetensors_headers.py: the headers of weight files.
-- activation_formula.py, activation_trace.py: activations that a forward saves for its backward.
-- inference_reserve.py: inference memory beside the weights. memory_estimate.py: training memory.
+- activation_formula.py, activation_trace.py: activations that a forward saves for its backward, and what
+  inference takes beside the weights. memory_estimate.py: training memory.
 - parallel_layouts.py: the ways to run a training on several devices.
 """
