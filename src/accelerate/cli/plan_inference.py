@@ -135,12 +135,12 @@ def plan_placement(
     """
     from accelerate.offload.estimate.activation_formula import reserve_for_inference
     from accelerate.offload.estimate.memory_estimate import dtype_bits
-    from accelerate.offload.module_sizes import build_module_tree
+    from accelerate.offload.module_sizes import build_module_tree, no_split_classes
     from accelerate.offload.placement import CPU, DISK
     from accelerate.offload.placement_planner import PlacementRules, plan_placement
 
     width = None if dtype is None else WeightNumberFormat(dtype_bits(_DTYPE_ALIASES.get(dtype, dtype)))
-    rules = PlacementRules(_unsplittable_classes(model) | set(no_split), offload_buffers, fill)
+    rules = PlacementRules(frozenset(no_split_classes(model).union(no_split)), offload_buffers, fill)
     part = build_module_tree(model, width)
     if length is None:
         notes = ["only weights are counted; with --length so are activations, keys and values"]
@@ -150,14 +150,6 @@ def plan_placement(
     reserve = {device: need.working for device in computers if device in limits}
     rules = PlacementRules(rules.no_split, offload_buffers, fill, reserve, need.cache)
     return plan_placement(part, limits, rules), [need.note]
-
-
-def _unsplittable_classes(model: nn.Module) -> frozenset[str]:
-    """The classes that a model, or a part of it, says must stay whole, as far as it has modules of them."""
-    class_names = {
-        name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()
-    }
-    return frozenset(class_names & {type(part).__name__ for part in model.modules()})
 
 
 def _compute_bytes(model: nn.Module, bits: WeightNumberFormat | None) -> int:

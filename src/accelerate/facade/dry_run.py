@@ -25,7 +25,7 @@ from accelerate.core.setting import load_settings
 from accelerate.core.torch_internals import require
 from accelerate.core.units import show_bytes, show_count
 from accelerate.facade import runtime
-from accelerate.offload.estimate.memory_estimate import OPTIMIZERS
+from accelerate.offload.estimate.memory_estimate import model_state_bytes
 from accelerate.offload.estimate.skeleton import build_skeleton
 from accelerate.precision.settings import PrecisionSettings
 from accelerate.strategy import choose_strategy
@@ -187,12 +187,8 @@ def _class_name(module: nn.Module) -> str:
 
 def _count_rank_memory(model: nn.Module, rank: int, place: dict[str, int], optimizer: str) -> RankMemory:
     local_params = [(_local_tensor(parameter), parameter.requires_grad) for parameter in model.parameters()]
-    weights = sum(tensor.nbytes for tensor, _ in local_params)
-    gradients = sum(tensor.nbytes for tensor, trained in local_params if trained)
-    state = OPTIMIZERS[optimizer]
-    optimizer_bytes = sum(
-        state(tuple(tensor.shape), tensor.element_size()) for tensor, trained in local_params if trained
-    )
+    rows = ((tuple(tensor.shape), tensor.element_size(), trained) for tensor, trained in local_params)
+    weights, gradients, optimizer_bytes = model_state_bytes(rows, optimizer)
     buffers = sum(_local_tensor(buffer).nbytes for buffer in model.buffers())
     numbers = sum(tensor.numel() for tensor, _ in local_params)
     return RankMemory(rank, place, numbers, weights, gradients, optimizer_bytes, buffers)

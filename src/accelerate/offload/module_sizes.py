@@ -428,6 +428,12 @@ def _named_children(name: str, module: nn.Module) -> list[tuple[str, nn.Module |
     return [(prefix + key, value) for key, value in members]
 
 
+def no_split_classes(model: nn.Module) -> set[str]:
+    """Return the classes of modules that a model, or a part of it, says must stay whole."""
+    names = {name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()}
+    return names & {type(part).__name__ for part in model.modules()}
+
+
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
     """Return (bytes of the model, (bytes, names) of its largest layers), by its ``_no_split_modules``."""
     sizes = compute_module_sizes(model)

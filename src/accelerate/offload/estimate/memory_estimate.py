@@ -85,11 +85,6 @@ class ModelSizes:
         """The number of parameters (elements)."""
         return sum(math.prod(shape) for shape, _ in self.shapes)
 
-    @property
-    def trained_shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of the parameters that get gradients."""
-        return [shape for shape, is_trained in self.shapes if is_trained]
-
     def total(self, dtype: str = "float32") -> int:
         """Return the bytes of the model in a dtype, as 1.x counts: buffers included."""
         return math.ceil((4 * self.parameters + self.buffers) * dtype_bits(dtype) / 32)
@@ -109,17 +104,19 @@ def dtype_bits(dtype: str) -> int:
 def measure_model(model: nn.Module, name: str) -> ModelSizes:
     """Measure a model; floating point weights count as float32, whatever their dtype."""
     from accelerate.offload.estimate.activation_formula import transformer_shape
+    from accelerate.offload.module_sizes import calculate_maximum_sizes
 
     model = model.float()
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     shapes = tuple((tuple(p.shape), p.requires_grad) for p in model.parameters())
     block, rest = _measure_blocks(model)
+    largest, names = calculate_maximum_sizes(model)[1]
     return ModelSizes(
         name,
         type(model).__name__,
         shapes,
         buffers,
-        _largest_layer(model),
+        (largest, tuple(names)),
         block,
         rest,
         _count_tensor_parallel_numbers(model),
@@ -129,9 +126,9 @@ def measure_model(model: nn.Module, name: str) -> ModelSizes:
 
 def _measure_blocks(model: nn.Module) -> tuple[int, int]:
     """Return the parameters of the largest block in ``_no_split_modules``, and those outside of blocks."""
-    class_names = {
-        name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()
-    }
+    from accelerate.offload.module_sizes import no_split_classes
+
+    class_names = no_split_classes(model)
     blocks = [part for part in model.modules() if type(part).__name__ in class_names]
     inside = {parameter for part in blocks for parameter in part.parameters()}
     sizes = [sum(parameter.numel() for parameter in part.parameters()) for part in blocks]
@@ -154,13 +151,6 @@ def _count_tensor_parallel_numbers(model: nn.Module) -> int:
         if generic in cut or generic.removeprefix(prefix) in cut:
             parameters |= set(module.parameters())
     return sum(parameter.numel() for parameter in parameters)
-
-
-def _largest_layer(model: nn.Module) -> tuple[int, tuple[str, ...]]:
-    from accelerate.offload.module_sizes import calculate_maximum_sizes
-
-    _, (size, names) = calculate_maximum_sizes(model)
-    return int(size), tuple(names)
 
 
 # ---------------------------------------------------------------- the rule of thumb
@@ -219,6 +209,24 @@ OPTIMIZERS: dict[str, Callable[[tuple[int, ...], int], int]] = {
     "8bit-adam": _eight_bit_moments,
     "8bit-adamw": _eight_bit_moments,
 }
+
+
+def model_state_bytes(
+    parameters: Iterable[tuple[tuple[int, ...], int, bool]], optimizer: str
+) -> tuple[int, int, int]:
+    """Return the bytes of weights, of gradients and of optimizer state.
+
+    Args:
+        parameters: shape, bytes of one number, and whether it is trained.
+        optimizer: its kind, a name of ``OPTIMIZERS``.
+    """
+    weights = gradients = state = 0
+    for shape, size, is_trained in parameters:
+        weights += math.prod(shape) * size
+        if is_trained:
+            gradients += math.prod(shape) * size
+            state += OPTIMIZERS[optimizer](shape, size)
+    return weights, gradients, state
 
 
 @dataclass(frozen=True)
@@ -351,12 +359,12 @@ def estimate_training(
     ranks = how.shard or how.num_processes // how.tensor
     size = 4 if mixed else dtype_bits(how.dtype) // 8
     part = _tensor_parallel_fraction(facts, how.tensor)
-    trained = sum(map(math.prod, facts.trained_shapes)) * part
-    state = sum(OPTIMIZERS[how.optimizer](shape, size) for shape in facts.trained_shapes) * part
-    weights, gradients = facts.parameters * size * part, trained * size
+    rows = ((shape, size, is_trained) for shape, is_trained in facts.shapes)
+    weights, gradients, state = (count * part for count in model_state_bytes(rows, how.optimizer))
     if mixed and how.narrow_weights:
         # Both in 16 bits; float32 weights are optimizer state (ZeRO, section 3.1).
-        weights, gradients, state = facts.parameters * mixed * part, trained * mixed, state + 4 * trained
+        trained = gradients / size
+        weights, gradients, state = weights / size * mixed, trained * mixed, state + 4 * trained
     share = [
         math.ceil(bytes / ranks) if stage >= least else math.ceil(bytes)
         for bytes, least in ((weights, 3), (gradients, 2), (state, 1))
