@@ -16,7 +16,7 @@ from tests.support.ranks import RankServer, same_on_all
 from tests.support.sharded_models import adamw, batches, share, tiny
 
 # What the rank server imports once for this module.
-PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer",)
+PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.utils")
 
 pytestmark = [
     pytest.mark.skipif(not is_deepspeed_available(), reason="the package deepspeed is not installed"),

@@ -14,13 +14,28 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    get_worker_info,
+)
 
 from tests.support.long_run import LONG_RUN, hypothesis_settings
 from tests.support.ranks import RankServer
 
 DATA = ("map", "stream", "sized stream")
-ORDERS = ("sequential", "shuffled", "own generator", "user's sampler", "changing batches")
+ORDERS = (
+    "sequential",
+    "shuffled",
+    "own generator",
+    "random sampler",
+    "user's sampler",
+    "changing batches",
+)
 
 
 class Numbers(Dataset[Any]):
@@ -133,6 +148,8 @@ class LoaderCase:
             return kind((NumberStream if self.data == "stream" else SizedStream)(self.count), **more)
         if self.order == "user's sampler":
             return kind(Numbers(self.count), sampler=LazySampler(self.count), **more)
+        if self.order == "random sampler" and self.count:
+            return kind(Numbers(self.count), sampler=RandomSampler(range(self.count)), **more)
         if self.order == "own generator":
             more["generator"] = torch.Generator().manual_seed(5)
         return kind(Numbers(self.count), shuffle=self.order != "sequential" and self.count > 0, **more)
@@ -451,3 +468,19 @@ def test_a_loader_of_torchdata_resumes_with_other_workers(ranks: RankServer) -> 
         resume(ranks, 1, 1, [ResumeCase(*cases, stop=1), ResumeCase(*cases[::-1], stop=2)])
         == ["complete"] * 2
     )
+
+
+@pytest.mark.parametrize("order", ["shuffled", "own generator", "random sampler"])
+def test_a_loader_of_torchdata_resumes_in_another_way(ranks: RankServer, order: str) -> None:
+    """G9: on more processes, dispatched, in other batches; with workers it opens its sampler twice."""
+    case = LoaderCase(order=order, torchdata=True)
+    options = [{"workers": workers, "stateful": stateful} for workers in (0, 2) for stateful in (True, False)]
+    saved = [replace(case, **option) for option in options]
+    cases = [
+        ResumeCase(before, replace(case, dispatch=dispatch), 1)
+        for before in saved
+        for dispatch in (None, True)
+    ]
+    assert resume(ranks, 1, 2, cases) == ["complete"] * 8
+    cut = [ResumeCase(before, replace(case, batch=3), 1) for before in saved]
+    assert resume(ranks, 1, 1, cut) == ["complete"] * 4

@@ -24,7 +24,7 @@ from tests.support.sequences import RING
 from tests.support.strategies import strategy_names
 
 # What the rank server imports once for this module.
-PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer",)
+PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.utils")
 
 MIDDLE = STEPS // 2
 IN_WINDOW = (5, 6, 7)  # micro-batches after which a window of four is open

@@ -1,8 +1,7 @@
-"""The sources of a loader's batches: map-style data fetched by index, and streams.
+"""Map-style data fetched by index.
 
-Map-style data is read by index: torch's loader gets its batches of indices from a ``PresetIndexSampler``,
-which knows the last one, so no batch is fetched before it is requested. A stream, or a loader with its own
-iteration, shows its end only when it is reached: one batch is prefetched, under isolated random numbers.
+Torch's loader gets its batches of indices from a ``PresetIndexSampler``, which knows the last one, so no
+batch is fetched before it is requested.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -26,9 +23,16 @@ from accelerate.data.data_order_rng import (
     find_generators,
     restore_generators,
 )
-from accelerate.data.epoch_order import Broadcast, OrderState, finish_at_end, open_order, open_walk
-from accelerate.data.iterable_dataset import IterableDatasetShard
-from accelerate.data.position import Epoch, FetchedBatch, FetchLayout
+from accelerate.data.epoch_order import (
+    Broadcast,
+    OrderState,
+    finish_at_end,
+    has_known_seed,
+    open_order,
+    open_walk,
+    opened_by_loader,
+)
+from accelerate.data.position import Epoch, FetchedBatch
 from accelerate.data.sample_order import (
     END,
     RankSampleOrderSlicer,
@@ -42,7 +46,6 @@ from accelerate.data.sample_order import (
     skip_items,
 )
 from accelerate.data.sharding_detection import check_first_batch
-from accelerate.data.stream_resume import read_loader_state, restore_loader_state, resume_stream
 from accelerate.world import collective
 from accelerate.world.local_tensor_trees import ignorant_find_batch_size
 from accelerate.world.rng import derive, seed_host
@@ -104,7 +107,7 @@ class PresetIndexSampler(Sampler[Any]):
 
     def __init__(self, replaced_sampler: Any) -> None:
         self.replaced_sampler = replaced_sampler
-        self.upcoming: Iterator[Any] | None = None
+        self.upcoming: Iterable[Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name == "replaced_sampler":
@@ -113,7 +116,7 @@ class PresetIndexSampler(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         # Torch asks twice for one epoch when it has workers.
-        return iter(self.replaced_sampler) if self.upcoming is None else self.upcoming
+        return iter(self.replaced_sampler if self.upcoming is None else self.upcoming)
 
     def __len__(self) -> int:
         return len(self.replaced_sampler)
@@ -128,7 +131,7 @@ class PresetIndexSampler(Sampler[Any]):
 
 
 @dataclass(frozen=True)
-class _WorkerSeedingIndices:
+class WorkerSeedingIndices:
     """Indices for a worker; unpickling them there seeds the worker for this fetch."""
 
     indices: Any
@@ -232,11 +235,11 @@ def _seed_indices(
         assert epoch.order_state.worker_seed is not None
         # The seed depends on the position in the order, not on what was skipped or the number of workers.
         seed = derive(epoch.order_state.worker_seed, "data", epoch.number, part, pending_steps[-1].offset)
-        yield _WorkerSeedingIndices(indices, seed)
+        yield WorkerSeedingIndices(indices, seed)
 
 
 def _seed_fetches(
-    seeded_indices: Iterator[_WorkerSeedingIndices], snapshots: list[RNGSnapshot]
+    seeded_indices: Iterator[WorkerSeedingIndices], snapshots: list[RNGSnapshot]
 ) -> Iterator[Any]:
     """Seed each fetch in this process and yield its indices; store the earlier states in ``snapshots``."""
     for item in seeded_indices:
@@ -257,7 +260,7 @@ def _restore_after_fetch(batches: Iterator[Any], snapshots: list[RNGSnapshot]) -
         yield batch
 
 
-def _order_broadcast(epoch: Epoch, shared: bool) -> Broadcast:
+def order_broadcast(epoch: Epoch, shared: bool) -> Broadcast:
     """Return the function that broadcasts this process's order, or None."""
     if epoch.data_shard is not None:
         return epoch.data_shard.broadcast
@@ -272,20 +275,39 @@ def find_shard(base: DataLoader[Any]) -> BatchSamplerShard | None:
     return None
 
 
-def open_steps(sampler: Any, generators: list[Any], epoch: Epoch) -> Iterator[StepSampleIndices]:
+def restore_loader_state(loader: Any, epoch: Epoch) -> bool:
+    """Let torchdata restore the states of the data, if there are any; return whether there are."""
+    state, epoch.restored_state = epoch.restored_state, None
+    if state is not None:
+        loader.load_state_dict(state)
+    return state is not None
+
+
+def read_loader_state(*loaders: Any) -> dict[str, Any] | None:
+    """Return the state of the first loader of torchdata that is being iterated, or None."""
+    for loader in loaders:
+        if hasattr(loader, "next_iter_state") and loader._iterator is not None:
+            return loader._iterator.state_dict()
+    return None
+
+
+def open_steps(
+    sampler: Any, generators: list[Any], epoch: Epoch, opened: Iterator[Any] | None = None
+) -> Iterator[StepSampleIndices]:
     """Open this process's steps of an epoch; its order is drawn, or reproduced, at once.
 
     Args:
         sampler: a batch sampler, one of single indices, or a shard of either.
         generators: the generators of the loader and its samplers.
         epoch: see ``fetch_batches``.
+        opened: the iterator over a sampler that is no known one, if it is open already.
     """
     below = getattr(sampler, "batch_sampler", None)
     single = isinstance(below, BatchSamplerShard) and not isinstance(sampler, BatchSamplerShard)
     holder = below if single else sampler
     shard = holder if isinstance(holder, BatchSamplerShard) and holder.num_processes > 1 else None
     order_state = epoch.order_state if epoch.is_resumed else None
-    slicer = slicer_for(holder)
+    slicer = slicer_for(holder) if has_known_seed(holder, order_state) else None
     if slicer is not None:
         steps = _slice_steps(
             slicer,
@@ -293,10 +315,13 @@ def open_steps(sampler: Any, generators: list[Any], epoch: Epoch) -> Iterator[St
             generators,
             epoch,
             order_state,
-            _order_broadcast(epoch, shard is not None),
+            order_broadcast(epoch, shard is not None),
         )
     else:
-        steps = _walk_steps(holder, shard, generators, epoch, order_state)
+        items = opened or opened_by_loader(
+            holder if shard is None else shard.batch_sampler, generators, order_state
+        )
+        steps = _walk_steps(items, holder, shard, generators, epoch, order_state)
     return (step._replace(indices=step.indices[0]) for step in steps) if single else steps
 
 
@@ -332,15 +357,15 @@ def _slice_steps(
 
 
 def _walk_steps(
+    items: Any,
     holder: Any,
     shard: BatchSamplerShard | None,
     generators: list[Any],
     epoch: Epoch,
     order_state: OrderState | None,
 ) -> Iterator[StepSampleIndices]:
-    items = holder if shard is None else shard.batch_sampler
     batches, epoch.order_state = open_walk(
-        items, generators, broadcast=_order_broadcast(epoch, shard is not None), order_state=order_state
+        items, generators, broadcast=order_broadcast(epoch, shard is not None), order_state=order_state
     )
     if shard is not None and shard.name_to_verify is not None:
         batches, shard.name_to_verify = check_first_batch(batches, shard.name_to_verify), None
@@ -350,166 +375,3 @@ def _walk_steps(
     if shard is not None:
         return mark_last(shard.steps(rest, epoch.samples, head))
     return mark_last(single_steps(rest, epoch.samples, getattr(holder, "batch_size", None) or 1))
-
-
-class _BatchesWithSteps:
-    """The batches of a loader with its own iteration, each with the step that its indices were taken for.
-
-    With ``read_state``, also with the state of torchdata's loader after it.
-    """
-
-    def __init__(
-        self,
-        items: Iterable[Any],
-        shard: BatchSamplerShard | None,
-        read_state: Callable[[], Any] | None,
-    ) -> None:
-        self.items, self.shard, self.read_state = items, shard, read_state
-
-    def __iter__(self) -> Iterator[tuple[Any, StepSampleIndices | None, Any]]:
-        for batch in self.items:
-            taken = None if self.shard is None else self.shard.taken_steps
-            state = None if self.read_state is None else self.read_state()
-            yield batch, taken.popleft() if taken else None, state
-
-
-class _EpochSeedingWorkerStream:
-    """A stream that persistent workers read; it seeds each worker at the begin of every epoch.
-
-    Without that they would continue with the states of the epoch before, which a new process cannot know.
-    """
-
-    def __init__(
-        self, base: DataLoader[Any], indexed: DataLoader[Any], index_sampler: PresetIndexSampler, epoch: Epoch
-    ) -> None:
-        self.base, self.indexed, self.index_sampler, self.epoch = base, indexed, index_sampler, epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        rng_snapshot, generators = RNGSnapshot.capture(), loader_generators(self.base)
-        started = self.epoch.workers_started and self.indexed._iterator is None
-        later_states = capture_generators(generators)
-        # A reference to the workers' owner here would keep them alive until the next garbage collection.
-        self.index_sampler.upcoming = _seed_first_fetches(self.base, rng_snapshot.digest(), self.epoch.number)
-        iterator = iter(self.indexed)
-        if started:  # torch has drawn a seed to start them, but did not where the epoch began
-            rng_snapshot.restore()
-            restore_generators(generators, later_states)
-        return iterator
-
-
-def _seed_first_fetches(base: DataLoader[Any], seed: int, epoch: int) -> Iterator[Any]:
-    """Yield the requests to the workers, the first one of each with a seed."""
-    for number, item in enumerate(outer_sampler(base)):
-        # Workers get requests in turn.
-        yield (
-            _WorkerSeedingIndices(item, derive(seed, "data", epoch, number))
-            if number < base.num_workers
-            else item
-        )
-
-
-def stream_batches(
-    base: DataLoader[Any],
-    epoch: Epoch,
-    step: int,
-    index_loader: tuple[DataLoader[Any], PresetIndexSampler] | None = None,
-) -> Iterator[tuple[Any, bool, StepSampleIndices | None]]:
-    """Yield each batch of a stream, or of a loader with its own iteration; whether it is the last; its step.
-
-    Args:
-        base: the sharded loader.
-        epoch: see ``fetch_batches``; skipped batches are read and dropped, to repeat all random draws.
-        step: samples of one fetch, of all processes.
-        index_loader: the loader with an index sampler, and that sampler, for persistent workers.
-    """
-    generators = loader_generators(base)
-    if epoch.advances_generators:  # torch's loader draws a seed for workers
-        torch.empty((), dtype=torch.int64).random_(generator=base.generator)
-    stream = isinstance(base.dataset, IterableDataset)
-    if epoch.fetches is not None:
-        base, index_loader = _with_saved_workers(base, epoch.fetches, index_loader)
-    broadcast = _order_broadcast(
-        epoch, type(base.dataset) is IterableDatasetShard and base.dataset.num_processes > 1
-    )
-    order_state = epoch.order_state if epoch.is_resumed else None
-    items, count = _select_items(base, generators, epoch, step)
-    if epoch.restored_state is not None and items is base and restore_loader_state(base, epoch):
-        count = 0
-    seeds_workers = base.persistent_workers and stream and not epoch.keeps_torch_numbers
-    if items is base and index_loader and seeds_workers and uses_torch_iterator(base):
-        items = _EpochSeedingWorkerStream(base, *index_loader, epoch)
-    isolate = (base.num_workers == 0 or not stream) and not epoch.keeps_torch_numbers
-    loaders = [index_loader[0], base] if index_loader else [base]
-    read_state = partial(read_loader_state, *loaders) if epoch.records_loader_state else None
-    batches, epoch.order_state = open_walk(
-        _BatchesWithSteps(items, None if stream else find_shard(base), read_state),
-        generators,
-        broadcast=broadcast,
-        order_state=order_state,
-        isolate=isolate,
-    )
-    upcoming = next(islice(batches, count, None), END)
-    while upcoming is not END:
-        (batch, taken, epoch.loader_state), upcoming = upcoming, next(batches, END)
-        yield batch, upcoming is END, taken
-
-
-def _select_items(
-    base: DataLoader[Any], generators: list[Any], epoch: Epoch, step: int
-) -> tuple[Iterable[Any], int]:
-    """Return the object to iterate, and the number of its items to skip."""
-    skip, fetches = epoch.skip, epoch.fetches
-    epoch.samples = skip.batches * step if skip.samples is None else skip.samples
-    if fetches is None or skip.samples is None:
-        return base, skip.batches
-    # Fillers and incomplete steps: a batch may have given fewer samples.
-    missing = epoch.saved_samples - fetches.fetch_count * step
-    if (fetches.samples, fetches.skipped) == (step, []) and epoch.samples == skip.batches * step + missing:
-        return base, skip.batches
-    if isinstance(base.dataset, IterableDataset):
-        return resume_stream(base, epoch, fetches), 1
-    epoch.skipped = [epoch.samples]
-    # The loader's own batches cannot be cut, but its sampler's can.
-    indexed, index_sampler = with_index_sampler(base)
-    part = Epoch(epoch.number, skip)
-    index_sampler.upcoming = _remaining_indices(base, generators, part)
-    return indexed, 0
-
-
-def _with_saved_workers(
-    base: DataLoader[Any],
-    fetches: FetchLayout,
-    index_loader: tuple[DataLoader[Any], PresetIndexSampler] | None,
-) -> tuple[DataLoader[Any], tuple[DataLoader[Any], PresetIndexSampler] | None]:
-    """Return the loader of a stream, or one with its own iteration, with the workers of the saved epoch.
-
-    Each worker reads a part of the stream, or draws from a generator of its own, and torchdata's loader draws
-    another order with workers. So no other number of them could give exactly the samples that are left.
-    """
-    workers, persistent = fetches.workers, fetches.persistent
-    if workers is None or (workers, persistent) == (base.num_workers, base.persistent_workers):
-        return base, index_loader
-    if workers != base.num_workers and collective.rank() == 0:
-        kind = "stream" if isinstance(base.dataset, IterableDataset) else type(base).__name__
-        warnings.warn(
-            f"the checkpoint was saved inside an epoch of a {kind} that {workers} worker(s) read. The order "
-            f"depends on them: the rest of that epoch is read by as many, later epochs by {base.num_workers}",
-            stacklevel=2,
-        )
-    parts: dict[str, Any] = {"num_workers": workers, "persistent_workers": persistent}
-    if workers == 0:
-        parts.update(timeout=0, prefetch_factor=None)
-    elif base.num_workers == 0:
-        parts["prefetch_factor"] = 2
-    loader = copy_loader(base, **parts)
-    return loader, with_index_sampler(loader)
-
-
-def _remaining_indices(base: DataLoader[Any], generators: list[Any], epoch: Epoch) -> Iterator[Any]:
-    shard = find_shard(base)
-    if shard is not None:
-        shard.taken_steps.clear()
-    for step in open_steps(outer_sampler(base), generators, epoch):
-        if shard is not None:
-            shard.taken_steps.append(step)
-        yield step.indices

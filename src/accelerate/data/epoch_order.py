@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.data import RandomSampler
 
 from accelerate.data import sample_order as orders
 from accelerate.data.data_order_rng import (
@@ -55,12 +56,15 @@ class OrderState:
         worker_seed: the base of the seeds of fetches, whether this run needs them or only one that resumes.
         rng_snapshot: the global generators when a sampler or stream of another kind began.
         generator_states: states of the generators that the loader and its samplers hold, as JSON types.
+        loader: where the loader's own iteration drew the order, the number of its workers, and the index of
+            its generator among those; None where the sampler alone was iterated.
     """
 
     seed: int | None = None
     worker_seed: int | None = None
     rng_snapshot: RNGSnapshot | None = None
     generator_states: list[Any] = field(default_factory=list)
+    loader: tuple[int, int | None] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON types."""
@@ -70,6 +74,7 @@ class OrderState:
             "data": to_plain(self.worker_seed),
             "hosts": rng_snapshot,
             "own": self.generator_states,
+            "loader": None if self.loader is None else list(self.loader),
         }
 
     @classmethod
@@ -79,7 +84,8 @@ class OrderState:
         seed, worker_seed = from_plain(state["seed"]), from_plain(state["data"])
         if worker_seed is None:  # of an older checkpoint, which recorded it for loaders with workers alone
             worker_seed = derive(seed or 0, "data")
-        return cls(seed, worker_seed, rng_snapshot, state["own"])
+        loader = state.get("loader")
+        return cls(seed, worker_seed, rng_snapshot, state["own"], None if loader is None else tuple(loader))
 
 
 def open_order(
@@ -140,8 +146,45 @@ def open_walk(
         items, None if order_state is None else order_state.rng_snapshot, broadcast, isolate
     )
     return iterator, OrderState(
-        worker_seed=rng_snapshot.digest(), rng_snapshot=rng_snapshot, generator_states=generator_states
+        worker_seed=rng_snapshot.digest(),
+        rng_snapshot=rng_snapshot,
+        generator_states=generator_states,
+        loader=None if order_state is None else order_state.loader,
     )
+
+
+@dataclass(frozen=True)
+class LoaderOpenedSampler:
+    """A sampler that is opened as torch's loader opens it: with its draw for workers, twice if it has some.
+
+    Attributes:
+        sampler: of batches or of single indices.
+        workers: of the loader.
+        generator: of the loader.
+    """
+
+    sampler: Any
+    workers: int
+    generator: torch.Generator | None
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = iter(self.sampler)
+        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        return iter(self.sampler) if self.workers else iterator
+
+
+def opened_by_loader(sampler: Any, generators: Sequence[Any], order_state: OrderState | None) -> Any:
+    """Return a sampler that gives an order again which the loader's own iteration drew; else as it is."""
+    if order_state is None or order_state.loader is None:
+        return sampler
+    workers, index = order_state.loader
+    return LoaderOpenedSampler(sampler, workers, None if index is None else generators[index])
+
+
+def has_known_seed(sampler: Any, order_state: OrderState | None) -> bool:
+    """Return False if an order has to be reproduced whose seed the loader's own iteration drew."""
+    drawn_inside = order_state is not None and order_state.loader is not None
+    return not (drawn_inside and type(orders.inner_sampler(sampler)) is RandomSampler)
 
 
 def finish_at_end(

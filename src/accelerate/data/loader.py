@@ -25,7 +25,6 @@ from accelerate.data.batch_source import (
     fetches_by_index,
     loader_generators,
     outer_sampler,
-    stream_batches,
     with_index_sampler,
 )
 from accelerate.data.epoch_order import DataShard
@@ -38,6 +37,7 @@ from accelerate.data.iterable_dataset import (
 from accelerate.data.position import Epoch, EpochSkip, FetchedBatch, FetchLayout, LoaderPosition
 from accelerate.data.sample_order import count_samples, inner_sampler, sampler_chain
 from accelerate.data.source_shard import SourceShard, with_saved_split
+from accelerate.data.stream_source import stream_batches
 from accelerate.world.local_tensor_trees import ignorant_find_batch_size, send_to_device
 from accelerate.world.rng import synchronize_rng_states
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from accelerate.data.batch_sampler_shard import BatchSamplerShard, slicer_for
-from accelerate.data.epoch_order import finish_at_end, open_order, open_walk
+from accelerate.data.epoch_order import finish_at_end, has_known_seed, open_order, open_walk, opened_by_loader
 from accelerate.data.position import Epoch
 from accelerate.data.sample_order import (
     RankSampleOrderSlicer,
@@ -46,7 +46,7 @@ class AllRankBatchSteps:
         """Open the batches of all ranks in turn; the arguments are those of ``batch_source.open_steps``."""
         items: Any = self.shard.batch_sampler
         order_state = epoch.order_state if epoch.is_resumed else None
-        slicer = slicer_for(items)
+        slicer = slicer_for(items) if has_known_seed(items, order_state) else None
         if slicer is not None:
             inner, skip = inner_sampler(items), epoch.skip
             if epoch.advances_generators:
@@ -67,7 +67,12 @@ class AllRankBatchSteps:
                 finish_at_end(whole, inner, epoch.is_resumed and epoch.exhausted), first, slicer.rank_samples
             )
         else:
-            batches, epoch.order_state = open_walk(items, generators, broadcast=None, order_state=order_state)
+            batches, epoch.order_state = open_walk(
+                opened_by_loader(items, generators, order_state),
+                generators,
+                broadcast=None,
+                order_state=order_state,
+            )
             group = 1 if self.shard.split_batches else self.shard.num_processes
             rest, epoch.samples, head = skip_items(
                 batches, epoch.skip.batches * group, epoch.skip.samples, group

@@ -20,10 +20,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import BatchSampler
 from torchdata.stateful_dataloader.worker import try_to_serialize
 
-from accelerate.data.batch_source import outer_sampler
+from accelerate.data.batch_source import outer_sampler, read_loader_state
 from accelerate.data.data_order_rng import torch_digest
 from accelerate.data.sample_order import SeedableRandomSampler, inner_sampler, is_known, is_random
-from accelerate.data.stream_resume import read_loader_state
 from accelerate.world import collective
 
 _logger = logging.getLogger(__name__)

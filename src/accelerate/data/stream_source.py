@@ -1,0 +1,311 @@
+"""Batches of a stream, or of a loader with its own iteration; also from the middle of an epoch.
+
+Such a source shows its end only when it is reached: one batch is prefetched, under isolated random numbers.
+A checkpoint of another world size may end at a sample that is no step boundary. The samples before it are
+then read and dropped one by one, and not batch by batch, with the random numbers of the first time.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from accelerate.core.errors import PrepareError
+from accelerate.data.batch_sampler_shard import BatchSamplerShard
+from accelerate.data.batch_source import (
+    PresetIndexSampler,
+    WorkerSeedingIndices,
+    copy_loader,
+    find_shard,
+    loader_generators,
+    open_steps,
+    order_broadcast,
+    outer_sampler,
+    read_loader_state,
+    restore_loader_state,
+    uses_torch_iterator,
+    with_index_sampler,
+)
+from accelerate.data.data_order_rng import RNGSnapshot, capture_generators, restore_generators
+from accelerate.data.epoch_order import open_walk
+from accelerate.data.iterable_dataset import STATE_METHODS, IterableDatasetShard
+from accelerate.data.position import Epoch, FetchLayout
+from accelerate.data.sample_order import END, StepSampleIndices
+from accelerate.world import collective
+from accelerate.world.rng import derive
+
+
+class _BatchesWithSteps:
+    """The batches of a loader with its own iteration, each with the step that its indices were taken for.
+
+    With ``read_state``, also with the state of torchdata's loader after it.
+    """
+
+    def __init__(
+        self,
+        items: Iterable[Any],
+        shard: BatchSamplerShard | None,
+        read_state: Callable[[], Any] | None,
+    ) -> None:
+        self.items, self.shard, self.read_state = items, shard, read_state
+
+    def __iter__(self) -> Iterator[tuple[Any, StepSampleIndices | None, Any]]:
+        for batch in self.items:
+            taken = None if self.shard is None else self.shard.taken_steps
+            state = None if self.read_state is None else self.read_state()
+            yield batch, taken.popleft() if taken else None, state
+
+
+class _EpochSeedingWorkerStream:
+    """A stream that persistent workers read; it seeds each worker at the begin of every epoch.
+
+    Without that they would continue with the states of the epoch before, which a new process cannot know.
+    """
+
+    def __init__(
+        self, base: DataLoader[Any], indexed: DataLoader[Any], index_sampler: PresetIndexSampler, epoch: Epoch
+    ) -> None:
+        self.base, self.indexed, self.index_sampler, self.epoch = base, indexed, index_sampler, epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        rng_snapshot, generators = RNGSnapshot.capture(), loader_generators(self.base)
+        started = self.epoch.workers_started and self.indexed._iterator is None
+        later_states = capture_generators(generators)
+        # A reference to the workers' owner here would keep them alive until the next garbage collection.
+        self.index_sampler.upcoming = _seed_first_fetches(self.base, rng_snapshot.digest(), self.epoch.number)
+        iterator = iter(self.indexed)
+        if started:  # torch has drawn a seed to start them, but did not where the epoch began
+            rng_snapshot.restore()
+            restore_generators(generators, later_states)
+        return iterator
+
+
+def _seed_first_fetches(base: DataLoader[Any], seed: int, epoch: int) -> Iterator[Any]:
+    """Yield the requests to the workers, the first one of each with a seed."""
+    for number, item in enumerate(outer_sampler(base)):
+        # Workers get requests in turn.
+        yield (
+            WorkerSeedingIndices(item, derive(seed, "data", epoch, number))
+            if number < base.num_workers
+            else item
+        )
+
+
+def stream_batches(
+    base: DataLoader[Any],
+    epoch: Epoch,
+    step: int,
+    index_loader: tuple[DataLoader[Any], PresetIndexSampler] | None = None,
+) -> Iterator[tuple[Any, bool, StepSampleIndices | None]]:
+    """Yield each batch of a stream, or of a loader with its own iteration; whether it is the last; its step.
+
+    Args:
+        base: the sharded loader.
+        epoch: see ``fetch_batches``; skipped batches are read and dropped, to repeat all random draws.
+        step: samples of one fetch, of all processes.
+        index_loader: the loader with an index sampler, and that sampler, for persistent workers.
+    """
+    generators = loader_generators(base)
+    if epoch.advances_generators:  # torch's loader draws a seed for workers
+        torch.empty((), dtype=torch.int64).random_(generator=base.generator)
+    stream = isinstance(base.dataset, IterableDataset)
+    if epoch.fetches is not None:
+        base, index_loader = _with_saved_workers(base, epoch.fetches, index_loader)
+    broadcast = order_broadcast(
+        epoch, type(base.dataset) is IterableDatasetShard and base.dataset.num_processes > 1
+    )
+    order_state = epoch.order_state if epoch.is_resumed else None
+    items, count = _select_items(base, generators, epoch, step)
+    if epoch.restored_state is not None and items is base and restore_loader_state(base, epoch):
+        count = 0
+    seeds_workers = base.persistent_workers and stream and not epoch.keeps_torch_numbers
+    if items is base and index_loader and seeds_workers and uses_torch_iterator(base):
+        items = _EpochSeedingWorkerStream(base, *index_loader, epoch)
+    isolate = (base.num_workers == 0 or not stream) and not epoch.keeps_torch_numbers
+    loaders = [index_loader[0], base] if index_loader else [base]
+    read_state = partial(read_loader_state, *loaders) if epoch.records_loader_state else None
+    batches, epoch.order_state = open_walk(
+        _BatchesWithSteps(items, None if stream else find_shard(base), read_state),
+        generators,
+        broadcast=broadcast,
+        order_state=order_state,
+        isolate=isolate,
+    )
+    if not stream:
+        index = next((i for i, each in enumerate(generators) if each is base.generator), None)
+        epoch.order_state = replace(epoch.order_state, loader=(base.num_workers, index))
+    upcoming = next(islice(batches, count, None), END)
+    while upcoming is not END:
+        (batch, taken, epoch.loader_state), upcoming = upcoming, next(batches, END)
+        yield batch, upcoming is END, taken
+
+
+def _select_items(
+    base: DataLoader[Any], generators: list[Any], epoch: Epoch, step: int
+) -> tuple[Iterable[Any], int]:
+    """Return the object to iterate, and the number of its items to skip."""
+    skip, fetches = epoch.skip, epoch.fetches
+    epoch.samples = skip.batches * step if skip.samples is None else skip.samples
+    if fetches is None or skip.samples is None:
+        return base, skip.batches
+    # Fillers and incomplete steps: a batch may have given fewer samples.
+    missing = epoch.saved_samples - fetches.fetch_count * step
+    if (fetches.samples, fetches.skipped) == (step, []) and epoch.samples == skip.batches * step + missing:
+        return base, skip.batches
+    if isinstance(base.dataset, IterableDataset):
+        return resume_stream(base, epoch, fetches), 1
+    epoch.skipped = [epoch.samples]
+    # The loader's own batches cannot be cut, but its sampler's can.
+    indexed, index_sampler = with_index_sampler(base)
+    part = Epoch(epoch.number, skip)
+    index_sampler.upcoming = _RemainingIndices(base, generators, part)
+    return indexed, 0
+
+
+def _with_saved_workers(
+    base: DataLoader[Any],
+    fetches: FetchLayout,
+    index_loader: tuple[DataLoader[Any], PresetIndexSampler] | None,
+) -> tuple[DataLoader[Any], tuple[DataLoader[Any], PresetIndexSampler] | None]:
+    """Return the loader of a stream, or one with its own iteration, with the workers of the saved epoch.
+
+    Each worker reads a part of the stream, or draws from a generator of its own, and torchdata's loader draws
+    another order with workers. So no other number of them could give exactly the samples that are left.
+    """
+    workers, persistent = fetches.workers, fetches.persistent
+    if workers is None or (workers, persistent) == (base.num_workers, base.persistent_workers):
+        return base, index_loader
+    if workers != base.num_workers and collective.rank() == 0:
+        kind = "stream" if isinstance(base.dataset, IterableDataset) else type(base).__name__
+        warnings.warn(
+            f"the checkpoint was saved inside an epoch of a {kind} that {workers} worker(s) read. The order "
+            f"depends on them: the rest of that epoch is read by as many, later epochs by {base.num_workers}",
+            stacklevel=2,
+        )
+    parts: dict[str, Any] = {"num_workers": workers, "persistent_workers": persistent}
+    if workers == 0:
+        parts.update(timeout=0, prefetch_factor=None)
+    elif base.num_workers == 0:
+        parts["prefetch_factor"] = 2
+    loader = copy_loader(base, **parts)
+    return loader, with_index_sampler(loader)
+
+
+class _RemainingIndices:
+    """The indices that are left in an epoch, cut from those that a loader's own sampler gives.
+
+    The sampler is opened whenever the loader asks, as it would be without this: torchdata's draw then.
+    """
+
+    def __init__(self, base: DataLoader[Any], generators: list[Any], epoch: Epoch) -> None:
+        self.sampler, self.shard = outer_sampler(base), find_shard(base)
+        self.generators, self.epoch = generators, epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._cut(iter(self.sampler if self.shard is None else self.shard.batch_sampler))
+
+    def _cut(self, opened: Iterator[Any]) -> Iterator[Any]:
+        if self.shard is not None:
+            self.shard.taken_steps.clear()
+        for step in open_steps(self.sampler, self.generators, self.epoch, opened):
+            if self.shard is not None:
+                self.shard.taken_steps.append(step)
+            yield step.indices
+
+
+class RemainingStream(IterableDataset[Any]):
+    """The rest of a stream after a number of samples.
+
+    Args:
+        stream: the whole stream; its attributes are visible here.
+        skip_counts: how many samples each worker skips.
+        fetch_samples: samples of one fetch, of which only the last one of a worker may have had fewer.
+    """
+
+    def __init__(self, stream: Any, skip_counts: list[int], fetch_samples: int) -> None:
+        self.stream, self.skip_counts, self.fetch_samples = stream, skip_counts, fetch_samples
+        # The iterator of the stream, if it has been started already.
+        self.stream_iterator: Iterator[Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        own = ("stream", "skip_counts", "fetch_samples", "stream_iterator", *STATE_METHODS)
+        if name in own or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.stream, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        stream_iterator = iter(self.stream) if self.stream_iterator is None else self.stream_iterator
+        count = self.skip_counts[0 if worker is None else worker.id]
+        if _discard(stream_iterator, count) <= count - self.fetch_samples:
+            raise PrepareError(
+                f"worker {worker.id if worker else 0} has fewer samples than the checkpoint counts",
+                why="the workers' parts of the stream are of different length, so what each of them has read "
+                "is known only for the number of processes and the batch size that it was saved with",
+                fix="resume with those, or save between two epochs",
+            )
+        yield from stream_iterator
+
+
+def resume_stream(base: DataLoader[Any], epoch: Epoch, fetches: FetchLayout) -> Any:
+    """Return an iterable over the remaining batches of a stream, for one use; its first item is a dummy.
+
+    Args:
+        base: the sharded loader of a stream, with the workers that read it when it was saved.
+        epoch: with a skip that counts samples.
+        fetches: how it was read.
+    """
+    total = epoch.skip.samples or 0
+    if base.num_workers == 0:
+        epoch.skipped = [total]
+        return _resume_in_process(base, total, fetches.samples)
+    epoch.skipped = fetches.samples_per_worker(base.num_workers)
+    return _resume_in_workers(_replace_stream(base, epoch.skipped, fetches.samples)[0])
+
+
+def _resume_in_workers(loader: DataLoader[Any]) -> Iterator[Any]:
+    batches = iter(loader)
+    first = next(batches, END)
+    yield None
+    if first is not END:
+        yield first
+        yield from batches
+
+
+def _resume_in_process(base: DataLoader[Any], total: int, step: int) -> Iterator[Any]:
+    """Yield a dummy after the random draws of the start and the first step, then the remaining batches."""
+    loader, rest = _replace_stream(base, [0], step)
+    batches = iter(loader)
+    rest.stream_iterator = iter(rest.stream)
+    _discard(rest.stream_iterator, min(step, total))
+    yield None
+    _discard(rest.stream_iterator, total - step)
+    yield from batches
+
+
+def _discard(samples: Iterator[Any], count: int) -> int:
+    """Discard up to ``count`` samples; return how many there were."""
+    return sum(1 for _ in islice(samples, max(count, 0)))
+
+
+def _replace_stream(
+    base: DataLoader[Any], skip_counts: list[int], fetch_samples: int
+) -> tuple[DataLoader[Any], RemainingStream]:
+    """Return a copy of the loader over the rest of its stream, and that rest."""
+    stream: Any = base.dataset
+    shared = isinstance(stream, IterableDatasetShard)
+    rest = RemainingStream(stream.dataset if shared else stream, skip_counts, fetch_samples)
+    loader, dataset = copy.copy(base), rest
+    if shared:
+        dataset = copy.copy(stream)
+        dataset.dataset = rest
+    loader.__dict__.update(dataset=dataset, _iterator=None)
+    return loader, rest
