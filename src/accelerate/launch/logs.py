@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cached_property
 from io import RawIOBase, UnsupportedOperation
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
@@ -53,9 +54,6 @@ class RankLogSettings:
                 ) from error
             if not os.access(self.folder, os.W_OK):
                 raise LaunchError(f"the folder {folder} (--log_dir) cannot be written to")
-        out, err = sys.stdout, sys.stderr
-        self._stdout = OutputSink(out, lambda error: _drop_console(out, err))
-        self._stderr = OutputSink(err, lambda error: _drop_console(err, out))
         self.reader_threads: list[threading.Thread] = []
         self.opened_ranks: set[int] = set()  # by rank; a rank that is started again adds to its log
 
@@ -82,11 +80,18 @@ class RankLogSettings:
         self.opened_ranks.add(rank)
         log = None if self.folder is None else self._open_log(self.folder / f"rank_{rank}.log", mode)
         mark = self.prefix(rank).encode()
-        for pipe, console in ((process.stdout, self._stdout), (process.stderr, self._stderr)):
+        for pipe, console in zip((process.stdout, process.stderr), self._consoles, strict=True):
             if pipe is not None:
                 pump = threading.Thread(target=_forward_output, args=(pipe, console, log, mark), daemon=True)
                 pump.start()
                 self.reader_threads.append(pump)
+
+    @cached_property
+    def _consoles(self) -> tuple[OutputSink, OutputSink]:
+        """The launcher's own stdout and stderr."""
+        out, err = sys.stdout, sys.stderr
+        stdout = OutputSink(out, lambda error: _drop_console(out, err))
+        return stdout, OutputSink(err, lambda error: _drop_console(err, out))
 
     def _open_log(self, path: Path, mode: str) -> OutputSink | None:
         """Return the log of a rank; None if it cannot be opened, which is said and stops nothing."""
