@@ -12,12 +12,7 @@ Started by path. What goes to its stdin, and what it writes to the launcher, is 
 An attempt ends with one verdict, the same for all machines: the first that is written into the store is heard
 by all. So all count restarts alike. When processes fail on several machines, the first of them is told: each
 machine says how long ago its own failed, and the one that spoke first decides, without a clock in common.
-
-Torch's own ``LocalElasticAgent`` cannot do this: each counts the restarts that its own processes caused, and
-takes those of others for changes of membership, which do not count. So ``max_restarts`` holds per machine,
-the agent that gives up ends alone while the others wait for it in the next rendezvous, and each reports its
-own error. Its loop is one private method without a place to ask for a common verdict. What is public of
-``torch.distributed.elastic`` is used: the rendezvous and its store.
+Torch's own ``LocalElasticAgent`` has no such verdict: ``elastic/__init__.py`` says what it does instead.
 """
 
 from __future__ import annotations
