@@ -1,8 +1,8 @@
 # Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.watch.logging import MultiProcessAdapter as MultiProcessAdapter
-from accelerate.watch.logging import get_logger as get_logger
+from accelerate.watch.console import MultiProcessAdapter as MultiProcessAdapter
+from accelerate.watch.console import get_logger as get_logger
 from typing import Any
 
 def __getattr__(name: str) -> Any: ...

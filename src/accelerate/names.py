@@ -94,7 +94,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "launch.notebook.launchers: debug_launcher notebook_launcher test_launch"
     ),
     "accelerate.local_sgd": exports("outer.local_sgd: LocalSGD") | exports("outer.diloco: DiLoCo"),
-    "accelerate.logging": exports("watch.logging: MultiProcessAdapter get_logger"),
+    "accelerate.logging": exports("watch.console: MultiProcessAdapter get_logger"),
     "accelerate.memory_utils": {},
     "accelerate.optimizer": exports(
         "facade.optimizer: AcceleratedOptimizer move_to_device patch_optimizer_step"
@@ -404,7 +404,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
 
 for _name in words("accelerator checkpointing data_loader tracking utils.fsdp_utils utils.other"):
     _module = f"accelerate.{_name}"
-    NAME_SOURCES[_module]["logger"] = LazyCall("watch.logging:get_logger", _module)
+    NAME_SOURCES[_module]["logger"] = LazyCall("watch.console:get_logger", _module)
 
 # Names that modules of 1.x had by import: never promised one by one, so all modules of a kind have the same.
 UTILS = " ".join(name.partition(".")[2] for name in NAME_SOURCES if name.startswith("accelerate.utils."))

@@ -9,7 +9,7 @@ import subprocess
 from packaging.version import InvalidVersion, Version, parse
 
 from accelerate.core.errors import DeviceError
-from accelerate.watch.logging import get_logger
+from accelerate.watch.console import get_logger
 
 logger = get_logger(__name__)
 
