@@ -122,10 +122,10 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     # --- accelerate.commands
     "accelerate.commands": {},
     "accelerate.commands.accelerate_cli": exports("cli.main: main"),
-    "accelerate.commands.config": exports("cli.wizard.config_commands: get_config_parser main"),
-    "accelerate.commands.config.cluster": exports("cli.wizard.config_commands: get_cluster_input"),
-    "accelerate.commands.config.config": exports("cli.wizard.config_commands: config_command get_user_input")
-    | exports("cli.wizard.config_commands: description=CONFIG config_command_parser main"),
+    "accelerate.commands.config": exports("cli.config: get_config_parser main"),
+    "accelerate.commands.config.cluster": exports("cli.wizard.terminal: get_cluster_input"),
+    "accelerate.commands.config.config": exports("cli.wizard.terminal: get_user_input")
+    | exports("cli.config: config_command config_command_parser description=CONFIG main"),
     "accelerate.commands.config.config_args": {
         **dict.fromkeys(
             words("default_config_file default_json_config_file default_yaml_config_file"),
@@ -135,7 +135,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "hf_cache_home": LazyCall("launch.config_files:default_file", then=lambda file: str(file.parents[1])),
         **exports("cli.config_classes: BaseConfig ClusterConfig SageMakerConfig load_config_from_file"),
     },
-    "accelerate.commands.config.config_utils": exports("cli.wizard.config_commands: SubcommandHelpFormatter")
+    "accelerate.commands.config.config_utils": exports("cli.config: SubcommandHelpFormatter")
     | constants(
         DYNAMO_BACKENDS=words(
             "EAGER AOT_EAGER INDUCTOR AOT_TS_NVFUSER NVPRIMS_NVFUSER CUDAGRAPHS OFI FX2TRT ONNXRT TENSORRT "
@@ -143,13 +143,11 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         )
     ),
     "accelerate.commands.config.default": exports("cli.config_classes: write_basic_config")
-    | exports("cli.wizard.config_commands: default_command_parser default_config_command")
-    | exports("cli.wizard.config_commands: description=DEFAULT"),
-    "accelerate.commands.config.sagemaker": exports("cli.wizard.config_commands: get_sagemaker_input"),
+    | exports("cli.config: default_command_parser default_config_command description=DEFAULT"),
+    "accelerate.commands.config.sagemaker": exports("cli.wizard.terminal: get_sagemaker_input"),
     "accelerate.commands.config.update": exports(
-        "cli.wizard.config_commands: description=UPDATE update_config"
-    )
-    | exports("cli.wizard.config_commands: update_command_parser update_config_command"),
+        "cli.config: description=UPDATE update_command_parser update_config update_config_command"
+    ),
     "accelerate.commands.env": exports("cli.env: env_command env_command_parser main"),
     "accelerate.commands.estimate": exports(
         "cli.estimate_memory: add_timm_hub_prefix check_has_model create_ascii_table create_empty_model "

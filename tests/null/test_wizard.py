@@ -17,7 +17,7 @@ from prompt_toolkit.output import DummyOutput
 
 from accelerate import device as devices
 from accelerate.cli.options import SCRIPT_SETTINGS
-from accelerate.cli.wizard import config_commands, questions, terminal
+from accelerate.cli.wizard import questions, terminal
 from accelerate.cli.wizard.questions import WizardAnswers, WizardQuestion
 from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig, load_config_from_file
 from accelerate.core.setting import Setting, declared_settings
@@ -454,6 +454,7 @@ def test_the_functions_of_1_x_return_what_was_answered(monkeypatch: pytest.Monke
 
 def test_the_parser_of_1_x(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from accelerate.commands.config import get_config_parser
+    from accelerate.commands.config.update import update_config
 
     parser = get_config_parser()
     path = tmp_path / "basic.yaml"
@@ -465,5 +466,5 @@ def test_the_parser_of_1_x(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     args = parser.parse_args(["update", "--config_file", str(path)])
     args.func(args)
     assert yaml.safe_load(path.read_text())["mixed_precision"] == "fp16"
-    assert config_commands.update_config(args) == str(path)
+    assert update_config(args) == str(path)
     assert parser.parse_args([]).subcommand is None

@@ -5,17 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from accelerate.cli.config_classes import BaseConfig, ClusterConfig, SageMakerConfig
 from accelerate.cli.wizard.config_editor import find_refusal
 from accelerate.cli.wizard.questions import (
     GATE,
+    SAGEMAKER,
     QuestionFlow,
     WizardAnswers,
     WizardQuestion,
     all_classes,
+    ask_cluster,
     ask_everything,
+    ask_sagemaker,
     asked_settings,
+    environment_question,
     setting_path,
     strategy_sections,
 )
@@ -23,6 +28,8 @@ from accelerate.core.errors import AccelerateError, FeatureNotBuiltError, Settin
 from accelerate.launch import config_writer
 from accelerate.launch.config_writer import KeyPath
 
+C = TypeVar("C", bound=BaseConfig)
+NO_FILE = Path("your answers")  # what errors name where nothing is written
 DIM_STYLE = "fg:ansibrightblack"
 
 
@@ -224,3 +231,28 @@ def print_plain(text: str, style: str = "") -> None:
     import questionary
 
     questionary.print(text, style=style)
+
+
+# --- public functions of 1.x: they ask, and write nothing
+
+
+def get_cluster_input() -> ClusterConfig:
+    """Asks about a job on machines of one's own; nothing is written."""
+    return _ask_config(ask_cluster, ClusterConfig, {("compute_environment",): "LOCAL_MACHINE"})
+
+
+def get_sagemaker_input() -> SageMakerConfig:
+    """Asks about a job on Amazon SageMaker; nothing is written."""
+    return _ask_config(ask_sagemaker, SageMakerConfig, {("compute_environment",): SAGEMAKER})
+
+
+def get_user_input() -> ClusterConfig | SageMakerConfig:
+    """Asks where the job runs, and then about it; nothing is written."""
+    answers = WizardAnswers({})
+    environment_number = ask_question(environment_question(answers), 0, answers, NO_FILE)
+    return get_sagemaker_input() if environment_number else get_cluster_input()
+
+
+def _ask_config(way: Any, kind: type[C], known: dict[tuple[str, ...], Any]) -> C:
+    _, answers = ask_questions(way, NO_FILE, {}, {}, known)
+    return kind.of_values(answers.nested_values())

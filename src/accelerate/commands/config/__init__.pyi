@@ -1,8 +1,8 @@
 # Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.cli.wizard.config_commands import get_config_parser as get_config_parser
-from accelerate.cli.wizard.config_commands import main as main
+from accelerate.cli.config import get_config_parser as get_config_parser
+from accelerate.cli.config import main as main
 from accelerate.commands.config import cluster as cluster
 from accelerate.commands.config import config as config
 from accelerate.commands.config import config_args as config_args

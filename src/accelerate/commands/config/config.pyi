@@ -1,11 +1,11 @@
 # Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.cli.wizard.config_commands import CONFIG as description
-from accelerate.cli.wizard.config_commands import config_command as config_command
-from accelerate.cli.wizard.config_commands import config_command_parser as config_command_parser
-from accelerate.cli.wizard.config_commands import get_user_input as get_user_input
-from accelerate.cli.wizard.config_commands import main as main
+from accelerate.cli.config import CONFIG as description
+from accelerate.cli.config import config_command as config_command
+from accelerate.cli.config import config_command_parser as config_command_parser
+from accelerate.cli.config import main as main
+from accelerate.cli.wizard.terminal import get_user_input as get_user_input
 from typing import Any
 
 def __getattr__(name: str) -> Any: ...

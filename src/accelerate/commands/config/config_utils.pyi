@@ -1,7 +1,7 @@
 # Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.cli.wizard.config_commands import SubcommandHelpFormatter as SubcommandHelpFormatter
+from accelerate.cli.config import SubcommandHelpFormatter as SubcommandHelpFormatter
 from typing import Any
 
 DYNAMO_BACKENDS: list[str]

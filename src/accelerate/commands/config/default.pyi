@@ -1,10 +1,10 @@
 # Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
+from accelerate.cli.config import DEFAULT as description
+from accelerate.cli.config import default_command_parser as default_command_parser
+from accelerate.cli.config import default_config_command as default_config_command
 from accelerate.cli.config_classes import write_basic_config as write_basic_config
-from accelerate.cli.wizard.config_commands import DEFAULT as description
-from accelerate.cli.wizard.config_commands import default_command_parser as default_command_parser
-from accelerate.cli.wizard.config_commands import default_config_command as default_config_command
 from typing import Any
 
 def __getattr__(name: str) -> Any: ...

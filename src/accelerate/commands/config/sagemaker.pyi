@@ -1,7 +1,7 @@
 # Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.cli.wizard.config_commands import get_sagemaker_input as get_sagemaker_input
+from accelerate.cli.wizard.terminal import get_sagemaker_input as get_sagemaker_input
 from typing import Any
 
 def __getattr__(name: str) -> Any: ...
