@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.launch.elastic import multi_machine_runner
+from accelerate.launch.elastic import attempts
 from accelerate.launch.supervisor import GuardProcess
 from tests.support.command import CONSOLE, Finished, Running, launch, start
 
@@ -285,9 +285,9 @@ time.sleep(60)
 def test_an_agent_that_ignores_everything_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch's does in a call to a machine that is gone: it hears no signal but the last one."""
     (tmp_path / "agent.py").write_text(DEAF)
-    monkeypatch.setattr(multi_machine_runner, "AGENT_FILE", str(tmp_path / "agent.py"))
+    monkeypatch.setattr(attempts, "AGENT_FILE", str(tmp_path / "agent.py"))
     with GuardProcess(0.5) as guard:
-        agent = multi_machine_runner.ElasticAgentProcess({}, guard, 0.5)
+        agent = attempts.ElasticAgentProcess({}, guard, 0.5)
         select.select([agent.output], [], [], 30)
         assert [message["event"] for message in agent.read_messages()] == ["start"]
         assert agent.finish() == -signal.SIGKILL

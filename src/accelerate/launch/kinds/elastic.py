@@ -166,7 +166,7 @@ def _run_single_machine(request: LaunchRequest, plan: ElasticLaunchPlan, attempt
 
 def _run_multi_machine(request: LaunchRequest, plan: ElasticLaunchPlan, attempts: Any) -> None:
     from accelerate.launch import preflight
-    from accelerate.launch.elastic.multi_machine_runner import ElasticAgentProcess, MultiMachineAttemptRunner
+    from accelerate.launch.elastic.attempts import ElasticAgentProcess, MultiMachineAttemptRunner
 
     assert plan.endpoint is not None
     options, (least, most) = request.values_of(ElasticLaunchSettings), request.machines
