@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import socket
-import threading
 
 import pytest
 
 from accelerate.core.errors import LaunchError
-from accelerate.launch import preflight
+from accelerate.launch.elastic import rendezvous
 from accelerate.launch.elastic.rendezvous import (
     find_gloo_interface,
     find_local_address,
     is_this_machine,
 )
 from accelerate.world import ports
-from accelerate.world.ports import DEFAULT_PORT, free_port
+from accelerate.world.ports import DEFAULT_PORT
 
 SAME = {"accelerate": "1.0", "torch": "2.13.0", "Python": "3.11", "device": "cpu", "devices": "2 x cpu"}
 
@@ -24,48 +23,35 @@ def resolving(monkeypatch: pytest.MonkeyPatch, *answers: list[str]) -> None:
     """Names resolve to these addresses, one answer after another, the last for ever."""
     left = list(answers)
     monkeypatch.setattr(
-        preflight, "resolve_addresses", lambda host: left.pop(0) if len(left) > 1 else left[0]
+        rendezvous, "resolve_addresses", lambda host: left.pop(0) if len(left) > 1 else left[0]
     )
 
 
-def test_two_machines_on_the_loopback_meet() -> None:
+def test_machines_on_the_loopback_may_meet() -> None:
     said: list[str] = []
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        preflight.check_meeting_point("localhost", server.getsockname()[1], 1, seconds=5, say=said.append)
-    preflight.check_meeting_point("127.0.0.1", free_port(), 0, seconds=5, say=said.append)
+    rendezvous.check_meeting_point("localhost", 1, seconds=5, say=said.append)
+    rendezvous.check_meeting_point("127.0.0.1", 0, seconds=5, say=said.append)
     assert said == []
 
 
-def test_a_machine_waits_for_machine_0_and_says_so_once() -> None:
-    said: list[str] = []
-    port, started = free_port(), threading.Event()
-    servers: list[socket.socket] = []
-
-    def say(line: str) -> None:
-        said.append(line)
-        servers.append(socket.create_server(("127.0.0.1", port)))  # now machine 0 comes
-        started.set()
-
-    preflight.check_meeting_point("127.0.0.1", port, 1, seconds=60, say=say)
-    assert started.is_set()
-    assert said == [f"nobody listens at 127.0.0.1:{port} yet; waiting up to 60 s for machine 0"]
-    servers[0].close()
-
-
-def test_a_port_that_is_never_open_is_an_error_that_names_both() -> None:
-    port = free_port()
-    with pytest.raises(LaunchError, match=rf"port {port} of 127.0.0.1 .* was not reached") as caught:
-        preflight.check_meeting_point("127.0.0.1", port, 1, seconds=0, say=lambda line: None)
-    assert "this machine itself" in str(caught.value)
-    assert "--main_process_ip" in caught.value.fix
+def static(port: int, machine_rank: int) -> rendezvous.StaticRendezvous:
+    """The rendezvous of one of two machines, which waits a second."""
+    numbers = {"host": "127.0.0.1", "port": port, "machine_rank": machine_rank, "most": 2}
+    return rendezvous.StaticRendezvous({**numbers, "join": 1.0, "machine_timeout": 1.0, "id": "none"})
 
 
 def test_a_port_that_is_taken_on_machine_0() -> None:
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(LaunchError, match=f"port {port} cannot be used on this machine") as caught:
-            preflight.check_meeting_point("127.0.0.1", port, 0, seconds=1, say=lambda line: None)
+            static(port, 0)
     assert "--main_process_port" in caught.value.fix
+
+
+def test_a_machine_0_that_does_not_come() -> None:
+    port = ports.free_port()
+    with pytest.raises(LaunchError, match=f"machine 0 does not answer at 127.0.0.1:{port}"):
+        static(port, 1)
 
 
 def test_a_name_that_does_not_resolve() -> None:
@@ -73,7 +59,7 @@ def test_a_name_that_does_not_resolve() -> None:
     with pytest.raises(
         LaunchError, match=r"the name nowhere\.invalid of machine 0 does not resolve"
     ) as caught:
-        preflight.check_meeting_point("nowhere.invalid", 1, 1, seconds=0, say=said.append)
+        rendezvous.check_meeting_point("nowhere.invalid", 1, seconds=0, say=said.append)
     assert "/etc/hosts" in caught.value.fix
 
 
@@ -81,7 +67,7 @@ def test_a_name_that_comes_with_its_machine_is_waited_for(monkeypatch: pytest.Mo
     """The name of a container exists when it runs."""
     said: list[str] = []
     resolving(monkeypatch, [], [], ["127.0.0.1"])
-    preflight.check_meeting_point("pod-0", 1, 1, seconds=60, say=said.append, reach=False)
+    rendezvous.check_meeting_point("pod-0", 1, seconds=60, say=said.append)
     assert len(said) == 1
     assert "does not resolve yet" in said[0]
 
@@ -90,13 +76,13 @@ def test_a_name_that_means_the_machine_itself(monkeypatch: pytest.MonkeyPatch) -
     """A stock Debian gives its own name to 127.0.1.1; a copied /etc/hosts gives it that of machine 0."""
     resolving(monkeypatch, ["127.0.1.1"])
     with pytest.raises(LaunchError, match=r"head is 127.0.1.1 on this machine, number 2"):
-        preflight.check_meeting_point("head", 1, 2, seconds=1, say=lambda line: None, reach=False)
-    preflight.check_meeting_point("head", 1, 0, seconds=1, say=lambda line: None, reach=False)
+        rendezvous.check_meeting_point("head", 2, seconds=1, say=lambda line: None)
+    rendezvous.check_meeting_point("head", 0, seconds=1, say=lambda line: None)
 
 
 def test_an_address_of_another_machine_is_said_on_machine_0() -> None:
     said: list[str] = []
-    preflight.check_meeting_point("192.0.2.1", 1, 0, seconds=1, say=said.append, reach=False)
+    rendezvous.check_meeting_point("192.0.2.1", 0, seconds=1, say=said.append)
     assert said == [
         "machine 0 is this one, but 192.0.2.1 is 192.0.2.1, which is none of its addresses; the others must "
         "reach it there"
@@ -117,19 +103,19 @@ def test_an_address_of_another_machine_is_said_on_machine_0() -> None:
     ],
 )
 def test_what_differs_is_named_with_both_machines(what: str, value: str, text: str, fix: str) -> None:
-    error = preflight.compare_machines([SAME, {**SAME, what: value}, SAME], ["a", "b", "c"])
+    error = rendezvous.compare_machines([SAME, {**SAME, what: value}, SAME], ["a", "b", "c"])
     assert error is not None
     assert text in error.what
     assert fix in error.fix
 
 
 def test_equal_machines_and_the_facts_of_this_one() -> None:
-    mine = preflight.machine_facts("cpu", 2)
+    mine = rendezvous.machine_facts("cpu", 2)
     assert mine.keys() == SAME.keys()
     assert "+" not in mine["torch"], "builds for the CPU and for a device understand each other"
-    assert preflight.compare_machines([mine, mine], ["a", "b"]) is None
-    asked = preflight.machine_facts("cpu", None)
-    assert preflight.compare_machines([mine, asked], ["a", "b"]) is None, (
+    assert rendezvous.compare_machines([mine, mine], ["a", "b"]) is None
+    asked = rendezvous.machine_facts("cpu", None)
+    assert rendezvous.compare_machines([mine, asked], ["a", "b"]) is None, (
         "who says a number may say different ones"
     )
 

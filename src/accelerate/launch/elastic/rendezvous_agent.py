@@ -33,7 +33,6 @@ if __name__ == "__main__":
     sys.path.append(str(Path(__file__).resolve().parents[3]))
 
 from accelerate.core.errors import AccelerateError, LaunchError
-from accelerate.launch import preflight
 from accelerate.launch.elastic import rendezvous
 from accelerate.launch.elastic.rendezvous import DynamicRendezvous, RendezvousInfo, StaticRendezvous
 
@@ -278,9 +277,7 @@ def run_job(launcher: AgentLauncherPipe, job: Message) -> None:
         job["machine_rank"] if job["backend"] == "static" else 1 - rendezvous.is_this_machine(job["host"])
     )
     names = min(RESOLVE_SECONDS, job["join"])
-    preflight.check_meeting_point(
-        job["host"], job["port"], number, seconds=names, say=_print_line, reach=False
-    )
+    rendezvous.check_meeting_point(job["host"], number, seconds=names, say=_print_line)
     rendezvous_handler = StaticRendezvous(job) if job["backend"] == "static" else DynamicRendezvous(job)
     restarts = 0
     stores: list[Any] = []  # the ranks' store, as long as they need it
@@ -312,7 +309,7 @@ def exchange_machine_info(info: RendezvousInfo, job: Message, restarts: int) -> 
     info.store.set(f"machine/{info.machine_rank}", json.dumps(local_info))
     if info.machine_rank == 0:
         those = [json.loads(info.store.get(f"machine/{number}")) for number in range(info.machine_count)]
-        different = preflight.compare_machines(
+        different = rendezvous.compare_machines(
             [each["facts"] for each in those], [each["host"] for each in those]
         )
         common = {

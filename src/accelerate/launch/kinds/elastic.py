@@ -165,7 +165,7 @@ def _run_single_machine(request: LaunchRequest, plan: ElasticLaunchPlan, attempt
 
 
 def _run_multi_machine(request: LaunchRequest, plan: ElasticLaunchPlan, attempts: Any) -> None:
-    from accelerate.launch import preflight
+    from accelerate.launch.elastic import rendezvous
     from accelerate.launch.elastic.attempts import ElasticAgentProcess, MultiMachineAttemptRunner
 
     assert plan.endpoint is not None
@@ -186,7 +186,7 @@ def _run_multi_machine(request: LaunchRequest, plan: ElasticLaunchPlan, attempts
         "most": most,
         "machine_rank": request.settings.machine_rank,
         "processes": plan.allocation.processes,
-        "facts": preflight.machine_facts(
+        "facts": rendezvous.machine_facts(
             allocation.device.type, None if isinstance(local_processes, int) else allocation.processes
         ),
         "max_restarts": options.max_restarts,
