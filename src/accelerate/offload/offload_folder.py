@@ -27,6 +27,7 @@ from accelerate.offload.offloaded_tensor import (
     OffloadedTensor,
     OffloadError,
     TensorSource,
+    in_memory,
 )
 
 INDEX = "index.json"
@@ -215,12 +216,6 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
         twin = copy.copy(dataset)
         twin.state_dict = weights
         return PrefixedDataset(twin, self.prefix)
-
-
-def in_memory(weights: Mapping[str, Any], key: str) -> bool:
-    """Return True when an entry of a mapping is in memory; of an unknown mapping, when it is one object."""
-    ask = getattr(weights, "in_memory", None)
-    return bool(ask(key)) if ask is not None else weights[key] is weights[key]
 
 
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):

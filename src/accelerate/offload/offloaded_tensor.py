@@ -125,6 +125,12 @@ class TensorViewSource(HostMemoryWeightSource):
         super().write(value)
 
 
+def in_memory(weights: Mapping[str, Any], key: str) -> bool:
+    """Return True when an entry of a mapping is in memory; of an unknown mapping, when it is one object."""
+    ask = getattr(weights, "in_memory", None)
+    return bool(ask(key)) if ask is not None else weights[key] is weights[key]
+
+
 class MappingSource(TensorSource):
     """An entry of a mapping of tensors, the ``weights_map`` of a hook: read when it is asked for.
 
@@ -140,8 +146,7 @@ class MappingSource(TensorSource):
     @property
     def in_memory(self) -> bool:
         """True when the mapping says that the entry is in memory, or returns the same tensor twice."""
-        ask = getattr(self.weights, "in_memory", None)
-        return bool(ask(self.key)) if ask is not None else self.weights[self.key] is self.weights[self.key]
+        return in_memory(self.weights, self.key)
 
     def host_tensor(self) -> torch.Tensor:
         """Return the mapping's current value, in the dtype that is wanted.
