@@ -8,9 +8,7 @@ from accelerate.offload.dispatch import disk_offload as disk_offload
 from accelerate.offload.dispatch import dispatch_model as dispatch_model
 from accelerate.offload.empty_init import init_empty_weights as init_empty_weights
 from accelerate.offload.empty_init import init_on_device as init_on_device
-from accelerate.offload.layerwise_casting import (
-    attach_layerwise_casting_hooks as attach_layerwise_casting_hooks,
-)
+from accelerate.offload.hooks import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
 from typing import Any
 
 def __getattr__(name: str) -> Any: ...

@@ -60,7 +60,7 @@ FP8 = "matrix products in 8-bit floats by torchao, TransformerEngine or MS-AMP"
 NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     "accelerate": {},
     "accelerate.accelerator": exports("facade.accelerator: Accelerator"),
-    "accelerate.big_modeling": exports("offload.layerwise_casting: attach_layerwise_casting_hooks")
+    "accelerate.big_modeling": exports("offload.hooks: attach_layerwise_casting_hooks")
     | exports("offload.dispatch: cpu_offload cpu_offload_with_hook disk_offload dispatch_model")
     | exports("offload.empty_init: init_empty_weights init_on_device")
     | exports("facade.big_model_loading: load_checkpoint_and_dispatch"),
@@ -77,7 +77,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | exports("data.batch_sampler_shard: BatchSamplerShard SeedableRandomSampler SkipBatchSampler")
     | exports("data.iterable_dataset: IterableDatasetShard"),
     "accelerate.hooks": exports(
-        "offload.hooks: ModelHook SequentialHook _accelerate_added_attributes _compiler_disable "
+        "offload.hooks: LayerwiseCastingHook ModelHook SequentialHook _accelerate_added_attributes "
         "add_hook_to_module remove_hook_from_module remove_hook_from_submodules"
     )
     | exports(
@@ -85,7 +85,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "attach_execution_device_hook"
     )
     | exports("offload.dispatch: CpuOffload UserCpuOffloadHook")
-    | exports("offload.layerwise_casting: LayerwiseCastingHook"),
+    | exports("offload.offloaded_tensor: _compiler_disable"),
     "accelerate.inference": exports(
         "offload.pipeline.prepare_pippy: build_pipeline find_pippy_batch_size generate_device_map "
         "pippy_forward prepare_pippy"
@@ -187,7 +187,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     )
     | exports("watch.profile: PROFILE_PATTERN_NAME")
     | exports("core.packages: STR_OPERATION_TO_FUNC=OPERATIONS")
-    | exports("offload.layerwise_casting: SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING=CASTABLE_LAYERS")
+    | exports("offload.hooks: SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING=CASTABLE_LAYERS")
     | constants(
         "BETA_CP_AVAILABLE_PYTORCH_VERSION=2.6.0 BETA_SP_AVAILABLE_DEEPSPEED_VERSION=0.18.2 "
         "BETA_TP_AVAILABLE_PYTORCH_VERSION=2.3.0 BETA_TP_AVAILABLE_TRANSFORMERS_VERSION=4.52.0 "

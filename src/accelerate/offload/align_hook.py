@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.offload.hooks import ModelHook, _compiler_disable, add_hook_to_module, walk_modules
+from accelerate.offload.hooks import ModelHook, add_hook_to_module, walk_modules
 from accelerate.offload.module_input_output import Keys, move_arguments
 from accelerate.offload.module_tensors import (
     DeviceLike,
@@ -44,6 +44,7 @@ from accelerate.offload.offloaded_tensor import (
     OffloadedTensor,
     OffloadError,
     TensorSource,
+    _compiler_disable,
     make_stand_in,
     source_of,
 )

@@ -15,15 +15,17 @@ import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch._utils import _rebuild_parameter
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from accelerate.core.errors import AccelerateError, PrepareError
-from accelerate.offload.hooks import _compiler_disable
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _aten: Any = torch.ops.aten
 _VIEWS_OF_ALL = (_aten.detach.default, _aten.alias.default)
@@ -188,6 +190,19 @@ class MappingSource(TensorSource):
 
 
 # ------------------------------------------------------------------------------------------------- stand-ins
+
+
+def _compiler_disable(fn: F) -> F:
+    """Exclude a function from ``torch.compile``; outside of a compilation it costs one test."""
+    break_graph: Any = _disable_dynamo(fn)  # imports the compiler when it is first called
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return break_graph(*args, **kwargs)
+        return fn(*args, **kwargs)
+
+    return wrapper  # pyright: ignore[reportReturnType]
 
 
 class OffloadedTensor(torch.Tensor):

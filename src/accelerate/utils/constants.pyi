@@ -15,7 +15,7 @@ from accelerate.checkpoint.layout import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAM
 from accelerate.checkpoint.layout import WEIGHTS_NAME as WEIGHTS_NAME
 from accelerate.checkpoint.layout import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
 from accelerate.core.packages import OPERATIONS as STR_OPERATION_TO_FUNC
-from accelerate.offload.layerwise_casting import CASTABLE_LAYERS as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
+from accelerate.offload.hooks import CASTABLE_LAYERS as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
 from accelerate.watch.profile import PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME
 from typing import Any
 
