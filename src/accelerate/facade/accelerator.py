@@ -37,9 +37,8 @@ from accelerate.facade.micro_batch_windows import GradientAccumulationWindows
 from accelerate.facade.optimizer import AcceleratedOptimizer
 from accelerate.facade.option_report import OptionReporter
 from accelerate.facade.preemption import Preemption
-from accelerate.facade.prepare_plan import PreparePlan
 from accelerate.facade.prepared_objects import PreparedObjects
-from accelerate.facade.preparer import PrepareOptions, Preparer, is_dispatched
+from accelerate.facade.preparer import PrepareOptions, PreparePlan, Preparer, is_dispatched
 from accelerate.facade.processes import ProcessMixin
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.facade.state import AcceleratorState
@@ -414,7 +413,9 @@ class Accelerator(ProcessMixin):
 
     def plan(self, *args: Any, device_placement: list[bool] | None = None) -> PreparePlan:
         """Return the plan of ``prepare`` for these objects without changing them. Print it."""
-        return self._preparer.make_plan(self._preparer.make_bundle(args, device_placement))
+        plan = self._preparer.make_plan(self._preparer.make_bundle(args, device_placement))
+        _ = plan.text  # of the objects as they are now
+        return plan
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

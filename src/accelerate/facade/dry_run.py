@@ -160,7 +160,7 @@ def _dry_run_rank(model: nn.Module, request: StrategyRequest, optimizer: str) ->
     bundle = PrepareBundle([model], ["model"], place_on_device=[True])
     step_lines = []
     for step in strategy.prepare_steps(bundle):
-        step_lines.append(f"{step.name}: {step.reason}")
+        step_lines.append(str(step))
         step.apply(bundle)
     trained: nn.Module = bundle.objects[0]
     mesh = strategy.mesh

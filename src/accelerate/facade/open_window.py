@@ -14,8 +14,7 @@ from accelerate.core.user_warning import warn_user
 from accelerate.facade.loss_weighting import LossWeighting
 from accelerate.facade.prepared_objects import PreparedObjects
 from accelerate.facade.runtime import Runtime
-from accelerate.strategy.base import OpenGradients
-from accelerate.strategy.protocol.open_gradients import GradientPiece, join_pieces
+from accelerate.strategy.base import GradientPiece, OpenGradients, join_pieces
 
 
 class OpenWindow:

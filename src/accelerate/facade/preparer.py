@@ -1,31 +1,36 @@
-"""The ``Preparer`` of an ``Accelerator``: it makes objects ready for the strategy of the run."""
+"""The ``Preparer`` of an ``Accelerator``: it plans what ``prepare`` will do to which object, and does it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accelerate.core import environ, lazy_names
 from accelerate.core.errors import PrepareError
+from accelerate.core.units import show_bytes
+from accelerate.core.user_warning import warn_user
 from accelerate.data.configuration import DataLoaderConfiguration
 from accelerate.data.loader import DataLoaderShard
 from accelerate.data.prepare import prepare_data_loader
-from accelerate.facade import prepare_plan
+from accelerate.facade.compilation import compile_regions
 from accelerate.facade.device_availability import feature_checker
-from accelerate.facade.optimizer import AcceleratedOptimizer, agree_on_optimizers
+from accelerate.facade.optimizer import AcceleratedOptimizer, agree_on_optimizers, move_to_device
 from accelerate.facade.prepared_objects import PreparedObjects
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.scheduler import AcceleratedScheduler
-from accelerate.offload.offloaded_tensor import check_quantized, check_trainable
-from accelerate.strategy.base import DataSharding, PrepareBundle
+from accelerate.offload.offloaded_tensor import check_trainable
+from accelerate.strategy.base import DataSharding, ObjectKind, PrepareBundle, PrepareStep
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
 logger = logging.getLogger(__name__)
@@ -49,6 +54,27 @@ class PrepareOptions:
     rng_types: list[Any] | None
     dataloader: DataLoaderConfiguration
     strict: bool = False
+
+
+@dataclass(frozen=True)
+class PreparePlan:
+    """The steps of one ``prepare``. Print it."""
+
+    steps: tuple[PrepareStep, ...]
+
+    def __str__(self) -> str:
+        return self.text
+
+    @cached_property
+    def text(self) -> str:
+        """A numbered line for each step, as the objects are when it is asked for first."""
+        rows = [f"{number}. {step}{_format_memory(step)}" for number, step in enumerate(self.steps, 1)]
+        return "\n".join(rows) or "nothing to do"
+
+
+def _format_memory(step: PrepareStep) -> str:
+    before, after = (0, 0) if step.memory is None else step.memory()
+    return f" ({show_bytes(before)} -> {show_bytes(after)} here)" if before != after else ""
 
 
 class Preparer:
@@ -75,18 +101,30 @@ class Preparer:
     def make_bundle(
         self, objects: tuple[Any, ...], place: list[bool] | None, training: bool = True
     ) -> PrepareBundle:
-        """Return the bundle of one ``prepare``; see ``prepare_plan.make_bundle``."""
-        bundle = prepare_plan.make_bundle(objects, place, self.options.device_placement, training)
-        bundle.accumulation_steps = self.runtime.gradients.num_steps
-        bundle.split_batches = self.options.dataloader.split_batches
-        return bundle
+        """Return the bundle of one ``prepare`` call.
 
-    def make_plan(self, bundle: PrepareBundle) -> prepare_plan.PreparePlan:
-        """Return what ``prepare`` of this bundle will do, without changing anything."""
-        runtime = self.runtime
-        wrappers = prepare_plan.PrepareWrappers(self._wrap_optimizer, self._wrap_scheduler, self.wrap_loader)
-        return prepare_plan.make_plan(
-            bundle, runtime.world, runtime.precision, runtime.strategy, wrappers, runtime.compiler
+        Args:
+            objects: the arguments of ``prepare``.
+            place: per object, whether it goes to the device; None places all as the options say.
+            training: False when the models are only evaluated.
+
+        Raises:
+            PrepareError: nothing is given, or ``place`` has another length.
+        """
+        if not objects:
+            raise PrepareError(
+                "prepare() was given nothing", fix="accelerator.prepare(model, optimizer, loader)"
+            )
+        if place is not None and len(place) != len(objects):
+            raise PrepareError(f"device_placement has {len(place)} entries for {len(objects)} objects")
+        default = self.options.device_placement
+        return PrepareBundle(
+            list(objects),
+            [object_kind(item) for item in objects],
+            training,
+            [default if wish is None else wish for wish in place or [None] * len(objects)],
+            self.runtime.gradients.num_steps,
+            self.options.dataloader.split_batches,
         )
 
     def prepare(self, bundle: PrepareBundle) -> None:
@@ -95,20 +133,122 @@ class Preparer:
         Raises:
             PrepareError: one cannot be prepared; nothing is changed then.
         """
+        world = self.runtime.world
+        models, optimizers = bundle.objects_of("model"), bundle.objects_of("optimizer")
         for value in bundle.objects_of("other"):
             self._note_unprepared(value)
-        distributed, trained = self.runtime.world.size > 1, bool(bundle.objects_of("optimizer"))
-        for model in bundle.objects_of("model"):
-            if distributed and not environ.get_flag("ACCELERATE_BYPASS_DEVICE_MAP"):
-                self._refuse_dispatched(model)
-            check_trainable(model, several=distributed, trained=trained)
-            if bundle.training:
-                check_quantized(model, can_train_on_cpu=_bitsandbytes_has_cpu)
-        if trained and dist.is_initialized() and distributed and bundle.objects_of("model"):
-            agree_on_optimizers(bundle.objects_of("optimizer"), self.runtime.world.device)
-        bundle.replace("model", self._find_prepared)
-        self.make_plan(bundle).apply(bundle)
+        for model in models:
+            if world.size > 1 and is_dispatched(model):
+                self._refuse_dispatched()
+            check_trainable(
+                model,
+                several=world.size > 1,
+                trained=bool(optimizers),
+                can_train_on_cpu=_bitsandbytes_has_cpu if bundle.training else None,
+            )
+        if optimizers and models and world.size > 1 and dist.is_initialized():
+            agree_on_optimizers(optimizers, world.device)
+        if self.prepared.models:
+            bundle.replace("model", self._find_prepared)
+        for step in self.make_plan(bundle).steps:
+            step.apply(bundle)
         self.prepared.add_bundle(bundle)
+
+    # --- the plan
+
+    def make_plan(self, bundle: PrepareBundle) -> PreparePlan:
+        """Return what ``prepare`` of this bundle will do, without changing anything.
+
+        Raises:
+            PrepareError: an object cannot be trained by this strategy, or in this precision.
+        """
+        if not self.runtime.strategy.owns_step:
+            self._check_trained(bundle)
+        return PreparePlan(tuple(self._steps(bundle)))
+
+    def _check_trained(self, bundle: PrepareBundle) -> None:
+        """Refuse objects of DeepSpeed and Megatron-LM, and parameters that this precision cannot train."""
+        for item in bundle.objects:
+            if hasattr(type(item), "prepared_as"):
+                raise PrepareError(
+                    f"a {type(item).__name__} stands for one of DeepSpeed or Megatron-LM, and the strategy "
+                    f"is {self.runtime.strategy.name!r}",
+                    fix="prepare an optimizer and a scheduler of torch, or launch with DeepSpeed or "
+                    "Megatron-LM",
+                )
+        if not bundle.training:
+            return
+        check, models = self.runtime.precision.check_trainable, bundle.objects_of("model")
+        for model in models:
+            check(model.named_parameters())
+        named = {p for model in models for p in model.parameters()}
+        for optimizer in bundle.objects_of("optimizer"):
+            groups = enumerate(group["params"] for group in optimizer.param_groups)
+            rest = ((f"parameter {i} of group {g}", p) for g, group in groups for i, p in enumerate(group))
+            check((name, p) for name, p in rest if p not in named)
+
+    def _steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
+        runtime, models = self.runtime, bundle.objects_of("model")
+        world, precision, strategy = runtime.world, runtime.precision, runtime.strategy
+        # A strategy that shards places its own shards: the whole model might not fit.
+        if not strategy.shards_params and any(
+            bundle.place_on_device[i] and _is_elsewhere(bundle.objects[i], world.device)
+            for i in bundle.positions("model")
+        ):
+            yield PrepareStep(
+                "place",
+                f"the weights go to {world.device}",
+                partial(_place_models, device=world.device),
+                partial(_placed_bytes, models, world.device),
+            )
+        if models and not strategy.owns_step:
+            reason = precision.describe_conversion()
+            # A precision is attached by hooks.
+            if not reason and any(m._forward_hooks and precision.replaces_attached(m) for m in models):
+                reason = "the model computes in the format of its weights again"
+            if reason:
+                yield PrepareStep("precision", reason, self._attach_precision)
+        yield from strategy.prepare_steps(bundle)
+        compiler = runtime.compiler
+        if compiler.is_enabled and models:
+            if isinstance(strategy, DataSharding):
+                strategy.check_compiler()
+            scope = "block by block" if compiler.use_regional_compilation else "as a whole"
+            reason = f"torch.compile, {str(compiler.backend).lower()}, {scope}, in place"
+            yield PrepareStep("compile", reason, self._compile_models)
+        for kind, reason, wrap in (
+            ("optimizer", "steps only when gradients are complete", self._wrap_optimizer),
+            ("scheduler", "advances with the optimizer", self._wrap_scheduler),
+        ):
+            if kind in bundle.kinds:
+                yield PrepareStep(kind, reason, partial(PrepareBundle.replace, kind=kind, function=wrap))
+        if "loader" in bundle.kinds:
+            reason = f"each of {world.size} processes takes its own samples"
+            yield PrepareStep(
+                "data", reason if world.size > 1 else f"batches go to {world.device}", self._wrap_loaders
+            )
+
+    def _attach_precision(self, bundle: PrepareBundle) -> None:
+        precision = self.runtime.precision
+        for model in bundle.objects_of("model"):
+            if precision.replaces_attached(model):
+                warn_user(
+                    f"a {type(model).__name__} was prepared with another precision before, by another "
+                    f"Accelerator: from now on mixed_precision={precision.name!r} holds for it"
+                )
+            precision.attach(model)
+
+    def _compile_models(self, bundle: PrepareBundle) -> None:
+        """Compile the models in place: class, names and state stay, and there is nothing to unwrap."""
+        compiler = self.runtime.compiler
+        for model in map(self.runtime.strategy.unwrap, bundle.objects_of("model")):
+            if compiler.use_regional_compilation:
+                compile_regions(model, **compiler.to_kwargs())
+            else:
+                model.compile(**compiler.to_kwargs())
+                self.runtime.precision.adapt_to_compile(model)
+
+    # --- objects that are left alone, and refused
 
     def _note_unprepared(self, value: Any) -> None:
         """Say once for each type that objects of it come back as they are."""
@@ -134,8 +274,8 @@ class Preparer:
         unwrap = self.runtime.strategy.unwrap
         return next((prepared for prepared in self.prepared.models if unwrap(prepared) is model), model)
 
-    def _refuse_dispatched(self, model: nn.Module) -> None:
-        if is_dispatched(model):
+    def _refuse_dispatched(self) -> None:
+        if not environ.get_flag("ACCELERATE_BYPASS_DEVICE_MAP"):
             raise PrepareError(
                 "a model dispatched over several devices cannot train on "
                 f"{self.runtime.world.size} processes",
@@ -145,22 +285,16 @@ class Preparer:
 
     # --- wrappers
 
-    def _wrapper_class(self, kind: str, usual: Any) -> Any:
-        """Return the wrapper class of optimizers or schedulers: the engine's, or the usual one."""
-        strategy = self.runtime.strategy
-        if not isinstance(strategy, EngineStrategy) or kind not in strategy.wrapper_classes:
-            return usual
-        module, _, name = strategy.wrapper_classes[kind].partition(":")
-        return getattr(import_module(module), name)
-
     def _wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
         for prepared in self.prepared.optimizers:
             if prepared.optimizer is optimizer:
                 return prepared
-        runtime = self.runtime
-        wrapped = self._wrapper_class("optimizer", AcceleratedOptimizer)(optimizer).bind(
+        runtime, wrapper_class = self.runtime, AcceleratedOptimizer
+        if isinstance(runtime.strategy, EngineStrategy):
+            wrapper_class = _engine_wrapper(runtime.strategy, "optimizer") or AcceleratedOptimizer
+        wrapped = wrapper_class(optimizer).bind(
             runtime.gradients, runtime.precision, runtime.strategy, self.first_step_checks
         )
         # Added at once: a scheduler of the same bundle looks for it.
@@ -179,13 +313,18 @@ class Preparer:
         followed = [each for each in optimizers if each.optimizer is inner or each is inner] or optimizers
         strategy = self.runtime.strategy
         if isinstance(strategy, EngineStrategy) and strategy.advances_scheduler(scheduler):
-            return self._wrapper_class("scheduler", AcceleratedScheduler)(scheduler, list(followed))
+            wrapper_class = _engine_wrapper(strategy, "scheduler") or AcceleratedScheduler
+            return wrapper_class(scheduler, list(followed))
         return AcceleratedScheduler(
             scheduler,
             list(followed),
             step_with_optimizer=self.options.step_scheduler_with_optimizer,
             split_batches=self.options.dataloader.split_batches,
         ).bind(self.runtime.gradients, strategy.data_shard.count)
+
+    def _wrap_loaders(self, bundle: PrepareBundle) -> None:
+        for index in bundle.positions("loader"):
+            bundle.objects[index] = self.wrap_loader(bundle.objects[index], bundle.place_on_device[index])
 
     def wrap_loader(self, loader: DataLoader[Any], place: bool, **options: Any) -> DataLoaderShard:
         """Return the prepared loader.
@@ -237,3 +376,77 @@ def is_dispatched(model: nn.Module) -> bool:
     """Return whether a submodule of ``model`` is dispatched over several devices."""
     maps = (getattr(module, "hf_device_map", None) for module in model.modules())
     return any(places is not None and len(set(places.values())) > 1 for places in maps)
+
+
+def _engine_wrapper(strategy: EngineStrategy, kind: str) -> Any:
+    """Return the class by which an engine wraps optimizers or schedulers; None for the usual one."""
+    module, _, name = strategy.wrapper_classes.get(kind, "").partition(":")
+    return getattr(import_module(module), name) if module else None
+
+
+def object_kind(value: Any) -> ObjectKind:
+    """Return the kind of an object given to ``prepare``; ``"other"`` comes back as it is."""
+    if isinstance(value, DataLoader):
+        return "loader"
+    stands_for = getattr(type(value), "prepared_as", None)
+    if stands_for is not None:
+        return stands_for
+    if isinstance(value, nn.Module):
+        return "model"
+    if isinstance(value, Optimizer) or (hasattr(value, "param_groups") and hasattr(value, "step")):
+        return "optimizer"
+    return "scheduler" if isinstance(value, LRScheduler | AcceleratedScheduler) else "other"
+
+
+def _is_elsewhere(model: nn.Module, device: torch.device) -> bool:
+    return any(t.device != device for t in (*model.parameters(), *model.buffers()))
+
+
+def _placed_bytes(models: list[nn.Module], device: torch.device) -> tuple[int, int]:
+    """Return the bytes of models that are on the device now, and those of all that will be."""
+    tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
+    return sum(t.nbytes for t in tensors if t.device.type == device.type), sum(t.nbytes for t in tensors)
+
+
+def _place_models(bundle: PrepareBundle, device: torch.device) -> None:
+    """Move the models, and keep the optimizers on their parameters."""
+    for index in bundle.positions("model"):
+        model = bundle.objects[index]
+        if not bundle.place_on_device[index] or hasattr(model, "hf_device_map"):
+            continue
+        before = list(model.parameters())
+        model.to(device)
+        # Some devices cannot swap a parameter's data in place: torch then makes new parameters.
+        renewed = {
+            id(old): new for old, new in zip(before, model.parameters(), strict=True) if old is not new
+        }
+        for optimizer in bundle.objects_of("optimizer"):
+            replace_parameters(optimizer, renewed)
+            _move_state(optimizer)
+
+
+def replace_parameters(optimizer: Optimizer, renewed: dict[int, torch.Tensor]) -> None:
+    """Replace parameters of an optimizer, and move their optimizer state to the new ones.
+
+    Args:
+        renewed: new parameters by ``id`` of the old ones.
+    """
+    if not renewed:
+        return
+    for group in optimizer.param_groups:
+        for place, old in enumerate(group["params"]):
+            new = renewed.get(id(old))
+            if new is not None:
+                group["params"][place] = new
+                if old in optimizer.state:
+                    optimizer.state[new] = optimizer.state.pop(old)
+
+
+def _move_state(optimizer: Optimizer) -> None:
+    """Move the optimizer state to the devices of the parameters."""
+    for parameter, state in optimizer.state.items():
+        # A 0-dimensional step counter stays on the host unless the optimizer runs fused.
+        optimizer.state[parameter] = {
+            name: value if name == "step" else move_to_device(value, parameter.device)
+            for name, value in state.items()
+        }

@@ -376,21 +376,22 @@ def source_of(tensor: torch.Tensor | None) -> TensorSource | None:
 # -------------------------------------------------------------------------------------------------- training
 
 
-def check_trainable(model: nn.Module, *, several: bool, trained: bool) -> None:
-    """Raise when a model with offloaded weights cannot be trained as asked.
+def check_trainable(
+    model: nn.Module, *, several: bool, trained: bool, can_train_on_cpu: Callable[[], bool] | None = None
+) -> None:
+    """Raise when a model with offloaded weights, or in 8 or 4 bits, cannot be trained as asked.
 
     Args:
         model: the model.
         several: several processes will train it.
         trained: an optimizer is prepared with it.
+        can_train_on_cpu: whether bitsandbytes computes on the CPU too; None where nothing is to be trained.
 
     Raises:
         PrepareError: weights that are offloaded cannot be trained, or not by several processes.
     """
     offloaded = [(name, p) for name, p in model.named_parameters() if isinstance(p, OffloadedTensor)]
-    if not offloaded:
-        return
-    if several:
+    if offloaded and several:
         raise PrepareError(
             "a model whose weights are offloaded cannot be trained by several processes",
             why="each process would hold its own copy of the weights in memory, and exchange them all",
@@ -404,22 +405,23 @@ def check_trainable(model: nn.Module, *, several: bool, trained: bool) -> None:
             why="offloaded weights are dropped after each forward: their gradients have nowhere to go",
             fix="freeze them, model.requires_grad_(False), and train adapters on top of them",
         )
+    bits = next((bits for bits in (8, 4) if getattr(model, f"is_loaded_in_{bits}bit", False)), None)
+    if bits is not None and can_train_on_cpu is not None:
+        _check_quantized(model, bits, can_train_on_cpu)
 
 
-def check_quantized(model: nn.Module, *, can_train_on_cpu: Callable[[], bool]) -> None:
+def _check_quantized(model: nn.Module, bits: int, can_train_on_cpu: Callable[[], bool]) -> None:
     """Raise when a model in 8 or 4 bits is to be trained while its device map offloads parts of it.
 
     Args:
         model: the model; one that transformers has quantized says so by ``is_loaded_in_8bit`` or
             ``is_loaded_in_4bit``, and where its parts are by ``hf_device_map``.
-        can_train_on_cpu: whether bitsandbytes computes on the CPU too; called for such a model only.
+        bits: 8 or 4.
+        can_train_on_cpu: whether bitsandbytes computes on the CPU too.
 
     Raises:
         PrepareError: a part is on the disk, or on the CPU where bitsandbytes does not compute there.
     """
-    bits = next((bits for bits in (8, 4) if getattr(model, f"is_loaded_in_{bits}bit", False)), None)
-    if bits is None:
-        return
     places: Mapping[str, Any] = getattr(model, "hf_device_map", None) or {}
     refused = {name: place for name, place in places.items() if place in ("cpu", "disk")}
     if not refused or ("disk" not in refused.values() and can_train_on_cpu()):

@@ -1,8 +1,8 @@
 """The strategy protocol: what ``prepare`` does to a bundle, and how gradients and states are shared.
 
 A strategy is one file of this folder with ``PLUGIN = <subclass of Strategy>``, or the ``strategy.py`` of a
-folder. Its methods about gradients and states stand in the files of ``protocol``. It may have more
-capabilities, which callers find by its type: ``EngineStrategy`` owns the optimizer and the step
+folder. Its methods about gradients stand in ``protocol/gradient_sync.py``. It may have more capabilities,
+which callers find by its type: ``EngineStrategy`` owns the optimizer and the step
 (``protocol/engine_strategy.py``), ``DataSharding`` has ranks that read the same samples, ``ReductionMonitor``
 knows gradients that no reduction has seen, and ``OpenGradients`` can save and restore the gradients of an
 incomplete window.
@@ -11,25 +11,27 @@ incomplete window.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
+import torch
 from torch import nn
 
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import OptionStatus, RequestedOption, non_default_options
-from accelerate.strategy.protocol.data_sharding import DataSharding, RankDataShard
 from accelerate.strategy.protocol.gradient_sync import (
     NO_CONTEXT,
+    GradientPiece,
     GradientSync,
+    OpenGradients,
     ReductionMonitor,
     ZeroBackward,
     graph_leaves,
+    join_pieces,
     run_with_zero_gradients,
 )
-from accelerate.strategy.protocol.open_gradients import OpenGradients
-from accelerate.strategy.protocol.request import ObjectKind, PrepareBundle, PrepareStep, StrategyRequest
-from accelerate.strategy.protocol.state_io import StateIO
 from accelerate.world.world import World
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NO_CONTEXT",
     "DataSharding",
+    "GradientPiece",
     "ObjectKind",
     "OpenGradients",
     "PrepareBundle",
@@ -48,11 +51,112 @@ __all__ = [
     "StrategyRequest",
     "ZeroBackward",
     "graph_leaves",
+    "join_pieces",
     "run_with_zero_gradients",
 ]
 
+H = TypeVar("H", bound=KwargsHandler)
+ObjectKind = Literal["model", "optimizer", "scheduler", "loader", "other"]
 
-class Strategy(GradientSync, StateIO, ABC):
+
+@dataclass
+class PrepareBundle:
+    """The objects of one ``prepare``, in the order of the call.
+
+    Attributes:
+        objects: the objects; steps replace items in place.
+        kinds: the kind of each.
+        training: False when the models are only evaluated.
+        place_on_device: per object, whether it is moved to the device.
+        accumulation_steps: micro-batches per optimizer step.
+        split_batches: a batch of a loader is that of all ranks together.
+    """
+
+    objects: list[Any]
+    kinds: list[ObjectKind]
+    training: bool = True
+    place_on_device: list[bool] = field(default_factory=list)
+    accumulation_steps: int = 1
+    split_batches: bool = False
+
+    def positions(self, kind: ObjectKind) -> list[int]:
+        """Return the indices of the objects of one kind."""
+        return [index for index, item in enumerate(self.kinds) if item == kind]
+
+    def objects_of(self, kind: ObjectKind) -> list[Any]:
+        """Return the objects of one kind, in order."""
+        return [item for item, is_a in zip(self.objects, self.kinds, strict=True) if is_a == kind]
+
+    def replace(self, kind: ObjectKind, function: Callable[[Any], Any]) -> None:
+        """Replace every object of one kind by ``function(object)``; a repeated object once."""
+        replacements: dict[int, tuple[Any, Any]] = {}
+        for index in self.positions(kind):
+            item = self.objects[index]
+            if id(item) not in replacements:
+                replacements[id(item)] = item, function(item)
+            self.objects[index] = replacements[id(item)][1]
+
+
+@dataclass(frozen=True)
+class PrepareStep:
+    """One step of ``prepare``: a dry run prints it, ``prepare`` applies it.
+
+    Attributes:
+        name: the action, in a word or two.
+        reason: why, as one clause; a function returns one that takes a walk over the model.
+        apply: changes the bundle.
+        memory: returns the bytes of the bundle on this process's device before and after, if they change.
+    """
+
+    name: str
+    reason: str | Callable[[], str]
+    apply: Callable[[PrepareBundle], None]
+    memory: Callable[[], tuple[int, int]] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason if isinstance(self.reason, str) else self.reason()}"
+
+
+@dataclass(frozen=True)
+class StrategyRequest:
+    """The request by which a strategy is chosen.
+
+    Attributes:
+        world: the open world.
+        plugins: the strategy plugins given to the ``Accelerator``, without the absent ones.
+        handlers: the kwargs handlers given to it, by class.
+        precision: name of the precision.
+        parallelism: the sizes of the dimensions of a mesh, a ``ParallelismConfig``.
+    """
+
+    world: World
+    plugins: tuple[Any, ...] = ()
+    handlers: Mapping[type, Any] = field(default_factory=dict)
+    precision: str = "no"
+    parallelism: Any = None
+
+    def handler(self, kind: type[H]) -> H:
+        """Return the handler of that class, or one with its defaults."""
+        return self.handlers.get(kind) or kind()
+
+
+@dataclass(frozen=True)
+class RankDataShard:
+    """The part of the data that this process reads.
+
+    Attributes:
+        count: the number of parts.
+        index: this process's part.
+        counts_samples: of the ranks with the same part (tensor or pipeline parallel), this one counts the
+            samples where each is counted once.
+    """
+
+    count: int
+    index: int
+    counts_samples: bool = True
+
+
+class Strategy(GradientSync, ABC):
     """The way in which one training is distributed over processes.
 
     Attributes:
@@ -141,3 +245,116 @@ class Strategy(GradientSync, StateIO, ABC):
     def model_parallel_size(self) -> int:
         """The number of ranks, with this one, that compute the same loss from the same tokens."""
         return 1
+
+    # --- states: by default each process has the full state
+
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the model's full state dict, by the names that checkpoints use."""
+        return model.state_dict()
+
+    def load_model(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+        """Load what ``model_state`` returned; the result lists missing and unexpected names."""
+        return model.load_state_dict(state, strict=strict)
+
+    def check_materialized(self, model: nn.Module) -> None:
+        """Refuse to save a prepared model that has no values yet; each rank checks its own part.
+
+        Raises:
+            PrepareError: with the names of what is empty.
+        """
+
+    @property
+    def saves_sharded(self) -> bool:
+        """True if checkpoints are sharded by default; only where the strategy ``shards_params``."""
+        return False
+
+    def model_checkpoint_view(self, model: nn.Module) -> Any:
+        """Return the model as sharded checkpoints see it: a module with the user's names.
+
+        A sharded parameter is a ``DTensor``, or a stand-in of one where only names and shapes count.
+        """
+        return self.unwrap(model)
+
+    def optimizer_checkpoint_view(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Return the optimizer as sharded checkpoints see it, over ``model_checkpoint_view``'s parameters."""
+        return optimizer
+
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
+    ) -> dict[str, Any]:
+        """Return the optimizer's full state, as its ``state_dict`` would be in one process; collective.
+
+        It is complete on rank 0; other ranks may get less.
+
+        Args:
+            optimizer: the user's own.
+            models: the prepared models, whose parameters it has.
+        """
+        return optimizer.state_dict()
+
+    def load_optimizer(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
+    ) -> None:
+        """Load what ``optimizer_state`` returned; every rank passes the full state, and keeps its shard."""
+        optimizer.load_state_dict(dict(state))
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the user's own module."""
+        return model
+
+
+class DataSharding:
+    """A capability: ranks hold parts of one model or of one sequence, and read the same samples.
+
+    ``Strategy.data_shard`` and ``Strategy.model_parallel_size`` say how many read the same; these methods
+    say what is done with the samples.
+    """
+
+    def data_shard_for(self, loader: Any) -> RankDataShard:
+        """Return the ``data_shard`` of one loader, before it is prepared."""
+        raise NotImplementedError
+
+    def batch_slicer_for(self, loader: Any) -> Callable[[Any], Any] | None:
+        """Return what cuts a batch of ``loader`` to what this rank computes; None where it stays whole."""
+        raise NotImplementedError
+
+    def merge_model_parallel(self, values: Any) -> Any:
+        """Merge the outputs of ranks with the same samples into what one rank would compute; collective."""
+        raise NotImplementedError
+
+    def shard_sequences(
+        self, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept: set[torch.Tensor]
+    ) -> AbstractContextManager[Any]:
+        """Return a context for forward and backward in which whole sequences are sharded (context parallel).
+
+        Args:
+            buffers: tensors with whole sequences, sharded in place.
+            dims: the dimension of each that counts tokens.
+            kept: those that need not be whole again afterwards.
+        """
+        raise NotImplementedError
+
+    def adapt_loader(self, loader: Any, model: nn.Module) -> Any:
+        """Wrap a loader of whole sequences into a loader of this rank's slices."""
+        raise NotImplementedError
+
+    def check_compiler(self) -> None:
+        """Refuse models that are to be compiled, where they cannot be.
+
+        Raises:
+            SettingError: with the reason.
+        """
+        raise NotImplementedError
+
+    def partial_state_names(self, model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the names that this rank lacks, where ranks hold different layers (pipeline parallel).
+
+        Returns:
+            Names of its state that this process has not; and those of buffers that it saves, for the first
+            process has them not.
+        """
+        raise NotImplementedError
+
+    def original_group_names(self, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
+        """Return the names in each group as the user made it, where this rank holds only some; else None."""
+        raise NotImplementedError

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from accelerate.strategy.fsdp1.flat_parameter_layout import FlatParam, FlatSlot
 from accelerate.strategy.fsdp1.model_state_dict import FSDP1WrappedModel
-from accelerate.strategy.protocol.open_gradients import GradientPiece, whole_piece
+from accelerate.strategy.protocol.gradient_sync import GradientPiece, whole_piece
 
 
 def optimizer_parameters(wrapped_model: FSDP1WrappedModel) -> list[torch.Tensor]:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from accelerate.strategy.fsdp1.model_state_dict import FSDP1WrappedModel
     from accelerate.strategy.fsdp1.optimizer_state import FSDP1Optimizer, ParamOrder
     from accelerate.strategy.fsdp1.wrap import FSDP1WrapLayout, FSDP1Wrapper
-    from accelerate.strategy.protocol.open_gradients import GradientPiece
+    from accelerate.strategy.protocol.gradient_sync import GradientPiece
 
 _WRAPPED_MODULE = "_fsdp_wrapped_module"
 

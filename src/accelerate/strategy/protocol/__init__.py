@@ -1,1 +1,1 @@
-"""The strategy protocol by subject; ``strategy/base.py`` combines the mixins."""
+"""What ``strategy/base.py`` is made of, and what strategies share: gradients, engines, replicas."""

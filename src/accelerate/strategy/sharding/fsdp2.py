@@ -23,7 +23,7 @@ from accelerate.world import collective
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from accelerate.strategy.protocol.open_gradients import GradientPiece
+    from accelerate.strategy.protocol.gradient_sync import GradientPiece
     from accelerate.strategy.sharding.fsdp2_sharder import Sharder
     from accelerate.strategy.sharding.fsdp_unit_plan import FSDPShardingPlan
 

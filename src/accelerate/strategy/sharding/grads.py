@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from accelerate.core.torch_internals import require
-from accelerate.strategy.protocol.open_gradients import GradientPiece, whole_piece
+from accelerate.strategy.protocol.gradient_sync import GradientPiece, whole_piece
 from accelerate.strategy.sharding.full_state import distribute, is_sharded_placement, shard_mesh_dims
 
 require("FSDP2")

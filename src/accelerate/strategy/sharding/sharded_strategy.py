@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -124,25 +124,33 @@ class ShardedStrategy(OpenGradients, Strategy):
                 "take over", "the model is sharded already, as another Accelerator said", self._adopt_sharded
             )
         if bundle.training and fresh:
-            yield self._shard_step(fresh)
+            layouts = {model: self._plan_layout(model) for model in fresh}
+            yield PrepareStep(
+                "shard",
+                lambda: self._describe_shards(layouts),
+                self._shard_models,
+                lambda: self._shard_memory(layouts),
+            )
         elif fresh:
             yield PrepareStep("place", f"the weights go to {self.world.device}", self._move_to_device)
         if bundle.objects_of("optimizer"):
             self._check_optimizers(bundle)
             yield PrepareStep("parameters", "optimizers hold the sharded parameters", self._update_optimizers)
 
-    def _shard_step(self, models: list[nn.Module]) -> PrepareStep:
-        layouts = [self._plan_layout(model) for model in models]
+    def _describe_shards(self, layouts: Mapping[nn.Module, FSDPShardingPlan]) -> str:
+        units = "; ".join(dict.fromkeys(layout.describe() for layout in layouts.values()))
+        return f"{self._shard_description}; {units}"
+
+    def _shard_memory(self, layouts: Mapping[nn.Module, FSDPShardingPlan]) -> tuple[int, int]:
+        """Return the bytes of models on this rank's device before and after they are sharded."""
         device_type = self.world.device.type
-        tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
+        tensors = [t for model in layouts for t in (*model.parameters(), *model.buffers())]
         before = sum(t.numel() * t.element_size() for t in tensors if t.device.type in (device_type, "meta"))
         offloaded = self.plugin.offloads_params and device_type != "cpu"
-        pairs = zip(models, layouts, strict=True)
-        after = sum(
-            layout.bytes_per_process(model, self._shard_count, offloaded=offloaded) for model, layout in pairs
+        return before, sum(
+            layout.bytes_per_process(model, self._shard_count, offloaded=offloaded)
+            for model, layout in layouts.items()
         )
-        units = "; ".join(dict.fromkeys(layout.describe() for layout in layouts))
-        return PrepareStep("shard", f"{self._shard_description}; {units}", self._shard_models, before, after)
 
     @property
     def _shard_count(self) -> int:

@@ -93,13 +93,11 @@ class PipelineParallel(MeshDimension):
         for model in models if bundle.training else []:
             cut = assign_stages(model, self.options, self.size)
             names = FullModelStateNames.from_model(model, cut)
-            before, after = _model_bytes(model, names, None), _model_bytes(model, names, self.pp_rank)
             yield PrepareStep(
                 "stages",
                 self._describe(cut),
                 lambda b, m=model: self._split_model(m, b.objects_of("optimizer")),
-                before,
-                after,
+                lambda m=model, n=names: (_model_bytes(m, n, None), _model_bytes(m, n, self.pp_rank)),
             )
         if bundle.objects_of("optimizer"):
             yield PrepareStep("stage", "optimizers hold the parameters of this stage", self._prune_optimizers)
