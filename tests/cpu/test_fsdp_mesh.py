@@ -186,11 +186,13 @@ def test_every_placement_counts_once(ranks: RankServer) -> None:
 def divided() -> dict[str, Any]:
     """Two processes share layers, and two of these pairs share parameters: four steps, and states."""
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     from accelerate import FullyShardedDataParallelPlugin, PartialState
-    from accelerate.strategy.sharding.fsdp2_sharder import Sharder, make_layout, remap_optimizer_params
+    from accelerate.strategy.sharding.fsdp2_sharder import Sharder, remap_optimizer_params
+    from accelerate.strategy.sharding.fsdp_unit_plan import plan_layout
     from accelerate.strategy.sharding.full_state import (
         load_model,
         load_optimizer,
@@ -224,7 +226,7 @@ def divided() -> dict[str, Any]:
             elif not isinstance(parameter, DTensor) and mesh.get_local_rank("tp"):
                 here.fill_(9.0)
     sharder = Sharder(mesh["dp_shard"], plugin, torch.device("cpu"), (mesh["tp"],))
-    sharder.shard(model, make_layout(model, plugin, None), [optimizer], remap_optimizer_params)
+    sharder.shard(model, plan_layout(model, plugin, MixedPrecisionPolicy()), [optimizer], {})
     norms = []
 
     def step(words: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelerate.device.base import Device
-from accelerate.strategy.sharding.fsdp2_sharder import checkpoint_activations
+from accelerate.strategy.sharding.activation_checkpointing import checkpoint_activations
 from tests.cpu.test_fsdp2 import prepared
 from tests.support.numbers import close
 from tests.support.ranks import RankServer, same_on_all

@@ -15,8 +15,11 @@ from accelerate import FullyShardedDataParallelPlugin
 from accelerate.core.errors import SettingError
 from accelerate.strategy import choose_strategy
 from accelerate.strategy.base import StrategyRequest
-from accelerate.strategy.sharding.activation_offload import offload_inputs, offloads_inputs
-from accelerate.strategy.sharding.fsdp2_sharder import checkpoint_activations
+from accelerate.strategy.sharding.activation_checkpointing import (
+    checkpoint_activations,
+    offload_inputs,
+    offloads_inputs,
+)
 from accelerate.strategy.sharding.full_state import shard_mesh_dims
 from accelerate.world.world import World
 

@@ -28,7 +28,11 @@ def ignore_sharding_option(patch: pytest.MonkeyPatch, option: str) -> None:
 
     plain = fsdp2_sharder.fully_shard
     if option == "offload":
-        patch.setattr(fsdp2_sharder.Sharder, "offload", property(lambda self: OffloadPolicy()))
+        patch.setattr(
+            fsdp2_sharder,
+            "fully_shard",
+            lambda m, **kw: plain(m, **{**kw, "offload_policy": OffloadPolicy()}),
+        )
     elif option == "recompute":
         patch.setattr(fsdp2_sharder, "checkpoint_activations", lambda model, blocks, offload: None)
     else:

@@ -206,7 +206,7 @@ MUTATIONS = (
         room="strategy: fsdp",
         mistake="processes keep their own values instead of those of rank 0",
         file="strategy/sharding/fsdp2_sharder.py",
-        old="            broadcast_over_mesh(local_tensor(tensor), self.mesh)\n",
+        old="            broadcast_over_mesh(local, self.mesh)\n",
         new="",
         tests=("tests/cpu/test_fsdp2.py::test_only_rank_0_needs_the_weights",),
     ),

@@ -11,7 +11,7 @@ from accelerate.core.option_report import OptionStatus
 from accelerate.strategy import STRATEGIES, choose_strategy, unused_options
 from accelerate.strategy.base import Strategy, StrategyRequest
 from accelerate.strategy.sharding.fsdp2_options import option_statuses
-from accelerate.strategy.sharding.fsdp_unit_selection import find_units
+from accelerate.strategy.sharding.fsdp_unit_plan import find_units
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.world.world import World
 

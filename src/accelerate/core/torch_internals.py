@@ -135,7 +135,7 @@ INTERNALS = (
     ),
     Internals(
         "FSDP1",
-        ("strategy/fsdp1/", "strategy/sharding/fsdp_unit_selection.py"),
+        ("strategy/fsdp1/", "strategy/sharding/fsdp_unit_plan.py"),
         {
             "torch.distributed.fsdp": "FullyShardedDataParallel._handle "
             "FullyShardedDataParallel._fsdp_wrapped_module ShardingStrategy._HYBRID_SHARD_ZERO2",

@@ -15,7 +15,7 @@ from accelerate.core import environ, tree
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.strategy.deepspeed.config_tree import DummyOptim, DummyScheduler, as_param_groups
 from accelerate.strategy.deepspeed.config_tree import get_key as config_value
-from accelerate.strategy.protocol.replicated_buffers import broadcast_tensors, sync_buffers_of_groups
+from accelerate.strategy.protocol.replicated_buffers import broadcast_tensors, sync_buffers
 from accelerate.world.world import World
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -311,7 +311,7 @@ def replicate_buffers(model: nn.Module) -> None:
     everyone: Any = dist.group.WORLD
     if dist.get_world_size() > 1:
         broadcast_tensors(model.buffers(), [everyone])
-        sync_buffers_of_groups(model, [everyone])
+        sync_buffers(model, [everyone])
 
 
 def _undo_first_step(handle: EngineHandle) -> None:

@@ -102,7 +102,6 @@ class FSDP1Strategy(ShardedStrategy):
     def _wrapper(self) -> FSDP1Wrapper:
         from accelerate.strategy.fsdp1.wrap import FSDP1Wrapper
 
-        self._watch_groups()
         return FSDP1Wrapper(self._shard_mesh, self.plugin, self._sharding_strategy, self.world.device)
 
     # --- prepare

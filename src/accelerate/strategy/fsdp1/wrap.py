@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPr
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.fsdp1.flat_parameter_layout import walk_modules
 from accelerate.strategy.fsdp1.model_state_dict import FSDP1WrappedModel
-from accelerate.strategy.sharding.fsdp2_sharder import checkpoint_activations
+from accelerate.strategy.sharding.activation_checkpointing import checkpoint_activations
 from accelerate.strategy.sharding.fsdp_unit_plan import (
     FSDPShardingPlan,
     model_digest,
@@ -50,9 +50,9 @@ class FSDP1WrapLayout(FSDPShardingPlan):
     upcast_params: set[nn.Parameter]
     numel: int
 
-    def upcasts(self, parameter: Any) -> bool:
-        """Return whether it becomes float32; frozen ones too: the parameters of a unit become one."""
-        return parameter in self.upcast_params
+    def storage_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        """Return the dtype in which it is stored; frozen ones too: the parameters of a unit become one."""
+        return torch.float32 if tensor in self.upcast_params else tensor.dtype
 
     def shard_numel(self, parameter: nn.Parameter, size: int) -> int:
         """Return the elements of a parameter on each rank; it may be split at any element."""

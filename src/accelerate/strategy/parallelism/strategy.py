@@ -23,9 +23,10 @@ from accelerate.strategy.base import (
     StrategyRequest,
     ZeroBackward,
 )
+from accelerate.strategy.fsdp import FSDP2Strategy
 from accelerate.strategy.launch_settings.parallelism import ParallelismSettings, UseParallelismConfigSetting
-from accelerate.strategy.sharding.fsdp2 import FSDP2StrategyBase
-from accelerate.strategy.sharding.sharded_strategy import fsdp_options
+from accelerate.strategy.sharding.sharded_strategy import fsdp_options, watch_mesh
+from accelerate.world.world import World
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +46,7 @@ _DIMENSIONS = {
 }
 
 
-class DeviceMeshStrategy(FSDP2StrategyBase, DataSharding):
+class DeviceMeshStrategy(FSDP2Strategy, DataSharding):
     """The strategy that composes the dimensions of a device mesh with FSDP2."""
 
     name: ClassVar[str] = "parallelism"
@@ -79,6 +80,11 @@ class DeviceMeshStrategy(FSDP2StrategyBase, DataSharding):
         yield from requested_options(load_settings(UseParallelismConfigSetting))
         if cls.claims(request):
             yield from fsdp_options(request)
+
+    @classmethod
+    def distributed_type(cls, world: World) -> str:
+        """Return the ``DistributedType`` of the world's device."""
+        return world.hardware.distributed_type
 
     def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
         """Yield the status of sharding options, of each size, and of the dimensions' own options."""
@@ -211,7 +217,7 @@ class DeviceMeshStrategy(FSDP2StrategyBase, DataSharding):
 
     # --- over which processes parameters are sharded
 
-    @property
+    @cached_property
     def _mesh_shape(self) -> tuple[int, int]:
         """(replicas of the model, processes that shard each replica)."""
         return self.config._sizes["dp_replicate"], self.config.shards
@@ -241,7 +247,10 @@ class DeviceMeshStrategy(FSDP2StrategyBase, DataSharding):
         A shard dimension of size 1 is possible: gradients are then only reduced over the replicas.
         """
         dim_names, names = self._plane.mesh_dim_names or (), ("dp_replicate", "dp_shard_cp", "dp_shard")
-        return self._plane[tuple(name for name in names if name in dim_names)]
+        mesh = self._plane[tuple(name for name in names if name in dim_names)]
+        if not self.config.pp_enabled:
+            watch_mesh(mesh)
+        return mesh
 
     def backward_zero(self, zero: ZeroBackward) -> None:
         """Run a backward with zero gradients: collectives of a dimension need all its processes."""

@@ -22,20 +22,17 @@ from accelerate.world import collective
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger(__name__)
 
 _SYNCED: weakref.WeakKeyDictionary[nn.Module, ReplicatedBuffers] = weakref.WeakKeyDictionary()
 
 
-def sync_buffers(model: nn.Module, meshes: Iterable[DeviceMesh]) -> None:
-    """Keep the buffers of a sharded model equal on all ranks of ``meshes``, see ``ReplicatedBuffers``."""
-    sync_buffers_of_groups(model, [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)])
+def sync_buffers(model: nn.Module, groups: Iterable[ProcessGroup]) -> None:
+    """Keep the buffers of a model equal on all ranks of ``groups``, see ``ReplicatedBuffers``.
 
-
-def sync_buffers_of_groups(model: nn.Module, groups: Iterable[ProcessGroup]) -> None:
-    """Keep the buffers of a model equal on all ranks of ``groups``; does nothing for the second time."""
+    Does nothing for the second time.
+    """
     several = [group for group in groups if dist.get_world_size(group) > 1]
     if several and model not in _SYNCED and any(map(_persistent_buffers, model.modules())):
         _SYNCED[model] = ReplicatedBuffers(model, several)

@@ -119,11 +119,6 @@ def parse_offload(value: Any) -> CPUOffload:
     return CPUOffload(offload_params=bool(offloads))
 
 
-def offloads_params(value: Any) -> bool:
-    """Return whether parameters are offloaded to the host."""
-    return bool(getattr(value, "offload_params", False))
-
-
 def parse_precision(value: Any, buffer_autocast: bool = False) -> MixedPrecision:
     """Return a ``MixedPrecision`` for one, for FSDP2's policy, for a dict of its fields, or for a dtype.
 

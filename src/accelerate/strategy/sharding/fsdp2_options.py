@@ -30,7 +30,7 @@ from accelerate.core.errors import SettingError
 from accelerate.core.option_report import OptionStatus, RequestedOption, requested_options
 from accelerate.core.setting import SettingsWithOrigins, declared_settings
 from accelerate.strategy.launch_settings.fsdp import FSDPSettings
-from accelerate.strategy.sharding.activation_offload import offloads_inputs
+from accelerate.strategy.sharding.activation_checkpointing import offloads_inputs
 from accelerate.strategy.sharding.grads import fsdp_param_groups
 from accelerate.strategy.sharding.observed_dtypes import used_dtypes
 from accelerate.strategy.sharding.parsing import parse_dtype, parse_policy_fields
@@ -89,17 +89,6 @@ def _reshard_after_forward(loaded: SettingsWithOrigins[FSDPSettings]) -> bool:
     return reshards and value is not False
 
 
-def fully_shard_options(plugin: Any, *, root: bool) -> dict[str, Any]:
-    """Return the arguments of ``fully_shard`` for one FSDP unit, or for the model as a whole (``root``).
-
-    Only what differs from the default: older versions of torch do not have all arguments.
-    """
-    # By default the root is not resharded after the forward: the backward needs it first.
-    if root and plugin.reshard_after_forward:
-        return {}
-    return {"reshard_after_forward": plugin.reshard_after_forward}
-
-
 def state_dict_configs(kind: StateDictType) -> tuple[Any, Any]:
     """Return torch's state dict configurations of that type, for models and for optimizers.
 
@@ -125,11 +114,6 @@ def parse_offload(value: Any) -> Any:
         return value
     offloads = getattr(value, "offload_params", value)
     return CPUOffloadPolicy() if offloads else OffloadPolicy()
-
-
-def offloads_params(value: Any) -> bool:
-    """Return whether parameters are offloaded to the host."""
-    return isinstance(value, CPUOffloadPolicy)
 
 
 def parse_precision(value: Any, buffer_autocast: bool = False) -> MixedPrecisionPolicy:

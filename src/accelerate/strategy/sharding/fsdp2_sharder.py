@@ -6,7 +6,8 @@ Source: Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Da
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,28 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError
 from accelerate.core.torch_internals import accepts
-from accelerate.strategy.sharding.activation_offload import disable_cache, offload_inputs
-from accelerate.strategy.sharding.fsdp2_options import fully_shard_options
-from accelerate.strategy.sharding.fsdp_unit_plan import (
-    FSDPShardingPlan,
-    model_digest,
-    plan_layout,
-    unequal_models_error,
-)
-from accelerate.strategy.sharding.full_state import distribute, guard_state_dict
+from accelerate.strategy.sharding.activation_checkpointing import checkpoint_activations
+from accelerate.strategy.sharding.fsdp_unit_plan import FSDPShardingPlan, model_digest, unequal_models_error
+from accelerate.strategy.sharding.full_state import distribute, mark_shards
 from accelerate.strategy.sharding.initial_weights import (
     InitialWeights,
     InitialWeightsInfo,
@@ -43,50 +32,11 @@ from accelerate.strategy.sharding.initial_weights import (
     weight_marks,
 )
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
-from accelerate.strategy.sharding.quantized_weight_check import check_packed
 from accelerate.world import collective
 
 # Told to average, gloo of torch 2.8 sums in a reduce-scatter, without an error; that of 2.10 averages.
 _GLOO_SUMS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10)
-
-
-def make_layout(
-    model: nn.Module, plugin: FullyShardedDataParallelPlugin, precision: MixedPrecisionPolicy | None
-) -> FSDPShardingPlan:
-    """Return how ``model`` will be sharded; changes nothing.
-
-    Raises:
-        SettingError, PrepareError: the model cannot be sharded so.
-    """
-    layout = plan_layout(model, plugin, precision or MixedPrecisionPolicy())
-    check_packed(model, layout.precision.param_dtype)
-    return layout
-
-
-def check_torch(device: torch.device, layout: FSDPShardingPlan) -> None:
-    """Refuse what ``fully_shard`` of the installed torch cannot do.
-
-    Raises:
-        PrepareError: it cannot compute on a CPU, or leave parameters unsharded.
-    """
-    problem = ""
-    if device.type == "cpu" and not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
-        problem = f"FSDP2 of torch {torch.__version__} does not compute on a CPU"
-    elif layout.ignored and not accepts(fully_shard, "ignored_params"):
-        problem = f"FSDP2 of torch {torch.__version__} shards every parameter, and some are to be ignored"
-    if problem:
-        raise PrepareError(
-            problem,
-            why="torch's fully_shard came to it in a later version",
-            fix="pip install 'torch>=2.8', or fsdp_version=1",
-        )
-
-
-def _average_on_cpu(model: nn.Module) -> None:
-    """Let torch divide the sums of gradients by itself."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
+InitFunction = Callable[[nn.Module], None]
 
 
 class Sharder:
@@ -113,16 +63,12 @@ class Sharder:
         self.mesh, self.plugin, self.device = mesh, plugin, device
         self.replicated_meshes = tuple(replicated_meshes)
 
-    @property
-    def offload(self) -> OffloadPolicy:
-        """The offload policy; without an accelerator there is no pinned memory."""
-        policy = self.plugin.cpu_offload
-        if isinstance(policy, CPUOffloadPolicy) and self.device.type == "cpu":
-            return CPUOffloadPolicy(pin_memory=False)
-        return policy
-
     def shard(
-        self, model: nn.Module, layout: FSDPShardingPlan, optimizers: Iterable[Any], remap: RemapCallback
+        self,
+        model: nn.Module,
+        layout: FSDPShardingPlan,
+        optimizers: Iterable[Any],
+        replaced: MutableMapping[torch.Tensor, torch.Tensor],
     ) -> None:
         """Shard ``model``; afterwards all ranks of the mesh have the weights of its first rank.
 
@@ -131,17 +77,25 @@ class Sharder:
                 then their values come later), or mapped from files. DTensors are sharded further.
             layout: its layout.
             optimizers: the optimizers that may hold its parameters.
-            remap: makes the optimizers hold the new parameters.
+            replaced: gets the new parameters, by the old ones.
         """
-        check_torch(self.device, layout)
-        # Given only where there are some: older versions of torch do not have the argument.
-        ignored: dict[str, Any] = {"ignored_params": layout.ignored} if layout.ignored else {}
-        initialize, values = exchange_model_info(model, self.plugin.param_init_fn, self.mesh)
-        if self.plugin.activation_checkpointing:
-            checkpoint_activations(model, layout.blocks, bool(self.plugin.activation_checkpointing_offload))
+        plugin, policy, optimizer_list = self.plugin, layout.precision, list(optimizers)
+        _check_torch(self.device, layout)
+        initialize, values = exchange_model_info(model, plugin.param_init_fn, self.mesh)
+        if plugin.activation_checkpointing:
+            checkpoint_activations(model, layout.blocks, bool(plugin.activation_checkpointing_offload))
+        options: dict[str, Any] = {"mesh": self.mesh, "offload_policy": plugin.cpu_offload}
+        if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and self.device.type == "cpu":
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)  # there is no pinned memory
+        if layout.ignored:  # older versions of torch do not have the argument
+            options["ignored_params"] = layout.ignored
+        # Only the root casts its output: inside the model the next unit expects the compute dtype.
+        inner_policy = replace(policy, output_dtype=None)
+        # By default the root is not resharded after the forward: the backward needs it first.
+        reshard = {"reshard_after_forward": plugin.reshard_after_forward}
+        root_reshard = {} if plugin.reshard_after_forward else reshard
         done: set[nn.Module] = set()
         buffers: Any = WeakIdKeyDictionary()
-        optimizer_list = list(optimizers)
         for part in (*layout.blocks, model):
             modules = [module for module in part.modules() if module not in done]
             done.update(modules)
@@ -149,25 +103,22 @@ class Sharder:
             # A parameter has all of its places in one unit; unsharded ones are freed with the unit.
             self._materialize(modules, layout, (WeakIdKeyDictionary(), buffers), initialize, values)
             self._broadcast_values(modules, values)
-            waiting = values.pending_params(modules)
-            fully_shard(
-                part,
-                mesh=self.mesh,
-                mp_policy=_unit_precision(layout.precision, part is model),
-                offload_policy=self.offload,
-                **ignored,
-                **fully_shard_options(self.plugin, root=part is model),
-            )
-            values.fill_params(part, waiting)
-            remap(_replaced_params(before), optimizer_list)
+            waiting = values.pending_params(modules) if values.sources else {}
+            if part is not model:
+                fully_shard(part, mp_policy=inner_policy, **options, **reshard)
+            else:
+                fully_shard(part, mp_policy=policy, **options, **root_reshard)
+            if waiting:
+                values.fill_params(part, waiting)
+            pairs = [(old, m._parameters[n]) for (m, n), old in before.items()]
+            renewed = {id(old): (old, new) for old, new in pairs if new is not None and new is not old}
+            remap_optimizer_params(renewed, optimizer_list)
+            replaced.update(renewed.values())
             # The unsharded parameters are freed here: nobody holds them any more.
-            del before
-        if self.device.type == "cpu" and _GLOO_SUMS:
-            _average_on_cpu(model)
-        set_prefetch(model, *self.plugin._prefetch_flags)
-        guard_state_dict(model)
-        values.guard_forward(model)
-        verify_sharded(model, layout)
+            del before, pairs, renewed
+        self._finish(model, layout)
+        if values.sources:
+            values.guard_forward(model)
 
     def _materialize(
         self,
@@ -190,49 +141,76 @@ class Sharder:
                         continue
                     empty = empty or old.is_meta
                     if old not in replacements:
-                        replacements[old] = self._materialize_tensor(old, layout, values)
+                        stand_in = None
+                        if old in values.sources:
+                            stand_in = values.make_placeholder(old, layout, self.device)
+                        replacements[old] = (
+                            layout.materialize(old, self.device) if stand_in is None else stand_in
+                        )
                     table[name] = replacements[old]
             if empty and initialize is not None:
                 initialize(module)
 
-    def _materialize_tensor(
-        self, old: torch.Tensor, layout: FSDPShardingPlan, values: InitialWeights
-    ) -> torch.Tensor:
-        whole = old in layout.ignored or not isinstance(old, nn.Parameter)
-        stand_in = values.make_placeholder(old, layout.storage_dtype(old), self.device, whole=whole)
-        return (
-            layout.materialize(old, self.device)
-            if stand_in is None
-            else layout.replace_ignored(old, stand_in)
+    def _broadcast_values(self, modules: list[nn.Module], values: InitialWeights) -> None:
+        """Broadcast the values of a unit from the first rank, but for those that are elsewhere."""
+        tensors = [t for m in modules for table in (m._parameters, m._buffers) for t in table.values()]
+        for tensor in {id(t): t for t in tensors if t is not None}.values():
+            if tensor.is_meta or tensor in values.sources:
+                continue
+            local = tensor.detach()
+            if isinstance(local, DTensor):
+                local = local.to_local()
+            else:
+                for mesh in self.replicated_meshes:
+                    broadcast_over_mesh(local, mesh)
+            broadcast_over_mesh(local, self.mesh)
+
+    def _finish(self, model: nn.Module, layout: FSDPShardingPlan) -> None:
+        """Set how the units of a sharded model run, and check them.
+
+        Raises:
+            PrepareError: a parameter is not sharded, or has not the planned dtype; an error of this package.
+        """
+        if self.device.type == "cpu" and _GLOO_SUMS:
+            _average_on_cpu(model)
+        forward, backward = self.plugin._prefetch_flags
+        if forward or not backward:
+            _set_prefetch(model, forward, backward)
+        model._register_state_dict_hook(mark_shards)
+        for name, parameter in model.named_parameters():
+            if parameter in layout.ignored:
+                continue
+            if not isinstance(parameter, DTensor) or layout.storage_dtype(parameter) != parameter.dtype:
+                raise PrepareError(
+                    f"the parameter {name} was not sharded as planned: it is a {type(parameter).__name__} of "
+                    f"{parameter.dtype}"
+                )
+
+
+def _check_torch(device: torch.device, layout: FSDPShardingPlan) -> None:
+    """Refuse what ``fully_shard`` of the installed torch cannot do.
+
+    Raises:
+        PrepareError: it cannot compute on a CPU, or leave parameters unsharded.
+    """
+    problem = ""
+    if device.type == "cpu" and not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+        problem = f"FSDP2 of torch {torch.__version__} does not compute on a CPU"
+    elif layout.ignored and not accepts(fully_shard, "ignored_params"):
+        problem = f"FSDP2 of torch {torch.__version__} shards every parameter, and some are to be ignored"
+    if problem:
+        raise PrepareError(
+            problem,
+            why="torch's fully_shard came to it in a later version",
+            fix="pip install 'torch>=2.8', or fsdp_version=1",
         )
 
-    def _broadcast_values(self, modules: list[nn.Module], values: InitialWeights) -> None:
-        """Broadcast the values of a unit from the first rank."""
-        tensors = [t for m in modules for table in (m._parameters, m._buffers) for t in table.values()]
-        for tensor in {id(t): t for t in tensors if t is not None and values.is_broadcast(t)}.values():
-            if not isinstance(tensor, DTensor):
-                for mesh in self.replicated_meshes:
-                    broadcast_over_mesh(tensor.data, mesh)
-            broadcast_over_mesh(local_tensor(tensor), self.mesh)
 
-
-InitFunction = Callable[[nn.Module], None]
-RemapCallback = Callable[[Mapping[int, tuple[torch.Tensor, torch.Tensor]], list[Optimizer]], None]
-
-
-def _unit_precision(policy: MixedPrecisionPolicy, root: bool) -> MixedPrecisionPolicy:
-    # Only the root casts its output: inside the model the next unit expects the compute dtype.
-    if root or policy.output_dtype is None:
-        return policy
-    return MixedPrecisionPolicy(
-        policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=policy.cast_forward_inputs
-    )
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local part of a tensor, detached."""
-    data = tensor.detach()
-    return data.to_local() if isinstance(data, DTensor) else data
+def _average_on_cpu(model: nn.Module) -> None:
+    """Let torch divide the sums of gradients by itself."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def broadcast_over_mesh(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
@@ -246,14 +224,6 @@ def broadcast_over_mesh(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
                 dist.broadcast(whole, src=dist.get_global_rank(group, 0), group=group)
     if whole is not tensor:
         tensor.copy_(whole)
-
-
-def _replaced_params(
-    before: Mapping[tuple[nn.Module, str], torch.Tensor],
-) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Return (old, new) of every replaced parameter, by ``id`` of the old one."""
-    pairs = ((old, module._parameters[name]) for (module, name), old in before.items())
-    return {id(old): (old, new) for old, new in pairs if new is not None and new is not old}
 
 
 def exchange_model_info(
@@ -285,7 +255,7 @@ def exchange_model_info(
     other = [rank for rank, info in enumerate(infos) if info.digest != infos[info.leader].digest]
     if other:
         raise unequal_models_error(model, other[0], infos[other[0]].leader)
-    empty = find_unlike_leader(infos)
+    empty = find_unlike_leader(infos) if len({info.leader for info in infos}) > 1 else None
     if empty is not None and initialize is None:
         raise PrepareError(
             f"parameters of the {type(model).__name__} are on the meta device on rank {empty}",
@@ -296,35 +266,7 @@ def exchange_model_info(
     return initializer, InitialWeights(model, infos, collective.rank(), initialized=initializer is not None)
 
 
-def checkpoint_activations(model: nn.Module, blocks: list[nn.Module], offload: bool = False) -> None:
-    """Apply activation checkpointing to each block; names stay as they are.
-
-    Args:
-        model: the model around the blocks; ``use_cache`` is turned off while it trains.
-        blocks: the blocks; one inside another is left out.
-        offload: keep the inputs of each block on the host until the backward.
-
-    Raises:
-        PrepareError: there is no block.
-    """
-    from torch.distributed._composable.checkpoint_activation import checkpoint
-
-    if not blocks:
-        raise PrepareError(
-            "activation_checkpointing, but no module of the model is wrapped",
-            why="the activations of each FSDP unit are computed again in the backward",
-            fix="set auto_wrap_policy, for example 'transformer_based_wrap'",
-        )
-    inside = {part for block in blocks for part in block.modules() if part is not block}
-    for block in blocks:
-        if block not in inside:
-            if offload:
-                offload_inputs(block)
-            checkpoint(block)
-    disable_cache(model)
-
-
-def set_prefetch(model: nn.Module, forward: bool, backward: bool) -> None:
+def _set_prefetch(model: nn.Module, forward: bool, backward: bool) -> None:
     """Set which FSDP units are prefetched.
 
     Torch's default in the forward is implicit prefetching by the device's queue, and in the backward to
@@ -365,24 +307,3 @@ def _shard_optimizer_state(state: dict[str, Any], parameter: Any) -> dict[str, A
         if type(value) is torch.Tensor and value.shape == parameter.shape:
             broadcast_over_mesh(value, parameter.device_mesh)
     return {name: distribute(value, parameter) for name, value in state.items()}
-
-
-def verify_sharded(model: nn.Module, layout: FSDPShardingPlan) -> None:
-    """Check that every parameter is sharded, and has the planned dtype.
-
-    Raises:
-        PrepareError: a parameter is not as planned; an error of this package.
-    """
-    for name, parameter in model.named_parameters():
-        if parameter in layout.ignored:
-            continue
-        if not isinstance(parameter, DTensor) or layout.upcasts(parameter):
-            raise PrepareError(
-                f"the parameter {name} was not sharded as planned: it is a {type(parameter).__name__} of "
-                f"{parameter.dtype}"
-            )
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether ``model`` as a whole was sharded."""
-    return isinstance(model, FSDPModule)

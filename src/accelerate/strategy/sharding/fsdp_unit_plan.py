@@ -1,23 +1,26 @@
-"""The layout of a model: its FSDP units, unsharded parameters and dtypes, for FSDP1 and FSDP2."""
+"""The layout of a model: its FSDP units, unsharded parameters and dtypes, for FSDP1 and FSDP2.
+
+Nothing is changed here; what cannot be sharded is refused.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from accelerate.core.errors import PrepareError
-from accelerate.strategy.sharding.fsdp_unit_selection import (
-    check_unit_params,
-    direct_parameters,
-    find_ignored,
-    find_units,
-)
+from accelerate.core.errors import PrepareError, SettingError
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
+
+# They have no forward of their own before which their parameters could be all-gathered.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,10 @@ class FSDPShardingPlan:
         formats = f", computed in {compute}, gradients reduced in {reduce or compute}" if compute else ""
         return f"all-gathered as {parts}{formats}"
 
-    def upcasts(self, parameter: Any) -> bool:
-        """Return whether a parameter in half precision becomes float32."""
-        return self.upcast and parameter.requires_grad and parameter.dtype.itemsize == 2
-
     def storage_dtype(self, tensor: torch.Tensor) -> torch.dtype:
-        """Return the dtype in which a parameter or buffer is stored."""
-        return torch.float32 if self.upcasts(tensor) else tensor.dtype
+        """Return the dtype in which a parameter or buffer is stored: float32 for trained half precision."""
+        upcasts = self.upcast and tensor.requires_grad and tensor.dtype.itemsize == 2
+        return torch.float32 if upcasts else tensor.dtype
 
     @torch.no_grad()
     def materialize(self, old: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -69,14 +69,9 @@ class FSDPShardingPlan:
         if data.device == old.device and not isinstance(old, DTensor):
             old.data = data
             return old
-        return (
-            self.replace_ignored(old, nn.Parameter(data, old.requires_grad))
-            if isinstance(old, nn.Parameter)
-            else data
-        )
-
-    def replace_ignored(self, old: Any, new: Any) -> Any:
-        """Return ``new``, which replaces ``old``, after marking it ignored if ``old`` was."""
+        if not isinstance(old, nn.Parameter):
+            return data
+        new = nn.Parameter(data, old.requires_grad)
         if old in self.ignored:
             self.ignored.add(new)
         return new
@@ -94,8 +89,7 @@ class FSDPShardingPlan:
             if parameter in self.ignored:
                 total += parameter.numel() * parameter.element_size()
             elif not offloaded:
-                width = 4 if self.upcasts(parameter) else parameter.element_size()
-                total += self.shard_numel(parameter, size) * width
+                total += self.shard_numel(parameter, size) * self.storage_dtype(parameter).itemsize
         return total
 
     def shard_numel(self, parameter: nn.Parameter, size: int) -> int:
@@ -115,15 +109,199 @@ def plan_layout(model: nn.Module, plugin: FullyShardedDataParallelPlugin, precis
     Raises:
         SettingError, PrepareError: the model cannot be sharded so.
     """
-    ignored = find_ignored(model, plugin.ignored_modules)
-    blocks = find_units(model, plugin.policy_for(model), ignored)
+    ignored = set() if plugin.ignored_modules is None else _find_ignored(model, plugin.ignored_modules)
+    blocks: list[nn.Module] = []
+    if plugin.auto_wrap_policy is not None:
+        blocks = find_units(model, plugin.policy_for(model), ignored)
     policy = plugin.mixed_precision_policy or precision
     compute = policy.param_dtype if policy else None
-    layout = FSDPShardingPlan(
-        blocks, direct_parameters(ignored), policy, compute is not None and compute.itemsize == 2
-    )
-    check_unit_params(model, blocks, layout.ignored, layout.upcast)
+    whole = {parameter for module in ignored for parameter in module.parameters(recurse=False)}
+    layout = FSDPShardingPlan(blocks, whole, policy, compute is not None and compute.itemsize == 2)
+    _check_params(model, layout)
     return layout
+
+
+def find_units(model: nn.Module, policy: Any, ignored: set[nn.Module]) -> list[nn.Module]:
+    """Return the modules below ``model`` that are FSDP units, inner ones before those around them.
+
+    A module that shares a parameter with something outside of it is no unit: torch all-gathers a parameter
+    in one unit.
+
+    Args:
+        model: the model.
+        policy: a policy of ``torch.distributed.fsdp.wrap``, or None.
+        ignored: modules that are not sharded.
+    """
+    if policy is None:
+        return []
+    selected_modules = _apply_policy(model, policy, ignored)
+    ordered = [part for part in _modules_bottom_up(model) if part in selected_modules and part is not model]
+    return _drop_sharing_units(
+        model,
+        [
+            part
+            for part in ordered
+            if not isinstance(part, _CONTAINERS) and next(part.parameters(), None) is not None
+        ],
+    )
+
+
+def _modules_bottom_up(model: nn.Module) -> list[nn.Module]:
+    """Return every module once, children before their parents."""
+    seen: dict[nn.Module, None] = {}
+
+    def walk(module: nn.Module) -> None:
+        for child in module.children():
+            if child not in seen:
+                walk(child)
+        seen[module] = None
+
+    walk(model)
+    return list(seen)
+
+
+def _apply_policy(model: nn.Module, policy: Any, ignored: set[nn.Module]) -> set[nn.Module]:
+    if isinstance(policy, CustomPolicy | ModuleWrapPolicy) or not callable(policy):
+        if not hasattr(policy, "_run_policy"):
+            raise SettingError(
+                f"auto_wrap_policy is a {type(policy).__name__}, which is no policy",
+                fix="use a name, or a policy of torch.distributed.fsdp.wrap",
+            )
+        return set(policy._run_policy(model, ignored, {}))
+    chosen: set[nn.Module] = set()
+    _apply_callable_policy(model, cast("Callable[..., bool]", policy), ignored, chosen)
+    return chosen
+
+
+def _apply_callable_policy(
+    module: nn.Module, policy: Callable[..., bool], ignored: set[nn.Module], chosen: set
+) -> int:
+    """Ask ``policy`` as torch does, children first; return how many parameters are in units."""
+    if module in ignored or module in chosen:
+        return 0
+    numel = sum(p.numel() for p in module.parameters())
+    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+        return 0
+    units_numel = sum(_apply_callable_policy(child, policy, ignored, chosen) for child in module.children())
+    if policy(module=module, recurse=False, nonwrapped_numel=numel - units_numel):
+        chosen.add(module)
+        return numel
+    return units_numel
+
+
+def _drop_sharing_units(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """Return the blocks that share no parameter with another unit."""
+    while True:
+        owners: dict[nn.Parameter, set[nn.Module]] = {}
+        _collect_owners(model, model, set(blocks), owners)
+        shared = set().union(*(units for units in owners.values() if len(units) > 1), set())
+        unshared_blocks = [block for block in blocks if block not in shared]
+        if len(unshared_blocks) == len(blocks):
+            return unshared_blocks
+        blocks = unshared_blocks
+
+
+def _collect_owners(
+    module: nn.Module, owner: nn.Module, blocks: set[nn.Module], owners: dict[nn.Parameter, set[nn.Module]]
+) -> None:
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            owners.setdefault(parameter, set()).add(owner)
+    for child in module.children():
+        _collect_owners(child, child if child in blocks else owner, blocks, owners)
+
+
+def _find_ignored(model: nn.Module, ignored_modules: Iterable[nn.Module] | str) -> set[nn.Module]:
+    """Return the modules that are not sharded, with everything inside them.
+
+    Args:
+        model: the model.
+        ignored_modules: the modules, or a regular expression that matches their full names.
+
+    Raises:
+        SettingError: the expression is invalid, or matches no module.
+        PrepareError: they hold trained parameters, whose gradients nobody would reduce.
+    """
+    if isinstance(ignored_modules, str):
+        tops = [
+            module
+            for name, module in model.named_modules()
+            if _compile_pattern(ignored_modules).fullmatch(name)
+        ]
+        if not tops:
+            raise SettingError(
+                f"ignored_modules {ignored_modules!r} matches no module of the {type(model).__name__}",
+                why="the whole name is compared, such as 'model.layers.0.mlp'",
+                fix=f"for example '.*{ignored_modules}.*'",
+            )
+    else:
+        tops = list(ignored_modules)
+    ignored = {part for top in tops for part in top.modules()}
+    trained = [
+        name
+        for path, part in model.named_modules()
+        if part in ignored
+        for name, p in part.named_parameters(prefix=path, recurse=False)
+        if p.requires_grad
+    ]
+    if trained:
+        more = f" and {len(trained) - 3} more" if len(trained) > 3 else ""
+        raise PrepareError(
+            f"ignored modules hold trained parameters: {', '.join(trained[:3])}{more}",
+            why="gradients of unsharded parameters are not reduced: every rank would train its own",
+            fix="freeze them (requires_grad_(False)), or take them out of ignored_modules",
+        )
+    return ignored
+
+
+def _compile_pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise SettingError(f"ignored_modules {text!r} is no regular expression", why=str(error)) from error
+
+
+def _check_params(model: nn.Module, layout: FSDPShardingPlan) -> None:
+    """Refuse parameters that cannot be sharded, before anything is changed.
+
+    Raises:
+        PrepareError: a parameter is a scalar, one unit holds trained parameters of several dtypes, or a
+            quantized weight is stored in a floating point dtype that is not the compute dtype: numbers
+            survive the cast before the all-gather, packed bits do not.
+    """
+    names = {p: name for name, p in model.named_parameters()}
+    compute = layout.precision.param_dtype if layout.precision else None
+    owners: dict[nn.Parameter, set[nn.Module]] = {}
+    _collect_owners(model, model, set(layout.blocks), owners)
+    groups: dict[nn.Module, dict[torch.dtype, str]] = {}
+    for parameter, units in owners.items():
+        if parameter in layout.ignored:
+            continue
+        if parameter.dim() == 0:
+            raise PrepareError(
+                f"the parameter {names[parameter]} is a scalar, which cannot be sharded",
+                fix="make it one-dimensional: torch.nn.Parameter(torch.ones(1))",
+            )
+        packed = getattr(parameter, "quant_state", None) is not None and parameter.dtype.is_floating_point
+        if packed and compute not in (None, parameter.dtype):
+            dtype_name = str(compute).removeprefix("torch.")
+            raise PrepareError(
+                f"the quantized weight {names[parameter]} is stored as {parameter.dtype}, and computed in "
+                f"{compute}",
+                why="weights are cast before the all-gather, and its packed bits would not survive that",
+                fix=f"quantize with bnb_4bit_quant_storage='uint8', or '{dtype_name}', as it is computed",
+            )
+        if parameter.requires_grad:
+            dtype = layout.storage_dtype(parameter)
+            groups.setdefault(next(iter(units)), {}).setdefault(dtype, names[parameter])
+    for types in groups.values():
+        if len(types) > 1:
+            listing = ", ".join(f"{name} in {dtype}" for dtype, name in types.items())
+            raise PrepareError(
+                f"trained parameters of several dtypes in one FSDP unit: {listing}",
+                why="they are all-gathered, and their gradients reduce-scattered, as one",
+                fix="cast them to one dtype, for example model.float(), or freeze some of them",
+            )
 
 
 def model_digest(model: nn.Module) -> str:

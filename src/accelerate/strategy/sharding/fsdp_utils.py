@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from accelerate.core import environ
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.sharding.fsdp2_sharder import checkpoint_activations, remap_optimizer_params
-from accelerate.strategy.sharding.fsdp_unit_selection import find_units
+from accelerate.strategy.sharding.activation_checkpointing import checkpoint_activations
+from accelerate.strategy.sharding.fsdp2_sharder import remap_optimizer_params
+from accelerate.strategy.sharding.fsdp_unit_plan import find_units
 from accelerate.strategy.sharding.full_state import local_shard
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 

@@ -138,12 +138,8 @@ def _local_state_error() -> PrepareError:
     )
 
 
-def guard_state_dict(model: nn.Module) -> None:
-    """Make ``model.state_dict()`` refuse to be written to a file as if it were a full state dict."""
-    model._register_state_dict_hook(_mark_local)
-
-
-def _mark_local(module: nn.Module, state: Any, prefix: str, metadata: Any) -> Any:
+def mark_shards(module: nn.Module, state: Any, prefix: str, metadata: Any) -> Any:
+    """Return a state dict that refuses to be written to a file as if it were full: a hook of torch."""
     if prefix or type(state) is not OrderedDict:
         return None  # inside another model, or into a mapping of the caller's
     shard_state = RankShardStateDict(state)

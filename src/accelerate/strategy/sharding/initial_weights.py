@@ -4,13 +4,24 @@ A parameter that every rank has mapped from the same place of the same file is n
 its own shard out of the file. A parameter without values on any rank gets memory for its shard, and its
 values by ``load_checkpoint_in_model`` or ``load_state``; a forward before that is refused. Both are sharded
 on the meta device, so that they are never unsharded in memory.
+
+Linux says which file is mapped at an address (``/proc/self/maps``), and whether a page of a private mapping
+is still the file's, or a modified copy (``/proc/self/pagemap``). On a system without them no tensor counts as
+part of a file.
+
+Source: proc_pid_maps(5), and "Examining Process Page Tables" (pagemap.rst) in the documentation of Linux.
 """
 
 from __future__ import annotations
 
+import bisect
+import hashlib
+import mmap
+import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +30,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError
+from accelerate.strategy.sharding.fsdp_unit_plan import FSDPShardingPlan
 from accelerate.strategy.sharding.full_state import local_shard
 from accelerate.strategy.sharding.grads import fsdp_param_groups
-from accelerate.strategy.sharding.unmodified_mapped_tensors import MappedFileFingerprints
 
+_MAPS, _PAGES = Path("/proc/self/maps"), Path("/proc/self/pagemap")
+_ENTRY = 8  # bytes for each page in the page map
 _NO_VALUES = b"no values"
 WeightMarks = tuple[bytes, ...]
 ParamSources = dict[tuple[nn.Module, str], torch.Tensor | None]
@@ -44,12 +57,73 @@ class InitialWeightsInfo:
 
 
 def weight_marks(model: nn.Module) -> WeightMarks:
-    """Return the marks of the parameters and buffers; see ``InitialWeightsInfo``."""
-    files = MappedFileFingerprints()
-    plain = {id(p) for p in model.parameters() if type(p) is nn.Parameter}
-    return tuple(
-        _NO_VALUES if t.is_meta else files.mark(t) if id(t) in plain else b"" for t in _model_tensors(model)
-    )
+    """Return the marks of the parameters and buffers; see ``InitialWeightsInfo``.
+
+    A parameter whose memory is an unmodified part of a mapped file has a mark of 8 bytes: equal marks on two
+    ranks mean the same bytes of the same file.
+    """
+    regions = _mapped_regions()
+    starts, marks = [region.start for region in regions], []
+    for tensor in _model_tensors(model):
+        marks.append(_NO_VALUES if tensor.is_meta else b"")
+        if type(tensor) is nn.Parameter and tensor.device.type == "cpu" and tensor.is_contiguous():
+            at = bisect.bisect_right(starts, tensor.data_ptr()) - 1
+            if tensor.numel() and at >= 0 and tensor.data_ptr() + tensor.nbytes <= regions[at].end:
+                marks[-1] = _file_mark(tensor, regions[at])
+    return tuple(marks)
+
+
+@dataclass(frozen=True)
+class _MappedRegion:
+    """A region of the address space that maps a file from its byte ``offset`` on."""
+
+    start: int
+    end: int
+    offset: int
+    inode: str
+    path: str
+
+
+def _mapped_regions() -> list[_MappedRegion]:
+    """Return the regions of files that still have their name, by address."""
+    regions: list[_MappedRegion] = []
+    if not (os.access(_MAPS, os.R_OK) and os.access(_PAGES, os.R_OK)):
+        return regions
+    for line in _MAPS.read_text().splitlines():
+        bounds, _, offset, _, inode, *name = line.split(maxsplit=5)
+        if inode == "0" or not name or name[0].endswith(" (deleted)"):
+            continue
+        start, end = (int(number, 16) for number in bounds.split("-"))
+        regions.append(_MappedRegion(start, end, int(offset, 16), inode, name[0]))
+    return regions
+
+
+def _file_mark(tensor: torch.Tensor, region: _MappedRegion) -> bytes:
+    """Return the mark of a tensor in a mapped region; empty where it was modified, or the file is gone.
+
+    Files are the same by inode, size and modification time, so also on machines that share them.
+    """
+    start = tensor.data_ptr()
+    if not os.path.exists(region.path) or _is_modified(start, start + tensor.nbytes):
+        return b""
+    file = os.stat(region.path)
+    place = region.offset + start - region.start
+    identity = (region.inode, file.st_ino, file.st_size, file.st_mtime_ns, place, str(tensor.dtype))
+    return hashlib.blake2b(repr((identity, tuple(tensor.shape))).encode(), digest_size=8).digest()
+
+
+def _is_modified(start: int, end: int) -> bool:
+    """Return whether a page between two addresses is a modified copy, or cannot be read."""
+    first, last = start // mmap.PAGESIZE, -(-end // mmap.PAGESIZE)
+    with _PAGES.open("rb", buffering=0) as file:
+        file.seek(first * _ENTRY)
+        data = file.read((last - first) * _ENTRY)
+    if len(data) != (last - first) * _ENTRY:
+        return True
+    pages = torch.frombuffer(bytearray(data), dtype=torch.int64)
+    present = (pages >> 62) & 3 != 0  # in memory, or swapped out
+    anonymous = (pages >> 61) & 1 == 0  # no page of a file
+    return bool((present & anonymous).any())
 
 
 def _model_tensors(model: nn.Module) -> tuple[torch.Tensor, ...]:
@@ -70,6 +144,10 @@ def find_unlike_leader(every: Sequence[InitialWeightsInfo]) -> int | None:
 class InitialWeights:
     """The source of the values of one model while it is sharded.
 
+    Attributes:
+        sources: the tensors that the leader does not broadcast: their values in a mapped file, or None where
+            values come later.
+
     Args:
         model: the model.
         every: the info of each rank; none: all values are here.
@@ -88,8 +166,7 @@ class InitialWeights:
         *,
         initialized: bool = False,
     ) -> None:
-        # Tensors that the leader does not broadcast: mapped from a file, or None where values come later.
-        self._sources: Any = WeakIdKeyDictionary()
+        self.sources: Any = WeakIdKeyDictionary()
         self._empty: list[torch.Tensor] = []
         if not every:
             return
@@ -99,49 +176,48 @@ class InitialWeights:
             _model_tensors(model), every[every[rank].leader].marks, *peer_marks, strict=True
         ):
             if first == _NO_VALUES and not initialized:
-                self._sources[tensor] = None
+                self.sources[tensor] = None
             elif first not in (b"", _NO_VALUES) and len(set(others)) == 1:
-                self._sources[tensor] = tensor
-        _refuse_meta_buffers(model, self._sources)
+                self.sources[tensor] = tensor
+        if self.sources:
+            _refuse_meta_buffers(model, self.sources)
 
     def origin(self, tensor: torch.Tensor) -> str:
         """Return ``"sent"`` (broadcast), ``"here"`` (mapped from a file on every rank) or ``"later"``."""
-        if tensor not in self._sources:
+        if tensor not in self.sources:
             return "sent"
-        return "later" if self._sources[tensor] is None else "here"
-
-    def is_broadcast(self, tensor: torch.Tensor) -> bool:
-        """Return whether the leader broadcasts ``tensor``."""
-        return not tensor.is_meta and tensor not in self._sources
+        return "later" if self.sources[tensor] is None else "here"
 
     def make_placeholder(
-        self, old: torch.Tensor, dtype: torch.dtype, device: torch.device, *, whole: bool
+        self, old: torch.Tensor, layout: FSDPShardingPlan, device: torch.device
     ) -> torch.Tensor | None:
-        """Return a placeholder for a tensor whose values do not come from the leader; None for any other.
+        """Return a placeholder for a tensor of ``sources``; None for one that its own memory does for.
 
         Args:
             old: the tensor.
-            dtype: the dtype of the placeholder.
+            layout: how the model is sharded.
             device: where this rank computes.
-            whole: whether it will not be sharded.
         """
-        if old not in self._sources or (whole and self._sources[old] is not None):
+        whole = old in layout.ignored or not isinstance(old, nn.Parameter)
+        if whole and self.sources[old] is not None:
             return None
         like: Any = old.detach()
         make = torch.zeros_like if whole else torch.empty_like
-        placeholder: Any = make(like, dtype=dtype, device=device if whole else "meta")
+        placeholder: Any = make(like, dtype=layout.storage_dtype(old), device=device if whole else "meta")
         if isinstance(old, nn.Parameter):
             placeholder = nn.Parameter(placeholder, requires_grad=old.requires_grad)
+            if whole:
+                layout.ignored.add(placeholder)
         if whole:
             self._empty.append(placeholder)
-        self._sources[placeholder] = self._sources[old]
+        self.sources[placeholder] = self.sources[old]
         return placeholder
 
     def pending_params(self, modules: Iterable[nn.Module]) -> ParamSources:
         """Return the parameters of ``modules`` that are on the meta device now, with their sources."""
         tables = ((module, name, p) for module in modules for name, p in module._parameters.items())
-        hollow = ((m, name, p) for m, name, p in tables if p is not None and p.is_meta and p in self._sources)
-        return {(module, name): self._sources[p] for module, name, p in hollow}
+        hollow = ((m, name, p) for m, name, p in tables if p is not None and p.is_meta and p in self.sources)
+        return {(module, name): self.sources[p] for module, name, p in hollow}
 
     @torch.no_grad()
     def fill_params(self, part: nn.Module, waiting: ParamSources) -> None:

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import CPUOffload, OffloadPolicy, StateDictType
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy, StateDictType
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from accelerate.core import environ
@@ -91,7 +91,8 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
     @property
     def offloads_params(self) -> bool:
         """True if parameters are offloaded to the host."""
-        return self._version_options.offloads_params(self.cpu_offload)
+        offload = self.cpu_offload  # torch's object, of FSDP2 or of FSDP1
+        return isinstance(offload, CPUOffloadPolicy) or bool(getattr(offload, "offload_params", False))
 
     def replicate_count(self, size: int, nodes: int) -> int:
         """Return the number of replicas (HSDP); 1 shards over all ranks.

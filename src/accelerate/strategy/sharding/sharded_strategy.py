@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 
 
+_HSDP = ("dp_replicate", "dp_shard")
+
+
 def find_plugin(request: StrategyRequest) -> Any:
     """Return the FSDP plugin in ``request`` or None; compared by name, for its module is slow to import."""
     names = ((plugin, {kind.__name__ for kind in type(plugin).__mro__}) for plugin in request.plugins)
@@ -45,6 +48,14 @@ def fsdp_options(request: StrategyRequest) -> Iterator[RequestedOption]:
     plugin = find_plugin(request)
     if plugin is not None:
         yield RequestedOption("fsdp_plugin", type(plugin).__name__, "the argument fsdp_plugin")
+
+
+def watch_mesh(mesh: DeviceMesh) -> None:
+    """Let the watchdog count the collectives of the groups of a mesh, to detect deadlocks."""
+    watch = watchdog.current()
+    if watch is not None:
+        for group in mesh.get_all_groups():
+            watch.track_group(group)
 
 
 class ShardedStrategy(OpenGradients, Strategy):
@@ -79,7 +90,7 @@ class ShardedStrategy(OpenGradients, Strategy):
 
     # --- device mesh
 
-    @property
+    @cached_property
     def _mesh_shape(self) -> tuple[int, int]:
         """(replicas, ranks that shard each replica); known before any device mesh is made.
 
@@ -97,21 +108,15 @@ class ShardedStrategy(OpenGradients, Strategy):
         copies, shards = self._mesh_shape
         # A dry run has no device.
         kind = "cpu" if self.world.device.type == "meta" else self.world.device.type
-        if copies == 1:
-            return init_device_mesh(kind, (shards,), mesh_dim_names=("dp_shard",))
-        return init_device_mesh(kind, (copies, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
+        shape, names = ((shards,), ("dp_shard",)) if copies == 1 else ((copies, shards), _HSDP)
+        mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
+        watch_mesh(mesh)
+        return mesh
 
     @property
     def mesh(self) -> DeviceMesh | None:
         """The mesh of two dimensions under HSDP; else None."""
         return self._shard_mesh if self._mesh_shape[0] > 1 else None
-
-    def _watch_groups(self) -> None:
-        """Let the watchdog count the collectives of these groups, to detect deadlocks."""
-        watch = watchdog.current()
-        if watch is not None:
-            for group in self._shard_mesh.get_all_groups():
-                watch.track_group(group)
 
     # --- prepare
 
@@ -186,13 +191,15 @@ class ShardedStrategy(OpenGradients, Strategy):
 
     def _register(self, model: nn.Module) -> None:
         """Remember that ``model`` is sharded, keep its buffers equal, and name calls around its forward."""
-        from accelerate.strategy.protocol.replicated_buffers import sync_buffers
         from accelerate.strategy.sharding import forward_bypass
 
         self.models.add(model)
         forward_bypass.STRATEGIES[model] = self
-        if self.world.device.type != "meta":
-            sync_buffers(model, (*self._replicated_meshes, self._shard_mesh))
+        if self.world.device.type != "meta" and next(model.buffers(), None) is not None:
+            from accelerate.strategy.protocol.replicated_buffers import sync_buffers
+
+            meshes = (*self._replicated_meshes, self._shard_mesh)
+            sync_buffers(model, [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)])
 
     @property
     def _replicated_meshes(self) -> Sequence[DeviceMesh]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from accelerate.core.errors import PrepareError
 from accelerate.core.torch_internals import accepts
 from accelerate.strategy.parallelism.tensor.tp_plan import TPPlanEntry
-from accelerate.strategy.sharding.fsdp2_sharder import broadcast_over_mesh, local_tensor
+from accelerate.strategy.sharding.fsdp2_sharder import broadcast_over_mesh
 from accelerate.strategy.sharding.full_state import local_shard
 from accelerate.strategy.sharding.initial_weights import InitialWeights
 
@@ -156,7 +156,7 @@ class ModuleSharder:
                 fix="load its weights on rank 0 before prepare",
             )
         if isinstance(old, DTensor):
-            broadcast_over_mesh(local_tensor(old), self.replicas)
+            broadcast_over_mesh(old.to_local().detach(), self.replicas)
             return old
         moved = torch.empty_like(old, device=self.device) if old.is_meta else old.data.to(self.device)
         if equal:

@@ -1,4 +1,4 @@
-"""Offload of activations: the inputs of checkpointed blocks wait on the host for the backward."""
+"""Activation checkpointing; with offload, the inputs of blocks wait on the host for the backward."""
 
 from __future__ import annotations
 
@@ -12,12 +12,39 @@ from torch.distributed._composable.checkpoint_activation import checkpoint
 
 from accelerate import device as devices
 from accelerate.core import tree
+from accelerate.core.errors import PrepareError
 
 # The attribute in which a block keeps the context that it has entered in its forward.
 _CONTEXT = "_accelerate_inputs_on_host"
 
 
-def disable_cache(model: nn.Module) -> None:
+def checkpoint_activations(model: nn.Module, blocks: list[nn.Module], offload: bool = False) -> None:
+    """Apply activation checkpointing to each block; names stay as they are.
+
+    Args:
+        model: the model around the blocks; ``use_cache`` is turned off while it trains.
+        blocks: the blocks; one inside another is left out.
+        offload: keep the inputs of each block on the host until the backward.
+
+    Raises:
+        PrepareError: there is no block.
+    """
+    if not blocks:
+        raise PrepareError(
+            "activation_checkpointing, but no module of the model is wrapped",
+            why="the activations of each FSDP unit are computed again in the backward",
+            fix="set auto_wrap_policy, for example 'transformer_based_wrap'",
+        )
+    inside = {part for block in blocks for part in block.modules() if part is not block}
+    for block in blocks:
+        if block not in inside:
+            if offload:
+                offload_inputs(block)
+            checkpoint(block)
+    _disable_cache(model)
+
+
+def _disable_cache(model: nn.Module) -> None:
     """Turn ``use_cache`` off: a recomputed block would put its keys and values into the cache twice."""
     if "use_cache" in inspect.signature(model.forward).parameters:
         model.register_forward_pre_hook(_without_cache, with_kwargs=True)
