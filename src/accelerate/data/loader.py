@@ -148,7 +148,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         # A list, so that twins share its one item, and with it persistent workers.
         self._indexed: list[tuple[Any, DataLoader[Any], PresetIndexSampler]] = []
         self._drop_last, self._non_blocking = drop_last, non_blocking
-        self.rng_types = self.synchronized_generator = None
+        self.rng_types = self._synchronized_generator = None
         self._prefetch_state: dict[str, Any] | None = None
         # What this process computes of a batch, where processes share sequences.
         self.slice_batch: Callable[[Any], Any] | None = None
@@ -160,6 +160,16 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self._num_processes = 1
         self._is_accelerate_prepared = True
         self.use_stateful_dataloader = False
+
+    @property
+    def synchronized_generator(self) -> Any:
+        """The generator whose state ``rng_types`` may broadcast: the given one, or that of the sampler."""
+        given = self._synchronized_generator
+        return getattr(get_sampler(self.base_dataloader), "generator", None) if given is None else given
+
+    @synchronized_generator.setter
+    def synchronized_generator(self, generator: Any) -> None:
+        self._synchronized_generator = generator
 
     @property
     def _full_base(self) -> DataLoader[Any]:
@@ -182,15 +192,11 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         device: torch.device | None,
         non_blocking: bool = False,
         num_processes: int = 1,
-        skip_batches: int = 0,
-        iteration: int = 0,
     ) -> DataLoaderShard:
         """Wrap ``base``, which yields this process's part already."""
         shard = cls.__new__(cls)
         shard.base_dataloader = base
-        shard._initialize(
-            device, bool(getattr(base, "drop_last", False)), non_blocking, iteration, skip_batches
-        )
+        shard._initialize(device, bool(getattr(base, "drop_last", False)), non_blocking)
         shard._num_processes = num_processes
         return shard
 

@@ -110,7 +110,6 @@ def prepare_data_loader(
         make_stateful(prepared)
     if torch_device_mesh is not None and data_shard != world:
         prepared.set_data_shard(*data_shard)
-    prepared.synchronized_generator = getattr(get_sampler(base), "generator", None)
     return prepared
 
 

@@ -70,13 +70,13 @@ def find_sharding(loader: DataLoader[Any], count: int, index: int) -> str | None
     for holder in _sharding_candidates(loader):
         split = getattr(holder, "_distributed", None)  # datasets.distributed.split_dataset_by_node
         for item in (holder, split):
-            sizes, ranks = _int_attributes(item, _SIZES), _int_attributes(item, _RANKS)
-            size = next((name for name in sizes if sizes[name] == count), None)
-            rank = next((name for name in ranks if ranks[name] == index), None)
-            if "num_replicas" in sizes and sizes["num_replicas"] > 1 and "rank" in ranks:
+            numbers = {n: v for n in (*_SIZES, *_RANKS) if type(v := getattr(item, n, None)) is int}
+            size = next((name for name in _SIZES if numbers.get(name) == count), None)
+            rank = next((name for name in _RANKS if numbers.get(name) == index), None)
+            if numbers.get("num_replicas", 0) > 1 and "rank" in numbers:
                 size, rank = "num_replicas", "rank"  # perhaps over some of the processes only
             if size is not None and rank is not None:
-                return f"its {type(holder).__name__} has {size}={sizes[size]} and {rank}={ranks[rank]}"
+                return f"its {type(holder).__name__} has {size}={numbers[size]} and {rank}={numbers[rank]}"
     return _detect_in_code(loader)
 
 
@@ -104,7 +104,8 @@ def check_data_shard(loader: DataLoader[Any], count: int, index: int) -> None:
     """
     reason = ""
     for holder in _sharding_candidates(loader):
-        numbers = _int_attributes(holder, ("num_replicas", "rank"))
+        values = {name: getattr(holder, name, None) for name in ("num_replicas", "rank")}
+        numbers = {name: value for name, value in values.items() if type(value) is int}
         if len(numbers) == 2 and numbers["num_replicas"] > 1 and tuple(numbers.values()) != (count, index):
             attributes = " and ".join(f"{name}={value}" for name, value in numbers.items())
             reason = f"its {type(holder).__name__} has {attributes}"
@@ -116,11 +117,6 @@ def check_data_shard(loader: DataLoader[Any], count: int, index: int) -> None:
             why=f"those must read the same; the data have {count} parts, and this process reads part {index}",
             fix="leave the sharding to prepare, or shard by these numbers and prepare it with shard=False",
         )
-
-
-def _int_attributes(item: Any, names: Iterable[str]) -> dict[str, int]:
-    values = {name: getattr(item, name, None) for name in names}
-    return {name: value for name, value in values.items() if type(value) is int}
 
 
 def _detect_in_code(loader: DataLoader[Any]) -> str | None:

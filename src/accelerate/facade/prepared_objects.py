@@ -30,7 +30,7 @@ class PreparedObjects:
 
     def add(self, kind: ObjectKind, item: Any) -> None:
         """Add one object, unless it is there."""
-        items = self._list_of(kind)
+        items: list[Any] = getattr(self, f"{kind}s")
         if not any(item is other for other in items):
             items.append(item)
 
@@ -53,6 +53,3 @@ class PreparedObjects:
             vars(self).update({name: list(items) for name, items in lists.items()})
 
         return restore
-
-    def _list_of(self, kind: ObjectKind) -> list[Any]:
-        return getattr(self, f"{kind}s")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib import import_module
@@ -162,9 +162,49 @@ class Preparer:
         Raises:
             PrepareError: an object cannot be trained by this strategy, or in this precision.
         """
-        if not self.runtime.strategy.owns_step:
+        runtime, models = self.runtime, bundle.objects_of("model")
+        world, precision, strategy = runtime.world, runtime.precision, runtime.strategy
+        if not strategy.owns_step:
             self._check_trained(bundle)
-        return PreparePlan(tuple(self._steps(bundle)))
+        steps: list[PrepareStep] = []
+        tensors = (
+            t
+            for item, kind, wish in zip(bundle.objects, bundle.kinds, bundle.place_on_device, strict=True)
+            if kind == "model" and wish
+            for t in (*item.parameters(), *item.buffers())
+        )
+        # A strategy that shards places its own shards: the whole model might not fit.
+        if not strategy.shards_params and any(t.device != world.device for t in tensors):
+            place = partial(_place_models, device=world.device)
+            memory = partial(_placed_bytes, models, world.device)
+            steps.append(PrepareStep("place", f"the weights go to {world.device}", place, memory))
+        if models and not strategy.owns_step:
+            reason = precision.describe_conversion()
+            # A precision is attached by hooks.
+            if not reason and any(m._forward_hooks and precision.replaces_attached(m) for m in models):
+                reason = "the model computes in the format of its weights again"
+            if reason:
+                steps.append(PrepareStep("precision", reason, self._attach_precision))
+        steps += strategy.prepare_steps(bundle)
+        compiler = runtime.compiler
+        if compiler.is_enabled and models:
+            if isinstance(strategy, DataSharding):
+                strategy.check_compiler()
+            scope = "block by block" if compiler.use_regional_compilation else "as a whole"
+            reason = f"torch.compile, {str(compiler.backend).lower()}, {scope}, in place"
+            steps.append(PrepareStep("compile", reason, self._compile_models))
+        for kind, reason, wrap in (
+            ("optimizer", "steps only when gradients are complete", self._wrap_optimizer),
+            ("scheduler", "advances with the optimizer", self._wrap_scheduler),
+        ):
+            if kind in bundle.kinds:
+                apply = partial(PrepareBundle.replace, kind=kind, function=wrap)
+                steps.append(PrepareStep(kind, reason, apply))
+        if "loader" in bundle.kinds:
+            shared = f"each of {world.size} processes takes its own samples"
+            reason = shared if world.size > 1 else f"batches go to {world.device}"
+            steps.append(PrepareStep("data", reason, self._wrap_loaders))
+        return PreparePlan(tuple(steps))
 
     def _check_trained(self, bundle: PrepareBundle) -> None:
         """Refuse objects of DeepSpeed and Megatron-LM, and parameters that this precision cannot train."""
@@ -186,47 +226,6 @@ class Preparer:
             groups = enumerate(group["params"] for group in optimizer.param_groups)
             rest = ((f"parameter {i} of group {g}", p) for g, group in groups for i, p in enumerate(group))
             check((name, p) for name, p in rest if p not in named)
-
-    def _steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
-        runtime, models = self.runtime, bundle.objects_of("model")
-        world, precision, strategy = runtime.world, runtime.precision, runtime.strategy
-        # A strategy that shards places its own shards: the whole model might not fit.
-        if not strategy.shards_params and any(
-            bundle.place_on_device[i] and _is_elsewhere(bundle.objects[i], world.device)
-            for i in bundle.positions("model")
-        ):
-            yield PrepareStep(
-                "place",
-                f"the weights go to {world.device}",
-                partial(_place_models, device=world.device),
-                partial(_placed_bytes, models, world.device),
-            )
-        if models and not strategy.owns_step:
-            reason = precision.describe_conversion()
-            # A precision is attached by hooks.
-            if not reason and any(m._forward_hooks and precision.replaces_attached(m) for m in models):
-                reason = "the model computes in the format of its weights again"
-            if reason:
-                yield PrepareStep("precision", reason, self._attach_precision)
-        yield from strategy.prepare_steps(bundle)
-        compiler = runtime.compiler
-        if compiler.is_enabled and models:
-            if isinstance(strategy, DataSharding):
-                strategy.check_compiler()
-            scope = "block by block" if compiler.use_regional_compilation else "as a whole"
-            reason = f"torch.compile, {str(compiler.backend).lower()}, {scope}, in place"
-            yield PrepareStep("compile", reason, self._compile_models)
-        for kind, reason, wrap in (
-            ("optimizer", "steps only when gradients are complete", self._wrap_optimizer),
-            ("scheduler", "advances with the optimizer", self._wrap_scheduler),
-        ):
-            if kind in bundle.kinds:
-                yield PrepareStep(kind, reason, partial(PrepareBundle.replace, kind=kind, function=wrap))
-        if "loader" in bundle.kinds:
-            reason = f"each of {world.size} processes takes its own samples"
-            yield PrepareStep(
-                "data", reason if world.size > 1 else f"batches go to {world.device}", self._wrap_loaders
-            )
 
     def _attach_precision(self, bundle: PrepareBundle) -> None:
         precision = self.runtime.precision
@@ -323,8 +322,9 @@ class Preparer:
         ).bind(self.runtime.gradients, strategy.data_shard.count)
 
     def _wrap_loaders(self, bundle: PrepareBundle) -> None:
-        for index in bundle.positions("loader"):
-            bundle.objects[index] = self.wrap_loader(bundle.objects[index], bundle.place_on_device[index])
+        for index, (item, kind) in enumerate(zip(bundle.objects, bundle.kinds, strict=True)):
+            if kind == "loader":
+                bundle.objects[index] = self.wrap_loader(item, bundle.place_on_device[index])
 
     def wrap_loader(self, loader: DataLoader[Any], place: bool, **options: Any) -> DataLoaderShard:
         """Return the prepared loader.
@@ -396,10 +396,6 @@ def object_kind(value: Any) -> ObjectKind:
     if isinstance(value, Optimizer) or (hasattr(value, "param_groups") and hasattr(value, "step")):
         return "optimizer"
     return "scheduler" if isinstance(value, LRScheduler | AcceleratedScheduler) else "other"
-
-
-def _is_elsewhere(model: nn.Module, device: torch.device) -> bool:
-    return any(t.device != device for t in (*model.parameters(), *model.buffers()))
 
 
 def _placed_bytes(models: list[nn.Module], device: torch.device) -> tuple[int, int]:

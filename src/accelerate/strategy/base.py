@@ -90,11 +90,11 @@ class PrepareBundle:
     def replace(self, kind: ObjectKind, function: Callable[[Any], Any]) -> None:
         """Replace every object of one kind by ``function(object)``; a repeated object once."""
         replacements: dict[int, tuple[Any, Any]] = {}
-        for index in self.positions(kind):
-            item = self.objects[index]
-            if id(item) not in replacements:
-                replacements[id(item)] = item, function(item)
-            self.objects[index] = replacements[id(item)][1]
+        for index, item in enumerate(self.objects):
+            if self.kinds[index] == kind:
+                if id(item) not in replacements:
+                    replacements[id(item)] = item, function(item)
+                self.objects[index] = replacements[id(item)][1]
 
 
 @dataclass(frozen=True)

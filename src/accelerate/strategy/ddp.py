@@ -11,6 +11,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +24,7 @@ from accelerate.core.enum_bases import BaseEnum
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import OptionStatus, RequestedOption, non_default_options
+from accelerate.core.torch_internals import require
 from accelerate.core.user_warning import user_line, warn_user
 from accelerate.core.value_types import PositiveInt
 from accelerate.strategy.base import (
@@ -94,7 +96,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         """
         if self.comm_hook == DDPCommunicationHookType.NO:
             return
-        replica = model if isinstance(model, DistributedDataParallel) else replica_of(model)
+        replica = replica_of(model)
         if replica is None:
             raise PrepareError("a communication hook was asked for a model that is not replicated")
         state, hook = self._build_hook(replica)
@@ -166,9 +168,17 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
         """Return whether there are several ranks; any other request has a higher priority."""
         return request.world.size > 1
 
+    def check(self) -> None:
+        """Refuse a torch whose ``DistributedDataParallel`` lacks what this file uses of it.
+
+        Raises:
+            FeatureNotBuiltError: it does.
+        """
+        require("DDP")
+
     def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
         """Return the status of each option, read from torch's reducers."""
-        replicas = [replica for replica in map(_replica, models) if replica is not None]
+        replicas = [replica for replica in map(replica_of, models) if replica is not None]
         for option in non_default_options(self.handler):
             if option.name == "check_reduction":
                 yield option.report_not_applied("torch ignores it")
@@ -181,26 +191,26 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
 
     def prepare_steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
         """Return the step that replicates every model that trains."""
-        if bundle.training and any(_has_trained_params(model) for model in bundle.objects_of("model")):
-            size = self.world.size
+        models = bundle.objects_of("model")
+        if bundle.training and any(p.requires_grad for model in models for p in model.parameters()):
             yield PrepareStep(
-                "replicate", f"{size} processes average their gradients during backward", self._replicate_all
+                "replicate",
+                f"{self.world.size} processes average their gradients during backward",
+                partial(PrepareBundle.replace, kind="model", function=self._replicate_model),
             )
 
-    def _replicate_all(self, bundle: PrepareBundle) -> None:
-        bundle.replace("model", self._replicate_model)
-
     def _replicate_model(self, model: nn.Module) -> nn.Module:
-        replica = _replica(model)
+        replica = replica_of(model)
         if replica is None:
             self._watch_frozen(model)
         if isinstance(model, ReplicatedModule) and model._progress not in self._progress:
             self._progress.append(model._progress)
-        if not _has_trained_params(model) or replica is not None:
+        if replica is not None or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         devices = None if self.world.device.type == "cpu" else [self.world.device]
         view = replicate(model, device_ids=devices, **self.handler.to_kwargs())
-        self.handler.register_comm_hook(view)
+        if self.handler.comm_hook != DDPCommunicationHookType.NO:
+            self.handler.register_comm_hook(view)
         self._progress = [each for each in self._progress if each.replica() is not None]
         self._progress.append(view._progress)  # type: ignore[arg-type]
         worlds.add_group_user(view, self._renew_replica)
@@ -298,19 +308,19 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
 
     def local_steps(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return ``no_sync``, and skip the reducer's broadcast of buffers in the first forward."""
-        replica = _replica(model)
+        replica = replica_of(model)
         if replica is not None:
             replica.require_forward_param_sync = False
         return self.accumulation_context((model,), sync=False)
 
     def reduces_gradients(self, model: nn.Module) -> bool:
         """Return whether no ``no_sync`` is active."""
-        replica = _replica(model)
+        replica = replica_of(model)
         return replica is None or replica.require_backward_grad_sync
 
     def backward_zero(self, zero: ZeroBackward) -> None:
         """Run a zero backward over all parameters that the reducer waits for."""
-        replicas = [replica for replica in map(_replica, zero.models) if replica is not None]
+        replicas = [replica for replica in map(replica_of, zero.models) if replica is not None]
         if any(map(_is_learning_static_graph, replicas)):
             raise PrepareError(
                 "the first micro-batch that reduces gradients has num_items=0, and static_graph=True",
@@ -328,7 +338,7 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
     @staticmethod
     def sync_next_backward(model: nn.Module) -> None:
         """Prepare the reducer for a backward whose forward ran under ``no_sync``."""
-        replica = _replica(model)
+        replica = replica_of(model)
         if replica is not None:
             replica.require_backward_grad_sync = True
             replica.require_forward_param_sync = True
@@ -355,14 +365,6 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
         if isinstance(model, ReplicatedModule):
             return model._user_module
         return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def _has_trained_params(model: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in model.parameters())
-
-
-def _replica(model: nn.Module) -> DistributedDataParallel | None:
-    return model if isinstance(model, DistributedDataParallel) else replica_of(model)
 
 
 def _names_of(params: set[torch.Tensor], replicas: Iterable[ReplicaProgress]) -> dict[torch.Tensor, str]:
@@ -393,7 +395,7 @@ def _is_learning_static_graph(replica: DistributedDataParallel) -> bool:
 def _no_sync(models: Iterable[nn.Module]) -> Iterator[None]:
     with ExitStack() as stack:
         for model in models:
-            replica = _replica(model)
+            replica = replica_of(model)
             if replica is not None and not _is_learning_static_graph(replica):
                 stack.enter_context(replica.no_sync())
         yield

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError
-from accelerate.core.torch_internals import require
 from accelerate.core.user_warning import warn_user
 
 
@@ -170,8 +169,10 @@ _WRAPPER_MEMBERS: dict[str, Any] = {name: _replica_property(name) for name in _W
 
 
 def replica_of(module: nn.Module) -> DistributedDataParallel | None:
-    """Return the ``DistributedDataParallel`` behind a replicated module, or None."""
-    return module._replica if isinstance(module, ReplicatedModule) else None
+    """Return the ``DistributedDataParallel`` behind a replicated module, or that is the module; else None."""
+    if isinstance(module, ReplicatedModule):
+        return module._replica
+    return module if isinstance(module, DistributedDataParallel) else None
 
 
 def replicate(module: nn.Module, **options: Any) -> nn.Module:
@@ -181,7 +182,6 @@ def replicate(module: nn.Module, **options: Any) -> nn.Module:
         module: the model, on its device; equal on all ranks afterwards (rank 0's values).
         options: arguments of ``torch.nn.parallel.DistributedDataParallel``.
     """
-    require("DDP")
     module_class = type(module)
     names = {name: getattr(module_class, name) for name in ("__module__", "__qualname__", "__doc__")}
     replica = DistributedDataParallel(module, **options)
