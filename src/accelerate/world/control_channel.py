@@ -112,13 +112,7 @@ def align(number: int) -> int:
 
 def body_start(length: int) -> int:
     """Return the offset of the values in a message with a description of ``length`` bytes."""
-    return align(HEADER_SIZE + length)
-
-
-@lru_cache(maxsize=1024)
-def digest(text: str) -> int:
-    """Return a checksum of a text, the same in every process."""
-    return zlib.crc32(text.encode())
+    return -(-(HEADER_SIZE + length) // ALIGNMENT) * ALIGNMENT
 
 
 @lru_cache(maxsize=1024)
@@ -141,15 +135,6 @@ class ControlMessageBuffers:
         self.recv_buffer = bytearray(message_size * size)
         self.send_rows = torch.frombuffer(self.send_buffer, dtype=torch.uint8).view(-1, message_size)
         self.recv_rows = torch.frombuffer(self.recv_buffer, dtype=torch.uint8).view(size, message_size)
-        self.message_views = self.copy_views(message_size)
-
-    def copy_views(self, required_size: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return views of the first bytes of the copies and of the message itself."""
-        return (
-            (self.send_rows[1:, :required_size], self.send_rows[:1, :required_size])
-            if self.uses_alltoall
-            else None
-        )
 
     def start(self, group: Any) -> Any:
         """Start the transfer and return its work handle."""
@@ -183,7 +168,7 @@ class ControlMessageLayout:
         self.required_size = body_start(len(description)) + value_size
         self.buffers = channel.buffers(self.message_size)
         send_buffer, recv_buffer = self.buffers.send_buffer, self.buffers.recv_buffer
-        code = digest(operation)
+        code = zlib.crc32(operation.encode())
         self.prefix = bytearray(
             _HEADER.pack(b"", code, structure, 0, len(description), value_size)[_LABEL_SIZE:] + description
         )
@@ -200,7 +185,8 @@ class ControlMessageLayout:
                     tuple(_view(recv_buffer, r * message_size + start, tensor) for r in range(channel.size))
                 )
                 start += align(tensor.nbytes)
-            self.copy_views = self.buffers.copy_views(self.required_size)
+            rows = self.buffers.send_rows[:, : self.required_size]
+            self.copy_views = (rows[1:], rows[:1]) if self.buffers.uses_alltoall else None
 
 
 def _view(memory: bytearray, start: int, like: torch.Tensor) -> torch.Tensor:
@@ -264,7 +250,7 @@ class ControlChannel:
         site = find_call_site(inspect.currentframe())
         if not already_sent:
             self._begin_exchange(label or operation, site)
-        code, text = digest(operation), _encode_label(label or operation, site)
+        code, text = zlib.crc32(operation.encode()), _encode_label(label or operation, site)
         message_size, length, kind = self.message_size, len(description), int(any_size)
         self._last_sent = None
         while True:
@@ -276,8 +262,8 @@ class ControlChannel:
                     send_buffer[HEADER_SIZE : HEADER_SIZE + length] = description
                 if 0 < value_size <= message_size - body_start(length):
                     fill(send_buffer, body_start(length))
-                if buffers.message_views is not None:
-                    buffers.message_views[0].copy_(buffers.message_views[1])
+                if buffers.uses_alltoall:
+                    buffers.send_rows[1:].copy_(buffers.send_rows[:1])
                 self._run_transfer(buffers.start)
             already_sent = False
             heads = [_HEADER.unpack_from(recv_buffer, rank * message_size) for rank in range(self.size)]
@@ -297,7 +283,8 @@ class ControlChannel:
                 break
             message_size = _round_up(required_size)
         self.watchdog.active_call = None
-        self._adapt_message_size(required_size)
+        if max(required_size, self.message_size) > MIN_MESSAGE_SIZE or self._too_small:
+            self._adapt_message_size(required_size)
         same = len(set(structures)) == 1
         if same:
             first = recv_buffer[HEADER_SIZE : HEADER_SIZE + description_sizes[0]]
@@ -346,7 +333,7 @@ class ControlChannel:
             if recv_buffer[peer_prefix] != prefix:
                 return False
         self.watchdog.active_call, self.watchdog.earlier_call_sites = None, ""
-        if self.message_size != MIN_MESSAGE_SIZE or self._too_small:
+        if self.message_size > MIN_MESSAGE_SIZE or self._too_small:
             self._adapt_message_size(layout.required_size)
         return True
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +25,15 @@ _DTYPES: tuple[torch.dtype, ...] = tuple(
     sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 )
 _DTYPE_CODE = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_SINGLE_TENSOR = control_channel.digest("t")
+
+
+@lru_cache(maxsize=1024)
+def _digest(text: str) -> int:
+    """Return a checksum of a text, the same in every process."""
+    return zlib.crc32(text.encode())
+
+
+_SINGLE_TENSOR = _digest("t")
 
 
 class TensorDescription(NamedTuple):
@@ -73,7 +83,7 @@ class PackedTree:
         if isinstance(data, torch.Tensor):
             leaves.append(data)
         else:
-            structure = control_channel.digest(_structure(data, leaves, others))
+            structure = _digest(_structure(data, leaves, others))
         leaves = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
         problem = _unsupported_leaf_error(operation, others[0]) if others else None
         return cls(control_channel.channel(), operation, data, leaves, structure, problem)
