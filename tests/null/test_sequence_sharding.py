@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.parallelism.context.attention_masks import document_ids
+from accelerate.strategy.parallelism.context.attention import document_ids
 from accelerate.strategy.parallelism.context.sequence_shards import (
     IGNORED,
     SequenceSharder,

@@ -1,6 +1,10 @@
 """Detection of data that is sharded already: by its attributes, by its code, or by comparing the ranks.
 
 Sharding such data again would silently drop most of it, and so would reading it on rank 0 for all ranks.
+
+``split_dataset_by_node`` and ``Dataset.shard`` leave no mark in a map-style ``datasets.Dataset``, and
+fingerprints prove nothing: they also differ where a transform closes over the rank, or where each machine has
+its own cache. So a few rows are compared where the fingerprints differ.
 """
 
 from __future__ import annotations
@@ -8,15 +12,15 @@ from __future__ import annotations
 import hashlib
 import logging
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate.core.errors import CollectiveError, PrepareError
-from accelerate.data import hf_dataset_split
 from accelerate.data.data_order_rng import capture_generators, find_generators
 from accelerate.world import collective
 
@@ -37,6 +41,8 @@ _SIZE = frozenset(("get_world_size", "num_processes", "WORLD_SIZE"))
 _LIBRARIES = frozenset(("torch", "accelerate", "datasets", "torchdata", "numpy", "builtins"))
 # Attributes that may differ between ranks without sharding.
 _RANK_SPECIFIC = ("seed", "device", "generator", "rng", "cache", "log", "tmp", "temp", "output", "epoch")
+# Rows of a ``datasets.Dataset`` that are compared over the ranks.
+COMPARED_ROWS = 16
 _FIX = "set it explicitly: shard=False keeps each process's own part, shard=True shards the data in any case"
 
 
@@ -88,7 +94,7 @@ def find_split(loader: DataLoader[Any]) -> str | None:
     """
     for holder in _walk_attributes(loader.dataset, "dataset"):
         if isinstance(getattr(holder, "_fingerprint", None), str) and hasattr(holder, "with_format"):
-            return hf_dataset_split.find_split(holder, describe_loader(loader))
+            return _find_split_rows(holder, describe_loader(loader))
     return None
 
 
@@ -286,3 +292,87 @@ def check_first_batch(batches: Iterator[Any], name: str) -> Iterator[Any]:
     if first is not None:
         yield first
         yield from batches
+
+
+# --- the rows of a map-style ``datasets.Dataset`` on all ranks
+
+
+@dataclass(frozen=True)
+class RowDigests:
+    """The rows of one rank's dataset that are compared.
+
+    Attributes:
+        length: number of rows.
+        table_length: number of rows of the Arrow table, of which the dataset may select some.
+        rows: digests of some rows, one per row, by column.
+        table_rows: the same of the Arrow table.
+    """
+
+    length: int
+    table_length: int
+    rows: dict[str, list[bytes]]
+    table_rows: dict[str, list[bytes]]
+
+    @classmethod
+    def of(cls, dataset: Any) -> RowDigests:
+        """Return the digests of evenly spaced rows, without the dataset's transforms."""
+        table = dataset.data.table
+        rows = dataset.with_format("arrow")[_spaced(len(dataset))]
+        return cls(
+            len(dataset), table.num_rows, _digests(rows), _digests(table.take(_spaced(table.num_rows)))
+        )
+
+
+def _find_split_rows(dataset: Any, name: str) -> str | None:
+    """Return why each rank seems to have its own part of a dataset; None where all have the same. Collective.
+
+    Args:
+        dataset: a map-style ``datasets.Dataset``.
+        name: name of its loader, for errors.
+
+    Raises:
+        CollectiveError: all ranks have the whole dataset, but not in the same order.
+    """
+    marks = collective.all_gather_object((len(dataset), dataset._fingerprint), "prepare")
+    if len(set(marks)) == 1 or min(length for length, _ in marks) == 0:
+        return None
+    every: list[RowDigests] = collective.all_gather_object(RowDigests.of(dataset), "prepare")
+    if len({each.length for each in every}) == 1 and _are_same([each.rows for each in every]):
+        return None
+    lengths = [each.length for each in every]
+    same_table = _are_same([each.table_rows for each in every])
+    if max(lengths) - min(lengths) <= 1 and (not same_table or sum(lengths) <= every[0].table_length):
+        return f"its {type(dataset).__name__} has other rows on each process, {sum(lengths)} in all"
+    raise CollectiveError(
+        f"the processes do not have the same data in {name}: the rows of its {type(dataset).__name__} differ",
+        why="to share it out, all must begin with the whole data in one order; rows per process: "
+        + ", ".join(map(str, lengths)),
+        fix="give shuffle(), train_test_split() and what else is random a seed; where each process shall "
+        "keep its own rows, DataLoaderConfiguration(shard=False)",
+    )
+
+
+def _spaced(length: int) -> list[int]:
+    count = min(length, COMPARED_ROWS)
+    return [index * (length - 1) // max(1, count - 1) for index in range(count)]
+
+
+def _digests(table: Any) -> dict[str, list[bytes]]:
+    return {
+        name: [
+            hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+            for value in table.column(name).to_pylist()
+        ]
+        for name in table.column_names
+    }
+
+
+def _are_same(every: Sequence[dict[str, list[bytes]]]) -> bool:
+    """Return whether the rows are the same, but for columns that depend on the rank.
+
+    A column with few values, as of labels, may be equal by chance; it counts only if there is no other.
+    """
+    first = every[0]
+    equal = [name for name in first if all(each.get(name) == first[name] for each in every)]
+    most_values = max((len(set(cells)) for cells in first.values()), default=0)
+    return any(2 * len(set(first[name])) >= most_values for name in equal)

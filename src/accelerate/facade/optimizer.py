@@ -54,7 +54,7 @@ class AcceleratedOptimizer(Optimizer):
     ) -> None:
         # Not Optimizer.__init__: the inner optimizer holds state and groups.
         self.optimizer, self.device_placement, self.scaler = optimizer, device_placement, scaler
-        self.gradient_state = GradientState()
+        self.gradient_state = GradientState._current or GradientState()
         self._precision: Precision | None = None
         self._strategy: Strategy | None = None
         self._engine: EngineStrategy | None = None

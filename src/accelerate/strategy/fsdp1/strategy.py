@@ -175,7 +175,7 @@ class FSDP1Strategy(ShardedStrategy):
 
     def _update_optimizers(self, bundle: PrepareBundle) -> None:
         """Remap optimizers also when their model was prepared in an earlier call."""
-        from accelerate.strategy.fsdp1.optimizer_remap import remap_optimizer, warn_of_statistics
+        from accelerate.strategy.fsdp1.optimizer_state import remap_optimizer, warn_of_statistics
 
         sync = bool(self.plugin.sync_module_states)
         for optimizer in bundle.objects_of("optimizer"):
@@ -207,13 +207,13 @@ class FSDP1Strategy(ShardedStrategy):
         """
         super()._check_optimizers(bundle)
         if not self._is_replicated:
-            from accelerate.strategy.fsdp1.optimizer_remap import check_elementwise
+            from accelerate.strategy.fsdp1.optimizer_state import check_elementwise
 
             for optimizer in bundle.objects_of("optimizer"):
                 check_elementwise(getattr(optimizer, "optimizer", optimizer))
         if not bundle.training or self.plugin.use_orig_params:
             return
-        from accelerate.strategy.fsdp1.optimizer_remap import check_param_groups
+        from accelerate.strategy.fsdp1.optimizer_state import check_param_groups
 
         fresh = [model for model in bundle.objects_of("model") if not self._is_sharded(model)]
         for optimizer in bundle.objects_of("optimizer"):

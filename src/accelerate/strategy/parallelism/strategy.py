@@ -227,7 +227,7 @@ class DeviceMeshStrategy(FSDP2Strategy, DataSharding):
         return self.config.plane(self._kind)
 
     @property
-    def _replicated_meshes(self) -> list[DeviceMesh]:
+    def _replicated_meshes(self) -> list[DeviceMesh]:  # type: ignore[override]
         """The meshes over which parameters outside the tensor parallel plan are replicated."""
         return [self._plane["tp"]] if self.config.tp_enabled else []
 

@@ -64,7 +64,7 @@ def weight_marks(model: nn.Module) -> WeightMarks:
     """
     regions = _mapped_regions()
     starts, marks = [region.start for region in regions], []
-    for tensor in _model_tensors(model):
+    for tensor in (*model.parameters(), *model.buffers()):
         marks.append(_NO_VALUES if tensor.is_meta else b"")
         if type(tensor) is nn.Parameter and tensor.device.type == "cpu" and tensor.is_contiguous():
             at = bisect.bisect_right(starts, tensor.data_ptr()) - 1
@@ -126,10 +126,6 @@ def _is_modified(start: int, end: int) -> bool:
     return bool((present & anonymous).any())
 
 
-def _model_tensors(model: nn.Module) -> tuple[torch.Tensor, ...]:
-    return (*model.parameters(), *model.buffers())
-
-
 def find_unlike_leader(every: Sequence[InitialWeightsInfo]) -> int | None:
     """Return a leader that lacks values which another leader of the same parameters has, or None."""
     first: dict[str, int] = {}
@@ -172,9 +168,8 @@ class InitialWeights:
             return
         # Ranks of other meshes too, for tensors that are no DTensors are the same there.
         peer_marks = [info.marks for info in every if info.digest == every[rank].digest]
-        for tensor, first, *others in zip(
-            _model_tensors(model), every[every[rank].leader].marks, *peer_marks, strict=True
-        ):
+        tensors = (*model.parameters(), *model.buffers())
+        for tensor, first, *others in zip(tensors, every[every[rank].leader].marks, *peer_marks, strict=True):
             if first == _NO_VALUES and not initialized:
                 self.sources[tensor] = None
             elif first not in (b"", _NO_VALUES) and len(set(others)) == 1:

@@ -67,6 +67,8 @@ class ShardedStrategy(OpenGradients, Strategy):
     """
 
     shards_params: ClassVar[bool] = True
+    # Further meshes of one dimension along which plain parameters are replicated.
+    _replicated_meshes: Sequence[DeviceMesh] = ()
 
     def __init__(self, request: StrategyRequest) -> None:
         super().__init__(request)
@@ -200,11 +202,6 @@ class ShardedStrategy(OpenGradients, Strategy):
 
             meshes = (*self._replicated_meshes, self._shard_mesh)
             sync_buffers(model, [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)])
-
-    @property
-    def _replicated_meshes(self) -> Sequence[DeviceMesh]:
-        """The further meshes of one dimension along which plain parameters are replicated."""
-        return ()
 
     def _move_to_device(self, bundle: PrepareBundle) -> None:
         for index in bundle.positions("model"):

@@ -22,12 +22,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accelerate.core import tree
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.strategy.base import PrepareBundle, PrepareStep
-from accelerate.strategy.parallelism.context import attention_masks
 from accelerate.strategy.parallelism.context.attention import (
     AttentionCallCounter,
     AttentionFunctionModeHooks,
     SequenceShardedAttention,
+    add_mask_kwargs,
     check_model,
+    register_mask_function,
+    uses_library_masks,
 )
 from accelerate.strategy.parallelism.context.sequence_shards import MASK, TOKENS, SequenceSharder, join_shards
 from accelerate.strategy.parallelism.dimension import MeshDimension
@@ -122,8 +124,8 @@ class SequenceParallelMeshDimension(MeshDimension):
                 model.register_forward_pre_hook(self._pre_forward, with_kwargs=True)
                 self._hooks.install(model)
                 model.register_forward_hook(self._post_forward)
-                if attention_masks.uses_library_masks(model):
-                    attention_masks.register_mask_function()
+                if uses_library_masks(model):
+                    register_mask_function()
 
     # --- batches
 
@@ -234,7 +236,7 @@ class SequenceParallelMeshDimension(MeshDimension):
         if not attention.lengths:
             return None
         names = inspect.signature(model.forward).parameters
-        uses_library_masks = attention_masks.uses_library_masks(model)
+        library_masks = uses_library_masks(model)
         if not _accepts_positions(model):
             self._check_positions(model, tensors)
             return None
@@ -247,10 +249,10 @@ class SequenceParallelMeshDimension(MeshDimension):
             return None
         if named.get("position_ids") is None:
             named["position_ids"] = self._position_ids(tokens)
-        if uses_library_masks:
+        if library_masks:
             cached = named.get("use_cache")
             cached = getattr(model.config, "use_cache", False) if cached is None else cached
-            named = attention_masks.add_mask_kwargs(attention, tokens.shape[1], named, bool(cached))
+            named = add_mask_kwargs(attention, tokens.shape[1], named, bool(cached))
         return args[len(fixed) :], named
 
     def _position_ids(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -392,7 +394,7 @@ def _accepts_positions(model: nn.Module) -> bool:
     """Return whether its forward accepts ``position_ids``."""
     names = inspect.signature(model.forward).parameters
     open_ended = any(name.kind is name.VAR_KEYWORD for name in names.values())
-    return "position_ids" in names or (open_ended and attention_masks.uses_library_masks(model))
+    return "position_ids" in names or (open_ended and uses_library_masks(model))
 
 
 def _describe_batch(batch: Any) -> str:
