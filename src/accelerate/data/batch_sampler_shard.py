@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import chain, cycle, islice
 from typing import Any
 
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, DataLoader
 
 from accelerate.core.errors import PrepareError
 from accelerate.data.data_order_rng import find_generators
@@ -62,8 +62,8 @@ class BatchSamplerShard(BatchSampler):
         self.batch_sampler = batch_sampler
         self.num_processes, self.process_index = num_processes, process_index
         self.split_batches, self.even_batches = split_batches, even_batches
-        # The loader's name, until the ranks have verified that all begin with the same order.
-        self.name_to_verify: str | None = None
+        # The user's loader, until the ranks have verified that all begin with the same order.
+        self.unverified: DataLoader[Any] | None = None
         # The steps that a loader with its own iteration has taken the indices of, in order.
         self.taken_steps: deque[StepSampleIndices] = deque()
         self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]

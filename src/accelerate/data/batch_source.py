@@ -367,8 +367,8 @@ def _walk_steps(
     batches, epoch.order_state = open_walk(
         items, generators, broadcast=order_broadcast(epoch, shard is not None), order_state=order_state
     )
-    if shard is not None and shard.name_to_verify is not None:
-        batches, shard.name_to_verify = check_first_batch(batches, shard.name_to_verify), None
+    if shard is not None and shard.unverified is not None:
+        batches, shard.unverified = check_first_batch(batches, shard.unverified), None
     group = 1 if shard is None or shard.split_batches else shard.num_processes
     skip = epoch.skip
     rest, epoch.samples, head = skip_items(batches, skip.batches * group, skip.samples, group)

@@ -93,8 +93,8 @@ def prepare_data_loader(
         if shared > 1:
             # Where all ranks take part, the first batch of indices is compared before it is used.
             compares = shard == "auto" and count == collective.world_size()
-            name = sharding_detection.describe_loader(dataloader) if compares else None
-            base = _shard(base, shared, index, split_batches, even_batches, name)
+            unverified = dataloader if compares else None
+            base = _shard(base, shared, index, split_batches, even_batches, unverified)
         prepared = DataLoaderShard.wrap(
             base, device=batch_device, non_blocking=non_blocking, num_processes=shared
         )
@@ -128,8 +128,6 @@ def _keeps_own_data(
     if shard != "auto":
         return not shard
     reason = sharding_detection.find_sharding(loader, count, index)
-    if reason is None and count == collective.world_size():
-        reason = sharding_detection.find_split(loader)
     if reason is not None:
         sharding_detection.log_not_sharded(loader, reason)
     return reason is not None
@@ -181,17 +179,22 @@ def _with_sampler(loader: DataLoader[Any], seeded: RandomSampler) -> DataLoader[
 
 
 def _shard(
-    loader: DataLoader[Any], count: int, index: int, split: bool, even: bool, name_to_verify: str | None
+    loader: DataLoader[Any],
+    count: int,
+    index: int,
+    split: bool,
+    even: bool,
+    unverified: DataLoader[Any] | None,
 ) -> DataLoader[Any]:
     if isinstance(loader.dataset, IterableDataset):
         return _shard_stream(loader, count, index, split, even)
     if loader.batch_sampler is None:
         single_batches = BatchSampler(loader.sampler, batch_size=1, drop_last=False)
         shard = BatchSamplerShard(single_batches, count, index, split_batches=False, even_batches=even)
-        shard.name_to_verify = name_to_verify
+        shard.unverified = unverified
         return copy_loader(loader, sampler=SingleIndexSampler(shard))
     shard = BatchSamplerShard(loader.batch_sampler, count, index, split, even)  # type: ignore[arg-type]
-    shard.name_to_verify = name_to_verify
+    shard.unverified = unverified
     return copy_loader(loader, batch_sampler=shard)
 
 

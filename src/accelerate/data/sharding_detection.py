@@ -70,8 +70,11 @@ def _sharding_candidates(loader: DataLoader[Any]) -> Iterator[Any]:
 def find_sharding(loader: DataLoader[Any], count: int, index: int) -> str | None:
     """Return why the loader seems to be sharded over ``count`` processes already, or None.
 
+    Where these are all processes it is collective: they compare the rows of a ``datasets.Dataset``.
+
     Raises:
         PrepareError: its code asks only for the rank, so its purpose is unknown.
+        CollectiveError: all have the whole dataset, but not in the same order.
     """
     for holder in _sharding_candidates(loader):
         split = getattr(holder, "_distributed", None)  # datasets.distributed.split_dataset_by_node
@@ -83,19 +86,12 @@ def find_sharding(loader: DataLoader[Any], count: int, index: int) -> str | None
                 size, rank = "num_replicas", "rank"  # perhaps over some of the processes only
             if size is not None and rank is not None:
                 return f"its {type(holder).__name__} has {size}={numbers[size]} and {rank}={numbers[rank]}"
-    return _detect_in_code(loader)
-
-
-def find_split(loader: DataLoader[Any]) -> str | None:
-    """Return why each rank seems to have its own rows of a ``datasets.Dataset``, or None. Collective.
-
-    Raises:
-        CollectiveError: all have the whole dataset, but not in the same order.
-    """
-    for holder in _walk_attributes(loader.dataset, "dataset"):
-        if isinstance(getattr(holder, "_fingerprint", None), str) and hasattr(holder, "with_format"):
-            return _find_split_rows(holder, describe_loader(loader))
-    return None
+    reason = _detect_in_code(loader)
+    if reason is None and count == collective.world_size():
+        for holder in _walk_attributes(loader.dataset, "dataset"):
+            if isinstance(getattr(holder, "_fingerprint", None), str) and hasattr(holder, "with_format"):
+                return _find_split_rows(holder, describe_loader(loader))
+    return reason
 
 
 def check_data_shard(loader: DataLoader[Any], count: int, index: int) -> None:
@@ -280,14 +276,15 @@ def check_same(name: str, seen: Any) -> None:
             )
 
 
-def check_first_batch(batches: Iterator[Any], name: str) -> Iterator[Any]:
+def check_first_batch(batches: Iterator[Any], loader: DataLoader[Any]) -> Iterator[Any]:
     """Yield the same batches of indices; before the first one, compare it on all ranks.
 
     Args:
         batches: those of the whole data, in the order that all ranks should have.
-        name: name of the loader.
+        loader: the user's.
     """
     first = next(batches, None)
+    name = describe_loader(loader)
     check_same(name, {"its first batch of indices": "none" if first is None else _shorten_text(str(first))})
     if first is not None:
         yield first

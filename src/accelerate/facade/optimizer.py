@@ -81,7 +81,7 @@ class AcceleratedOptimizer(Optimizer):
             self._monitor, self._unreduced = strategy, strategy.unreduced
         self.gradient_state, self._precision, self._strategy = gradients, precision, strategy
         self._engine = strategy if isinstance(strategy, EngineStrategy) else None
-        self.scaler = precision.scaler
+        self.scaler = precision.scaler if precision.scales_loss else None
         return self
 
     def __repr__(self) -> str:

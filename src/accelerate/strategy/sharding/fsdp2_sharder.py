@@ -78,9 +78,15 @@ class Sharder:
             layout: its layout.
             optimizers: the optimizers that may hold its parameters.
             replaced: gets the new parameters, by the old ones.
+
+        Raises:
+            PrepareError: the ranks have other models, or torch is too old.
         """
         plugin, policy, optimizer_list = self.plugin, layout.precision, list(optimizers)
-        _check_torch(self.device, layout)
+        if self.device.type == "cpu" and not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+            raise _old_torch_error("does not compute on a CPU")
+        if layout.ignored and not accepts(fully_shard, "ignored_params"):
+            raise _old_torch_error("shards every parameter, and some are to be ignored")
         initialize, values = exchange_model_info(model, plugin.param_init_fn, self.mesh)
         if plugin.activation_checkpointing:
             checkpoint_activations(model, layout.blocks, bool(plugin.activation_checkpointing_offload))
@@ -187,23 +193,12 @@ class Sharder:
                 )
 
 
-def _check_torch(device: torch.device, layout: FSDPShardingPlan) -> None:
-    """Refuse what ``fully_shard`` of the installed torch cannot do.
-
-    Raises:
-        PrepareError: it cannot compute on a CPU, or leave parameters unsharded.
-    """
-    problem = ""
-    if device.type == "cpu" and not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
-        problem = f"FSDP2 of torch {torch.__version__} does not compute on a CPU"
-    elif layout.ignored and not accepts(fully_shard, "ignored_params"):
-        problem = f"FSDP2 of torch {torch.__version__} shards every parameter, and some are to be ignored"
-    if problem:
-        raise PrepareError(
-            problem,
-            why="torch's fully_shard came to it in a later version",
-            fix="pip install 'torch>=2.8', or fsdp_version=1",
-        )
+def _old_torch_error(problem: str) -> PrepareError:
+    return PrepareError(
+        f"FSDP2 of torch {torch.__version__} {problem}",
+        why="torch's fully_shard came to it in a later version",
+        fix="pip install 'torch>=2.8', or fsdp_version=1",
+    )
 
 
 def _average_on_cpu(model: nn.Module) -> None:
