@@ -237,10 +237,9 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | exports("strategy.deepspeed.plugin: DeepSpeedPlugin")
     | exports("strategy.sharding.plugin: FullyShardedDataParallelPlugin")
     | exports(
-        "strategy.parallelism.config: DeepSpeedSequenceParallelConfig TorchContextParallelConfig "
-        "TorchTensorParallelConfig TorchTensorParallelPlugin"
+        "strategy.parallelism.config: DeepSpeedSequenceParallelConfig PipelineParallelConfig "
+        "TorchContextParallelConfig TorchTensorParallelConfig TorchTensorParallelPlugin"
     )
-    | exports("strategy.parallelism.pipeline.config: PipelineParallelConfig")
     | exports(
         "strategy.megatron.parsers: MODEL_CONFIGS_TO_MEGATRON_PARSERS add_model_config_to_megatron_parser "
         "parse_bert_config parse_glm4_moe_config parse_gpt2_config parse_llama_config parse_t5_config"

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import FeatureNotBuiltError, PrepareError, SettingError, UnknownNameError
-from accelerate.strategy.megatron import weight_rules
+from accelerate.strategy.megatron import model_families
 from accelerate.strategy.megatron.layout import MegatronLayout, megatron_layout
 from accelerate.strategy.megatron.lr_schedule import build_lr_schedule
 from accelerate.strategy.megatron.model_families import FAMILIES, model_family
-from accelerate.strategy.megatron.unsupported_options import check_options
+from accelerate.strategy.megatron.plugin import check_options
 from accelerate.utils import (
     MODEL_CONFIGS_TO_MEGATRON_PARSERS,
     MegatronLMDummyScheduler,
@@ -316,15 +316,18 @@ def test_degrees_that_do_not_fit_name_the_product_and_what_fits() -> None:
 
 # --- weights
 
-RULES: dict[str, tuple[weight_rules.WeightRule, list[tuple[int, ...]]]] = {
-    "the same everywhere": (weight_rules.WeightRule("a"), [(6,)]),
-    "rows": (weight_rules.DimShard("a", dim=0), [(8, 3)]),
-    "columns": (weight_rules.DimShard("a", dim=1, transposed=True), [(8, 3)]),
-    "words": (weight_rules.VocabShardRule("a", vocab_size=7), [(7, 3)]),
-    "gated": (weight_rules.GatedMLPShardRule("a", "b"), [(8, 3), (8, 3)]),
-    "grouped": (weight_rules.FusedQKVShardRule("q", "k", "v", groups=2, heads=4), [(16, 3), (8, 3), (8, 3)]),
-    "joined": (weight_rules.FusedQKVShardRule("qkv", groups=4, heads=4, transposed=True), [(3, 24)]),
-    "joined biases": (weight_rules.FusedQKVShardRule("qkv", groups=4, heads=4), [(24,)]),
+RULES: dict[str, tuple[model_families.WeightRule, list[tuple[int, ...]]]] = {
+    "the same everywhere": (model_families.WeightRule("a"), [(6,)]),
+    "rows": (model_families.DimShard("a", dim=0), [(8, 3)]),
+    "columns": (model_families.DimShard("a", dim=1, transposed=True), [(8, 3)]),
+    "words": (model_families.VocabShardRule("a", vocab_size=7), [(7, 3)]),
+    "gated": (model_families.GatedMLPShardRule("a", "b"), [(8, 3), (8, 3)]),
+    "grouped": (
+        model_families.FusedQKVShardRule("q", "k", "v", groups=2, heads=4),
+        [(16, 3), (8, 3), (8, 3)],
+    ),
+    "joined": (model_families.FusedQKVShardRule("qkv", groups=4, heads=4, transposed=True), [(3, 24)]),
+    "joined biases": (model_families.FusedQKVShardRule("qkv", groups=4, heads=4), [(24,)]),
 }
 
 
@@ -342,7 +345,7 @@ def test_parts_join_to_what_was_sharded(name: str, size: int) -> None:
 
 def test_queries_keys_and_values_lie_group_by_group() -> None:
     """Two groups of two queries, heads of one row."""
-    rule = weight_rules.FusedQKVShardRule("q", "k", "v", groups=2, heads=4)
+    rule = model_families.FusedQKVShardRule("q", "k", "v", groups=2, heads=4)
     wholes = [torch.tensor([[1], [2], [3], [4]]), torch.tensor([[5], [6]]), torch.tensor([[7], [8]])]
     first, second = rule.shard(wholes, 2)
     assert first.flatten().tolist() == [1, 2, 5, 7]

@@ -204,10 +204,10 @@ from accelerate.strategy.parallelism.config import (
     DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
 )
 from accelerate.strategy.parallelism.config import ParallelismConfig as ParallelismConfig
+from accelerate.strategy.parallelism.config import PipelineParallelConfig as PipelineParallelConfig
 from accelerate.strategy.parallelism.config import TorchContextParallelConfig as TorchContextParallelConfig
 from accelerate.strategy.parallelism.config import TorchTensorParallelConfig as TorchTensorParallelConfig
 from accelerate.strategy.parallelism.config import TorchTensorParallelPlugin as TorchTensorParallelPlugin
-from accelerate.strategy.parallelism.pipeline.config import PipelineParallelConfig as PipelineParallelConfig
 from accelerate.strategy.sharding.fsdp_utils import (
     disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
 )

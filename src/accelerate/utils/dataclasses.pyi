@@ -42,10 +42,10 @@ from accelerate.strategy.megatron.plugin import MegatronLMPlugin as MegatronLMPl
 from accelerate.strategy.parallelism.config import (
     DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
 )
+from accelerate.strategy.parallelism.config import PipelineParallelConfig as PipelineParallelConfig
 from accelerate.strategy.parallelism.config import TorchContextParallelConfig as TorchContextParallelConfig
 from accelerate.strategy.parallelism.config import TorchTensorParallelConfig as TorchTensorParallelConfig
 from accelerate.strategy.parallelism.config import TorchTensorParallelPlugin as TorchTensorParallelPlugin
-from accelerate.strategy.parallelism.pipeline.config import PipelineParallelConfig as PipelineParallelConfig
 from accelerate.strategy.sharding.plugin import (
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
 )

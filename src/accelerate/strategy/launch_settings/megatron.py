@@ -1,7 +1,7 @@
 """The options of Megatron-LM: fields of ``MegatronLMPlugin``, and settings of the launcher.
 
 An option is declared here; ``strategy/megatron/`` uses it. Those that are refused stand with their reasons in
-``unsupported_options.py``.
+``plugin.py``.
 """
 
 from __future__ import annotations

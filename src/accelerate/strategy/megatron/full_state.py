@@ -12,7 +12,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.megatron.gpt_model import params_with_rules, tied_names
-from accelerate.strategy.megatron.weight_rules import WeightRule
+from accelerate.strategy.megatron.model_families import WeightRule
 
 if TYPE_CHECKING:
     from accelerate.strategy.megatron.engine import MegatronEngine

@@ -10,8 +10,7 @@ from torch import nn
 
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.strategy.megatron.layout import MegatronLayout
-from accelerate.strategy.megatron.model_families import LAYER, MegatronModelFamily
-from accelerate.strategy.megatron.weight_rules import WeightRule
+from accelerate.strategy.megatron.model_families import LAYER, MegatronModelFamily, WeightRule
 from accelerate.world import collective
 
 if TYPE_CHECKING:

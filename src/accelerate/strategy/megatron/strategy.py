@@ -90,7 +90,7 @@ class Megatron(EngineStrategy):
             MissingExtraError, DeviceError, SettingError, FeatureNotBuiltError: by what is wrong.
         """
         from accelerate.strategy.megatron.layout import check_supported
-        from accelerate.strategy.megatron.unsupported_options import check_options
+        from accelerate.strategy.megatron.plugin import check_options
 
         check_options(self.plugin, self.request.precision)
         check_supported(self.world)

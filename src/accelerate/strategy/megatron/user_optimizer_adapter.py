@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.megatron.weight_rules import WeightRule
+from accelerate.strategy.megatron.model_families import WeightRule
 
 # The optimizer state of one parameter, by the optimizer's own keys: "exp_avg", "step", ...
 OptimizerState = dict[str, Any]

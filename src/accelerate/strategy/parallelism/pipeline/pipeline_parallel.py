@@ -18,8 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.base import PrepareBundle, PrepareStep
+from accelerate.strategy.parallelism.config import PipelineParallelConfig
 from accelerate.strategy.parallelism.dimension import MeshDimension
-from accelerate.strategy.parallelism.pipeline.config import PipelineParallelConfig
 from accelerate.strategy.parallelism.pipeline.forward_trace import (
     PipelineBlockCallInterceptor,
     add_base_class,
