@@ -400,7 +400,7 @@ def test_cores_that_a_process_is_bound_to(monkeypatch: pytest.MonkeyPatch) -> No
     if len(allowed) < 2:
         pytest.skip("there is one core")
     monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", "true")
-    near = "accelerate.world.option_report.near_cores"
+    near = "accelerate.facade.option_read_backs.near_cores"
     monkeypatch.setattr(near, lambda *_: [])
     effect = found(Accelerator(cpu=True))["enable_cpu_affinity"]
     assert (effect.not_applied, effect.is_failure) == (True, False)

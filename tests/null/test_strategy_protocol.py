@@ -26,8 +26,8 @@ def test_a_strategy_has_45_members() -> None:
     assert len(members(EngineStrategy) - core) <= 15
 
 
-def test_only_two_members_have_no_default() -> None:
-    assert Strategy.__abstractmethods__ == {"claims", "prepare_steps"}
+def test_only_one_member_has_no_default() -> None:
+    assert Strategy.__abstractmethods__ == {"prepare_steps"}
 
 
 def test_capabilities_are_found_by_type() -> None:

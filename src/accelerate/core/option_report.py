@@ -7,7 +7,7 @@ for it. The facade collects the statuses (``facade/option_report.py``).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, cast
 
 from accelerate.core.frozen_dataclass import frozen_dataclass
@@ -128,9 +128,8 @@ class OptionReport(list[OptionStatus]):
 
 def requested_options(loaded: SettingsWithOrigins[Any]) -> Iterator[RequestedOption]:
     """Yield the settings to which a source gave another value than the default."""
-    for name in loaded.origins:
-        origin = loaded.origin(name)
-        default = loaded.origins[name][-1]
+    for name, (origin, *others) in loaded.origins.items():
+        default = others[-1] if others else origin
         if origin.source != "default" and not (default.source == "default" and origin.value == default.value):
             yield RequestedOption(name, origin.value, origin.where)
 
@@ -156,16 +155,6 @@ def non_default_options(options: Any, where: str = "") -> Iterator[RequestedOpti
         default = item.default if factory is dataclasses.MISSING else factory()
         if value is not default and value != default:
             yield RequestedOption(item.name, value, source)
-
-
-def options_by_name(options: Iterable[RequestedOption]) -> dict[str, RequestedOption]:
-    """Return the options by name."""
-    return {option.name: option for option in options}
-
-
-def report_options(options: Iterable[RequestedOption], missing: Mapping[str, str]) -> Iterator[OptionStatus]:
-    """Report each option that is a key of ``missing``: not applied for that reason; applied without."""
-    return (option.report_unless(missing[option.name]) for option in options if option.name in missing)
 
 
 def _format_object(value: Any) -> str:

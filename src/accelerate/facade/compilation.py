@@ -53,26 +53,23 @@ class TorchDynamoPlugin(KwargsHandler):
             "dynamo_use_dynamic": self.dynamic,
             "dynamo_use_regional_compilation": self.use_regional_compilation,
         }
-        self._loaded_settings = load_settings(CompileSettings, code=code_values)
-        settings = self._loaded_settings.value
+        loaded = load_settings(CompileSettings, code=code_values)
+        settings = loaded.value
         self.backend = DynamoBackend(settings.dynamo_backend or DynamoBackend.NO.value)
         self.mode = settings.dynamo_mode or "default"
         self.fullgraph, self.dynamic = settings.dynamo_use_fullgraph, settings.dynamo_use_dynamic
         self.use_regional_compilation = settings.dynamo_use_regional_compilation
-
-    @property
-    def requested_compile_options(self) -> list[RequestedOption]:
-        """The options given to the compiler, with their origin; none where compilation was declined."""
-        requested = [
-            option
-            for option in requested_options(self._loaded_settings)
-            if option.value != DynamoBackend.NO.value
-        ]
+        # For the option report: what was requested, none where compilation was declined, and what lost.
         more = {"options": self.options, "disable": self.disable or None}
-        origin = type(self).__name__
-        return requested + [
-            RequestedOption(name, value, origin) for name, value in more.items() if value is not None
+        self._requested_options = [
+            *(option for option in requested_options(loaded) if option.value != DynamoBackend.NO.value),
+            *(
+                RequestedOption(n, value, type(self).__name__)
+                for n, value in more.items()
+                if value is not None
+            ),
         ]
+        self._overridden_options = list(report_overridden(loaded))
 
     @property
     def is_enabled(self) -> bool:
@@ -126,10 +123,12 @@ def option_statuses(
         models: the user's own modules.
         stepped: a training step is over, so that what is compiled has run.
     """
+    yield from plugin._overridden_options
+    if not plugin._requested_options:
+        return
     reason = _reason_not_compiled(plugin, models, stepped=stepped)
     done = sum(map(_is_compiled, (part for model in models for part in model.modules())))
-    yield from report_overridden(plugin._loaded_settings)
-    for option in plugin.requested_compile_options:
+    for option in plugin._requested_options:
         if option.name == "disable" and not plugin.is_enabled:
             yield option.report_applied()
         elif reason:

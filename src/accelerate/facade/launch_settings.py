@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from accelerate.core import environ
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import setting
 from accelerate.core.value_types import PositiveInt
-
-if TYPE_CHECKING:
-    from accelerate.core.option_report import RequestedOption
 
 AUTO = "auto"
 
@@ -54,14 +50,3 @@ class OptionReportSettings:
     explain: bool = setting(
         False, help="print a table of the requested options: which were applied, and why others were not"
     )
-
-
-def launcher_options() -> dict[str, RequestedOption]:
-    """Return the options given to ``accelerate launch``, by name; empty without it."""
-    import json
-
-    from accelerate.core.option_report import RequestedOption
-
-    text = environ.get("ACCELERATE_ASKED")
-    rows: dict[str, list[object]] = json.loads(text) if text else {}
-    return {name: RequestedOption(name, value, str(origin)) for name, (origin, value) in rows.items()}

@@ -21,30 +21,31 @@ def choose_strategy(request: StrategyRequest) -> Strategy:
     Raises:
         SettingError: two of the same priority claim it.
     """
-    claims = sorted((s for s in STRATEGIES if s.claims(request)), key=lambda s: -s.priority)
+    requested = [s for s in STRATEGIES if s.activation.is_requested(request)]
+    claims = sorted((s for s in requested if s.claims(request)), key=lambda s: -s.priority)
     if len(claims) > 1 and claims[0].priority == claims[1].priority:
         raise SettingError(
             f"two strategies are asked for at once: {claims[0].name} and {claims[1].name}",
             fix="keep the plugin, flag or variable of one of them",
         )
+    request.passed_over.extend(s for s in requested if s.activation.unused_reason and s not in claims)
     chosen = claims[0](request)
     chosen.check()
     return chosen
 
 
 def unused_options(request: StrategyRequest, chosen: Strategy) -> Iterator[OptionStatus]:
-    """Return the options requested of strategies that were not chosen; none of them is applied.
+    """Yield the options requested of strategies that were not chosen; none of them is applied.
 
-    FSDP1 and FSDP2 have the same switch and plugin, so these options belong to the chosen one.
+    Strategies share some: FSDP1 and FSDP2 have the same switch and plugin.
     """
-    chosen_names = {option.name for option in chosen.requested_options(request)}
+    names = {option.name for option in chosen.requested_options(request)}
+    usual = f"the strategy is {chosen.name}" if request.world.size > 1 else "there is one process"
     for strategy in STRATEGIES:
         if strategy is type(chosen):
             continue
-        reason = strategy.unused_reason(request)
-        explanation = reason or (
-            f"the strategy is {chosen.name}" if request.world.size > 1 else "there is one process"
-        )
+        reason = strategy.activation.unused_reason if strategy in request.passed_over else ""
         for option in strategy.requested_options(request):
-            if option.name not in chosen_names:
-                yield option.report_not_applied(explanation, matters=bool(reason))
+            if option.name not in names:
+                names.add(option.name)
+                yield option.report_not_applied(reason or usual, matters=bool(reason))

@@ -20,7 +20,13 @@ import torch
 from torch import nn
 
 from accelerate.core.kwargs_handler import KwargsHandler
-from accelerate.core.option_report import OptionStatus, RequestedOption, non_default_options
+from accelerate.core.option_report import (
+    OptionStatus,
+    RequestedOption,
+    non_default_options,
+    requested_options,
+)
+from accelerate.core.setting import load_settings
 from accelerate.strategy.protocol.gradient_sync import (
     NO_CONTEXT,
     GradientPiece,
@@ -39,6 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NO_CONTEXT",
+    "Activation",
     "DataSharding",
     "GradientPiece",
     "ObjectKind",
@@ -127,6 +134,7 @@ class StrategyRequest:
         handlers: the kwargs handlers given to it, by class.
         precision: name of the precision.
         parallelism: the sizes of the dimensions of a mesh, a ``ParallelismConfig``.
+        passed_over: strategies that it asks for and that cannot serve it, once one is chosen.
     """
 
     world: World
@@ -134,6 +142,7 @@ class StrategyRequest:
     handlers: Mapping[type, Any] = field(default_factory=dict)
     precision: str = "no"
     parallelism: Any = None
+    passed_over: list[Any] = field(default_factory=list)
 
     def handler(self, kind: type[H]) -> H:
         """Return the handler of that class, or one with its defaults."""
@@ -156,11 +165,52 @@ class RankDataShard:
     counts_samples: bool = True
 
 
+@dataclass(frozen=True)
+class Activation:
+    """What asks for a strategy; one that declares neither settings nor a plugin is asked for by everything.
+
+    Attributes:
+        settings: the launcher's settings that are its own; the first class holds the switch.
+        plugin_class: the name of its plugin's class, whose module may be slow to import.
+        plugin_argument: the argument of ``Accelerator`` that takes the plugin, for reports.
+        min_world_size: it is not used with fewer ranks.
+        unused_reason: why not, where somebody has asked for it.
+    """
+
+    settings: tuple[type[Any], ...] = ()
+    plugin_class: str = ""
+    plugin_argument: str = ""
+    min_world_size: int = 1
+    unused_reason: str = ""
+
+    def plugins(self, request: StrategyRequest) -> list[Any]:
+        """Return its plugins in ``request``, also those in a dict of several."""
+        given = (*request.plugins, request.parallelism)
+        flat = (item for each in given for item in (each.values() if isinstance(each, Mapping) else [each]))
+        return [item for item in flat if self.plugin_class in {kind.__name__ for kind in type(item).__mro__}]
+
+    def is_requested(self, request: StrategyRequest) -> bool:
+        """Return whether the plugin or the launcher's switch asks for it."""
+        if not self.settings or self.plugins(request):
+            return True
+        return any(vars(load_settings(self.settings[0]).value).values())
+
+    def options(self, request: StrategyRequest) -> Iterator[RequestedOption]:
+        """Yield the given settings and plugins as requested options."""
+        for settings in self.settings:
+            yield from requested_options(load_settings(settings))
+        for plugin in self.plugins(request) if self.plugin_argument else ():
+            yield RequestedOption(
+                self.plugin_argument, type(plugin).__name__, f"the argument {self.plugin_argument}"
+            )
+
+
 class Strategy(GradientSync, ABC):
     """The way in which one training is distributed over processes.
 
     Attributes:
         name: its name, for reports.
+        activation: what asks for it.
         priority: of several that claim a request the highest wins.
         handler_class: the kwargs handler that configures it, if any.
         replicates_model: every rank holds a whole copy of each model, and can take local steps.
@@ -173,6 +223,7 @@ class Strategy(GradientSync, ABC):
     """
 
     name: ClassVar[str]
+    activation: ClassVar[Activation] = Activation()
     priority: ClassVar[int] = 0
     handler_class: ClassVar[type[KwargsHandler] | None] = None
     replicates_model: ClassVar[bool] = False
@@ -185,33 +236,32 @@ class Strategy(GradientSync, ABC):
         self.world = request.world
         self.handler: Any = request.handler(self.handler_class) if self.handler_class else None
         self.local_training = False
+        self._requested_options = list(self.requested_options(request))
 
     @classmethod
-    @abstractmethod
     def claims(cls, request: StrategyRequest) -> bool:
-        """Return whether ``request`` asks for this strategy."""
+        """Return whether it can serve ``request``, which asks for it as ``activation`` says."""
+        return request.world.size >= cls.activation.min_world_size
 
     @classmethod
-    def unused_reason(cls, request: StrategyRequest) -> str:
-        """Return why it does not claim ``request`` although it is asked for, or an empty string."""
-        return ""
-
-    @classmethod
-    def requested_options(cls, request: StrategyRequest) -> Iterable[RequestedOption]:
-        """Return the options by which ``request`` asks for it, and those that are only its own."""
-        return non_default_options(request.handlers.get(cls.handler_class)) if cls.handler_class else ()
+    def requested_options(cls, request: StrategyRequest) -> Iterator[RequestedOption]:
+        """Yield the options by which ``request`` asks for it, and those that are only its own."""
+        yield from cls.activation.options(request)
+        if cls.handler_class is not None:
+            yield from non_default_options(request.handlers.get(cls.handler_class))
 
     def option_statuses(self, models: Sequence[nn.Module]) -> Iterable[OptionStatus]:
         """Return the status of each option, read from prepared models (none yet: pending).
 
         Called after each ``prepare``; it must neither change anything nor communicate.
         """
-        return (option.report_applied() for option in self.requested_options(self.request))
+        return (option.report_applied() for option in self._requested_options)
 
     @classmethod
     def distributed_type(cls, world: World) -> str:
-        """Return the ``DistributedType`` of this strategy on the world's device."""
-        return world.hardware.distributed_type
+        """Return the ``DistributedType``: that of its switch in files, else that of the world's device."""
+        own = [getattr(switch, "__distributed_type__", "") for switch in cls.activation.settings[:1]]
+        return "".join(own) or world.hardware.distributed_type
 
     def check(self) -> None:
         """Refuse, with the reason, what cannot work here.

@@ -29,6 +29,7 @@ from accelerate.core.user_warning import user_line, warn_user
 from accelerate.core.value_types import PositiveInt
 from accelerate.strategy.base import (
     NO_CONTEXT,
+    Activation,
     OpenGradients,
     PrepareBundle,
     PrepareStep,
@@ -152,6 +153,7 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
     """Data parallel training with replicas, by torch's reducer."""
 
     name: ClassVar[str] = "ddp"
+    activation: ClassVar[Activation] = Activation(min_world_size=2)
     replicates_model: ClassVar[bool] = True
     priority: ClassVar[int] = 1
     handler_class: ClassVar[type[KwargsHandler] | None] = DistributedDataParallelKwargs
@@ -162,11 +164,6 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
         self._progress: list[ReplicaProgress] = []
         self._unreduced_backward = ""
         self._reported: set[str] = set()
-
-    @classmethod
-    def claims(cls, request: StrategyRequest) -> bool:
-        """Return whether there are several ranks; any other request has a higher priority."""
-        return request.world.size > 1
 
     def check(self) -> None:
         """Refuse a torch whose ``DistributedDataParallel`` lacks what this file uses of it.

@@ -8,25 +8,23 @@ when such a strategy is chosen: they cost a second of torch.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
-from accelerate.core.option_report import OptionStatus, RequestedOption
-from accelerate.core.setting import load_settings
+from accelerate.core.option_report import OptionStatus
 from accelerate.strategy.base import (
+    Activation,
     PrepareBundle,
-    StrategyRequest,
     ZeroBackward,
     graph_leaves,
     run_with_zero_gradients,
 )
-from accelerate.strategy.launch_settings.fsdp import UseFSDPSetting
-from accelerate.strategy.sharding.sharded_strategy import ShardedStrategy, find_plugin, fsdp_options
+from accelerate.strategy.sharding.sharded_strategy import FSDP_ACTIVATION, ShardedStrategy
 from accelerate.world import collective
-from accelerate.world.world import World
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,37 +33,15 @@ if TYPE_CHECKING:
     from accelerate.strategy.sharding.fsdp_unit_plan import FSDPShardingPlan
 
 
-def _is_requested(request: StrategyRequest) -> bool:
-    return find_plugin(request) is not None or load_settings(UseFSDPSetting).value.use_fsdp
-
-
 class FSDP2Strategy(ShardedStrategy):
     """FSDP2 over all ranks, by torch's ``fully_shard``."""
 
     name: ClassVar[str] = "fsdp"
+    activation: ClassVar[Activation] = dataclasses.replace(
+        FSDP_ACTIVATION,
+        unused_reason="one process has nothing to shard, so it trains as a single process does",
+    )
     priority: ClassVar[int] = 10
-
-    @classmethod
-    def claims(cls, request: StrategyRequest) -> bool:
-        """Return whether there are several ranks, and the plugin or the launcher asks for FSDP."""
-        return request.world.size > 1 and _is_requested(request)
-
-    @classmethod
-    def unused_reason(cls, request: StrategyRequest) -> str:
-        """Return why FSDP is not used in a world of one."""
-        if request.world.size > 1 or not _is_requested(request):
-            return ""
-        return "one process has nothing to shard, so it trains as a single process does"
-
-    @classmethod
-    def requested_options(cls, request: StrategyRequest) -> Iterator[RequestedOption]:
-        """Return the switch and the plugin."""
-        return fsdp_options(request)
-
-    @classmethod
-    def distributed_type(cls, world: World) -> str:
-        """Return ``"FSDP"``, on any device."""
-        return "FSDP"
 
     def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
         """Return the status of each option; see ``fsdp2_options.py``."""
@@ -74,7 +50,7 @@ class FSDP2Strategy(ShardedStrategy):
 
         sharded = [model for model in models if model in self.models]
         return option_statuses(
-            self.requested_options(self.request),
+            self._requested_options,
             self.plugin,
             sharded,
             precision_policy(self.request.precision),

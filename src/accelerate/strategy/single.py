@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from accelerate.strategy.base import OpenGradients, PrepareBundle, PrepareStep, Strategy, StrategyRequest
+from accelerate.strategy.base import OpenGradients, PrepareBundle, PrepareStep, Strategy
 from accelerate.world.world import World
 
 
@@ -13,12 +13,8 @@ class SingleProcessStrategy(OpenGradients, Strategy):
     """Training of one process on one device."""
 
     name: ClassVar[str] = "single"
+    priority: ClassVar[int] = -1  # it claims every request, also of several ranks, which another one gets
     replicates_model: ClassVar[bool] = True
-
-    @classmethod
-    def claims(cls, request: StrategyRequest) -> bool:
-        """Return whether the world size is 1."""
-        return request.world.size == 1
 
     @classmethod
     def distributed_type(cls, world: World) -> str:

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import MissingExtraError, PrepareError, SettingError
-from accelerate.core.option_report import OptionStatus, RequestedOption, requested_options
+from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.core.packages import is_installed
-from accelerate.core.setting import load_settings
 from accelerate.core.user_warning import warn_user
 from accelerate.strategy.base import (
     NO_CONTEXT,
+    Activation,
     PrepareBundle,
     PrepareStep,
     StrategyRequest,
@@ -32,7 +32,6 @@ from accelerate.strategy.base import (
 )
 from accelerate.strategy.launch_settings import deepspeed as deepspeed_settings
 from accelerate.strategy.protocol.engine_strategy import EngineCheckpoint, EngineStrategy
-from accelerate.world.world import World
 
 if TYPE_CHECKING:
     from accelerate.strategy.deepspeed.engine_handle import DeepSpeedEngineRegistry, EngineHandle
@@ -63,20 +62,15 @@ def GatheredParameters(  # noqa: N802 - DeepSpeed's own name for it
         yield
 
 
-def _given_plugins(request: StrategyRequest) -> list[Any]:
-    """Return the plugins that were given, also those in a dict of several."""
-    plugins = [p for plugin in request.plugins for p in _plugin_values(plugin)]
-    return [plugin for plugin in plugins if type(plugin).__name__ == "DeepSpeedPlugin"]
-
-
-def _plugin_values(plugin: Any) -> Iterable[Any]:
-    return plugin.values() if isinstance(plugin, Mapping) else [plugin]
-
-
 class DeepSpeed(EngineStrategy):
     """Training by DeepSpeed, with one engine for each model."""
 
     name: ClassVar[str] = "deepspeed"
+    activation: ClassVar[Activation] = Activation(
+        (deepspeed_settings.UseDeepSpeedSetting, deepspeed_settings.DeepSpeedSettings),
+        "DeepSpeedPlugin",
+        "deepspeed_plugin",
+    )
     priority: ClassVar[int] = 10
     shards_params: ClassVar[bool] = True
     wrapper_classes: ClassVar[Mapping[str, str]] = {
@@ -89,7 +83,7 @@ class DeepSpeed(EngineStrategy):
         from accelerate.strategy.deepspeed.engine_handle import DeepSpeedEngineRegistry
         from accelerate.strategy.deepspeed.plugin import DeepSpeedPlugin, plugin_table
 
-        plugins = _given_plugins(request)
+        plugins = self.activation.plugins(request)
         tables = [dict(p) for p in request.plugins if isinstance(p, Mapping)]
         self.table: dict[str, DeepSpeedPlugin] = plugin_table(
             tables[0] if tables else plugins[0] if plugins else DeepSpeedPlugin()
@@ -100,24 +94,16 @@ class DeepSpeed(EngineStrategy):
     # --- the request
 
     @classmethod
-    def claims(cls, request: StrategyRequest) -> bool:
-        """Return whether a plugin or the launcher asks for DeepSpeed, also with one process."""
-        use_deepspeed = load_settings(deepspeed_settings.UseDeepSpeedSetting).value.use_deepspeed
-        return bool(_given_plugins(request)) or use_deepspeed
-
-    @classmethod
     def requested_options(cls, request: StrategyRequest) -> Iterator[RequestedOption]:
-        """Return the switch, the launcher's options and the plugins."""
-        yield from requested_options(load_settings(deepspeed_settings.UseDeepSpeedSetting))
-        yield from requested_options(load_settings(deepspeed_settings.DeepSpeedSettings))
-        for plugin in _given_plugins(request):
-            yield RequestedOption("deepspeed_plugin", type(plugin).__name__, "the argument deepspeed_plugin")
+        """Yield the switch, the launcher's options, the plugins and their arguments."""
+        yield from super().requested_options(request)
+        for plugin in cls.activation.plugins(request):
             yield from plugin.given_options()
 
     def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
         """Return the status of each option, read from the engines' configuration."""
         handles = self.engines.trained_engines()
-        for option in self.requested_options(self.request):
+        for option in self._requested_options:
             if option.name not in deepspeed_settings.COUNTERPARTS:
                 yield option.report_applied()
             elif not handles:
@@ -134,11 +120,6 @@ class DeepSpeed(EngineStrategy):
         return option.report_unless(
             "" if is_applied else f"the DeepSpeed configuration says {key}: {configured}"
         )
-
-    @classmethod
-    def distributed_type(cls, world: World) -> str:
-        """Return ``"DEEPSPEED"``, on any device."""
-        return "DEEPSPEED"
 
     def check(self) -> None:
         """Refuse a machine without DeepSpeed, and a precision that the device cannot compute in.

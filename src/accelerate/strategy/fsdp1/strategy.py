@@ -16,19 +16,19 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import PrepareError
-from accelerate.core.option_report import OptionStatus, RequestedOption
+from accelerate.core.option_report import OptionStatus
 from accelerate.core.setting import load_settings
 from accelerate.strategy.base import (
+    Activation,
     PrepareBundle,
     StrategyRequest,
     ZeroBackward,
     graph_leaves,
     run_with_zero_gradients,
 )
-from accelerate.strategy.launch_settings.fsdp import FSDPSettings, UseFSDPSetting
-from accelerate.strategy.sharding.sharded_strategy import ShardedStrategy, find_plugin, fsdp_options
+from accelerate.strategy.launch_settings.fsdp import FSDPSettings
+from accelerate.strategy.sharding.sharded_strategy import FSDP_ACTIVATION, ShardedStrategy
 from accelerate.world import collective
-from accelerate.world.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import ShardingStrategy
@@ -45,6 +45,7 @@ class FSDP1Strategy(ShardedStrategy):
     """Training by torch's ``FullyShardedDataParallel`` around each FSDP unit."""
 
     name: ClassVar[str] = "fsdp1"
+    activation: ClassVar[Activation] = FSDP_ACTIVATION
     priority: ClassVar[int] = 11
 
     def __init__(self, request: StrategyRequest) -> None:
@@ -56,35 +57,15 @@ class FSDP1Strategy(ShardedStrategy):
 
     @classmethod
     def claims(cls, request: StrategyRequest) -> bool:
-        """Return whether there are several ranks, and the plugin or the launcher asks for FSDP1."""
-        plugin = find_plugin(request)
-        if request.world.size == 1:
-            return False
-        if plugin is not None:
-            return plugin.fsdp_version == 1
-        return (
-            load_settings(UseFSDPSetting).value.use_fsdp
-            and load_settings(FSDPSettings).value.fsdp_version == 1
-        )
-
-    @classmethod
-    def requested_options(cls, request: StrategyRequest) -> Iterator[RequestedOption]:
-        """Return the switch and the plugin, where they ask for FSDP1."""
-        if cls.claims(request):
-            yield from fsdp_options(request)
-
-    @classmethod
-    def distributed_type(cls, world: World) -> str:
-        """Return ``"FSDP"``, on any device."""
-        return "FSDP"
+        """Return whether there are several ranks, and the plugin or the launcher asks for version 1."""
+        options = cls.activation.plugins(request) or [load_settings(FSDPSettings).value]
+        return super().claims(request) and options[0].fsdp_version == 1
 
     def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
         """Return the status of each option; see ``option_report.py``."""
         from accelerate.strategy.fsdp1.option_report import option_statuses
 
-        return option_statuses(
-            self.requested_options(self.request), self.plugin, [m for m in models if m in self.models]
-        )
+        return option_statuses(self._requested_options, self.plugin, [m for m in models if m in self.models])
 
     @property
     def _sharding_strategy(self) -> ShardingStrategy:

@@ -14,14 +14,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from accelerate.core import environ
 from accelerate.core.errors import PrepareError
-from accelerate.core.option_report import OptionStatus, RequestedOption, requested_options
-from accelerate.core.setting import declared_settings, load_settings
-from accelerate.strategy.base import PrepareBundle, PrepareStep, RankDataShard, StrategyRequest
+from accelerate.core.option_report import OptionStatus
+from accelerate.core.setting import declared_settings
+from accelerate.strategy.base import (
+    Activation,
+    PrepareBundle,
+    PrepareStep,
+    RankDataShard,
+    StrategyRequest,
+)
 from accelerate.strategy.launch_settings.megatron import MegatronSettings, UseMegatronSetting
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
-from accelerate.world.world import World
 
 if TYPE_CHECKING:
     from accelerate.strategy.megatron.engine import MegatronEngine
@@ -31,10 +35,6 @@ if TYPE_CHECKING:
     from accelerate.strategy.megatron.user_optimizer_adapter import MegatronOptimizerStepper
 
 
-def _requested_plugin(request: StrategyRequest) -> Any:
-    return next((p for p in request.plugins if type(p).__name__ == "MegatronLMPlugin"), None)
-
-
 class Megatron(EngineStrategy):
     """The strategy that trains by Megatron-LM.
 
@@ -42,6 +42,9 @@ class Megatron(EngineStrategy):
     """
 
     name: ClassVar[str] = "megatron"
+    activation: ClassVar[Activation] = Activation(
+        (UseMegatronSetting, MegatronSettings), "MegatronLMPlugin", "megatron_lm_plugin"
+    )
     hardware_tested: ClassVar[bool] = False
     priority: ClassVar[int] = 10
     shards_params: ClassVar[bool] = True
@@ -54,33 +57,16 @@ class Megatron(EngineStrategy):
         super().__init__(request)
         from accelerate.strategy.megatron.plugin import MegatronLMPlugin
 
-        self.plugin: MegatronLMPlugin = _requested_plugin(request) or MegatronLMPlugin()
+        plugins = self.activation.plugins(request)
+        self.plugin: MegatronLMPlugin = plugins[0] if plugins else MegatronLMPlugin()
         self._engines: list[MegatronEngine] = []
         self._converters: dict[int, MegatronFullStateConverter] = {}
         self._steppers: dict[int, tuple[torch.optim.Optimizer, MegatronOptimizerStepper]] = {}
 
-    @classmethod
-    def claims(cls, request: StrategyRequest) -> bool:
-        """Return whether the plugin or the launcher's variable asks for Megatron-LM."""
-        return _requested_plugin(request) is not None or environ.get_flag("ACCELERATE_USE_MEGATRON_LM")
-
-    @classmethod
-    def distributed_type(cls, world: World) -> str:
-        """The contract's name, on any device."""
-        return "MEGATRON_LM"
-
-    @classmethod
-    def requested_options(cls, request: StrategyRequest) -> Iterator[RequestedOption]:
-        """Yield the switch, the plugin and the launcher's options."""
-        yield from requested_options(load_settings(UseMegatronSetting))
-        yield from requested_options(load_settings(MegatronSettings))
-        if _requested_plugin(request) is not None:
-            yield RequestedOption("megatron_lm_plugin", "MegatronLMPlugin", "the argument megatron_lm_plugin")
-
     def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
         """Report each requested option as applied, or say why Megatron-LM ignores it."""
         unread = {row.name: row.details["unread"] for row in declared_settings(MegatronSettings)}
-        for option in self.requested_options(self.request):
+        for option in self._requested_options:
             yield option.report_unless(unread.get(option.name, ""))
 
     def check(self) -> None:

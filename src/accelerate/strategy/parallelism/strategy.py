@@ -16,6 +16,7 @@ from accelerate.core.errors import SettingError
 from accelerate.core.option_report import OptionStatus, RequestedOption, requested_options
 from accelerate.core.setting import load_settings
 from accelerate.strategy.base import (
+    Activation,
     DataSharding,
     PrepareBundle,
     PrepareStep,
@@ -25,8 +26,7 @@ from accelerate.strategy.base import (
 )
 from accelerate.strategy.fsdp import FSDP2Strategy
 from accelerate.strategy.launch_settings.parallelism import ParallelismSettings, UseParallelismConfigSetting
-from accelerate.strategy.sharding.sharded_strategy import fsdp_options, watch_mesh
-from accelerate.world.world import World
+from accelerate.strategy.sharding.sharded_strategy import FSDP_ACTIVATION, watch_mesh
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +50,11 @@ class DeviceMeshStrategy(FSDP2Strategy, DataSharding):
     """The strategy that composes the dimensions of a device mesh with FSDP2."""
 
     name: ClassVar[str] = "parallelism"
+    activation: ClassVar[Activation] = Activation(
+        (UseParallelismConfigSetting,),
+        "ParallelismConfig",
+        unused_reason="one process is no mesh, so it trains as a single process does",
+    )
     priority: ClassVar[int] = 20
 
     def __init__(self, request: StrategyRequest) -> None:
@@ -68,23 +73,11 @@ class DeviceMeshStrategy(FSDP2Strategy, DataSharding):
         return config is not None and (request.world.size > 1 or config.total_size > 1)
 
     @classmethod
-    def unused_reason(cls, request: StrategyRequest) -> str:
-        """Return why a mesh is not used: the world size is 1."""
-        if request.parallelism is None or cls.claims(request):
-            return ""
-        return "one process is no mesh, so it trains as a single process does"
-
-    @classmethod
     def requested_options(cls, request: StrategyRequest) -> Iterator[RequestedOption]:
         """Yield the switch, and the options of sharding."""
-        yield from requested_options(load_settings(UseParallelismConfigSetting))
+        yield from super().requested_options(request)
         if cls.claims(request):
-            yield from fsdp_options(request)
-
-    @classmethod
-    def distributed_type(cls, world: World) -> str:
-        """Return the ``DistributedType`` of the world's device."""
-        return world.hardware.distributed_type
+            yield from FSDP_ACTIVATION.options(request)
 
     def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
         """Yield the status of sharding options, of each size, and of the dimensions' own options."""

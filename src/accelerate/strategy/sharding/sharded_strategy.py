@@ -13,10 +13,9 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError
-from accelerate.core.option_report import RequestedOption, requested_options
-from accelerate.core.setting import load_settings
 from accelerate.strategy.base import (
     NO_CONTEXT,
+    Activation,
     OpenGradients,
     PrepareBundle,
     PrepareStep,
@@ -36,18 +35,7 @@ if TYPE_CHECKING:
 _HSDP = ("dp_replicate", "dp_shard")
 
 
-def find_plugin(request: StrategyRequest) -> Any:
-    """Return the FSDP plugin in ``request`` or None; compared by name, for its module is slow to import."""
-    names = ((plugin, {kind.__name__ for kind in type(plugin).__mro__}) for plugin in request.plugins)
-    return next((plugin for plugin, kinds in names if "FullyShardedDataParallelPlugin" in kinds), None)
-
-
-def fsdp_options(request: StrategyRequest) -> Iterator[RequestedOption]:
-    """Return the FSDP switch, and the plugin, as requested options."""
-    yield from requested_options(load_settings(UseFSDPSetting))
-    plugin = find_plugin(request)
-    if plugin is not None:
-        yield RequestedOption("fsdp_plugin", type(plugin).__name__, "the argument fsdp_plugin")
+FSDP_ACTIVATION = Activation((UseFSDPSetting,), "FullyShardedDataParallelPlugin", "fsdp_plugin", 2)
 
 
 def watch_mesh(mesh: DeviceMesh) -> None:
@@ -74,7 +62,10 @@ class ShardedStrategy(OpenGradients, Strategy):
         super().__init__(request)
         from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 
-        self.plugin: FullyShardedDataParallelPlugin = find_plugin(request) or FullyShardedDataParallelPlugin()
+        plugins = FSDP_ACTIVATION.plugins(request)
+        self.plugin: FullyShardedDataParallelPlugin = (
+            plugins[0] if plugins else FullyShardedDataParallelPlugin()
+        )
         self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # New parameters by the replaced ones, which optimizers may still hold.
         self._replaced_params: Any = WeakIdKeyDictionary()
