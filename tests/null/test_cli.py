@@ -171,7 +171,7 @@ def test_the_list_of_commands_imports_none_of_them() -> None:
     code = (
         "import sys; from accelerate.cli import main; code = main.run(['--help']); "
         "print(sorted(n for n in sys.modules if n.startswith('accelerate.cli.'))); "
-        "print(tuple(main.COMMANDS.modules))"
+        "print(tuple(main.COMMANDS.names()))"
     )
     *shown, loaded, files = subprocess.run(
         [sys.executable, "-c", code], check=True, text=True, capture_output=True

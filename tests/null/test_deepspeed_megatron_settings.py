@@ -272,8 +272,8 @@ def test_every_promised_flag_of_these_groups_is_there() -> None:
 
 
 def test_settings_belong_to_a_strategy_or_a_precision_of_their_name() -> None:
-    assert set(SETTINGS_OF["STRATEGIES"].modules) <= set(REGISTRIES["STRATEGIES"].modules)
-    assert set(SETTINGS_OF["PRECISIONS"].modules) <= set(REGISTRIES["PRECISIONS"].names())
+    assert set(SETTINGS_OF["STRATEGIES"].names()) <= set(REGISTRIES["STRATEGIES"].names())
+    assert set(SETTINGS_OF["PRECISIONS"].names()) <= set(REGISTRIES["PRECISIONS"].names())
 
 
 def test_what_nobody_gave_is_not_handed_on(asks: Any) -> None:

@@ -57,7 +57,11 @@ def load_fields(
             setattr(instance, row.field, _check_object(value, row, objects[row.field], type(instance)))
             kept.add(row.field)
         else:
-            given[row.name] = _plain_value(value)
+            if isinstance(value, Enum):
+                value = value.name
+            given[row.name] = (
+                tuple(cast("Collection[Any]", value)) if isinstance(value, set | list) else value
+            )
     loaded = load_settings(declaring, code=given, container=SimpleNamespace, owner=type(instance).__name__)
     for row in rows:
         if row.field not in kept:
@@ -72,12 +76,6 @@ def _check_object(value: Any, row: Setting, kind: Any, owner: type[Any]) -> Any:
     if not fits:
         raise wrong_value(f"the argument {row.field} of {owner.__name__}", row.field, kind, value)
     return result
-
-
-def _plain_value(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.name
-    return tuple(cast("Collection[Any]", value)) if isinstance(value, set | list) else value
 
 
 def describe_fields(cls: type[T]) -> type[T]:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import cache, cached_property
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from accelerate.core.errors import UnknownNameError
 
@@ -57,9 +57,12 @@ class Registry(Generic[T]):
         self._loaded: dict[str, T] = {}
 
     @cached_property
-    def modules(self) -> dict[str, str]:
-        """The module below the package that defines each plug-in of the folder, by name in order."""
-        modules: dict[str, str] = {}
+    def sources(self) -> dict[str, Any]:
+        """Where each plug-in is defined, by name: files in order, then those of other packages.
+
+        A file, or the file of a folder, is its module below the package; another's is an entry point.
+        """
+        modules: dict[str, Any] = {}
         for folder in importlib.import_module(self.package).__path__:
             for module in pkgutil.iter_modules([folder]):
                 name = module.name
@@ -67,26 +70,23 @@ class Registry(Generic[T]):
                     modules[name] = name
                 elif os.path.exists(os.path.join(folder, name, f"{self.kind}.py")):
                     modules[name] = f"{name}.{self.kind}"
-        return {n: modules[n] for n in sorted(modules) if n not in self.exclude and not n.startswith("_")}
-
-    @cached_property
-    def external(self) -> dict[str, object]:
-        """The entry points of other packages, by name; not loaded yet."""
+        files = {n: modules[n] for n in sorted(modules) if n not in self.exclude and not n.startswith("_")}
         if self.group not in _external_groups():
-            return {}
+            return files
         from importlib.metadata import entry_points
 
-        return {point.name: point for point in entry_points(group=self.group)}
+        points = {point.name: point for point in entry_points(group=self.group)}
+        return files | {name: point for name, point in points.items() if name not in files}
 
     def names(self) -> tuple[str, ...]:
         """Return every known name: files first, then those of other packages, then added ones."""
-        return tuple(dict.fromkeys((*self.modules, *self.external, *self._extra)))
+        return tuple(dict.fromkeys((*self.sources, *self._extra)))
 
     def __iter__(self) -> Iterator[T]:
         return (self.get(name) for name in self.names())
 
     def __contains__(self, name: str) -> bool:
-        return name in self._extra or name in self.modules or name in self.external
+        return name in self._extra or name in self.sources
 
     def get(self, name: str) -> T:
         """Return the plug-in of that name.
@@ -97,13 +97,12 @@ class Registry(Generic[T]):
         if name in self._extra:
             return self._extra[name]
         if name not in self._loaded:
-            if name in self.modules:
-                module = importlib.import_module(f"{self.package}.{self.modules[name]}")
-                self._loaded[name] = cast(T, module.PLUGIN)
-            elif name in self.external:
-                self._loaded[name] = cast(T, self.external[name].load())  # type: ignore[attr-defined]
-            else:
+            source = self.sources.get(name)
+            if source is None:
                 raise UnknownNameError(self.kind, name, self.names())
+            is_file = isinstance(source, str)
+            module = importlib.import_module(f"{self.package}.{source}") if is_file else None
+            self._loaded[name] = cast(T, source.load() if module is None else module.PLUGIN)
         return self._loaded[name]
 
     def summary(self, name: str) -> str:
@@ -111,10 +110,11 @@ class Registry(Generic[T]):
 
         Empty for plug-ins that are not files: those must be asked themselves.
         """
-        if name in self._extra or name not in self.modules:
+        module = self.sources.get(name)
+        if name in self._extra or not isinstance(module, str):
             return ""
         for folder in importlib.import_module(self.package).__path__:
-            source = os.path.join(folder, *self.modules[name].split(".")) + ".py"
+            source = os.path.join(folder, *module.split(".")) + ".py"
             if os.path.exists(source):
                 with open(source, encoding="utf-8") as text:
                     summary = text.readline().strip().strip('"').partition(": ")[2]

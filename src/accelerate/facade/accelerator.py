@@ -20,7 +20,7 @@ from accelerate.checkpoint.discovery import Address, ProjectConfiguration
 from accelerate.checkpoint.load import CheckpointLoadResult
 from accelerate.checkpoint.weight_files import save as save_object
 from accelerate.core.argument_checks import LazyClass, check_arguments
-from accelerate.core.errors import WorldError
+from accelerate.core.errors import SettingError, WorldError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import OptionReport
 from accelerate.core.value_types import PathText, PositiveInt
@@ -164,36 +164,39 @@ class Accelerator(ProcessMixin):
         parallelism_config: ParallelismConfig | None = None,
         strict: bool | None = None,
     ) -> None:
-        parallelism = runtimes.resolve_parallelism(parallelism_config, torch_tp_plugin)
-        compiler = runtimes.resolve_compiler(dynamo_plugin, dynamo_backend)
-        self.handlers = runtimes.handlers_by_class(kwargs_handlers or [])
-        self.state = AcceleratorState(
+        self.handlers = runtimes.handlers_by_class(kwargs_handlers) if kwargs_handlers else {}
+        runtime = self._runtime = runtimes.build_runtime(
+            self.handlers,
+            (deepspeed_plugin, deepspeed_plugins, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin),
             mixed_precision=mixed_precision,
             cpu=cpu,
-            dynamo_plugin=compiler,
-            parallelism_config=parallelism,
-            _from_accelerator=True,
-            **(self.init_handler.to_kwargs() if self.init_handler is not None else {}),
+            parallelism=runtimes.resolve_parallelism(parallelism_config, torch_tp_plugin),
+            compiler=dynamo_plugin,
+            compiler_backend=dynamo_backend,
+            accumulation_plugin=gradient_accumulation_plugin,
+            accumulation_steps=gradient_accumulation_steps,
         )
+        if split_batches is not _UNSET and split_batches is not None:
+            if dataloader_config is not None:
+                raise SettingError(
+                    "split_batches is given twice: as an argument and in dataloader_config",
+                    fix="keep the second",
+                )
+            dataloader_config = DataLoaderConfiguration(split_batches=bool(split_batches))
         options = PrepareOptions(
             device_placement,
             step_scheduler_with_optimizer,
             rng_types,
-            runtimes.resolve_data_config(
-                dataloader_config, None if split_batches is _UNSET else split_batches
-            ),
+            dataloader_config or DataLoaderConfiguration(),
         )
         project = project_config or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and project.project_dir is None:
             project.set_directories(str(project_dir))
-        plugins = (deepspeed_plugin, deepspeed_plugins, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin)
-        runtime = self._runtime = runtimes.build_runtime(
-            self.state, self.handlers, plugins, gradient_accumulation_plugin, gradient_accumulation_steps
-        )
+        self.state: AcceleratorState = runtime.state
         self.strategy, self.precision = runtime.strategy, runtime.precision
         self.gradient_state = runtime.gradients
         prepared = self._prepared = PreparedObjects()
-        self._trackers = TrackerSet(log_with, project.logging_dir, runtime.world.is_main)
+        self._trackers = TrackerSet(log_with, project.logging_dir, runtime.world.rank == 0)
         self._loop = TrainLoop(runtime, prepared)
         self._checkpoints = CheckpointManager(runtime, prepared, project)
         self._option_reporter = OptionReporter(

@@ -86,8 +86,14 @@ class OptionReporter:
             name: RequestedOption(name, value, str(origin))
             for name, (origin, value) in (json.loads(asked) if asked else {}).items()
         }
-        self._run_options = [*self._process_options(), *self._precision_options()]
-        self._loop_options = list(self._accumulation_options())
+        given = constructor_options.get
+        self._run_options = list(self._find_requests(given("mixed_precision"), bool(given("cpu"))))
+        steps = given("gradient_accumulation_steps")
+        code = {"gradient_accumulation_steps": steps if steps != 1 else None}
+        self._loop_options = [
+            *requested_options(load_settings(GradientAccumulationSettings, code=code)),
+            *non_default_options(given("gradient_accumulation_plugin")),
+        ]
         # Whether the first step can show more of a requested option than ``prepare`` did.
         self._first_step_shows_more = False
         # The statuses reported so far: option, applied or not, and why.
@@ -99,42 +105,36 @@ class OptionReporter:
 
     # --- what is requested
 
-    def _process_options(self) -> Iterator[RequestedOption]:
-        """Yield the options of the world's settings, of its handler, and of the launcher."""
-        cpu = bool(self._constructor_options.get("cpu"))
+    def _find_requests(
+        self, mixed_precision: str | None, cpu: bool
+    ) -> Iterator[RequestedOption | OptionStatus]:
+        """Yield the options of the world and its process group, of the launcher, and of the precision."""
+        runtime, launched = self._run.runtime, self._launched
         for option in requested_options(load_settings(ProcessDeviceSettings, code={"use_cpu": cpu or None})):
             given = cpu and option.name == "use_cpu"
             yield RequestedOption("cpu", True, "the argument cpu") if given else option
-        yield from non_default_options(self._run.runtime.handlers.get(InitProcessGroupKwargs))
-        launched, on_host = self._launched, self._run.runtime.world.device.type == "cpu"
-        if launched:
-            if isinstance(getattr(launched.get("num_processes"), "value", None), int):
-                yield launched["num_processes"]
-            if "num_cpu_threads_per_process" in launched:
-                yield launched["num_cpu_threads_per_process"]
-            if "gpu_ids" in launched and launched["gpu_ids"].value != "all" and not on_host:
-                yield launched["gpu_ids"]
-
-    def _precision_options(self) -> Iterator[RequestedOption | OptionStatus]:
-        code = {"mixed_precision": self._constructor_options.get("mixed_precision")}
-        loaded, precision = load_settings(PrecisionSettings, code=code), self._run.runtime.precision
+        yield from non_default_options(runtime.handlers.get(InitProcessGroupKwargs))
+        if "num_processes" in launched and isinstance(launched["num_processes"].value, int):
+            yield launched["num_processes"]
+        if "num_cpu_threads_per_process" in launched:
+            yield launched["num_cpu_threads_per_process"]
+        if (
+            "gpu_ids" in launched
+            and launched["gpu_ids"].value != "all"
+            and runtime.world.device.type != "cpu"
+        ):
+            yield launched["gpu_ids"]
+        loaded = load_settings(PrecisionSettings, code={"mixed_precision": mixed_precision})
         yield from report_overridden(loaded)
         yield from (option for option in requested_options(loaded) if option.value != "no")
-        for kind, handler in self._run.runtime.handlers.items():
+        for kind, handler in runtime.handlers.items():
             if any(kind in each.handler_classes for each in PRECISIONS):
-                reason = f"mixed_precision is {precision.name!r}"
+                used = kind in runtime.precision.handler_classes
+                reason = f"mixed_precision is {runtime.precision.name!r}"
                 for option in non_default_options(handler):
                     yield (
-                        option.report_applied()
-                        if kind in precision.handler_classes
-                        else option.report_not_applied(reason, matters=False)
+                        option.report_applied() if used else option.report_not_applied(reason, matters=False)
                     )
-
-    def _accumulation_options(self) -> Iterator[RequestedOption]:
-        steps = self._constructor_options.get("gradient_accumulation_steps")
-        code = {"gradient_accumulation_steps": steps if steps != 1 else None}
-        yield from requested_options(load_settings(GradientAccumulationSettings, code=code))
-        yield from non_default_options(self._constructor_options.get("gradient_accumulation_plugin"))
 
     def _loader_options(self) -> Iterator[RequestedOption]:
         """Yield the options of loaders, which a script may change between two calls of ``prepare``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NoReturn
 from weakref import ReferenceType, ref
 
@@ -52,24 +53,29 @@ class Preemption:
     ) -> None:
         self.world, self.gradients, self.prepared = runtime.world, runtime.gradients, prepared
         self.checkpoints, self._save_and_exit = checkpoints, save_and_exit
-        handler = runtime.handlers.get(PreemptionKwargs)
-        self.options: PreemptionKwargs = handler or PreemptionKwargs()
+        self._handler: PreemptionKwargs | None = runtime.handlers.get(PreemptionKwargs)
+        saves = self._handler is not None and self._handler.save_and_exit
         self._creation_pid = os.getpid()
         self._resume_settings = load_settings(ResumeSettings)
         self._resume_choice: list[Address | None] = []  # its one item, once it is chosen
         # The loader of the outermost loop, and whether the resume warning is settled.
         self._outermost_loader: ReferenceType[Any] | None = None
         self._resume_checked = self._resume_settings.value.resume is None
-        if self.options.save_and_exit and not checkpoints.project.automatic_checkpoint_naming:
+        if saves and not checkpoints.project.automatic_checkpoint_naming:
             raise SettingError(
                 "PreemptionKwargs(save_and_exit=True) needs automatic names for checkpoints",
                 why="nobody is there to name the one that is saved",
                 fix=f"Accelerator(project_config={_NAMING}, ...)",
             )
-        if self.options.save_and_exit or not self._resume_checked:
+        if saves or not self._resume_checked:
             self.gradients.loaders.on_request = self._on_batch_request
-        if handler is not None:
-            stops.install_monitor(handler, self.world.size)
+        if self._handler is not None:
+            stops.install_monitor(self._handler, self.world.size)
+
+    @cached_property
+    def options(self) -> PreemptionKwargs:
+        """The options that were given, or their defaults."""
+        return self._handler or PreemptionKwargs()
 
     # --- stopping
 

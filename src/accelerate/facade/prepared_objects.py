@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accelerate.strategy.base import ObjectKind, PrepareBundle
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from accelerate.facade.scheduler import AcceleratedScheduler
 
 
+@dataclass
 class PreparedObjects:
     """Models, optimizers, schedulers and loaders in the order of their ``prepare``, each once.
 
@@ -22,11 +24,10 @@ class PreparedObjects:
         optimizers, schedulers, loaders: the wrappers.
     """
 
-    def __init__(self) -> None:
-        self.models: list[nn.Module] = []
-        self.optimizers: list[AcceleratedOptimizer] = []
-        self.schedulers: list[AcceleratedScheduler] = []
-        self.loaders: list[Any] = []
+    models: list[nn.Module] = field(default_factory=list)
+    optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
+    schedulers: list[AcceleratedScheduler] = field(default_factory=list)
+    loaders: list[Any] = field(default_factory=list)
 
     def add(self, kind: ObjectKind, item: Any) -> None:
         """Add one object, unless it is there."""

@@ -14,7 +14,6 @@ from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.setting import load_settings
 from accelerate.core.torch_internals import COMMON, require
 from accelerate.data.active_loaders import ActiveLoaders
-from accelerate.data.configuration import DataLoaderConfiguration
 from accelerate.facade.compilation import TorchDynamoPlugin
 from accelerate.facade.gradient_state import GradientAccumulationPlugin, GradientState
 from accelerate.facade.launch_settings import GradientAccumulationSettings
@@ -43,6 +42,7 @@ class Runtime:
         handlers: the kwargs handlers that were given, by class.
         gradients: the state of gradient accumulation.
         compiler: the options of ``torch.compile``.
+        state: the ``AcceleratorState`` that shows these choices to scripts; components do not need it.
     """
 
     world: World
@@ -51,27 +51,53 @@ class Runtime:
     handlers: dict[type, Any]
     gradients: GradientState
     compiler: TorchDynamoPlugin
+    state: Any = None
 
 
 def build_runtime(
-    state: AcceleratorState,
     handlers: dict[type, Any],
     plugins: Iterable[Any],
+    *,
+    mixed_precision: str | None = None,
+    cpu: bool = False,
+    parallelism: ParallelismConfig | None = None,
+    compiler: TorchDynamoPlugin | None = None,
+    compiler_backend: Any = None,
     accumulation_plugin: GradientAccumulationPlugin | None = None,
     accumulation_steps: int = 1,
 ) -> Runtime:
-    """Choose the precision and the strategy, and show them in ``state``.
+    """Open the world, and choose the precision and the strategy.
 
     Args:
-        state: of this ``Accelerator``, with its world open.
         handlers: the kwargs handlers, by class.
         plugins: of strategies; None stands for one that is not given.
-        accumulation_plugin, accumulation_steps: arguments of the ``Accelerator``.
+        mixed_precision, cpu, accumulation_plugin, accumulation_steps: arguments of the ``Accelerator``.
+        parallelism: the sizes of the dimensions of a device mesh.
+        compiler, compiler_backend: the options of ``torch.compile``, or its back end.
 
     Raises:
         SettingError: a value is wrong, or two contradict each other.
         FeatureNotBuiltError: a requested feature is not built yet.
     """
+    if compiler is not None and compiler_backend is not None:
+        raise SettingError(
+            "the compiler is given twice: as dynamo_backend and in dynamo_plugin", fix="keep the second"
+        )
+    if accumulation_plugin is not None and accumulation_steps != 1:
+        raise SettingError(
+            "gradient_accumulation_steps is given twice: as an argument and in the plugin",
+            fix="keep the second",
+        )
+    compiler = compiler or TorchDynamoPlugin(backend=compiler_backend)
+    group = handlers.get(InitProcessGroupKwargs)
+    state = AcceleratorState(
+        mixed_precision=mixed_precision,
+        cpu=cpu,
+        dynamo_plugin=compiler,
+        parallelism_config=parallelism,
+        _from_accelerator=True,
+        **(group.to_kwargs() if group is not None else {}),
+    )
     require(*COMMON)
     world = state.world
     precision = PRECISIONS.get(state.mixed_precision)(world.hardware, handlers)
@@ -81,15 +107,19 @@ def build_runtime(
         tuple(plugin for plugin in plugins if plugin is not None),
         handlers,
         precision=precision.name,
-        parallelism=state.parallelism_config,
+        parallelism=parallelism,
     )
     strategy = choose_strategy(request)
-    precision.set_overflow_sync(strategy.flag_reduction())
+    if precision.scales_loss:
+        precision.set_overflow_sync(strategy.flag_reduction())
     state.show_strategy(strategy)
-    engine_steps = strategy.accumulation_steps if isinstance(strategy, EngineStrategy) else None
-    accumulation = resolve_accumulation(accumulation_plugin, accumulation_steps, engine_steps)
-    gradients = GradientState.create(accumulation, ActiveLoaders())
-    return Runtime(world, precision, strategy, handlers, gradients, state.dynamo_plugin)
+    steps = {}
+    if accumulation_plugin is None:
+        engine_steps = strategy.accumulation_steps if isinstance(strategy, EngineStrategy) else None
+        steps = {"num_steps": resolve_accumulation(accumulation_steps, engine_steps)}
+    gradients = GradientState.create(accumulation_plugin, ActiveLoaders())
+    gradients.plugin_kwargs |= steps
+    return Runtime(world, precision, strategy, handlers, gradients, compiler, state)
 
 
 def resolve_parallelism(config: ParallelismConfig | None, tp_plugin: Any) -> ParallelismConfig | None:
@@ -113,15 +143,6 @@ def resolve_parallelism(config: ParallelismConfig | None, tp_plugin: Any) -> Par
             fix="leave torch_tp_plugin out",
         )
     return config
-
-
-def resolve_compiler(plugin: TorchDynamoPlugin | None, backend: Any) -> TorchDynamoPlugin:
-    """Return the compile options: the plugin, or those of a backend, or those of the launcher."""
-    if plugin is not None and backend is not None:
-        raise SettingError(
-            "the compiler is given twice: as dynamo_backend and in dynamo_plugin", fix="keep the second"
-        )
-    return plugin or TorchDynamoPlugin(backend=backend)
 
 
 def handlers_by_class(handlers: Iterable[KwargsHandler]) -> dict[type, KwargsHandler]:
@@ -148,39 +169,17 @@ def handlers_by_class(handlers: Iterable[KwargsHandler]) -> dict[type, KwargsHan
     return handlers_of
 
 
-def resolve_data_config(
-    config: DataLoaderConfiguration | None, split_batches: Any
-) -> DataLoaderConfiguration:
-    if split_batches is None:
-        return config or DataLoaderConfiguration()
-    if config is not None:
-        raise SettingError(
-            "split_batches is given twice: as an argument and in dataloader_config", fix="keep the second"
-        )
-    return DataLoaderConfiguration(split_batches=bool(split_batches))
-
-
-def resolve_accumulation(
-    plugin: GradientAccumulationPlugin | None, steps: int, engine_steps: int | None = None
-) -> GradientAccumulationPlugin:
-    """Return the options of gradient accumulation: as given, else from the DeepSpeed or Megatron-LM config.
+def resolve_accumulation(steps: int, engine_steps: int | None = None) -> int:
+    """Return the micro-batches of an optimizer step, where no plugin says them.
 
     Args:
-        plugin: the plugin given to the ``Accelerator``.
         steps: ``gradient_accumulation_steps`` of the ``Accelerator``; 1 means not given.
-        engine_steps: micro-batches of a step in the DeepSpeed or Megatron-LM config, if given there.
+        engine_steps: those of the DeepSpeed or Megatron-LM config, if given there.
     """
-    if plugin is not None:
-        if steps != 1:
-            raise SettingError(
-                "gradient_accumulation_steps is given twice: as an argument and in the plugin",
-                fix="keep the second",
-            )
-        return plugin
     code_values = {"gradient_accumulation_steps": steps if steps != 1 else None}
     loaded = load_settings(GradientAccumulationSettings, code=code_values)
     count = loaded.value.gradient_accumulation_steps
-    origin = loaded.origin("gradient_accumulation_steps")
+    origin = loaded.origins["gradient_accumulation_steps"][0]
     if engine_steps is not None and origin.source == "default":
         count = engine_steps
     elif engine_steps not in (None, count):
@@ -192,4 +191,4 @@ def resolve_accumulation(
         )
     if count < 1:  # in DeepSpeed's own configuration
         raise SettingError(f"gradient_accumulation_steps is {count}", fix="use 1 or more")
-    return GradientAccumulationPlugin(num_steps=count)
+    return count

@@ -18,7 +18,7 @@ from accelerate.precision.settings import PrecisionSettings
 from accelerate.strategy.base import Strategy
 from accelerate.world import affinity
 from accelerate.world import world as worlds
-from accelerate.world.world import World
+from accelerate.world.world import ProcessDeviceSettings, World
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +78,8 @@ class PartialState(ProcessMixin):
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         kwargs.pop("_use_sagemaker_dp", None)
         world = worlds.open(cpu=cpu or None, **kwargs)
-        affinity.bind_if_enabled(world.local_rank)
+        if load_settings(ProcessDeviceSettings).value.enable_cpu_affinity:
+            affinity.set_numa_affinity(world.local_rank)
 
     def __repr__(self) -> str:
         backend = f"  Backend: {self.backend}" if self.backend else ""
@@ -208,11 +209,10 @@ class AcceleratorState(ProcessMixin):
         **kwargs: Any,
     ) -> AcceleratorState:
         """Return the newest one, or (when arguments are given) a new one."""
-        has_arguments = mixed_precision is not None or cpu or _from_accelerator
-        alive = cls._current_if_open()
-        if not has_arguments and alive is not None:
-            return alive
-        if not has_arguments:
+        if mixed_precision is None and not cpu and not _from_accelerator:
+            alive = cls._current_if_open()
+            if alive is not None:
+                return alive
             raise _NoAcceleratorError(
                 "there is no Accelerator yet",
                 why="AcceleratorState() shows the choices of an Accelerator",
@@ -223,7 +223,6 @@ class AcceleratorState(ProcessMixin):
         state._world = state._partial.world
         loaded = load_settings(PrecisionSettings, code={"mixed_precision": mixed_precision})
         state._mixed_precision = loaded.value.mixed_precision or "no"
-        state.distributed_type = state._partial.distributed_type
         state.dynamo_plugin, state.parallelism_config = dynamo_plugin, parallelism_config
         state.device_mesh = None
         state.deepspeed_plugins = state.torch_tp_plugin = None

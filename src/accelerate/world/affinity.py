@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING
 from accelerate import device as devices
 from accelerate.core import environ
 from accelerate.core.errors import WorldError
-from accelerate.core.setting import load_settings
 from accelerate.device.machine import DeviceProbeHost
 from accelerate.world import world as worlds
-from accelerate.world.settings import ProcessDeviceSettings
 
 if TYPE_CHECKING:
     from accelerate.device.base import Device
@@ -102,9 +100,3 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
     """Call ``override_numa_affinity`` once per process: repeated calls do nothing."""
     override_numa_affinity(local_process_index, verbose)
-
-
-def bind_if_enabled(local_rank: int) -> None:
-    """Bind this process if ``ACCELERATE_CPU_AFFINITY`` is set; repeated calls do nothing."""
-    if load_settings(ProcessDeviceSettings).value.enable_cpu_affinity:
-        set_numa_affinity(local_rank)

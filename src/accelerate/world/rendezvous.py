@@ -26,11 +26,6 @@ SLICE = 0.5  # seconds between two looks at the processes
 GRACE = 2.0  # seconds that torch has to notice by itself that a rank is gone
 
 
-def is_unwatched() -> bool:
-    """Return whether no launcher watches the ranks: torchrun and this package's have an identity."""
-    return environ.get("TORCHELASTIC_RUN_ID") is None
-
-
 class Rendezvous:
     """The store in which the ranks meet, and the processes of those on this machine.
 

@@ -341,7 +341,8 @@ def _open_group(
     try:
         if meets_here and _store is not None:
             arguments |= _next_group_store(cluster.rank, cluster.size)
-        elif meets_here and cluster.size > 1 and rendezvous.is_unwatched():
+        elif meets_here and cluster.size > 1 and environ.get("TORCHELASTIC_RUN_ID") is None:
+            # No launcher watches the ranks: torchrun and this package's have an identity.
             meeting = rendezvous.Rendezvous(cluster, timeout)
             meeting.wait()
             arguments |= meeting.arguments()

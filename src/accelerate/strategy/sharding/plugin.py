@@ -71,18 +71,24 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
         # The buffer dtype of an FSDP1 policy; FSDP2 does not cast buffers.
         self._buffer_dtype: Any = getattr(self.mixed_precision_policy, "buffer_dtype", None)
         self._ignored_options: set[str] = set()
-        self._version_options.apply_settings(self, loaded)
+        options = self._version_options
+        options.apply_settings(self, loaded)
         if isinstance(self.auto_wrap_policy, str):
             self.auto_wrap_policy = _POLICY[self.auto_wrap_policy]
         names = self.transformer_cls_names_to_wrap
         if isinstance(names, str):
             names = [name.strip() for name in names.split(",") if name.strip()]
         self.transformer_cls_names_to_wrap = list(names) if names else None
-        self.set_cpu_offload()
+        self.cpu_offload = options.parse_offload(self.cpu_offload)
         if rank0_loading is not None:
             environ.set_variables({"FSDP_CPU_RAM_EFFICIENT_LOADING": str(self.cpu_ram_efficient_loading)})
-        self.validate_mixed_precision_policy()
-        self.set_state_dict_type(self.state_dict_type or self._version_options.STATE_DICT_TYPE)
+        if self.mixed_precision_policy is not None:
+            self.mixed_precision_policy = options.parse_precision(self.mixed_precision_policy)
+        if self.state_dict_type is None:
+            self.state_dict_type = StateDictType[options.STATE_DICT_TYPE]
+            self.set_state_dict_type()
+        else:
+            self.set_state_dict_type(self.state_dict_type)
 
     @property
     def _version_options(self) -> ModuleType:
