@@ -446,7 +446,7 @@ def test_machines_that_share_a_folder_may_not_each_commit_it(tmp_path: Path) -> 
         stage.write("x", lambda file: file.write(b"1"))
     with pytest.raises(CheckpointError, match="save_on_each_node=True, but the machines share"):
         stages[0].write_manifest(
-            [stage.rank_report() for stage in stages], lambda files: layout.Manifest("aa", 0, 2, files)
+            [stage.report() for stage in stages], lambda files: layout.Manifest("aa", 0, 2, files)
         )
 
 
@@ -461,9 +461,7 @@ def test_a_file_that_another_machine_wrote_elsewhere_is_named(tmp_path: Path) ->
     with pytest.raises(
         CheckpointError, match=r"(?s)rank 1 wrote random_states_1.pkl .*does not see it.*save_on_each_node"
     ):
-        here.write_manifest(
-            [here.rank_report(), there.rank_report()], lambda files: layout.Manifest("aa", 0, 2, files)
-        )
+        here.write_manifest([here.report(), there.report()], lambda files: layout.Manifest("aa", 0, 2, files))
 
 
 def test_a_limit_below_one_is_refused() -> None:

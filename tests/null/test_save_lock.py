@@ -21,8 +21,8 @@ import pytest
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.checkpoint import async_save, save, save_lock
-from accelerate.checkpoint.save_lock import HEARTBEAT, LockOwner, SaveLock
+from accelerate.checkpoint import async_save, commit, save
+from accelerate.checkpoint.commit import HEARTBEAT, LockOwner, SaveLock
 from accelerate.checkpoint.stateful import CheckpointContents
 from accelerate.core.errors import CheckpointError
 from accelerate.utils import ProjectConfiguration
@@ -30,7 +30,7 @@ from accelerate.utils import ProjectConfiguration
 SAVES = """
 import sys, time
 from pathlib import Path
-from accelerate.checkpoint.save_lock import SaveLock
+from accelerate.checkpoint.commit import SaveLock
 place = Path(sys.argv[1], sys.argv[2])
 lock = SaveLock(place.parent, place.name, "save-of-another")
 lock.acquire()
@@ -113,8 +113,8 @@ def put_lock(path: Path, **changes: Any) -> None:
 def test_a_lock_of_another_host_counts_while_it_is_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_lock, "HEARTBEAT", 0.05)
-    monkeypatch.setattr(save_lock, "DEAD_AFTER", 0.5)
+    monkeypatch.setattr(commit, "HEARTBEAT", 0.05)
+    monkeypatch.setattr(commit, "DEAD_AFTER", 0.5)
     path = tmp_path / ".a.lock"
     put_lock(path, host="elsewhere", pid=1)
     SaveLock(tmp_path, "a", "mine").acquire()
@@ -130,8 +130,8 @@ def test_a_lock_of_another_host_counts_while_it_is_touched(
 def test_a_lock_that_was_never_written_is_stale(
     content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_lock, "HEARTBEAT", 0.02)
-    monkeypatch.setattr(save_lock, "DEAD_AFTER", 0.1)
+    monkeypatch.setattr(commit, "HEARTBEAT", 0.02)
+    monkeypatch.setattr(commit, "DEAD_AFTER", 0.1)
     (tmp_path / ".a.lock").write_text(content)
     with SaveLock(tmp_path, "a", "mine"):
         assert LockOwner.read(tmp_path / ".a.lock") is not None
@@ -165,7 +165,7 @@ def test_the_owner_touches_its_lock_and_gives_it_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another machine of the same save goes on, and does not give back what it does not have."""
-    monkeypatch.setattr(save_lock, "HEARTBEAT", 0.01)
+    monkeypatch.setattr(commit, "HEARTBEAT", 0.01)
     with SaveLock(tmp_path, "a", "mine") as lock:
         with SaveLock(tmp_path, "a", "mine"):
             pass
@@ -182,8 +182,8 @@ def test_a_lock_that_was_taken_away_is_not_touched_again(
     taken_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its thread ends: the lock of another would look alive for as long as this process runs."""
-    caplog.set_level(logging.DEBUG, "accelerate.checkpoint.save_lock")
-    monkeypatch.setattr(save_lock, "HEARTBEAT", 0.01)
+    caplog.set_level(logging.DEBUG, "accelerate.checkpoint.commit")
+    monkeypatch.setattr(commit, "HEARTBEAT", 0.01)
     before = set(threading.enumerate())
     lock = SaveLock(tmp_path, "a", "mine")
     lock.acquire()

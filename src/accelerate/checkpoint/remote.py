@@ -23,7 +23,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from io import RawIOBase
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, ClassVar, cast
 
 from accelerate.checkpoint.durable_file import Digester, FileRecord
 from accelerate.checkpoint.errors import remote_errors
@@ -50,15 +50,13 @@ class RemoteCheckpointStorage:
         CheckpointError: there is no such kind of URL, or it cannot be opened.
     """
 
+    is_shared: ClassVar[bool] = True
+
     def __init__(self, root: str) -> None:
         self._root = root if root.endswith("://") else root.rstrip("/")
         self._fs, self._base = _connect(root)
         self._staging: Path | None = None
         self._made_folders: set[str] = set()
-
-    @property
-    def is_shared(self) -> bool:
-        return True
 
     def label(self, name: str = "") -> str:
         if not name:

@@ -266,7 +266,7 @@ class _SaveRun:
             self._write()
             with transaction.ranks.collective_section(self.action):
                 if transaction.is_committer:
-                    transaction.publish()
+                    transaction.store.publish(transaction.temp, transaction.name, transaction.id)
         for writer in self.writers:
             if writer.file:
                 saved = writer.category, writer.entry.kind, f"{transaction.target}/{writer.file}"
@@ -284,8 +284,7 @@ class _SaveRun:
             for writer in self.writers:
                 if writer.file:
                     shard_infos[writer.entry.file] = transaction.write(writer.file, writer.fill)
-            transaction.seal(self.own_files)
-            section.value = transaction.rank_report(shard_infos)
+            section.value = transaction.report(self.own_files, shard_infos)
         with collective_section(self.action):
             if not transaction.is_committer:
                 return
@@ -296,7 +295,7 @@ class _SaveRun:
                     name, content = index
                     transaction.write(name, lambda file, content=content: file.write(content))
             # This rank's own records have grown by the indices of the shards.
-            reports[transaction.ranks.rank] = transaction.rank_report(shard_infos)
+            reports[transaction.ranks.rank] = transaction.report((), shard_infos)
             transaction.write_manifest(reports, self._manifest)
 
     def _manifest(self, files: dict[str, FileRecord]) -> Manifest:

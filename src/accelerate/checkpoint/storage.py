@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol, cast
+from typing import BinaryIO, ClassVar, NamedTuple, Protocol, cast
 
 from accelerate.checkpoint.durable_file import DurableFile, FileRecord, file_digest
 from accelerate.checkpoint.errors import file_errors
@@ -73,12 +73,13 @@ class WorkingFolder(NamedTuple):
 
 
 class CheckpointStorage(Protocol):
-    """A store of checkpoints. Every method raises CheckpointError, which names the file and the reason."""
+    """A store of checkpoints. Every method raises CheckpointError, which names the file and the reason.
 
-    @property
-    def is_shared(self) -> bool:
-        """True if all machines see the same store."""
-        ...
+    Attributes:
+        is_shared: all machines see the same store.
+    """
+
+    is_shared: ClassVar[bool]
 
     def label(self, name: str = "") -> str:
         """Return the name of a file or folder for errors and callers; without a name, the root."""
@@ -194,33 +195,31 @@ class LocalCheckpointStorage:
         root: the folder; it is made when something is written.
     """
 
+    is_shared: ClassVar[bool] = False
+
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    @property
-    def is_shared(self) -> bool:
-        return False
-
     def label(self, name: str = "") -> str:
-        return str(self.path(name))
+        return str(self.root / name)
 
     def path(self, name: str) -> Path:
         return self.root / name
 
     def local_path(self, name: str) -> Path | None:
-        return self.path(name)
+        return self.root / name
 
     def fetch(self, name: str, target: Path) -> None:
-        with file_errors(f"copy {self.path(name)} to", target):
-            shutil.copyfile(self.path(name), target)
+        with file_errors(f"copy {self.root / name} to", target):
+            shutil.copyfile(self.root / name, target)
 
     def read(self, name: str) -> bytes | None:
-        path = self.path(name)
+        path = self.root / name
         with file_errors("read", path):
             return path.read_bytes() if path.is_file() else None
 
     def make_folder(self, folder: str) -> None:
-        path = self.path(folder)
+        path = self.root / folder
         with file_errors("make the folder", path):
             new = [above for above in path.parents if not above.exists()]
             path.mkdir(parents=True, exist_ok=True)
@@ -228,14 +227,14 @@ class LocalCheckpointStorage:
                 sync_file(above.parent)
 
     def write(self, name: str, fill: Callable[[BinaryIO], object]) -> FileRecord:
-        path = self.path(name)
+        path = self.root / name
         with file_errors("write", path), DurableFile(path) as file:
             fill(cast(BinaryIO, file))
             file.sync()
             return FileRecord(file.digester.size, file.digester.hexdigest())
 
     def seal(self, name: str) -> FileRecord:
-        path = self.path(name)
+        path = self.root / name
         with file_errors("write", path):
             sync_file(path)
             return FileRecord(path.stat().st_size, file_digest(path))
@@ -244,36 +243,36 @@ class LocalCheckpointStorage:
         return []
 
     def entries(self, folder: str = "") -> list[str]:
-        path = self.path(folder)
+        path = self.root / folder
         with file_errors("list", path):
             return sorted(p.name for p in path.iterdir()) if path.is_dir() else []
 
     def files(self, folder: str) -> dict[str, int]:
-        base = self.path(folder)
+        base = self.root / folder
         with file_errors("list", base):
             paths = (p for p in base.rglob("*") if p.is_file())
             return {p.relative_to(base).as_posix(): p.stat().st_size for p in sorted(paths)}
 
     def is_folder(self, name: str) -> bool:
-        return self.path(name).is_dir()
+        return (self.root / name).is_dir()
 
     def modified_at(self, name: str) -> datetime:
-        path = self.path(name)
+        path = self.root / name
         with file_errors("look at", path):
             return datetime.fromtimestamp(path.stat().st_mtime, timezone.utc)
 
     def rename(self, source: str, target: str) -> None:
         """Move a file or folder in one step; ``target`` may be an empty folder, else must not exist."""
-        with file_errors(f"rename {self.path(source)} to", self.path(target)):
-            self.path(source).rename(self.path(target))
+        with file_errors(f"rename {self.root / source} to", self.root / target):
+            (self.root / source).rename(self.root / target)
 
     def sync(self, folder: str) -> None:
-        path = self.path(folder)
+        path = self.root / folder
         with file_errors("write", path):
             sync_file(path)
 
     def remove(self, name: str) -> None:
-        path = self.path(name)
+        path = self.root / name
         with file_errors("remove", path):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -285,7 +284,7 @@ class LocalCheckpointStorage:
 
     def refuse_target(self, name: str) -> None:
         """Refuse what no rename can replace: a file, a mount point, what holds the current directory."""
-        target = self.path(name)
+        target = self.root / name
         if not target.exists():
             return
         reason = ""
@@ -359,7 +358,7 @@ class LocalCheckpointStorage:
                 written = [other.folder for other in working_folders if other[1:3] == ("tmp", id)]
                 ready = [folder for folder in written if self._manifest_if_whole(folder) is not None]
                 result = "finished" if ready else "undone"
-                logger.warning("the save of %s was interrupted; it is %s now", self.path(name), result)
+                logger.warning("the save of %s was interrupted; it is %s now", self.root / name, result)
                 self.rename(ready[0] if ready else aside, name)
                 self.sync("")
             if self.is_folder(aside):

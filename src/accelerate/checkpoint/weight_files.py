@@ -20,6 +20,7 @@ import torch
 from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 
 from accelerate.checkpoint import checkpoint_maintenance, layout, lazy_weights, state_dict_files, torch_files
+from accelerate.checkpoint.commit import SaveLock
 from accelerate.checkpoint.dcp_files import lazy_tensors
 from accelerate.checkpoint.discovery import CheckpointCandidate
 from accelerate.checkpoint.errors import file_errors
@@ -33,7 +34,6 @@ from accelerate.checkpoint.lazy_weights import (
     open_weights,
 )
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
-from accelerate.checkpoint.save_lock import SaveLock
 from accelerate.checkpoint.state_dict_files import (
     as_dtype,
     clean_state_dict_for_safetensors,
