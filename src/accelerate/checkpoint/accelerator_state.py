@@ -13,9 +13,9 @@ from typing import Any
 from accelerate.checkpoint import layout, torch_files
 from accelerate.checkpoint.load import resolve_map_location
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
-from accelerate.checkpoint.save import model_writers, object_writer
+from accelerate.checkpoint.save import whole_state_writer
 from accelerate.checkpoint.state_reader import TrainingStateReader
-from accelerate.checkpoint.stateful import CheckpointContents
+from accelerate.checkpoint.stateful import KINDS, CheckpointContents
 from accelerate.checkpoint.weight_files import replace_file
 from accelerate.world import rng
 
@@ -43,13 +43,12 @@ def save_accelerator_state(
     contents = CheckpointContents([], optimizers, schedulers, scaler, rng=rng, step=step)
     contents.stateful_loaders = _stateful(dataloaders)
     replicated = process_index == 0 or (save_on_each_node and CheckpointRankGroup.current().local_rank == 0)
-    writers = model_writers(model_states, {}, safe=safe_serialization) if replicated else []
-    for each in contents.objects().values():
-        writer = object_writer(each, each.item.state_dict(), process_index)
-        if writer is not None and (replicated or each.kind.per_rank):
-            writers.append(writer)
-    for writer in writers:
-        replace_file(folder / writer.file, writer.fill)
+    whole = [("models", index, "", state) for index, state in enumerate(model_states)]
+    whole += [(o.category, o.index, o.class_name, o.item.state_dict()) for o in contents.objects().values()]
+    for state in whole:
+        writer = whole_state_writer(*state, process_index, safe=safe_serialization)
+        if writer is not None and (replicated or KINDS[writer.category].per_rank):
+            replace_file(folder / writer.file, writer.fill)
     for index in range(len(model_states) if replicated else 0):
         # The other format would be read in its place, or beside it.
         (folder / layout.model_file(index, safe=not safe_serialization)).unlink(missing_ok=True)

@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from accelerate.checkpoint import (
-    async_save,
-    commit,
-    discovery,
-    layout,
-    state_dict_files,
-    storage,
-    torch_files,
-)
+from accelerate.checkpoint import async_save, discovery, layout, state_dict_files, storage, torch_files
+from accelerate.checkpoint.commit import CommitTransaction, WrittenFilesReport, remove_old_checkpoints
 from accelerate.checkpoint.discovery import Address, ProjectConfiguration, open_store, split_address
 from accelerate.checkpoint.layout import Manifest, ManifestEntry, to_plain
 from accelerate.checkpoint.rank_group import CheckpointRankGroup, CheckpointStoreChannel, open_channel
-from accelerate.checkpoint.stateful import CheckpointContents, CheckpointObject, StatefulAdapter, StateWriter
+from accelerate.checkpoint.stateful import KINDS, CheckpointContents, StatefulAdapter, StateWriter
 from accelerate.checkpoint.storage import CheckpointStorage, FileRecord
 from accelerate.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
+
+_VERSION = version("accelerate")
 
 ModelStates = list[dict[str, Any]]
 
@@ -69,10 +63,22 @@ def save(
     """
     ranks = ranks or CheckpointRankGroup.current()
     project = project or ProjectConfiguration()
+    each_node, numbered = project.save_on_each_node, project.automatic_checkpoint_naming
     action = "save the checkpoint" if directory is None else f"save the checkpoint {directory}"
-    address, transaction, number = _open_transaction(ranks, directory, project, action, store)
+    with ranks.collective_section(action) as section:
+        async_save.wait()
+        if each_node or ranks.rank == 0:
+            address = discovery.save_address(directory, project)
+            root, name = split_address(address)
+            if numbered and ranks.is_writer(each_node):
+                discovery.refuse_existing_number(store(root), name)
+            section.value = address, root, name, storage.new_id(), project.iteration
+    address, root, name, *_ = section.values[ranks.rank if each_node else 0]
+    *_, id_, iteration = section.values[0]
     ranks.log("accelerator", "saving a checkpoint in %s", address)
-    run = _SaveRun(transaction, contents, action, number, project.total_limit)
+    lock_name = layout.AUTOMATIC_NAME if numbered else name
+    transaction = CommitTransaction(store(root), name, id_, ranks, each_node, lock_name)
+    run = _SaveRun(transaction, contents, action, iteration if numbered else None, project.total_limit)
     channel = _open_channel(transaction) if in_background else None
     copy_states = in_background and (channel is not None or ranks.size == 1)
     with transaction.discarded_on_error():
@@ -83,37 +89,12 @@ def save(
         async_save.start(address, run.finish, channel or nullcontext())
     else:
         run.finish()
-    if number is not None:
-        project.iteration = number + 1
+    if numbered:
+        project.iteration = iteration + 1
     return address
 
 
-def _open_transaction(
-    ranks: CheckpointRankGroup,
-    directory: str | Path | None,
-    project: ProjectConfiguration,
-    action: str,
-    store: Callable[[Any], CheckpointStorage],
-) -> tuple[Address, commit.CommitTransaction, int | None]:
-    """Return (the checkpoint's address, its transaction, its number if any); nothing is written yet."""
-    each_node = project.save_on_each_node
-    with ranks.collective_section(action) as section:
-        async_save.wait()
-        if each_node or ranks.rank == 0:
-            address = discovery.save_address(directory, project)
-            root, name = split_address(address)
-            if ranks.is_writer(each_node) and project.automatic_checkpoint_naming:
-                discovery.refuse_existing_number(store(root), name)
-            section.value = address, root, name, storage.new_id(), project.iteration
-    address, root, name, *_ = section.values[ranks.rank if each_node else 0]
-    *_, id_, iteration = section.values[0]
-    numbered = project.automatic_checkpoint_naming
-    lock_name = layout.AUTOMATIC_NAME if numbered else name
-    transaction = commit.CommitTransaction(store(root), name, id_, ranks, each_node, lock_name=lock_name)
-    return address, transaction, iteration if numbered else None
-
-
-def _open_channel(transaction: commit.CommitTransaction) -> CheckpointStoreChannel | None:
+def _open_channel(transaction: CommitTransaction) -> CheckpointStoreChannel | None:
     """Return the channel of a save in the background; None where the ranks share no store."""
     ranks = transaction.ranks
     if ranks.size == 1:
@@ -129,21 +110,17 @@ class WholeStateFile:
     """A ``StateWriter`` of a whole state: one file.
 
     Attributes:
-        category, entry, content: see there; the content is the state alone.
+        category, file, entry, content: see there; the content is the state alone.
         log_name: how a log line calls the object if loading will refuse it; empty to not look.
         safe: a model goes into a safetensors file, otherwise into a torch file.
     """
 
     category: str
+    file: str
     entry: ManifestEntry
     content: list[Any]
     log_name: str = ""
     safe: bool = False
-
-    @property
-    def file(self) -> str:
-        """The path below the checkpoint's folder."""
-        return self.entry.file
 
     def fill(self, file: BinaryIO, /) -> None:
         """Write the state; of a model, put its tensors into the manifest's line too."""
@@ -164,26 +141,26 @@ class WholeStateFile:
         """Return None: there is one file."""
 
 
-def model_writers(states: Sequence[Any], class_names: Mapping[int, str], *, safe: bool) -> list[StateWriter]:
-    """Return the writers of whole models; ``class_names`` by the ``id`` of the state."""
-    return [
-        WholeStateFile(
-            "models",
-            ManifestEntry(layout.model_file(index, safe=safe), class_names.get(id(state), "")),
-            [state],
-            safe=safe,
-        )
-        for index, state in enumerate(states)
-    ]
+def whole_state_writer(
+    category: str, index: int, class_name: str, state: Any, rank: int, *, safe: bool
+) -> StateWriter | None:
+    """Return the writer of an object's whole state; None for what is in the manifest.
 
-
-def object_writer(each: CheckpointObject, state: Any, rank: int) -> StateWriter | None:
-    """Return the writer of an object's whole state; None for models and for what is in the manifest."""
-    if each.kind.file is None:
+    Args:
+        category, index, class_name: see ``CheckpointObject``.
+        state: what it has returned.
+        rank: this one.
+        safe: see ``WholeStateFile``.
+    """
+    kind = KINDS[category]
+    if category == "models":
+        file = layout.model_file(index, safe=safe)
+    elif kind.file is None:
         return None
-    file = each.kind.file(each.index, rank)
-    log_name = f"{file} ({each.class_name})" if each.kind.is_users else ""
-    return WholeStateFile(each.category, ManifestEntry(file, each.class_name), [state], log_name)
+    else:
+        file = kind.file(index, rank)
+    log_name = f"{file} ({class_name})" if kind.is_users else ""
+    return WholeStateFile(category, file, ManifestEntry(file, class_name), [state], log_name, safe)
 
 
 @dataclass
@@ -203,7 +180,7 @@ class _SaveRun:
         busy_devices: devices that may still be copying states.
     """
 
-    transaction: commit.CommitTransaction
+    transaction: CommitTransaction
     contents: CheckpointContents
     action: str
     iteration: int | None
@@ -246,12 +223,19 @@ class _SaveRun:
             model_states = [states[name] for name in models]
             if before is not None:
                 before(model_states, transaction.folder)
-            if transaction.is_committer:
-                self.writers += model_writers(model_states, class_names, safe=safe)
-            for name, state in states.items():
-                writer = object_writer(objects[name], state, rank)
-                if writer is not None and (objects[name].kind.per_rank or transaction.is_committer):
-                    self.writers.append(writer)
+            whole = [
+                ("models", index, class_names.get(id(state), ""), state)
+                for index, state in enumerate(model_states)
+            ]
+            whole += [
+                (each.category, each.index, each.class_name, states[name])
+                for name, each in objects.items()
+                if name in states and each.category != "models"
+            ]
+            for category, index, class_name, state in whole:
+                if transaction.is_committer or KINDS[category].per_rank:
+                    writer = whole_state_writer(category, index, class_name, state, rank, safe=safe)
+                    self.writers += [] if writer is None else [writer]
         with collective_section(self.action):
             # May be collective too.
             for own_files in contents.own_files:
@@ -261,10 +245,29 @@ class _SaveRun:
 
     def finish(self) -> None:
         """Write and commit the states; the objects are needed no more."""
-        transaction = self.transaction
+        transaction, collective_section = self.transaction, self.transaction.ranks.collective_section
+        shard_infos: dict[str, Any] = {}
         with transaction.discarded_on_error():
-            self._write()
-            with transaction.ranks.collective_section(self.action):
+            with collective_section(self.action) as section:
+                if self.busy_devices:
+                    async_save.wait_for_copies(self.busy_devices)
+                for writer in self.writers:
+                    if writer.file:
+                        shard_infos[writer.entry.file] = transaction.write(writer.file, writer.fill)
+                section.value = transaction.report(self.own_files, shard_infos)
+            with collective_section(self.action):
+                if transaction.is_committer:
+                    reports: list[WrittenFilesReport] = section.values
+                    for writer in self.writers:
+                        infos = [report.shard_infos.get(writer.entry.file) for report in reports]
+                        index = writer.build_index(infos)
+                        if index is not None:
+                            name, content = index
+                            transaction.write(name, lambda file, content=content: file.write(content))
+                    # This rank's own records have grown by the indices of the shards.
+                    reports[transaction.ranks.rank] = transaction.report((), shard_infos)
+                    transaction.write_manifest(reports, self._manifest)
+            with collective_section(self.action):
                 if transaction.is_committer:
                     transaction.store.publish(transaction.temp, transaction.name, transaction.id)
         for writer in self.writers:
@@ -274,29 +277,6 @@ class _SaveRun:
         if self.iteration is not None and transaction.is_committer:
             _remove_old(transaction, self.limit)
         transaction.close()
-
-    def _write(self) -> None:
-        """Write all files and the manifest, durable and checked, but not committed."""
-        transaction, collective_section = self.transaction, self.transaction.ranks.collective_section
-        shard_infos: dict[str, Any] = {}
-        with collective_section(self.action) as section:
-            async_save.wait_for_copies(self.busy_devices)
-            for writer in self.writers:
-                if writer.file:
-                    shard_infos[writer.entry.file] = transaction.write(writer.file, writer.fill)
-            section.value = transaction.report(self.own_files, shard_infos)
-        with collective_section(self.action):
-            if not transaction.is_committer:
-                return
-            reports: list[commit.WrittenFilesReport] = section.values
-            for writer in self.writers:
-                index = writer.build_index([report.shard_infos.get(writer.entry.file) for report in reports])
-                if index is not None:
-                    name, content = index
-                    transaction.write(name, lambda file, content=content: file.write(content))
-            # This rank's own records have grown by the indices of the shards.
-            reports[transaction.ranks.rank] = transaction.report((), shard_infos)
-            transaction.write_manifest(reports, self._manifest)
 
     def _manifest(self, files: dict[str, FileRecord]) -> Manifest:
         """Return the manifest; all shards of an object are one entry of its table of objects."""
@@ -316,20 +296,15 @@ class _SaveRun:
             iteration=self.iteration,
             strategy=self.contents.strategy,
             each_node=self.transaction.each_node,
-            library=f"accelerate {_version()}",
+            library=f"accelerate {_VERSION}",
             torch=str(torch.__version__),
         )
 
 
-@cache
-def _version() -> str:
-    return version("accelerate")
-
-
-def _remove_old(transaction: commit.CommitTransaction, limit: int | None) -> None:
+def _remove_old(transaction: CommitTransaction, limit: int | None) -> None:
     """Remove old checkpoints; a failure must not stop the training, since the new one is committed."""
     try:
-        for name in commit.remove_old_checkpoints(transaction.store, transaction.name, limit):
+        for name in remove_old_checkpoints(transaction.store, transaction.name, limit):
             transaction.ranks.log("accelerator", "removed %s: total_limit is %s", name, limit)
     except CheckpointError as error:
         logger.warning(
