@@ -217,10 +217,10 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "facade.enums: ComputeEnvironment CustomDtype DistributedType FP8BackendType LoggerType "
         "PrecisionType RNGType SageMakerDistributedType"
     )
-    | exports("core.enum_bases: BaseEnum EnumWithContains")
+    | exports("core.value_types: BaseEnum EnumWithContains")
     | exports("core.kwargs_handler: KwargsHandler")
     | exports("precision.autocast: AutocastKwargs")
-    | exports("precision.settings: DynamoBackend")
+    | exports("facade.launch_settings: DynamoBackend")
     | exports("precision.fp16: GradScalerKwargs")
     | exports("strategy.ddp: DDPCommunicationHookType DistributedDataParallelKwargs")
     | exports("world.preemption: PreemptionKwargs")

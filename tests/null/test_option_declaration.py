@@ -17,8 +17,7 @@ from accelerate.cli.options import SCRIPT_SETTINGS, SettingFlag
 from accelerate.cli.wizard.questions import asked_settings
 from accelerate.core.errors import UnknownNameError
 from accelerate.core.frozen_dataclass import mutable_dataclass
-from accelerate.core.option_fields import describe_fields
-from accelerate.core.setting import declared_settings, setting
+from accelerate.core.setting import declared_settings, describe_fields, setting
 from accelerate.launch.launch_request import read_request
 from accelerate.strategy.fsdp1 import option_report
 from accelerate.strategy.launch_settings.fsdp import FSDPSettings

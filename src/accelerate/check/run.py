@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from accelerate.check.checks import CHECKS, Check, CheckOutcome, run_check
 from accelerate.facade.accelerator import Accelerator
-from accelerate.world.store_client import StoreClient
+from accelerate.world.process_group import StoreClient
 
 GRACE_SECONDS = 20.0  # seconds that ranks have to come back after another rank failed
 CHECK_SECONDS = 300.0  # seconds that a check may take on one rank longer than on another

@@ -10,14 +10,15 @@ from click.shell_completion import CompletionItem
 from accelerate.core.setting import Setting, declared_settings
 from accelerate.core.value_types import plain_type
 from accelerate.facade.launch_settings import (
+    CompileSettings,
     GradientAccumulationSettings,
     OptionReportSettings,
     ResumeSettings,
 )
 from accelerate.launch.kinds import KINDS
 from accelerate.launch.launch_request import JobSettings, all_settings
+from accelerate.precision import PrecisionSettings
 from accelerate.precision.recipes import RECIPES
-from accelerate.precision.settings import CompileSettings, PrecisionSettings
 from accelerate.strategy.launch_settings import SETTINGS
 from accelerate.world.settings import ProcessDeviceSettings
 

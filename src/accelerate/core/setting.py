@@ -15,10 +15,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Container, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import field
+from enum import Enum
 from functools import cache
-from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
+from types import SimpleNamespace
+from typing import Any, Generic, Literal, TypeVar, cast, get_args, get_origin
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError, UnknownNameError
@@ -406,3 +409,88 @@ def convert_value(row: Setting, value: Any, where: str, *, text: bool, from_code
         return folded[spelling.lower()]
     choices = [str(choice) for choice in row.choices]
     raise UnknownNameError("value", str(result), choices, where=f"of {name} ({where})")
+
+
+# ---------------------------------------------------------------- settings that are fields of a public class
+#
+#     @mutable_dataclass
+#     class FSDPSettings:
+#         __prefix__ = "fsdp_"
+#         min_num_params: int | None = setting(None, help="least parameters of an FSDP unit")
+#
+#     @describe_fields
+#     @dataclass
+#     class FullyShardedDataParallelPlugin(FSDPSettings):
+#         def __post_init__(self) -> None:
+#             self.settings = load_fields(self)
+#
+# The launcher reads the first class, which imports no torch. The second inherits the fields: its constructor,
+# their variables and defaults, and the part of its docstring that explains them follow from the first.
+
+
+def load_fields(
+    instance: object, cls: type[Any] | None = None, *, objects: Mapping[str, Any] | None = None, **code: Any
+) -> SettingsWithOrigins[Any]:
+    """Load the settings that the fields of ``instance`` are, and write the values into the fields.
+
+    A field that is None takes its variable, then its fallback. A member of an enumeration counts by its name.
+
+    Args:
+        instance: an object with such fields.
+        cls: the class that declares them; None takes all of the object's own class.
+        objects: fields that may hold an object that no text can say, with its type; it stays as it is.
+        code: values of settings that count instead of the fields, by name.
+
+    Raises:
+        SettingError: a value has the wrong type.
+        UnknownNameError: a value is not among the choices.
+    """
+    declaring: type[Any] = cls or type(instance)
+    rows = declared_settings(declaring)
+    given: dict[str, Any] = {}
+    kept: set[str] = set()
+    for row in rows:
+        value = code.get(row.name, getattr(instance, row.field))
+        if objects and row.field in objects and value is not None and not isinstance(value, str | bool):
+            setattr(instance, row.field, _check_object(value, row, objects[row.field], type(instance)))
+            kept.add(row.field)
+        else:
+            if isinstance(value, Enum):
+                value = value.name
+            given[row.name] = (
+                tuple(cast("Collection[Any]", value)) if isinstance(value, set | list) else value
+            )
+    loaded = load_settings(declaring, code=given, container=SimpleNamespace, owner=type(instance).__name__)
+    for row in rows:
+        if row.field not in kept:
+            value = getattr(loaded.value, row.field)
+            setattr(instance, row.field, row.fallback if value is None else value)
+    return loaded
+
+
+def _check_object(value: Any, row: Setting, kind: Any, owner: type[Any]) -> Any:
+    kind = kind | row.type
+    fits, result = convert_to(kind, value, "code")
+    if not fits:
+        raise wrong_value(f"the argument {row.field} of {owner.__name__}", row.field, kind, value)
+    return result
+
+
+def describe_fields(cls: type[T]) -> type[T]:
+    """Add the fields that are settings to ``Attributes:`` in the docstring of a class."""
+    described = "".join(f"    {_describe_field(row)}\n" for row in declared_settings(cls))
+    head, section, rest = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")
+    if not section:
+        head, raises, rest = head.partition("Raises:\n")
+        head, rest = f"{head.rstrip()}\n\n", f"\n{raises}{rest}" if raises else ""
+    cls.__doc__ = f"{head}Attributes:\n{described}{rest}"
+    return cls
+
+
+def _describe_field(row: Setting) -> str:
+    choices = f": {', '.join(map(str, row.choices))}" if row.choices else ""
+    variable = f"``{row.variable}``" if row.variable else ""
+    fallback = "" if row.fallback is None else str(row.fallback)
+    source = ", ".join(filter(None, (variable, fallback)))
+    text = f"{row.field}: {row.help}{choices}{f' ({source})' if source else ''}."
+    return textwrap.fill(text, 106, subsequent_indent=" " * 8, break_on_hyphens=False)

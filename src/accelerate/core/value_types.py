@@ -11,7 +11,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
-from enum import Enum
+from enum import Enum, EnumMeta
 from typing import Annotated, Any, Literal, cast, get_args, get_origin
 
 from accelerate.core import environ
@@ -268,3 +268,33 @@ def wrong_value(where: str, name: str, kind: Any, value: Any) -> SettingError:
                 value = number
     why = "no text may have a NUL character" if _has_nul(value) else ""
     return SettingError(f"{where} is {describe_value(value)}, but {name} is {words}", why=why, fix=fix)
+
+
+# ---------------------------------------------------------------- bases of the public enumerations
+
+
+class EnumWithContains(EnumMeta):
+    """A metaclass of enumerations that supports ``"text" in Class``."""
+
+    def __contains__(cls, item: object) -> bool:
+        try:
+            cls(item)  # type: ignore[call-arg]
+        except ValueError:
+            return False
+        return True
+
+
+class BaseEnum(str, Enum, metaclass=EnumWithContains):
+    """A text enumeration: ``Class.MEMBER == "value"`` and ``str(Class.MEMBER) == "value"``."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    @classmethod
+    def list(cls) -> list[Any]:
+        """Return the values of all members, in order."""
+        return [member.value for member in cls]
+
+
+class StringEnum(str, Enum, metaclass=EnumWithContains):
+    """A text enumeration that prints as Python's own do: ``str(Class.MEMBER) == "Class.MEMBER"``."""

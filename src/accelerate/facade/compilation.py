@@ -14,8 +14,8 @@ from accelerate.core.argument_checks import check_arguments
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import OptionStatus, RequestedOption, report_overridden, requested_options
 from accelerate.core.setting import load_settings
+from accelerate.facade.launch_settings import CompileSettings, DynamoBackend
 from accelerate.facade.module_queries import is_repeated_blocks
-from accelerate.precision.settings import CompileSettings, DynamoBackend
 
 
 @check_arguments

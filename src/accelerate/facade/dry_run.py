@@ -27,7 +27,7 @@ from accelerate.core.units import show_bytes, show_count
 from accelerate.facade import runtime
 from accelerate.offload.estimate.memory_estimate import model_state_bytes
 from accelerate.offload.estimate.skeleton import build_skeleton
-from accelerate.precision.settings import PrecisionSettings
+from accelerate.precision import PrecisionSettings
 from accelerate.strategy import choose_strategy
 from accelerate.strategy.base import PrepareBundle, StrategyRequest
 from accelerate.world.world import World

@@ -10,8 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
 from accelerate import device as devices
-from accelerate.core.enum_bases import BaseEnum, StringEnum
-from accelerate.core.value_types import ValueRule
+from accelerate.core.value_types import BaseEnum, StringEnum, ValueRule
 from accelerate.precision import PRECISIONS
 from accelerate.track import TRACKERS
 

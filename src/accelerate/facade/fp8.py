@@ -12,8 +12,7 @@ from accelerate.core import packages
 from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import MissingExtraError, SettingError, UnknownNameError
 from accelerate.core.kwargs_handler import KwargsHandler
-from accelerate.core.option_fields import describe_fields, load_fields
-from accelerate.core.setting import load_settings
+from accelerate.core.setting import describe_fields, load_fields, load_settings
 from accelerate.core.user_warning import warn_user
 from accelerate.precision.recipes.fp8 import AOOptions, FP8Settings, MSAMPOptions, TEOptions
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import setting
-from accelerate.core.value_types import PositiveInt
+from accelerate.core.value_types import BaseEnum, PositiveInt
 
 AUTO = "auto"
 
@@ -49,4 +49,63 @@ class OptionReportSettings:
     )
     explain: bool = setting(
         False, help="print a table of the requested options: which were applied, and why others were not"
+    )
+
+
+class DynamoBackend(BaseEnum):
+    """A compiler behind ``torch.compile``; NO does not compile."""
+
+    NO = "NO"
+    EAGER = "EAGER"
+    AOT_EAGER = "AOT_EAGER"
+    INDUCTOR = "INDUCTOR"
+    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
+    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
+    CUDAGRAPHS = "CUDAGRAPHS"
+    OFI = "OFI"
+    FX2TRT = "FX2TRT"
+    ONNXRT = "ONNXRT"
+    TENSORRT = "TENSORRT"
+    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
+    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
+    TVM = "TVM"
+    HPU_BACKEND = "HPU_BACKEND"
+    NEURON = "NEURON"
+
+
+_BACKENDS = tuple(backend.value for backend in DynamoBackend)
+_COMPILED = {"dynamo_backend": tuple(name for name in _BACKENDS if name != "NO")}
+
+
+@frozen_dataclass
+class CompileSettings:
+    """The options of ``torch.compile`` for prepared models."""
+
+    __topic__ = "Compilation"
+    __section__ = "dynamo_config"
+    __prefix__ = "dynamo_"
+
+    dynamo_backend: str | None = setting(
+        None,
+        choices=_BACKENDS,
+        help="compile models with this backend of torch.compile",
+        question="Compile models? With which backend?",
+    )
+    dynamo_mode: Literal["default", "reduce-overhead", "max-autotune"] | None = setting(
+        None, help="what the compiler optimises for", question="What for?", when=_COMPILED
+    )
+    dynamo_use_fullgraph: bool = setting(
+        False,
+        help="fail rather than split a model into several graphs",
+        question="One graph, or an error?",
+        when=_COMPILED,
+    )
+    dynamo_use_dynamic: bool | None = setting(
+        None, help="compile for shapes that vary", question="Do shapes vary?", when=_COMPILED
+    )
+    dynamo_use_regional_compilation: bool = setting(
+        False,
+        help="compile a model's repeated blocks once instead of the whole model",
+        question="Compile repeated blocks only?",
+        when=_COMPILED,
     )

@@ -36,8 +36,7 @@ from accelerate.facade.prepared_objects import PreparedObjects
 from accelerate.facade.preparer import PrepareOptions
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.tracker_set import TrackerSet
-from accelerate.precision import PRECISIONS
-from accelerate.precision.settings import PrecisionSettings
+from accelerate.precision import PRECISIONS, PrecisionSettings
 from accelerate.strategy import unused_options
 from accelerate.track.base import GeneralTracker
 from accelerate.world import collective, watchdog

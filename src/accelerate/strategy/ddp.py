@@ -20,13 +20,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate.core.argument_checks import check_arguments
-from accelerate.core.enum_bases import BaseEnum
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import OptionStatus, RequestedOption, non_default_options
 from accelerate.core.torch_internals import require
 from accelerate.core.user_warning import user_line, warn_user
-from accelerate.core.value_types import PositiveInt
+from accelerate.core.value_types import BaseEnum, PositiveInt
 from accelerate.strategy.base import (
     NO_CONTEXT,
     Activation,

@@ -34,14 +34,14 @@ from accelerate.cli.v1_launcher import prepare_multi_gpu_env as prepare_multi_gp
 from accelerate.cli.v1_launcher import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
 from accelerate.cli.v1_launcher import prepare_tpu as prepare_tpu
 from accelerate.cli.v1_launcher import setup_fp8_env as setup_fp8_env
-from accelerate.core.enum_bases import BaseEnum as BaseEnum
-from accelerate.core.enum_bases import EnumWithContains as EnumWithContains
 from accelerate.core.kwargs_handler import KwargsHandler as KwargsHandler
 from accelerate.core.packages import OPERATIONS as STR_OPERATION_TO_FUNC
 from accelerate.core.packages import compare_versions as compare_versions
 from accelerate.core.packages import is_torch_version as is_torch_version
 from accelerate.core.tree import is_namedtuple as is_namedtuple
 from accelerate.core.units import show_bytes as convert_bytes
+from accelerate.core.value_types import BaseEnum as BaseEnum
+from accelerate.core.value_types import EnumWithContains as EnumWithContains
 from accelerate.data.configuration import DataLoaderConfiguration as DataLoaderConfiguration
 from accelerate.facade.attribute_utils import get_pretty_name as get_pretty_name
 from accelerate.facade.attribute_utils import merge_dicts as merge_dicts
@@ -92,6 +92,7 @@ from accelerate.facade.fsdp_checkpoint import load_fsdp_optimizer as load_fsdp_o
 from accelerate.facade.fsdp_checkpoint import save_fsdp_model as save_fsdp_model
 from accelerate.facade.fsdp_checkpoint import save_fsdp_optimizer as save_fsdp_optimizer
 from accelerate.facade.gradient_state import GradientAccumulationPlugin as GradientAccumulationPlugin
+from accelerate.facade.launch_settings import DynamoBackend as DynamoBackend
 from accelerate.facade.megatron_lm_wrappers import MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper
 from accelerate.facade.megatron_lm_wrappers import MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper
 from accelerate.facade.module_queries import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
@@ -153,7 +154,6 @@ from accelerate.offload.offload_folder import offload_weight as offload_weight
 from accelerate.offload.offload_folder import save_offload_index as save_offload_index
 from accelerate.precision.autocast import AutocastKwargs as AutocastKwargs
 from accelerate.precision.fp16 import GradScalerKwargs as GradScalerKwargs
-from accelerate.precision.settings import DynamoBackend as DynamoBackend
 from accelerate.strategy.ddp import DDPCommunicationHookType as DDPCommunicationHookType
 from accelerate.strategy.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accelerate.strategy.deepspeed.config_tree import DummyOptim as DummyOptim

@@ -2,9 +2,9 @@
 # ruff: noqa
 
 from accelerate.checkpoint.discovery import ProjectConfiguration as ProjectConfiguration
-from accelerate.core.enum_bases import BaseEnum as BaseEnum
-from accelerate.core.enum_bases import EnumWithContains as EnumWithContains
 from accelerate.core.kwargs_handler import KwargsHandler as KwargsHandler
+from accelerate.core.value_types import BaseEnum as BaseEnum
+from accelerate.core.value_types import EnumWithContains as EnumWithContains
 from accelerate.data.configuration import DataLoaderConfiguration as DataLoaderConfiguration
 from accelerate.facade.compilation import TorchDynamoPlugin as TorchDynamoPlugin
 from accelerate.facade.enums import ComputeEnvironment as ComputeEnvironment
@@ -20,10 +20,10 @@ from accelerate.facade.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
 from accelerate.facade.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
 from accelerate.facade.fp8 import TERecipeKwargs as TERecipeKwargs
 from accelerate.facade.gradient_state import GradientAccumulationPlugin as GradientAccumulationPlugin
+from accelerate.facade.launch_settings import DynamoBackend as DynamoBackend
 from accelerate.facade.module_queries import get_module_class_from_name as get_module_class_from_name
 from accelerate.precision.autocast import AutocastKwargs as AutocastKwargs
 from accelerate.precision.fp16 import GradScalerKwargs as GradScalerKwargs
-from accelerate.precision.settings import DynamoBackend as DynamoBackend
 from accelerate.strategy.ddp import DDPCommunicationHookType as DDPCommunicationHookType
 from accelerate.strategy.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accelerate.strategy.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin

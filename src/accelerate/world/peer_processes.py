@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from accelerate.world.call_site import outward, torch_prefixes
-from accelerate.world.store_client import StoreClient
+from accelerate.world.process_group import StoreClient
 
 MAX_STACK = 24  # innermost frames of a shown stack
 _STACK_FILE = "accelerate-stack"  # in memory; a forked process writes its stack there

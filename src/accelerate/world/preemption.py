@@ -27,8 +27,8 @@ from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import CollectiveError, SettingError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.world import watchdog
+from accelerate.world.process_group import StoreClient
 from accelerate.world.signals import PREEMPTION_SIGNALS, SignalHandler
-from accelerate.world.store_client import StoreClient
 from accelerate.world.watchdog import LARGE_WORLD, Watchdog
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,7 @@ from accelerate.core import environ
 from accelerate.core.errors import PeerError, WorldError
 from accelerate.world.clusters import ClusterRankInfo
 from accelerate.world.peer_processes import PeerProcesses
-from accelerate.world.process_group import close_store_connections
-from accelerate.world.store_client import StoreClient
+from accelerate.world.process_group import StoreClient, close_store_connections
 
 SLICE = 0.5  # seconds between two looks at the processes
 GRACE = 2.0  # seconds that torch has to notice by itself that a rank is gone

@@ -38,6 +38,7 @@ from accelerate.world.call_site import (
 )
 from accelerate.world.peer_processes import MAX_RANKS, PeerProcesses, write_stack_on_signal
 from accelerate.world.process_group import (
+    StoreClient,
     backend_timeouts,
     group_backends,
     interrupt_group,
@@ -52,7 +53,6 @@ from accelerate.world.rank_failure_report import (
     lost_peer_report,
     timeout_report,
 )
-from accelerate.world.store_client import StoreClient
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,9 @@ from typing import Any, Literal
 from accelerate.core import environ
 from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import MissingExtraError, SettingError
-from accelerate.core.option_fields import describe_fields, load_fields
 from accelerate.core.option_report import RequestedOption
 from accelerate.core.packages import is_installed
-from accelerate.core.setting import Setting, declared_settings
+from accelerate.core.setting import Setting, declared_settings, describe_fields, load_fields
 from accelerate.strategy.deepspeed import config_tree
 from accelerate.strategy.deepspeed.config_tree import AUTO, HfDeepSpeedConfig, is_same
 from accelerate.strategy.launch_settings.deepspeed import COUNTERPARTS, DeepSpeedOptions

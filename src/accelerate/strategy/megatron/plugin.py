@@ -13,8 +13,7 @@ from typing import Any
 from accelerate.core import packages
 from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import FeatureNotBuiltError, PrepareError, SettingError
-from accelerate.core.option_fields import describe_fields, load_fields
-from accelerate.core.setting import declared_settings
+from accelerate.core.setting import declared_settings, describe_fields, load_fields
 from accelerate.core.value_types import Fraction, NonNegativeInt, NonNegativeNumber, PathText, PositiveInt
 from accelerate.strategy.launch_settings.megatron import MegatronSettings
 from accelerate.strategy.megatron.parsers import add_model_args

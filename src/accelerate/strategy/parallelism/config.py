@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import SettingError, UnknownNameError, WorldError
-from accelerate.core.option_fields import describe_fields, load_fields
+from accelerate.core.setting import describe_fields, load_fields
 from accelerate.core.value_types import PositiveInt
 from accelerate.strategy.launch_settings.parallelism import (
     ContextParallelSettings,

@@ -19,7 +19,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from accelerate.core import environ
 from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import SettingError
-from accelerate.core.option_fields import describe_fields, load_fields
+from accelerate.core.setting import describe_fields, load_fields
 from accelerate.strategy.launch_settings.fsdp import POLICIES, FSDPSettings
 from accelerate.strategy.sharding import fsdp1_options, fsdp2_options
 from accelerate.strategy.sharding.parsing import enum_name, find_layer_classes, parse_enum_name
