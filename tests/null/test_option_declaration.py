@@ -19,8 +19,8 @@ from accelerate.core.errors import UnknownNameError
 from accelerate.core.frozen_dataclass import mutable_dataclass
 from accelerate.core.setting import declared_settings, describe_fields, setting
 from accelerate.launch.launch_request import read_request
-from accelerate.strategy.fsdp1 import option_report
 from accelerate.strategy.launch_settings.fsdp import FSDPSettings
+from accelerate.strategy.sharding import fsdp1_options
 from accelerate.strategy.sharding.fsdp2_options import READ_BACKS, option_statuses
 from accelerate.utils import MegatronLMPlugin
 
@@ -97,7 +97,7 @@ def test_the_row_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_row_of_the_report_is_of_an_option() -> None:
     known = {row.name for row in declared_settings(FSDPSettings)}
     known |= {"mixed_precision_policy", "buffer_dtype", "limit_all_gathers"}  # of code only
-    assert set(READ_BACKS) | set(option_report.READ_BACKS) <= known
+    assert set(READ_BACKS) | set(fsdp1_options.READ_BACKS) <= known
 
 
 def test_deepspeed_gets_it_under_its_key() -> None:

@@ -62,8 +62,8 @@ class FSDP1Strategy(ShardedStrategy):
         return super().claims(request) and options[0].fsdp_version == 1
 
     def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
-        """Return the status of each option; see ``option_report.py``."""
-        from accelerate.strategy.fsdp1.option_report import option_statuses
+        """Return the status of each option; see ``fsdp1_options.py``."""
+        from accelerate.strategy.sharding.fsdp1_options import option_statuses
 
         return option_statuses(self._requested_options, self.plugin, [m for m in models if m in self.models])
 
