@@ -368,7 +368,7 @@ def test_what_is_fetched_is_what_is_needed_and_goes_again(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     seen: list[str] = []
     objects.log.clear()
-    load.load(parts, url, before=lambda path: seen.extend(os.listdir(path)))
+    load.load(parts, url, before=lambda path, manifest: seen.extend(os.listdir(path)))
     fetched = {line.rpartition("/")[2] for line in objects.log if line.startswith(f"GET bucket/{folder}/")}
     assert "random_states_0.pkl" in fetched
     assert "random_states_1.pkl" not in fetched
@@ -429,7 +429,9 @@ def test_files_of_hooks_and_parts_are_uploaded(remote: Remote, tmp_path: Path) -
     parts.own_files = [engine]
     url = save.save(parts, f"{remote.url}/a", before=hook)
     parts.own_files = [other := Engine()]
-    loaded = load.load(parts, url, before=lambda folder: seen.append((folder / "config.json").read_text()))
+    loaded = load.load(
+        parts, url, before=lambda folder, manifest: seen.append((folder / "config.json").read_text())
+    )
     assert (other.text, seen) == ("state", ["{}"])
     assert loaded.manifest is not None
     assert {"engine/a.txt", "config.json"} <= loaded.manifest.files.keys()

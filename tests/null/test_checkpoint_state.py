@@ -332,7 +332,7 @@ def test_a_save_hook_writes_files_and_takes_models_out(tmp_path: Path) -> None:
     parts = CheckpointContents([nn.Linear(1, 1), nn.Linear(2, 2)])
     seen: list[Path] = []
 
-    def load_hook(folder: Path) -> None:
+    def load_hook(folder: Path, manifest: Any) -> None:
         seen.append(folder)
         parts.models.pop(0)
 

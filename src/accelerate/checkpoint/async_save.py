@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelerate import device as devices
 from accelerate.checkpoint.discovery import Address
-from accelerate.checkpoint.rank_group import BackgroundSaveError, CheckpointRankGroup
+from accelerate.checkpoint.rank_group import BackgroundSaveError
 from accelerate.checkpoint.torch_files import MappedOptimizerState
 from accelerate.core.errors import AccelerateError
 from accelerate.world import world as worlds
@@ -130,7 +130,8 @@ def wait() -> Address | None:
     """
     global _current
     MappedOptimizerState.wait_copied()
-    join()
+    if _current is not None:
+        _current.join()
     flight, _current = _current, None
     if flight is None:
         return None
@@ -138,12 +139,6 @@ def wait() -> Address | None:
     if failure is not None:
         raise failure
     return flight.path
-
-
-def wait_on_all_ranks(action: str) -> None:
-    """Wait for the save in the background on all ranks, before they do something together."""
-    with CheckpointRankGroup.current().collective_section(action):
-        wait()
 
 
 def _at_exit() -> None:

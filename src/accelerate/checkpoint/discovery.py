@@ -266,12 +266,18 @@ def named_checkpoint(store: CheckpointStorage, name: str) -> CheckpointCandidate
     return candidate
 
 
-def parse_address(text: str | os.PathLike[str]) -> Address:
+def parse_address(text: PathText | None) -> Address:
     """Return a local path with ``~`` expanded, or a URL without its last slash; ``file://`` is local.
 
     Raises:
+        CheckpointNotFoundError: none is given.
         SettingError: a URL has gone through ``Path``, which changes it.
     """
+    if text is None or str(text) == "":
+        raise CheckpointNotFoundError(
+            "no folder is given for the checkpoint",
+            fix="pass one, or use ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)",
+        )
     address = os.fspath(text)
     if isinstance(text, os.PathLike) and re.match(r"[A-Za-z][\w+.-]+:[/\\]", address):
         raise SettingError(
@@ -320,24 +326,10 @@ def open_store(root: Address) -> CheckpointStorage:
     return LocalCheckpointStorage(root) if isinstance(root, Path) else RemoteCheckpointStorage(root)
 
 
-def locate(text: str | Path) -> tuple[CheckpointStorage, str]:
+def locate(text: PathText | None) -> tuple[CheckpointStorage, str]:
     """Return (store, name in it) of the checkpoint that a path or URL names."""
     root, name = split_address(parse_address(text))
     return open_store(root), name
-
-
-def requested_address(directory: PathText | None) -> Address:
-    """Return the folder that the caller named, ``~`` expanded, or the URL.
-
-    Raises:
-        CheckpointNotFoundError: none is named.
-    """
-    if directory is None or str(directory) == "":
-        raise CheckpointNotFoundError(
-            "no folder is given for the checkpoint",
-            fix="pass one, or use ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)",
-        )
-    return parse_address(directory if isinstance(directory, str) else Path(directory))
 
 
 def automatic_folder(project: ProjectConfiguration) -> Address:
@@ -351,14 +343,14 @@ def automatic_folder(project: ProjectConfiguration) -> Address:
             "automatic_checkpoint_naming needs a project_dir",
             fix="ProjectConfiguration(project_dir='runs/a', automatic_checkpoint_naming=True)",
         )
-    return join_address(requested_address(project.project_dir), AUTOMATIC_FOLDER)
+    return join_address(parse_address(project.project_dir), AUTOMATIC_FOLDER)
 
 
-def save_address(directory: str | Path | None, project: ProjectConfiguration) -> Address:
+def save_address(directory: PathText | None, project: ProjectConfiguration) -> Address:
     """Return the address to save to."""
     if project.automatic_checkpoint_naming:
         return join_address(automatic_folder(project), f"{AUTOMATIC_NAME}_{project.iteration}")
-    return requested_address(directory)
+    return parse_address(directory)
 
 
 def refuse_existing_number(store: CheckpointStorage, name: str) -> None:
@@ -392,7 +384,7 @@ def committed_ids(project: ProjectConfiguration) -> set[str]:
 
 
 def choose_checkpoint(
-    directory: str | Path | None,
+    directory: PathText | None,
     project: ProjectConfiguration | None,
     allowed_ids: Container[str] | None = None,
 ) -> tuple[CheckpointCandidate, tuple[str, ...]]:
@@ -414,7 +406,7 @@ def choose_checkpoint(
         for name in ignored:
             logger.warning("not a complete checkpoint, ignored: %s", name)
     else:
-        store, name = locate(requested_address(directory))
+        store, name = locate(directory)
         _recover(store, name)
         candidate = named_checkpoint(store, name)
     if candidate.manifest is None:
@@ -423,7 +415,7 @@ def choose_checkpoint(
 
 
 def local_address(
-    rank0_address: Address, directory: str | Path | None, project: ProjectConfiguration | None
+    rank0_address: Address, directory: PathText | None, project: ProjectConfiguration | None
 ) -> Address:
     """Return this machine's address of the checkpoint that rank 0 chose.
 
@@ -437,7 +429,7 @@ def local_address(
     address = (
         join_address(automatic_folder(project), rank0_address.name)
         if directory is None and project
-        else requested_address(directory)
+        else parse_address(directory)
     )
     for path in (address.resolve() if isinstance(address, Path) else rank0_address, rank0_address):
         if path.is_dir():

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from accelerate.checkpoint import discovery
+from accelerate.checkpoint import async_save, discovery
 from accelerate.checkpoint.checkpoint_fetch import local_checkpoint
 from accelerate.checkpoint.discovery import Address, ProjectConfiguration
 from accelerate.checkpoint.durable_file import file_digests
@@ -22,6 +22,7 @@ from accelerate.checkpoint.state_reader import TrainingStateReader
 from accelerate.checkpoint.stateful import CheckpointContents
 from accelerate.checkpoint.storage import CheckpointStorage, read_manifest
 from accelerate.core.errors import CheckpointError
+from accelerate.core.value_types import PathText
 from accelerate.world import world as worlds
 
 logger = logging.getLogger(__name__)
@@ -56,14 +57,14 @@ class CheckpointLoadResult:
 
 def load(
     contents: CheckpointContents,
-    directory: str | Path | None = None,
+    directory: PathText | None = None,
     *,
     project: ProjectConfiguration | None = None,
     strict: bool = True,
     map_location: Any = None,
     load_kwargs: Mapping[str, Any] | None = None,
     model_kwargs: Mapping[str, Any] | None = None,
-    before: Callable[[Path], None] | None = None,
+    before: Callable[[Path, Manifest | None], None] | None = None,
     check_digests: bool = True,
     ranks: CheckpointRankGroup | None = None,
 ) -> CheckpointLoadResult:
@@ -81,7 +82,7 @@ def load(
             there are several ranks, else the CPU. Models go to where they are, through mapped files.
         load_kwargs: more arguments of ``torch.load``.
         model_kwargs: more arguments of the models' ``load_state_dict``.
-        before: called on every rank with the folder, before ``contents.models`` is read.
+        before: called on every rank with the folder and its manifest, before ``contents.models`` is read.
         check_digests: compare digests with the manifest; sizes are always compared.
         ranks: those that load together; the open world's by default.
 
@@ -93,6 +94,7 @@ def load(
     action = "load a checkpoint" if directory is None else f"load the checkpoint {directory}"
     common_ids = _ids_on_all_machines(project, ranks, action) if directory is None else None
     with ranks.collective_section(action) as section:
+        async_save.wait()
         if ranks.rank == 0:
             chosen, ignored = discovery.choose_checkpoint(directory, project, common_ids)
             section.value = chosen.path, chosen.manifest.id if chosen.manifest else "", ignored
@@ -115,7 +117,7 @@ def load(
                 verify_files(path, fetched, ranks)
         with ranks.collective_section(action):
             if before is not None:
-                before(path)
+                before(path, manifest)
             reader.check_custom_count(contents)
             reader.read(contents)
         with reader.undone_on_error(), ranks.collective_section(action):
@@ -148,6 +150,7 @@ def _ids_on_all_machines(
     if project is None or not (project.save_on_each_node and project.automatic_checkpoint_naming):
         return None
     with ranks.collective_section(action) as section:
+        async_save.wait()
         section.value = discovery.committed_ids(project) if ranks.is_writer(each_node=True) else None
     return set.intersection(*(ids for ids in section.values if ids is not None))
 

@@ -21,6 +21,7 @@ from accelerate.checkpoint.rank_group import CheckpointRankGroup, CheckpointStor
 from accelerate.checkpoint.stateful import KINDS, CheckpointContents, StatefulAdapter, StateWriter
 from accelerate.checkpoint.storage import CheckpointStorage, FileRecord
 from accelerate.core.errors import CheckpointError
+from accelerate.core.value_types import PathText
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ ModelStates = list[dict[str, Any]]
 
 def save(
     contents: CheckpointContents,
-    directory: str | Path | None = None,
+    directory: PathText | None = None,
     *,
     project: ProjectConfiguration | None = None,
     safe_serialization: bool = True,

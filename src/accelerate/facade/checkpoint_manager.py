@@ -16,7 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from accelerate.checkpoint import async_save, load, save
-from accelerate.checkpoint.discovery import ProjectConfiguration, parse_address, save_address
+from accelerate.checkpoint.discovery import ProjectConfiguration, save_address
+from accelerate.checkpoint.layout import Manifest
 from accelerate.checkpoint.load import CheckpointLoadResult
 from accelerate.checkpoint.rank_group import CheckpointRankGroup, saves_alone
 from accelerate.checkpoint.state_dict_files import strip_compile_prefix
@@ -25,6 +26,7 @@ from accelerate.checkpoint.weight_files import save_weights
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.core.user_warning import warn_user
 from accelerate.facade.checkpoint_adapters import (
+    OpenWindow,
     model_adapter,
     optimizer_adapter,
     position_adapter,
@@ -32,7 +34,6 @@ from accelerate.facade.checkpoint_adapters import (
 )
 from accelerate.facade.engine_checkpoint_import import engine_state_loaders
 from accelerate.facade.module_queries import extract_model_from_parallel
-from accelerate.facade.open_window import OpenWindow
 from accelerate.facade.prepared_objects import PreparedObjects
 from accelerate.facade.replica_agreement import check_replicas
 from accelerate.facade.runtime import Runtime
@@ -117,11 +118,19 @@ class CheckpointManager:
         engine_options: Mapping[str, Any] | None = None,
     ) -> Path | str:
         """Save models, optimizers, schedulers, scaler, loaders, random states and registered objects."""
-        prepared, options = self.prepared, dict(engine_options or {})
-        is_sharded = self._resolve_sharded(sharded)
+        strategy, prepared, options = self.strategy, self.prepared, dict(engine_options or {})
+        is_sharded = strategy.saves_sharded if sharded is None else sharded
+        if is_sharded and self.project.save_on_each_node and strategy.world.nodes > 1:
+            raise SettingError(
+                "save_on_each_node does not go with a sharded checkpoint",
+                why="each machine would have the shards of its own processes only, and none a full model",
+                fix="save to a folder that all machines share, or save_state(sharded=False)",
+            )
         is_solo = self._may_be_solo(is_sharded) and saves_alone("save_state")
         if is_solo and self.world.rank > 0:
-            return self._skip_save(output_dir)
+            address = save_address(output_dir, self.project)
+            self.project.iteration += self.project.automatic_checkpoint_naming
+            return address
         if is_solo:
             warn_user(
                 "save_state on the main process alone: the random states of the other processes are not in "
@@ -131,11 +140,16 @@ class CheckpointManager:
             self._check_replicas()
         train_state = self._train_state()
         train_state.gradients = self.window if self.window.is_saved(is_solo) else None
-        engine_files = self._engine_files(options) if sharded is not False else []
+        engine_files: list[Any] = []
+        if isinstance(strategy, EngineStrategy) and sharded is not False:
+            engine_files = strategy.engine_files(prepared.models, options)
         if engine_files:
             self._exclude_engine_objects(engine_files, train_state)
-        else:
-            self._refuse_options("save_state", options)
+        elif options:
+            raise SettingError(
+                f"save_state was given {', '.join(sorted(options))}, "
+                f"which the strategy {strategy.name!r} does not know"
+            )
         train_state.sharded = is_sharded
         train_state.metadata = dict(metadata or {})
 
@@ -146,7 +160,7 @@ class CheckpointManager:
         hooks = run_save_hooks if self.save_hooks else None
         return save.save(
             train_state,
-            _resolve_address(output_dir),
+            output_dir,
             project=self.project,
             safe_serialization=safe_serialization,
             before=hooks,
@@ -167,12 +181,6 @@ class CheckpointManager:
         is_whole = self.strategy.replicates_model and not is_sharded
         return is_whole and self.world.size > 1 and not self.project.save_on_each_node
 
-    def _skip_save(self, output_dir: str | os.PathLike[str] | None) -> Path | str:
-        """Return the address of a checkpoint that the main process saves alone."""
-        address = save_address(_resolve_address(output_dir), self.project)
-        self.project.iteration += self.project.automatic_checkpoint_naming
-        return address
-
     def wait(self, release: bool = False) -> Path | str | None:
         """Wait until the checkpoint that is written in the background is committed; return its folder."""
         try:
@@ -190,27 +198,29 @@ class CheckpointManager:
         """Load what ``save`` saved, after verifying it."""
         options = dict(model_options)
         strict, location = options.pop("strict", True), options.pop("map_location", None)
-        async_save.wait_on_all_ranks("load a checkpoint")
         train_state = self._train_state()
         train_state.gradients = self.window
-        engine_files = self._engine_files(options)
+        engine_files: list[Any] = []
+        if isinstance(self.strategy, EngineStrategy):
+            engine_files = self.strategy.engine_files(self.prepared.models, options)
 
-        def run_load_hooks(folder: Path) -> None:
+        def run_load_hooks(folder: Path, manifest: Manifest | None) -> None:
             remaining = list(self.prepared.models)
             for hook in list(self.load_hooks.values()):
                 hook(remaining, str(folder))
             train_state.models = [model_adapter(self.strategy, model) for model in remaining]
             present = [each for each in engine_files if each.present(folder)]
             engine_object_ids = {id(each) for files in present for each in files.objects}
-            present += engine_state_loaders(
-                self.strategy, folder, remaining, self.prepared.optimizers, engine_object_ids, strict
-            )
+            if manifest is None or "own_files" in manifest.parts:  # DeepSpeed or Megatron-LM may have written
+                present += engine_state_loaders(
+                    self.strategy, folder, remaining, self.prepared.optimizers, engine_object_ids, strict
+                )
             if present:
                 self._exclude_engine_objects(present, train_state, remaining)
 
         loaded = load.load(
             train_state,
-            _resolve_address(input_dir),
+            input_dir,
             project=self.project,
             strict=strict,
             map_location=location,
@@ -220,12 +230,6 @@ class CheckpointManager:
         )
         self.gradients.step = loaded.step
         return loaded
-
-    def _engine_files(self, options: Mapping[str, Any]) -> list[Any]:
-        """Return the writers and readers of an engine's own checkpoint files."""
-        if not isinstance(self.strategy, EngineStrategy):
-            return []
-        return self.strategy.engine_files(self.prepared.models, options)
 
     def _train_state(self) -> CheckpointContents:
         models, strategy = self.prepared.models, self.strategy
@@ -268,29 +272,6 @@ class CheckpointManager:
         ]
         train_state.own_files = engine_files
 
-    def _resolve_sharded(self, sharded: bool | None) -> bool:
-        """Return whether to write a sharded checkpoint.
-
-        Raises:
-            SettingError: ``save_on_each_node`` with several machines: each would have only its own shards.
-        """
-        if sharded is None:
-            sharded = self.strategy.saves_sharded
-        if sharded and self.project.save_on_each_node and self.strategy.world.nodes > 1:
-            raise SettingError(
-                "save_on_each_node does not go with a sharded checkpoint",
-                why="each machine would have the shards of its own processes only, and none a full model",
-                fix="save to a folder that all machines share, or save_state(sharded=False)",
-            )
-        return sharded
-
-    def _refuse_options(self, name: str, options: dict[str, Any]) -> None:
-        if options:
-            raise SettingError(
-                f"{name} was given {', '.join(sorted(options))}, "
-                f"which the strategy {self.strategy.name!r} does not know"
-            )
-
     def save_model(
         self,
         model: nn.Module,
@@ -313,10 +294,6 @@ class CheckpointManager:
             saves_alone("save_model")
         else:
             collective.barrier()
-
-
-def _resolve_address(folder: str | os.PathLike[str] | None) -> Path | str | None:
-    return None if folder is None else parse_address(folder)
 
 
 def _allocate_staging_after_step(manager: CheckpointManager) -> None:

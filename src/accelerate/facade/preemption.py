@@ -168,7 +168,7 @@ class Preemption:
 def _choose_checkpoint(wanted: str, project: ProjectConfiguration, among: set[str] | None) -> Address | None:
     if wanted == AUTO:
         return _newest_checkpoint(project, among)
-    folder = discovery.requested_address(wanted)
+    folder = discovery.parse_address(wanted)
     store, name = discovery.locate(folder)
     if not store.is_folder(name) or discovery.inspect_folder(store, name) is not None:
         return discovery.named_checkpoint(store, name).path
