@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from accelerate import Accelerator, utils
-from accelerate.checkpoint import dcp_files, weight_files
+from accelerate.checkpoint import weight_files
 from accelerate.checkpoint.dcp_files import ShardFolderReader, lazy_tensors
 from accelerate.checkpoint.sharded_state import (
     ShardedModelState,
@@ -460,9 +460,7 @@ def test_parts_that_make_no_whole_are_refused() -> None:
     entry: Any = next(item for item in plan.items if item.index.fqn == "model.weight")
     object.__setattr__(entry.tensor_data, "size", torch.Size([5, 2]))
     with pytest.raises(CheckpointError, match="do not make a whole"):
-        spread.shard_writer(
-            [plan, dcp_files.LocalSavePlan.create({}, dedup_to_lowest_rank=False).local_plan], 0, 0
-        )
+        spread.shard_writer([plan, ShardedModelState(nn.Module()).local_plan(0)], 0, 0)
 
 
 # ---------------------------------------------------------------- merging

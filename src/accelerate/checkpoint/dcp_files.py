@@ -20,14 +20,13 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
 import torch
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -35,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
@@ -52,78 +51,6 @@ WrittenItems = list[tuple[MetadataIndex, int, int]]
 KeyPath = tuple[Any, ...]
 
 
-@dataclass
-class LocalSavePlan:
-    """This rank's save plan of one state, before the plans of all ranks are known.
-
-    Attributes:
-        state: nested; tensors may be distributed.
-        local_plan: its items; all ranks gather the plans.
-    """
-
-    state: dict[str, Any]
-    local_plan: SavePlan
-    _planner: DefaultSavePlanner
-
-    @classmethod
-    def create(cls, state: dict[str, Any], *, dedup_to_lowest_rank: bool) -> LocalSavePlan:
-        """Plan to save ``state``.
-
-        Args:
-            state: nested dicts and lists.
-            dedup_to_lowest_rank: replicated tensors are written by the lowest rank, not by the one that
-                writes least.
-        """
-        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=dedup_to_lowest_rank)
-        planner.set_up_planner(state)
-        return cls(state, planner.create_local_plan(), planner)
-
-    def shard_file(
-        self,
-        plans: list[SavePlan],
-        rank: int,
-        category: str,
-        entry: ManifestEntry,
-        ties: Mapping[KeyPath, KeyPath],
-    ) -> RankShardFile:
-        """Return the writer of this rank's shard file.
-
-        Args:
-            plans: those of all ranks, in rank order.
-            rank: this one.
-            category, entry: see ``StateWriter``.
-            ties: keys that lead to what other keys have.
-        """
-        try:
-            global_plans, index = self._planner.create_global_plan(plans)
-        except (ValueError, AssertionError) as error:
-            raise CheckpointError(
-                f"the ranks' shards of {entry.kind} do not make a whole", why=str(error)
-            ) from error
-        plan = self._planner.finish_plan(global_plans[rank])
-        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
-        objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
-        return RankShardFile(
-            category=category,
-            entry=entry,
-            file=f"{entry.file}/{layout.shard_file(rank)}" if plan.items else "",
-            content=[
-                (value.to_local() if isinstance(value, DTensor) else value).detach()
-                for value in (self._planner.lookup_object(item.index) for item in tensors)
-            ],
-            items=tensors,
-            objects=[
-                (item.index, _pickle_bytes(self._planner.lookup_object(item.index))) for item in objects
-            ],
-            index=index,
-            ties=dict(ties),
-        )
-
-
-def _join_keys(keys: KeyPath) -> str:
-    return ".".join(map(str, keys))
-
-
 def only_distributed(state: Any) -> Any:
     """Return ``state`` with its DTensors only: the rest is saved by another rank."""
     if isinstance(state, Mapping):
@@ -132,12 +59,6 @@ def only_distributed(state: Any) -> Any:
     if isinstance(state, list) and state and all(isinstance(item, DTensor) for item in state):
         return state
     return state if isinstance(state, DTensor) else None
-
-
-def _pickle_bytes(value: Any) -> bytes:
-    stream = io.BytesIO()
-    torch_files.write(value, stream)
-    return stream.getvalue()
 
 
 @dataclass
@@ -185,7 +106,7 @@ class RankShardFile:
         entries = dict(self.index.state_dict_metadata)
         paths = dict(self.index.planner_data)
         for keys, owner in self.ties.items():
-            alias, name = _join_keys(keys), _join_keys(owner)
+            alias, name = (".".join(map(str, path)) for path in (keys, owner))
             if not isinstance(entry := entries.get(name), TensorStorageMetadata):
                 continue
             entries[alias], paths[alias] = entry, keys
@@ -198,23 +119,10 @@ class RankShardFile:
             storage_data=stored,
             storage_meta=StorageMeta(),
         )
-        if "version" in {field.name for field in fields(Metadata)}:
+        if "version" in {each.name for each in fields(Metadata)}:
             index.version = filesystem.CURRENT_DCP_VERSION
         return f"{self.entry.file}/{layout.SHARDED_INDEX}", pickle.dumps(index)
 
-    def table(self) -> dict[str, tuple[str, list[int]]]:
-        """Return (dtype, shape) of the tensors, by their names below the first key."""
-        return {
-            _join_keys(self.index.planner_data[name][1:]): (
-                str(entry.properties.dtype).removeprefix("torch."),
-                list(entry.size),
-            )
-            for name, entry in self.index.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-
-
-PathKey = tuple[Any, ...]
 
 _SMALL_INDEX = 2**20  # bytes
 _ZIP = b"PK\x03\x04"
@@ -273,7 +181,14 @@ def read_index(folder: Path, *, trusted: bool = False) -> Metadata:
             f"{path} is missing", why="it says where each tensor lies, and is written last"
         )
     with file_errors("read", path), paused_gc():
-        _refuse_large_index(path)
+        size, others = path.stat().st_size, (file for file in path.parent.iterdir() if file != path)
+        if size > _SMALL_INDEX:  # an entry is shorter than the torch file that it stands for
+            shards = sum(file.stat().st_size for file in others if file.is_file())
+            if size > shards:
+                raise CheckpointError(
+                    f"cannot read {path}",
+                    why=f"it has {size:,} bytes, more than all shards ({shards:,} bytes)",
+                )
         data = path.read_bytes()
         try:
             if not trusted:
@@ -290,18 +205,6 @@ def read_index(folder: Path, *, trusted: bool = False) -> Metadata:
     return index
 
 
-def _refuse_large_index(path: Path) -> None:
-    """Refuse an index larger than all shards: an entry is shorter than the torch file that it stands for."""
-    size = path.stat().st_size
-    if size <= _SMALL_INDEX:
-        return
-    shards = sum(file.stat().st_size for file in path.parent.iterdir() if file != path and file.is_file())
-    if size > shards:
-        raise CheckpointError(
-            f"cannot read {path}", why=f"it has {size:,} bytes, more than all shards ({shards:,} bytes)"
-        )
-
-
 @dataclass(frozen=True)
 class FileSlice:
     """A torch file inside a file.
@@ -316,11 +219,11 @@ class FileSlice:
     length: int
 
 
+@dataclass
 class TensorLocator:
     """Looks up tensors in torch files; equal pickles of several files are unpickled once."""
 
-    def __init__(self) -> None:
-        self._unpickled: dict[bytes, Any] = {}
+    _unpickled: dict[bytes, Any] = field(default_factory=dict)
 
     def locate(self, source: FileSlice) -> TensorLocation | None:
         """Return the position of a plain tensor in this machine's byte order; None for others.
@@ -337,7 +240,9 @@ class TensorLocator:
                 return None  # before torch 1.6
             torch_file.seek(0)
             reader: Any = torch._C.PyTorchFileReader(torch_file)
-            if not reader.has_record("data/0") or reader.has_record("data/1") or _has_other_byteorder(reader):
+            if not reader.has_record("data/0") or reader.has_record("data/1"):
+                return None
+            if reader.has_record("byteorder") and reader.get_record("byteorder").decode() != sys.byteorder:
                 return None
             pickled = reader.get_record("data.pkl")
             if pickled not in self._unpickled:
@@ -348,10 +253,6 @@ class TensorLocator:
                 return None
             start = source.offset + reader.get_record_offset("data/0")
         return TensorLocation(source.path, start, like)
-
-
-def _has_other_byteorder(reader: Any) -> bool:
-    return reader.has_record("byteorder") and reader.get_record("byteorder").decode() != sys.byteorder
 
 
 class ShardFolderReader:
@@ -375,13 +276,16 @@ class ShardFolderReader:
         self.folder, self.trusted, self._files = folder, trusted, TensorLocator()
         self.index = read_index(folder, trusted=trusted)
         with file_errors("read", folder / layout.SHARDED_INDEX):
-            self.paths = self._check_names()
-
-    def _check_names(self) -> dict[str, PathKey]:
-        nested = self.index.planner_data if isinstance(self.index.planner_data, dict) else {}
-        for key, info in self.index.storage_data.items():
-            self._refuse_unreadable(key.fqn, info)
-        return {name: tuple(nested.get(name, (name,))) for name in self.index.state_dict_metadata}
+            for key, info in self.index.storage_data.items():
+                path = info.relative_path
+                if not isinstance(path, str) or PurePosixPath(path).name != path or "\\" in path:
+                    raise self._damage_error(f"{key.fqn} would be read from {path!r}, outside of the folder")
+                if transforms := getattr(info, "transform_descriptors", None):
+                    raise self._damage_error(f"{key.fqn} is stored with {', '.join(transforms)}")
+            nested = self.index.planner_data if isinstance(self.index.planner_data, dict) else {}
+            self.paths: dict[str, KeyPath] = {
+                name: tuple(nested.get(name, (name,))) for name in self.index.state_dict_metadata
+            }
 
     def tensor_metadata(self, name: str) -> TensorStorageMetadata | None:
         """Return size, dtype and chunks of a tensor; None for other objects."""
@@ -394,7 +298,13 @@ class ShardFolderReader:
         Raises:
             CheckpointError: the index does not say where a chunk lies.
         """
-        return tuple((info.relative_path, info.offset, info.length) for info in self._storage_infos(name))
+        entry, stored = self.tensor_metadata(name), self.index.storage_data
+        chunks = [None] if entry is None else [chunk.offsets for chunk in entry.chunks]
+        try:
+            infos = [stored[MetadataIndex(name, offsets)] for offsets in chunks]
+        except KeyError as error:
+            raise self._damage_error(f"it does not say where {name} lies") from error
+        return tuple((info.relative_path, info.offset, info.length) for info in infos)
 
     def check_files(self, entry_names: Iterable[str]) -> None:
         """Refuse a folder in which shards are missing, without reading them.
@@ -405,23 +315,23 @@ class ShardFolderReader:
         sizes: dict[str, int] = {}
         for name in entry_names:
             with file_errors("read", self.folder / layout.SHARDED_INDEX):
-                self._check_entry(name, sizes)
-
-    def _check_entry(self, name: str, sizes: dict[str, int]) -> None:
-        """Check one entry; ``sizes`` collects the bytes of the files."""
-        entry = self.tensor_metadata(name)
-        if entry is not None and sum(math.prod(c.sizes) for c in entry.chunks) != math.prod(entry.size):
-            raise self._damage_error(f"the chunks of {name} do not make up its shape {tuple(entry.size)}")
-        for file, offset, length in self.file_ranges(name):
-            path = self.folder / file
-            if file not in sizes and not path.is_file():
-                raise CheckpointError(f"{path} is missing", why=f"a chunk of {name} was saved in it")
-            size = sizes.setdefault(file, path.stat().st_size)
-            if not 0 <= offset <= offset + length <= size:
-                raise CheckpointError(
-                    f"{path} is damaged",
-                    why=f"it has {size} bytes, and {name} lies at {offset} to {offset + length}",
-                )
+                entry = self.tensor_metadata(name)
+                if entry is not None and sum(math.prod(c.sizes) for c in entry.chunks) != math.prod(
+                    entry.size
+                ):
+                    raise self._damage_error(
+                        f"the chunks of {name} do not make up its shape {tuple(entry.size)}"
+                    )
+                for file, offset, length in self.file_ranges(name):
+                    path = self.folder / file
+                    if file not in sizes and not path.is_file():
+                        raise CheckpointError(f"{path} is missing", why=f"a chunk of {name} was saved in it")
+                    size = sizes.setdefault(file, path.stat().st_size)
+                    if not 0 <= offset <= offset + length <= size:
+                        raise CheckpointError(
+                            f"{path} is damaged",
+                            why=f"it has {size} bytes, and {name} lies at {offset} to {offset + length}",
+                        )
 
     @torch.no_grad()
     def add_reads(self, name: str, target: torch.Tensor, read_plan: ReadPlan) -> None:
@@ -446,7 +356,8 @@ class ShardFolderReader:
             return
         for item in create_read_items_for_chunk_list(name, entry, boxes):
             target_box = _narrow_to_box(local, item.dest_offsets, item.lengths)
-            source = self._file_slice(self.index.storage_data[item.storage_index])
+            info = self.index.storage_data[item.storage_index]
+            source = FileSlice(self.folder / info.relative_path, info.offset, info.length)
             location = self._files.locate(source)
             box = partial(_narrow_to_box, offsets=item.storage_offsets, lengths=item.lengths)
             if location is None or not read_plan.add(location, box(location.meta_tensor), target_box):
@@ -465,9 +376,9 @@ class ShardFolderReader:
         """Read a whole tensor to the CPU, or an object."""
         entry = self.tensor_metadata(name)
         if entry is None:
-            return self._read(
-                *map(self._file_slice, self._storage_infos(name)), weights_only=not self.trusted
-            )
+            ((file, offset, length),) = self.file_ranges(name)
+            source = FileSlice(self.folder / file, offset, length)
+            return self._read(source, weights_only=not self.trusted)
         with file_errors("read", self.folder):
             whole = torch.empty(entry.size, dtype=entry.properties.dtype)
             read_plan = ReadPlan()
@@ -481,24 +392,6 @@ class ShardFolderReader:
             FileRangeReader(source.path, source.offset, source.length) as file,
         ):
             return torch_files.read(cast(BinaryIO, file), "cpu", **kwargs)
-
-    def _file_slice(self, info: Any) -> FileSlice:
-        return FileSlice(self.folder / info.relative_path, info.offset, info.length)
-
-    def _storage_infos(self, name: str) -> list[Any]:
-        entry, stored = self.tensor_metadata(name), self.index.storage_data
-        chunks = [None] if entry is None else [chunk.offsets for chunk in entry.chunks]
-        try:
-            return [stored[MetadataIndex(name, offsets)] for offsets in chunks]
-        except KeyError as error:
-            raise self._damage_error(f"it does not say where {name} lies") from error
-
-    def _refuse_unreadable(self, name: str, info: Any) -> None:
-        path = info.relative_path
-        if not isinstance(path, str) or PurePosixPath(path).name != path or "\\" in path:
-            raise self._damage_error(f"{name} would be read from {path!r}, outside of the folder")
-        if getattr(info, "transform_descriptors", None):
-            raise self._damage_error(f"{name} is stored with {', '.join(info.transform_descriptors)}")
 
     def _damage_error(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self.folder / layout.SHARDED_INDEX} cannot be used", why=why)

@@ -7,19 +7,23 @@ size: each rank reads the chunks that overlap its own.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.modules.module import _IncompatibleKeys
 
-from accelerate.checkpoint import layout, state_dict_files
-from accelerate.checkpoint.dcp_files import LocalSavePlan, RankShardFile, ShardFolderReader, only_distributed
+from accelerate.checkpoint import layout, state_dict_files, torch_files
+from accelerate.checkpoint.dcp_files import RankShardFile, ShardFolderReader, only_distributed
 from accelerate.checkpoint.file_reads import ReadPlan
 from accelerate.checkpoint.layout import ManifestEntry
 from accelerate.checkpoint.state_comparison import describe_other_class, list_names
@@ -29,8 +33,69 @@ from accelerate.core.errors import CheckpointError
 _CHECKPOINTED = "_checkpoint_wrapped_module."  # torch's wrapper for activation checkpointing
 
 
+class _ShardedState:
+    """What sharded states of models and optimizers share: the plan of a save, and this rank's shard."""
+
+    category: ClassVar[str]
+    local_training: bool
+    _saving: tuple[DefaultSavePlanner, str, dict[str, str]] | None = None
+
+    def state_to_save(self, rank: int) -> tuple[Any, dict[str, Any], dict[str, str]]:
+        """Return (object, its nested state for this rank to save, names that share the tensor of another).
+
+        The state has one key, above those of the object.
+        """
+        raise NotImplementedError
+
+    def local_plan(self, rank: int, /) -> SavePlan:
+        """Plan the save, see ``ShardedState``."""
+        saved_object, state, ties = self.state_to_save(rank)
+        # Replicas that were trained apart differ: those of the lowest rank are saved, not of the least busy.
+        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=self.local_training)
+        planner.set_up_planner(state)
+        self._saving = planner, type(saved_object).__name__, ties
+        return planner.create_local_plan()
+
+    def shard_writer(self, plans: list[SavePlan], index: int, rank: int, /) -> RankShardFile:
+        """Return this rank's writer, see ``ShardedState``."""
+        assert self._saving is not None
+        (planner, kind, ties), self._saving = self._saving, None
+        entry = ManifestEntry(layout.sharded_folder(self.category, index), kind, aliases=ties)
+        try:
+            global_plans, metadata = planner.create_global_plan(plans)
+        except (ValueError, AssertionError) as error:
+            raise CheckpointError(
+                f"the ranks' shards of {kind} do not make a whole", why=str(error)
+            ) from error
+        plan = planner.finish_plan(global_plans[rank])
+        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        values = [planner.lookup_object(item.index) for item in tensors]
+        objects: list[tuple[MetadataIndex, bytes]] = []
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                stream = io.BytesIO()
+                torch_files.write(planner.lookup_object(item.index), stream)
+                objects.append((item.index, stream.getvalue()))
+        if self.category == "models":
+            for name, saved in metadata.state_dict_metadata.items():
+                if isinstance(saved, TensorStorageMetadata):
+                    dtype = str(saved.properties.dtype).removeprefix("torch.")
+                    own_name = ".".join(map(str, metadata.planner_data[name][1:]))
+                    entry.tensors[own_name] = dtype, list(saved.size)
+        return RankShardFile(
+            category=self.category,
+            entry=entry,
+            file=f"{entry.file}/{layout.shard_file(rank)}" if plan.items else "",
+            content=[(v.to_local() if isinstance(v, DTensor) else v).detach() for v in values],
+            items=tensors,
+            objects=objects,
+            index=metadata,
+            ties={("model", alias): ("model", name) for alias, name in ties.items()},
+        )
+
+
 @dataclass(eq=False)
-class ShardedModelState:
+class ShardedModelState(_ShardedState):
     """A model whose state is saved sharded.
 
     Args:
@@ -47,18 +112,15 @@ class ShardedModelState:
     local_training: bool = False
     remote_names: Collection[str] = ()
     saved_buffers: Collection[str] = ()
-    _save_plan: LocalSavePlan | None = field(default=None, init=False)
-    _ties: dict[str, str] = field(default_factory=dict, init=False)
+    category: ClassVar[str] = "models"
 
-    def local_plan(self, rank: int, /) -> Any:
-        """Plan the save, see ``ShardedState``. Buffers differ by rank: those of rank 0 are saved."""
+    def state_to_save(self, rank: int) -> tuple[Any, dict[str, Any], dict[str, str]]:
+        """Return the state to save. Buffers differ by rank: those of rank 0 are saved."""
         state = state_dict_files.strip_compile_prefix(self._state())
         for name, value in state.items():
             state_dict_files.refuse_meta_tensor(name, value)
-        self._ties = {
-            alias: name for alias, name in _find_ties(self.module).items() if {alias, name} <= set(state)
-        }
-        to_save: Any = {name: value for name, value in state.items() if name not in self._ties}
+        ties = {alias: name for alias, name in _find_ties(self.module).items() if {alias, name} <= set(state)}
+        to_save: Any = {name: value for name, value in state.items() if name not in ties}
         if rank > 0:
             new_names = self.only or {}
             saved_here = (
@@ -68,8 +130,7 @@ class ShardedModelState:
             )
             saved_here.update(self.saved_buffers)
             to_save = {n: v for n, v in to_save.items() if n in saved_here or isinstance(v, DTensor)}
-        self._save_plan = LocalSavePlan.create({"model": to_save}, dedup_to_lowest_rank=self.local_training)
-        return self._save_plan.local_plan
+        return self.module, {"model": to_save}, ties
 
     def _state(self) -> dict[str, Any]:
         state = self.module.state_dict()
@@ -77,40 +138,40 @@ class ShardedModelState:
             return state
         return {self.only[name]: value for name, value in state.items() if name in self.only}
 
-    def shard_writer(self, plans: list[Any], index: int, rank: int, /) -> RankShardFile:
-        """Return this rank's writer, see ``ShardedState``."""
-        assert self._save_plan is not None
-        entry = ManifestEntry(
-            layout.sharded_folder("models", index), type(self.module).__name__, aliases=self._ties
-        )
-        ties = {("model", alias): ("model", name) for alias, name in self._ties.items()}
-        share = self._save_plan.shard_file(plans, rank, "models", entry, ties)
-        self._save_plan = None
-        entry.tensors.update(share.table())
-        return share
-
     def prepare_load(self, folder: Path, context: CheckpointLoadContext, /) -> Callable[[], Any]:
         """Prepare the load, see ``ShardedState``. Tensors are read into the model's own memory."""
         shards = ShardFolderReader(folder, trusted=context.trusted)
-        state = self._state()
+        state, ties = self._state(), _find_ties(self.module)
         entries = entries_by_model_name(shards, state)
-        self._compare_names(shards, entries, state, context)
+        owners = {name: ties.get(_clean_name(name), _clean_name(name)) for name in (*state, *entries)}
+        self._compare_names(shards, entries, state, owners, context)
         shards.check_files(name for group in entries.values() for name in group)
-        _note_untied(shards, entries, self.module, context)
-        return self._plan_reads(shards, entries, state, context)
+        first, planned, read_plan = dict[Any, str](), set[str](), ReadPlan()
+        for name, group in entries.items():
+            same = first.setdefault(shards.file_ranges(group[0]), name)
+            if same != name and owners[same] != owners[name]:
+                context.notes.append(
+                    f"{folder.name} has {name} tied to {same}; in this model they are two tensors"
+                )
+            tensor = state.get(name)
+            if isinstance(tensor, torch.Tensor) and shards.tensor_metadata(group[0]) is not None:
+                if owners[name] not in planned:
+                    shards.add_reads(group[0], tensor, read_plan)
+                planned.add(owners[name])
+            elif name in state:
+                state[name] = read_nested(shards, group, 2)
+        return partial(self._load, read_plan, state, context)
 
     def _compare_names(
         self,
         shards: ShardFolderReader,
         entries: Mapping[str, list[str]],
         state: Mapping[str, Any],
+        owners: Mapping[str, str],
         context: CheckpointLoadContext,
     ) -> None:
-        ties = _find_ties(self.module)
-        groups = {_clean_name(name): ties.get(_clean_name(name), _clean_name(name)) for name in state}
-        saved_groups = {groups[_clean_name(name)] for name in entries if name in state}
-        unsaved = (name for name in state if name not in entries)
-        missing = [name for name in unsaved if groups[_clean_name(name)] not in saved_groups]
+        saved_owners = {owners[name] for name in entries if name in state}
+        missing = [name for name in state if name not in entries and owners[name] not in saved_owners]
         surplus = [name for name in entries if name not in state and name not in self.remote_names]
         if (missing or surplus) and context.strict:
             raise CheckpointError(
@@ -135,24 +196,6 @@ class ShardedModelState:
                     fix="model.to_empty(device=...) gives it some",
                 )
 
-    def _plan_reads(
-        self,
-        shards: ShardFolderReader,
-        entries: Mapping[str, list[str]],
-        state: dict[str, Any],
-        context: CheckpointLoadContext,
-    ) -> Callable[[], Any]:
-        ties, planned, read_plan = _find_ties(self.module), set[str](), ReadPlan()
-        for name, group in entries.items():
-            tensor, owner = state.get(name), ties.get(_clean_name(name), _clean_name(name))
-            if isinstance(tensor, torch.Tensor) and shards.tensor_metadata(group[0]) is not None:
-                if owner not in planned:
-                    shards.add_reads(group[0], tensor, read_plan)
-                planned.add(owner)
-            elif name in state:
-                state[name] = read_nested(shards, group, 2)
-        return partial(self._load, read_plan, state, context)
-
     def _load(self, read_plan: ReadPlan, state: dict[str, Any], context: CheckpointLoadContext) -> Any:
         read_plan.run()
         if self.only is not None:
@@ -162,7 +205,7 @@ class ShardedModelState:
 
 
 @dataclass(eq=False)
-class ShardedOptimizerState:
+class ShardedOptimizerState(_ShardedState):
     """An optimizer whose state is saved sharded, by the names of the parameters.
 
     Args:
@@ -177,10 +220,10 @@ class ShardedOptimizerState:
     _: KW_ONLY
     local_training: bool = False
     group_names: Sequence[Sequence[str]] | None = None
-    _save_plan: LocalSavePlan | None = field(default=None, init=False)
+    category: ClassVar[str] = "optimizers"
 
-    def local_plan(self, rank: int, /) -> Any:
-        """Plan the save, see ``ShardedState``. State that does not exist yet is not created."""
+    def state_to_save(self, rank: int) -> tuple[Any, dict[str, Any], dict[str, str]]:
+        """Return the state to save. State that does not exist yet is not created."""
         whole = optimizer_state_by_name(self.optimizer, self.models, self.optimizer.state_dict())
         if self.group_names is not None:
             pairs = zip(whole["param_groups"], self.group_names, strict=True)
@@ -189,32 +232,12 @@ class ShardedOptimizerState:
             whole = only_distributed(whole) or {}
         elif rank > 0:
             whole = {"state": _drop_non_tensors(whole["state"])}
-        self._save_plan = LocalSavePlan.create({"optimizer": whole}, dedup_to_lowest_rank=self.local_training)
-        return self._save_plan.local_plan
-
-    def shard_writer(self, plans: list[Any], index: int, rank: int, /) -> RankShardFile:
-        """Return this rank's writer, see ``ShardedState``."""
-        assert self._save_plan is not None
-        entry = ManifestEntry(layout.sharded_folder("optimizers", index), type(self.optimizer).__name__)
-        share = self._save_plan.shard_file(plans, rank, "optimizers", entry, {})
-        self._save_plan = None
-        return share
+        return self.optimizer, {"optimizer": whole}, {}
 
     def prepare_load(self, folder: Path, context: CheckpointLoadContext, /) -> Callable[[], Any]:
         """Prepare the load, see ``ShardedState``."""
-        shards = ShardFolderReader(folder, trusted=context.trusted)
+        shards, read_plan = ShardFolderReader(folder, trusted=context.trusted), ReadPlan()
         shards.check_files(shards.paths)
-        read_plan = ReadPlan()
-        return partial(self._load, read_plan, self._read(shards, context, read_plan))
-
-    def _load(self, read_plan: ReadPlan, state: dict[str, Any]) -> None:
-        read_plan.run()
-        self.optimizer.load_state_dict(state)
-
-    def _read(
-        self, shards: ShardFolderReader, context: CheckpointLoadContext, read_plan: ReadPlan
-    ) -> dict[str, Any]:
-        """Return the optimizer's future ``state_dict``; ``read_plan`` fills its tensors."""
         entries, other = optimizer_entries(shards)
         read = {key: read_nested(shards, group, 2) for key, group in other.items()}
         saved = list(read.get("param_groups", []))
@@ -243,7 +266,11 @@ class ShardedOptimizerState:
                 state[index] = read_nested(shards, entries[name], 3, make)
         for key in entries.keys() - saved_names:
             state[key] = read_nested(shards, entries[key], 3)
-        return {**read, "state": state, "param_groups": groups}
+        return partial(self._load, read_plan, {**read, "state": state, "param_groups": groups})
+
+    def _load(self, read_plan: ReadPlan, state: dict[str, Any]) -> None:
+        read_plan.run()
+        self.optimizer.load_state_dict(state)
 
 
 def optimizer_entries(shards: ShardFolderReader) -> tuple[dict[Any, list[str]], dict[Any, list[str]]]:
@@ -370,22 +397,6 @@ def entries_by_model_name(shards: ShardFolderReader, state: Mapping[str, Any]) -
     return {model_names.get(canonical(name), name): group for name, group in entries.items()}
 
 
-def _note_untied(
-    shards: ShardFolderReader,
-    entries: Mapping[str, list[str]],
-    module: nn.Module,
-    context: CheckpointLoadContext,
-) -> None:
-    ties, first = _find_ties(module), dict[Any, str]()
-    for name, group in entries.items():
-        owner = first.setdefault(shards.file_ranges(group[0]), name)
-        clean_name, clean_owner = _clean_name(name), _clean_name(owner)
-        if owner != name and ties.get(clean_name, clean_name) != ties.get(clean_owner, clean_owner):
-            context.notes.append(
-                f"{shards.folder.name} has {name} tied to {owner}; in this model they are two tensors"
-            )
-
-
 def _describe_differences(missing: Sequence[str], surplus: Sequence[str]) -> Iterable[str]:
     for text, tensor_names in (("it lacks", missing), ("the model does not have", surplus)):
         if tensor_names:
@@ -399,22 +410,22 @@ def read_nested(
     make_tensor: Callable[[ShardFolderReader, str, Sequence[Any]], Any] | None = None,
 ) -> Any:
     """Read the value below the first ``depth`` keys from its entries."""
-    flat = {shards.paths[name][depth:]: name for name in group}
-    if () in flat:
-        return _read_value(shards, flat[()], (), make_tensor)
+    values: dict[Any, Any] = {}
+    for name in group:
+        path = shards.paths[name][depth:]
+        if make_tensor is None or shards.tensor_metadata(name) is None:
+            values[path] = shards.read(name)
+        else:
+            values[path] = make_tensor(shards, name, path)
+    if () in values:
+        return values[()]
     root: dict[Any, Any] = {}
-    for path, name in flat.items():
+    for path, value in values.items():
         holder = root
         for key in path[:-1]:
             holder = holder.setdefault(key, {})
-        holder[path[-1]] = _read_value(shards, name, path, make_tensor)
+        holder[path[-1]] = value
     return _restore_lists(root)
-
-
-def _read_value(shards: ShardFolderReader, name: str, path: Sequence[Any], make_tensor: Any) -> Any:
-    if make_tensor is None or shards.tensor_metadata(name) is None:
-        return shards.read(name)
-    return make_tensor(shards, name, path)
 
 
 def _restore_lists(value: Any) -> Any:
@@ -448,18 +459,14 @@ def _tensor_like_param(
         whole = shards.read(name).to(parameter.to_local().device)
         mesh = parameter.device_mesh
         return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    target = present if _is_reusable(present, like, dtype) else torch.empty_like(like, dtype=dtype)
-    shards.add_reads(name, target, read_plan)
-    return target
-
-
-def _is_reusable(present: Any, like: DTensor, dtype: torch.dtype) -> TypeGuard[DTensor]:
-    """Return True if the optimizer's present tensor can be filled instead of a new one."""
-    return (
+    is_reusable = (
         isinstance(present, DTensor)
         and (present.dtype, present.shape, present._spec) == (dtype, like.shape, like._spec)
         and present.device == like.device
     )
+    target: Any = present if is_reusable else torch.empty_like(like, dtype=dtype)
+    shards.add_reads(name, target, read_plan)
+    return target
 
 
 def _match_groups(
