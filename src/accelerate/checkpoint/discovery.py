@@ -139,7 +139,14 @@ def inspect_folder(store: CheckpointStorage, name: str) -> CheckpointCandidate |
         )
     if manifest is not None:
         candidate = CheckpointCandidate(store, name, manifest)
-        return replace(candidate, problem=_find_missing_file(store.files(candidate.folder), manifest))
+        sizes = store.files(candidate.folder)
+        for file, record in manifest.files.items():
+            if file not in sizes:
+                return replace(candidate, problem=f"{file} is missing")
+            if sizes[file] != record.size:
+                problem = f"{file} has {sizes[file]} bytes, expected {record.size}"
+                return replace(candidate, problem=problem)
+        return candidate
     if any(is_checkpoint_name(entry) for entry in store.entries(name)):
         return CheckpointCandidate(store, name, None, _find_damage(store, name))
     if automatic_number(name) is not None:
@@ -148,16 +155,6 @@ def inspect_folder(store: CheckpointStorage, name: str) -> CheckpointCandidate |
             store, name, None, INTERRUPTED if unfinished else "it holds no part of a checkpoint"
         )
     return None
-
-
-def _find_missing_file(sizes: dict[str, int], manifest: Manifest) -> str:
-    """Return the problem of the first file that is missing or has another size; empty if none."""
-    for name, record in manifest.files.items():
-        if name not in sizes:
-            return f"{name} is missing"
-        if sizes[name] != record.size:
-            return f"{name} has {sizes[name]} bytes, expected {record.size}"
-    return ""
 
 
 def _find_damage(store: CheckpointStorage, folder: str) -> str:

@@ -1,18 +1,25 @@
-"""Loading: from a checkpoint to objects. Everything is checked first, then loaded."""
+"""Loading: from a checkpoint to objects. Everything is checked first, then loaded.
+
+Files are read where they are; those of a remote store are fetched to a temporary folder first.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import closing
-from dataclasses import dataclass, field
-from pathlib import Path
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Generator, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 
-from accelerate.checkpoint import async_save, discovery
-from accelerate.checkpoint.checkpoint_fetch import local_checkpoint
+from accelerate.checkpoint import async_save, discovery, layout
 from accelerate.checkpoint.discovery import Address, ProjectConfiguration
 from accelerate.checkpoint.durable_file import file_digests
 from accelerate.checkpoint.errors import file_errors
@@ -21,11 +28,15 @@ from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.state_reader import TrainingStateReader
 from accelerate.checkpoint.stateful import CheckpointContents
 from accelerate.checkpoint.storage import CheckpointStorage, read_manifest
-from accelerate.core.errors import CheckpointError
+from accelerate.core.errors import AccelerateError, CheckpointError
+from accelerate.core.units import show_bytes
 from accelerate.core.value_types import PathText
 from accelerate.world import world as worlds
 
 logger = logging.getLogger(__name__)
+
+_AT_ONCE = 8
+_OF_RANK = re.compile(rf"{layout.RNG_STATE_NAME}_(\d+)\.pkl|{layout.LOADER_NAME}(?:_\d+)?_rank(\d+)\.bin")
 
 
 @dataclass(frozen=True)
@@ -101,7 +112,14 @@ def load(
     rank0_address, id_, ignored = section.values[0]
     with ranks.collective_section(action):
         store, name = discovery.locate(discovery.local_address(rank0_address, directory, project))
-        manifest = _same_manifest(store, name, id_)
+        manifest = read_manifest(store, name)
+        own_id = manifest.id if manifest else ""
+        if own_id != id_:
+            raise CheckpointError(
+                f"{store.label(name)} is another checkpoint here than on rank 0",
+                why=f"its save has the id {own_id or '(none)'}, rank 0's {id_ or '(none)'}",
+                fix="copy the same checkpoint to every machine",
+            )
     ranks.log("accelerator", "loading the checkpoint %s", store.label(name))
     location = resolve_map_location(map_location, "on_device" if ranks.size > 1 else "cpu")
     with (
@@ -126,10 +144,6 @@ def load(
             reader.apply()
         with ranks.collective_section(action):
             reader.finish(contents)
-    for each in contents.objects().values():
-        is_missing = any(text.endswith(f"({each.label})") for text in reader.missing)
-        if not is_missing and each.category != "gradients":
-            ranks.log("checkpointing", "loaded %s (%s)", each.label, each.class_name)
     if project is not None and project.automatic_checkpoint_naming:
         with ranks.collective_section(action) as section:
             section.value = 0
@@ -137,7 +151,7 @@ def load(
                 section.value = discovery.next_iteration(name, manifest, project)
         project.iteration = max(section.values)
     address = store.local_path(name) or store.label(name)
-    return _report_result(reader, address, name, ignored)
+    return _report_result(reader, contents, address, name, ignored)
 
 
 def _ids_on_all_machines(
@@ -155,19 +169,6 @@ def _ids_on_all_machines(
     return set.intersection(*(ids for ids in section.values if ids is not None))
 
 
-def _same_manifest(store: CheckpointStorage, name: str, id_: str) -> Manifest | None:
-    """Read this rank's manifest, and raise if it is not that of the checkpoint that rank 0 chose."""
-    manifest = read_manifest(store, name)
-    own_id = manifest.id if manifest else ""
-    if own_id != id_:
-        raise CheckpointError(
-            f"{store.label(name)} is another checkpoint here than on rank 0",
-            why=f"its save has the id {own_id or '(none)'}, rank 0's {id_ or '(none)'}",
-            fix="copy the same checkpoint to every machine",
-        )
-    return manifest
-
-
 def resolve_map_location(map_location: Any, default: Any) -> Any:
     """Return ``map_location`` for ``torch.load``; ``"on_device"`` is this rank's device, None ``default``."""
     place = default if map_location is None else map_location
@@ -178,9 +179,17 @@ def resolve_map_location(map_location: Any, default: Any) -> Any:
 
 
 def _report_result(
-    reader: TrainingStateReader, address: Address, name: str, ignored: tuple[str, ...]
+    reader: TrainingStateReader,
+    contents: CheckpointContents,
+    address: Address,
+    name: str,
+    ignored: tuple[str, ...],
 ) -> CheckpointLoadResult:
-    """Return the outcome of the load; rank 0 logs what differed."""
+    """Return the outcome of the load; rank 0 logs what was loaded, and what differed."""
+    for each in contents.objects().values():
+        is_missing = any(text.endswith(f"({each.label})") for text in reader.missing)
+        if not is_missing and each.category != "gradients":
+            reader.ranks.log("checkpointing", "loaded %s (%s)", each.label, each.class_name)
     if reader.ranks.rank == 0:
         for note in reader.notes:
             logger.warning("%s: %s", address, note)
@@ -227,3 +236,123 @@ def verify_files(folder: Path, manifest: Manifest, ranks: CheckpointRankGroup) -
                 why=f"its digest is {actual[:16]}..., expected {record.digest[:16]}... ({manifest.hashing})",
                 fix="load another checkpoint; nothing was changed",
             )
+
+
+@contextmanager
+def local_checkpoint(
+    store: CheckpointStorage,
+    name: str,
+    manifest: Manifest | None,
+    train_state: CheckpointContents,
+    ranks: CheckpointRankGroup,
+    action: str,
+) -> Generator[tuple[Path, Manifest | None]]:
+    """Yield the checkpoint's files as a local folder, and the manifest of these files; all ranks call.
+
+    The ranks of one machine fetch into one folder of it, each a share of the files. It is gone afterwards.
+
+    Raises:
+        CheckpointError: on every rank; a file cannot be fetched, or the local disk is too small.
+    """
+    folder = f"{name}/{manifest.folder}" if manifest is not None and manifest.folder else name
+    local = store.local_path(folder)
+    if local is not None:
+        yield local, manifest
+        return
+    target: Path | None = None
+    nodes: list[tuple[int, Path | None]] = []
+    try:
+        with ranks.collective_section(action) as section:
+            if ranks.local_rank == 0:
+                target = Path(tempfile.mkdtemp(prefix="accelerate-fetch-"))
+            section.value = ranks.node, target
+        nodes = section.values
+        ranks_here = [rank for rank, (node, _) in enumerate(nodes) if node == ranks.node]
+        folder_here = next(path for node, path in nodes if node == ranks.node and path is not None)
+        with ranks.collective_section(action):
+            file_sizes = _needed_files(_sizes(store, folder, manifest), manifest, train_state, ranks_here)
+            _refuse_too_large(store.label(name), file_sizes, folder_here)
+            _fetch(store, folder, _local_share(file_sizes, ranks), folder_here)
+        yield folder_here, _narrow_manifest(manifest, file_sizes)
+    except CheckpointError as error:
+        message, reason = error.what, error.why
+        for fetched_path in (str(path) for _, path in nodes if path is not None):
+            message, reason = (text.replace(fetched_path, store.label(folder)) for text in (message, reason))
+        AccelerateError.__init__(error, message, why=reason, fix=error.fix)
+        raise
+    finally:
+        if target is not None:
+            shutil.rmtree(target, ignore_errors=True)
+
+
+def _sizes(store: CheckpointStorage, folder: str, manifest: Manifest | None) -> dict[str, int]:
+    """Return the size of every file of the checkpoint, by its name."""
+    if manifest is None:
+        return store.files(folder)
+    return {file: record.size for file, record in manifest.files.items()}
+
+
+def _needed_files(
+    sizes: dict[str, int],
+    manifest: Manifest | None,
+    train_state: CheckpointContents,
+    ranks_here: Iterable[int],
+) -> dict[str, int]:
+    """Return name and size of the files that a load by the ranks ``ranks_here`` may read."""
+    wanted_ranks = {*ranks_here, 0}  # the random states of new ranks are derived from those of rank 0
+    unrequested = _unrequested_files(manifest, train_state) if manifest is not None else set[str]()
+    file_sizes: dict[str, int] = {}
+    for file, size in sizes.items():
+        match = _OF_RANK.fullmatch(file)
+        if file not in unrequested and (match is None or int(match[1] or match[2]) in wanted_ranks):
+            file_sizes[file] = size
+    return file_sizes
+
+
+def _unrequested_files(manifest: Manifest, train_state: CheckpointContents) -> set[str]:
+    """Return files of models and optimizers that the load does not ask for."""
+    if train_state.own_files:
+        return set()  # these may read any file
+    return {
+        entry.file
+        for category in ("models", "optimizers")
+        for entry in manifest.parts.get(category, [])[len(getattr(train_state, category)) :]
+    }
+
+
+def _narrow_manifest(manifest: Manifest | None, needed: dict[str, int]) -> Manifest | None:
+    """Return the manifest without the files that are not fetched."""
+    if manifest is None:
+        return None
+    return replace(manifest, files={file: manifest.files[file] for file in needed})
+
+
+def _refuse_too_large(label: str, needed: dict[str, int], target: Path) -> None:
+    with file_errors("look at", target):
+        free = shutil.disk_usage(target).free
+    size = sum(needed.values())
+    if size > free:
+        raise CheckpointError(
+            f"cannot fetch {label}: {show_bytes(size)} are needed in {target.parent}",
+            why=f"{show_bytes(free)} are free there",
+            fix="set TMPDIR to a folder of a larger disk",
+        )
+
+
+def _local_share(needed: dict[str, int], ranks: CheckpointRankGroup) -> list[str]:
+    """Return the files that this rank fetches for its machine, the largest first."""
+    largest_first = sorted(needed, key=lambda file: (-needed[file], file))
+    return largest_first[ranks.local_rank :: ranks.local_size]
+
+
+def _fetch(store: CheckpointStorage, folder: str, files: list[str], target: Path) -> None:
+    for parent in {PurePosixPath(file).parent for file in files}:
+        with file_errors("make the folder", target / parent):
+            (target / parent).mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        for _ in pool.map(partial(_fetch_one, store, folder, target), files):
+            pass
+
+
+def _fetch_one(store: CheckpointStorage, folder: str, target: Path, file: str) -> None:
+    store.fetch(f"{folder}/{file}", target / file)

@@ -75,6 +75,7 @@ class TrainingStateReader:
     notes: list[str] = field(default_factory=list)
     step: int | None = None
     _stateful_count: int = field(default=0, init=False)
+    _saved_ranks: int = field(default=0, init=False)
     _undo: list[Callable[[], Any]] = field(default_factory=list, init=False)
     _again: list[tuple[str, Callable[[], Any]]] = field(default_factory=list, init=False)
 
@@ -85,6 +86,8 @@ class TrainingStateReader:
             CheckpointError: a file is missing or cannot be read.
         """
         self._stateful_count = len(contents.stateful_loaders)
+        public_files = self.folder.glob(f"{layout.RNG_STATE_NAME}_*.pkl")  # of each rank that saved
+        self._saved_ranks = self.manifest.world_size if self.manifest else len(list(public_files))
         for each in contents.objects().values():
             if self._read_sharded(each):
                 continue
@@ -341,23 +344,20 @@ class TrainingStateReader:
             self._report_missing(layout.MANIFEST_NAME, f"the position of {each.label}")
 
     def _read_gradients(self, each: CheckpointObject) -> None:
-        paths = [self.folder / layout.gradients_file(rank) for rank in range(self._saved_ranks())]
+        paths = [self.folder / layout.gradients_file(rank) for rank in range(self._saved_ranks)]
         present = [path for path in paths if path.is_file()]
-        states = _MappedStates(present, {"mmap": True, **self.load_kwargs, "map_location": "cpu"})
+        states: Sequence[Any] = ()
         if present:
+            states = _MappedStates(present, {"mmap": True, **self.load_kwargs, "map_location": "cpu"})
             states[min(self.ranks.rank, len(present) - 1)]  # may be damaged
         load = partial(each.item.load_state_dict, states, self.ranks.rank)
         self.pending.append((f"load the open gradients from {self.folder}", load))
-
-    def _saved_ranks(self) -> int:
-        """Return the number of ranks that saved."""
-        return self.manifest.world_size if self.manifest else self._rng_count()
 
     def _read_rng(self, rng: RNGStates | None) -> None:
         assert rng is not None
         rank = self.ranks.rank
         path = self.folder / layout.rng_file(rank)
-        count = self._saved_ranks()
+        count = self._saved_ranks
         if path.is_file():
             # Generators take their states from the host, whatever device they are of.
             state = dict(torch_files.read(path, **{**self.load_kwargs, "map_location": "cpu"}))
@@ -375,9 +375,6 @@ class TrainingStateReader:
     def _restore_rng(self, rng: RNGStates, state: Mapping[str, Any]) -> None:
         for name in rng.restore(state):
             self.notes.append(f"no random state is saved for the generator {name}: it stays as it is")
-
-    def _rng_count(self) -> int:
-        return len(list(self.folder.glob(f"{layout.RNG_STATE_NAME}_*.pkl")))
 
     def _derive_seed(self, rank: int) -> int:
         """Return a seed from the saved state of rank 0, this rank and the world size alone."""
