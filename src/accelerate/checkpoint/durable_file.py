@@ -169,7 +169,12 @@ class DurableFile(io.RawIOBase):
         done = 0
         while done < len(view):
             if self._block is None:
-                self._block = self._free_block()
+                if len(self._running) > _WRITERS:
+                    future, block = self._running.pop(0)
+                    future.result()
+                    self._free.append(block)
+                # A page-aligned block that no thread writes any more.
+                self._block = self._free.pop() if self._free else mmap.mmap(-1, BLOCK)
             start = self.digester.size % BLOCK
             count = min(len(view) - done, BLOCK - start, _SLICE)
             copied = memoryview(self._block)[start : start + count]
@@ -180,14 +185,6 @@ class DurableFile(io.RawIOBase):
                 self._send(self._block)
                 self._block = None
         return done
-
-    def _free_block(self) -> mmap.mmap:
-        """Return a page-aligned block that no thread writes any more."""
-        if len(self._running) > _WRITERS:
-            future, block = self._running.pop(0)
-            future.result()
-            self._free.append(block)
-        return self._free.pop() if self._free else mmap.mmap(-1, BLOCK)
 
     def _send(self, block: mmap.mmap) -> None:
         if self._writers is None:
@@ -215,20 +212,18 @@ class DurableFile(io.RawIOBase):
         refused = False
         while data:
             try:
-                done = self._put(data, at)
+                if _HAS_PWRITE:
+                    done = os.pwrite(self._handle, data, at)
+                else:
+                    with self._lock:
+                        os.lseek(self._handle, at, os.SEEK_SET)
+                        done = os.write(self._handle, data)
             except OSError as error:
                 if error.errno != errno.EINVAL or refused:
                     raise
                 refused, self._is_direct = True, self._set_direct(False)  # its units are larger than a page
                 continue
             data, at = data[done:], at + done
-
-    def _put(self, data: memoryview, at: int) -> int:
-        if _HAS_PWRITE:
-            return os.pwrite(self._handle, data, at)
-        with self._lock:
-            os.lseek(self._handle, at, os.SEEK_SET)
-            return os.write(self._handle, data)
 
     def sync(self) -> None:
         """Wait until all of it is on the disk; nothing can be written afterwards."""

@@ -280,7 +280,7 @@ class LocalCheckpointStorage:
                 path.unlink(missing_ok=True)
 
     def temp(self, name: str, id: str) -> str:
-        return working_name(name, "tmp", id)
+        return f".{name}.tmp-{id}"  # a ``working_name``
 
     def refuse_target(self, name: str) -> None:
         """Refuse what no rename can replace: a file, a mount point, what holds the current directory."""

@@ -24,8 +24,8 @@ import stat
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO
 
@@ -124,13 +124,29 @@ def scan_torch_file(source: Path | IO[bytes]) -> None:
         RefusedPickleError: says what one of them does, or that the file unpacks to much more than it is.
         OSError, zipfile.BadZipFile: the file cannot be read.
     """
-    if isinstance(source, Path):
-        with source.open("rb") as file:
-            _scan_open_file(file, lambda: mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    else:
-        at = source.tell()
-        _scan_open_file(source, source.read)
-        source.seek(at)
+    with source.open("rb") if isinstance(source, Path) else nullcontext(source) as file:
+        at, size = file.tell(), file.seek(0, 2)
+        file.seek(at)
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                members = archive.infolist()
+                unpacked = sum(member.file_size for member in members)
+                if unpacked > _FREE_BYTES + _UNPACKED * size:
+                    raise RefusedPickleError(
+                        f"it has {size:,} bytes, and would take {unpacked:,} when unpacked"
+                    )
+                for member in members:
+                    if member.filename.endswith("data.pkl"):
+                        scan_pickle(archive.read(member), opcodes=OPCODES)
+        elif size > at:
+            file.seek(at)
+            is_path = isinstance(source, Path)
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if is_path else file.read()
+            position = 0
+            for _ in range(_LEGACY_PICKLES):
+                if position < len(data):
+                    position = scan_pickle(data, position, opcodes=OPCODES)
+        file.seek(at)
 
 
 def refuse_special_file(path: Path) -> None:
@@ -149,26 +165,6 @@ def refuse_special_file(path: Path) -> None:
             why="it is no file, but a pipe, a socket or a device",
             fix="put the file there, or remove it",
         )
-
-
-def _scan_open_file(file: IO[bytes], content: Callable[[], bytes | mmap.mmap]) -> None:
-    at, size = file.tell(), file.seek(0, 2)
-    file.seek(at)
-    if zipfile.is_zipfile(file):
-        with zipfile.ZipFile(file) as archive:
-            members = archive.infolist()
-            unpacked = sum(member.file_size for member in members)
-            if unpacked > _FREE_BYTES + _UNPACKED * size:
-                raise RefusedPickleError(f"it has {size:,} bytes, and would take {unpacked:,} when unpacked")
-            for member in members:
-                if member.filename.endswith("data.pkl"):
-                    scan_pickle(archive.read(member), opcodes=OPCODES)
-        return
-    file.seek(at)
-    data, position = content() if size > at else b"", 0
-    for _ in range(_LEGACY_PICKLES):
-        if position < len(data):
-            position = scan_pickle(data, position, opcodes=OPCODES)
 
 
 @contextmanager
@@ -280,7 +276,14 @@ class _Machine:
             length = _number(self.data, at + 1, width)
             self._push_name(self.data[at + 1 + width : at + 1 + width + length])
         if action not in ("storage", "name", "drop"):
-            _put_in(stack[-1], items)
+            size, depth, _ = shape = stack[-1]
+            for item_size, item_depth, _ in items:
+                size += item_size
+                if item_depth >= depth:
+                    depth = item_depth + 1
+            if depth > DEPTH:
+                raise RefusedPickleError(f"it is nested more than {DEPTH} levels deep")
+            shape[0], shape[1] = min(size, _MOST), depth
         if action not in ("tuple", "fill"):
             self.steps += sum([item[0] for item in (items[::2] if action == "set items" else items)])
 
@@ -291,17 +294,6 @@ class _Machine:
 
 def _number(data: bytes | mmap.mmap, at: int, width: int) -> int:
     return int.from_bytes(data[at : at + width], "little")
-
-
-def _put_in(shape: _Shape, items: list[_Shape]) -> None:
-    size, depth, _ = shape
-    for item_size, item_depth, _ in items:
-        size += item_size
-        if item_depth >= depth:
-            depth = item_depth + 1
-    if depth > DEPTH:
-        raise RefusedPickleError(f"it is nested more than {DEPTH} levels deep")
-    shape[0], shape[1] = min(size, _MOST), depth
 
 
 # opcode -> how many items it takes off the stack, and what it does with them

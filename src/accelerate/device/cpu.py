@@ -76,10 +76,14 @@ class Cpu(Device):
         torch.set_rng_state(state)
 
     def get_rng_state_all(self) -> Any:
-        return self.get_rng_state()
+        import torch
+
+        return torch.get_rng_state()
 
     def set_rng_state_all(self, states: Any) -> None:
-        self.set_rng_state(states)
+        import torch
+
+        torch.set_rng_state(states)
 
     def seed(self, seed: int) -> None:
         import torch

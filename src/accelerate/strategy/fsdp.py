@@ -277,7 +277,8 @@ class FSDP2Strategy(ShardedStrategy):
         """Refuse parameters whose local shard has no values yet."""
         from accelerate.strategy.sharding.initial_weights import refuse_uninitialized, uninitialized_names
 
-        refuse_uninitialized(uninitialized_names(model))
+        if names := uninitialized_names(model):
+            refuse_uninitialized(names)
 
     def load_model(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         """Load a full state that every rank passes; each keeps its shard."""

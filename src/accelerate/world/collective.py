@@ -164,7 +164,8 @@ def all_gather_object(value: Any, operation: str = "all_gather_object", label: s
     Raises:
         CollectiveError: a rank's value cannot be pickled; and see ``barrier``.
     """
-    if world_size() == 1:
+    world = worlds.current()
+    if world is None or world.size == 1:
         return [value]
     channel = control_channel.channel()
     with channel.lock:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from accelerate import device as devices
@@ -98,7 +99,7 @@ class World:
         """True if a process group is open (also in a launched world of one)."""
         return self.backend is not None
 
-    @property
+    @cached_property
     def hardware(self) -> Device:
         """The back end of this process's device type."""
         return devices.get(self.device.type)
