@@ -26,7 +26,7 @@ from accelerate.checkpoint import layout, state_dict_files, torch_files
 from accelerate.checkpoint.dcp_files import RankShardFile, ShardFolderReader, only_distributed
 from accelerate.checkpoint.file_reads import ReadPlan
 from accelerate.checkpoint.layout import ManifestEntry
-from accelerate.checkpoint.state_comparison import describe_other_class, list_names
+from accelerate.checkpoint.state_dict_files import describe_other_class, list_names
 from accelerate.checkpoint.stateful import CheckpointLoadContext
 from accelerate.core.errors import CheckpointError
 

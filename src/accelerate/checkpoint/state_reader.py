@@ -19,7 +19,7 @@ from accelerate.checkpoint.durable_file import file_digest
 from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.layout import Manifest
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
-from accelerate.checkpoint.state_comparison import (
+from accelerate.checkpoint.state_dict_files import (
     converts_states,
     copy_state,
     describe_model,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint.state_comparison import describe_optimizer, describe_other_class
+from accelerate.checkpoint.state_dict_files import describe_optimizer, describe_other_class
 from accelerate.checkpoint.stateful import StatefulAdapter
 from accelerate.core.user_warning import warn_user
 from accelerate.facade.loss_weighting import LossWeighting

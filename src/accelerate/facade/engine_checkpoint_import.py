@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint.state_comparison import describe_shapes
+from accelerate.checkpoint.state_dict_files import describe_shapes
 from accelerate.core.errors import CheckpointError
 from accelerate.facade.checkpoint_adapters import load_optimizer_state, state_template
 from accelerate.strategy import STRATEGIES
