@@ -16,8 +16,8 @@ import torch
 
 from accelerate.checkpoint import load, save
 from accelerate.checkpoint.discovery import ProjectConfiguration
+from accelerate.checkpoint.layout import CheckpointContents, StatefulAdapter
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
-from accelerate.checkpoint.stateful import CheckpointContents, StatefulAdapter
 from accelerate.checkpoint.storage import FileRecord, LocalCheckpointStorage
 from accelerate.core.errors import AccelerateError, CheckpointError, find_failed_rank
 from accelerate.world import collective, rng

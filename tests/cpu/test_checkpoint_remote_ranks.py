@@ -15,8 +15,8 @@ import torch
 
 from accelerate.checkpoint import load, save
 from accelerate.checkpoint.discovery import ProjectConfiguration
+from accelerate.checkpoint.layout import CheckpointContents
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
-from accelerate.checkpoint.stateful import CheckpointContents
 from accelerate.world import collective
 from tests.cpu import test_checkpoint_ranks as local
 from tests.support.objects import ObjectFileSystem, Objects, serving

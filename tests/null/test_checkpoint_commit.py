@@ -19,8 +19,8 @@ import torch
 
 from accelerate.checkpoint import commit, discovery, layout, load, save
 from accelerate.checkpoint.errors import CheckpointNotFoundError
+from accelerate.checkpoint.layout import CheckpointContents, StatefulAdapter
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
-from accelerate.checkpoint.stateful import CheckpointContents, StatefulAdapter
 from accelerate.checkpoint.storage import FileRecord, LocalCheckpointStorage
 from accelerate.core.errors import CheckpointError, SettingError
 from accelerate.utils import ProjectConfiguration, constants

@@ -22,8 +22,8 @@ from accelerate import Accelerator
 from accelerate.checkpoint import discovery, load, save
 from accelerate.checkpoint.discovery import parse_address, split_address
 from accelerate.checkpoint.errors import CheckpointExistsError, CheckpointNotFoundError
+from accelerate.checkpoint.layout import CheckpointContents
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
-from accelerate.checkpoint.stateful import CheckpointContents
 from accelerate.core.errors import CheckpointError, MissingExtraError, SettingError
 from accelerate.utils import ProjectConfiguration
 from tests.null.test_checkpoint_commit import Box, box, value_of

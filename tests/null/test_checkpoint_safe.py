@@ -27,7 +27,7 @@ from torch import nn
 
 from accelerate import checkpointing, utils
 from accelerate.checkpoint import load, save, torch_files
-from accelerate.checkpoint.stateful import CheckpointContents
+from accelerate.checkpoint.layout import CheckpointContents
 from accelerate.core.errors import CheckpointError
 
 SPRUNG = "ACCELERATE_TESTS_TRAP"

@@ -22,8 +22,8 @@ from torch import nn
 from accelerate import Accelerator
 from accelerate.checkpoint import load, save, torch_files
 from accelerate.checkpoint.errors import CheckpointNotFoundError
+from accelerate.checkpoint.layout import CheckpointContents, StatefulAdapter
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
-from accelerate.checkpoint.stateful import CheckpointContents, StatefulAdapter
 from accelerate.core.errors import CheckpointError
 from accelerate.utils import ProjectConfiguration
 from accelerate.world import rng

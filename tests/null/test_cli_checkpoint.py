@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accelerate.checkpoint import save, weight_files
+from accelerate.checkpoint.layout import CheckpointContents, StatefulAdapter
 from accelerate.checkpoint.lazy_weights import open_weights
-from accelerate.checkpoint.stateful import CheckpointContents, StatefulAdapter
 from accelerate.cli.main import run
 from accelerate.core.errors import CheckpointError
 from accelerate.utils import ProjectConfiguration

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import metadata
 
 from accelerate import load_checkpoint_in_model, utils
 from accelerate.checkpoint import dcp_files, layout, load, save
-from accelerate.checkpoint.stateful import CheckpointContents
+from accelerate.checkpoint.layout import CheckpointContents
 from accelerate.core import pickle_scan
 from accelerate.core.errors import CheckpointError
 from accelerate.strategy.deepspeed.zero_checkpoint import ZeroCheckpoint

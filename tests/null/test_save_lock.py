@@ -23,7 +23,7 @@ from torch import nn
 from accelerate import Accelerator
 from accelerate.checkpoint import async_save, commit, save
 from accelerate.checkpoint.commit import HEARTBEAT, LockOwner, SaveLock
-from accelerate.checkpoint.stateful import CheckpointContents
+from accelerate.checkpoint.layout import CheckpointContents
 from accelerate.core.errors import CheckpointError
 from accelerate.utils import ProjectConfiguration
 

@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from accelerate import Accelerator, utils
 from accelerate.checkpoint import weight_files
 from accelerate.checkpoint.dcp_files import ShardFolderReader, lazy_tensors
+from accelerate.checkpoint.layout import CheckpointLoadContext
 from accelerate.checkpoint.sharded_state import (
     ShardedModelState,
     ShardedOptimizerState,
     optimizer_state_by_index,
 )
-from accelerate.checkpoint.stateful import CheckpointLoadContext
 from accelerate.cli.main import run
 from accelerate.commands.merge import merge_command, merge_command_parser
 from accelerate.core.errors import CheckpointError, SettingError

@@ -13,7 +13,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from accelerate.checkpoint import async_save, save
-from accelerate.checkpoint.stateful import CheckpointContents
+from accelerate.checkpoint.layout import CheckpointContents
 from accelerate.core.errors import CheckpointError
 
 

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from accelerate.checkpoint import save, weight_files
-from accelerate.checkpoint.stateful import CheckpointContents
+from accelerate.checkpoint.layout import CheckpointContents
 from accelerate.checkpoint.weight_loading import WeightsMismatchError
 
 

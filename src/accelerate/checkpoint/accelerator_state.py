@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.checkpoint import layout, torch_files
+from accelerate.checkpoint.layout import KINDS, CheckpointContents
 from accelerate.checkpoint.load import resolve_map_location
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.save import whole_state_writer
 from accelerate.checkpoint.state_reader import TrainingStateReader
-from accelerate.checkpoint.stateful import KINDS, CheckpointContents
 from accelerate.checkpoint.weight_files import replace_file
 from accelerate.world import rng
 

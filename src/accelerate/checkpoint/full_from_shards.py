@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from accelerate.checkpoint.dcp_files import ShardFolderReader
+from accelerate.checkpoint.layout import CheckpointLoadContext
 from accelerate.checkpoint.sharded_state import entries_by_model_name, optimizer_entries, read_nested
-from accelerate.checkpoint.stateful import CheckpointLoadContext
 
 
 def read_full_state(

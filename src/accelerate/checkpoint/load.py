@@ -23,10 +23,9 @@ from accelerate.checkpoint import async_save, discovery, layout
 from accelerate.checkpoint.discovery import Address, ProjectConfiguration
 from accelerate.checkpoint.durable_file import file_digests
 from accelerate.checkpoint.errors import file_errors
-from accelerate.checkpoint.layout import Manifest
+from accelerate.checkpoint.layout import CheckpointContents, Manifest
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.state_reader import TrainingStateReader
-from accelerate.checkpoint.stateful import CheckpointContents
 from accelerate.checkpoint.storage import CheckpointStorage, read_manifest
 from accelerate.core.errors import AccelerateError, CheckpointError
 from accelerate.core.units import show_bytes
@@ -104,6 +103,7 @@ def load(
     ranks = ranks or CheckpointRankGroup.current()
     action = "load a checkpoint" if directory is None else f"load the checkpoint {directory}"
     common_ids = _ids_on_all_machines(project, ranks, action) if directory is None else None
+    chosen: discovery.CheckpointCandidate | None = None
     with ranks.collective_section(action) as section:
         async_save.wait()
         if ranks.rank == 0:
@@ -111,8 +111,11 @@ def load(
             section.value = chosen.path, chosen.manifest.id if chosen.manifest else "", ignored
     rank0_address, id_, ignored = section.values[0]
     with ranks.collective_section(action):
-        store, name = discovery.locate(discovery.local_address(rank0_address, directory, project))
-        manifest = read_manifest(store, name)
+        if chosen is not None:
+            store, name, manifest = chosen.store, chosen.name, chosen.manifest
+        else:
+            store, name = discovery.locate(discovery.local_address(rank0_address, directory, project))
+            manifest = read_manifest(store, name)
         own_id = manifest.id if manifest else ""
         if own_id != id_:
             raise CheckpointError(

@@ -99,7 +99,17 @@ class CheckpointRankGroup:
             if not isinstance(failure, AccelerateError):
                 failure = CheckpointError(f"could not {action}", why=f"{type(raised).__name__}: {raised}")
         # Ctrl-C and exits have ended this rank by now; the others notice it.
-        outcomes = self.all_gather(action, (failure, section.value))
+        outcome = failure, section.value
+        if self.size == 1:
+            outcomes: list[Any] = [outcome]
+        elif self.channel is not None:
+            outcomes = self.channel(action, outcome)
+        else:
+            try:
+                # A save may only meet a save, a load only a load; their folders may differ.
+                outcomes = collective.all_gather_object(outcome, action.partition(" ")[0], label=action)
+            except CollectiveError as lost:
+                raise CheckpointPeerError.from_collective(lost) from lost.__cause__
         failures = [(rank, failed) for rank, (failed, _) in enumerate(outcomes) if failed is not None]
         if failures and self.size == 1 and failures[0][1] is error:
             raise failures[0][1]
@@ -126,22 +136,6 @@ class CheckpointRankGroup:
             if self.rank == 0:
                 section.value = function()
         return section.values[0]
-
-    def all_gather(self, action: str, value: Any) -> list[Any]:
-        """Return one picklable value per rank, in rank order, on every rank.
-
-        Raises:
-            CheckpointPeerError: another rank failed, ended, made another call, or did not come in time.
-        """
-        if self.size == 1:
-            return [value]
-        if self.channel is not None:
-            return self.channel(action, value)
-        try:
-            # A save may only meet a save, a load only a load; their folders may differ.
-            return collective.all_gather_object(value, action.partition(" ")[0], label=action)
-        except CollectiveError as error:
-            raise CheckpointPeerError.from_collective(error) from error.__cause__
 
 
 def saves_alone(operation: str) -> bool:

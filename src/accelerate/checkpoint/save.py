@@ -16,9 +16,16 @@ import torch
 from accelerate.checkpoint import async_save, discovery, layout, state_dict_files, storage, torch_files
 from accelerate.checkpoint.commit import CommitTransaction, WrittenFilesReport, remove_old_checkpoints
 from accelerate.checkpoint.discovery import Address, ProjectConfiguration, open_store, split_address
-from accelerate.checkpoint.layout import Manifest, ManifestEntry, to_plain
+from accelerate.checkpoint.layout import (
+    KINDS,
+    CheckpointContents,
+    Manifest,
+    ManifestEntry,
+    StatefulAdapter,
+    StateWriter,
+    to_plain,
+)
 from accelerate.checkpoint.rank_group import CheckpointRankGroup, CheckpointStoreChannel, open_channel
-from accelerate.checkpoint.stateful import KINDS, CheckpointContents, StatefulAdapter, StateWriter
 from accelerate.checkpoint.storage import CheckpointStorage, FileRecord
 from accelerate.core.errors import CheckpointError
 from accelerate.core.value_types import PathText
@@ -136,7 +143,9 @@ class WholeStateFile:
             state_dict_files.write_safetensors(state, aliases, file)
         else:
             torch_files.write(OrderedDict(state), file)
-        self.entry.tensors.update(state_dict_files.dtypes_and_shapes(state))
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                self.entry.tensors[name] = str(value.dtype).removeprefix("torch."), list(value.shape)
 
     def build_index(self, written: list[Any], /) -> None:
         """Return None: there is one file."""

@@ -25,9 +25,8 @@ from torch.nn.modules.module import _IncompatibleKeys
 from accelerate.checkpoint import layout, state_dict_files, torch_files
 from accelerate.checkpoint.dcp_files import RankShardFile, ShardFolderReader, only_distributed
 from accelerate.checkpoint.file_reads import ReadPlan
-from accelerate.checkpoint.layout import ManifestEntry
+from accelerate.checkpoint.layout import CheckpointLoadContext, ManifestEntry
 from accelerate.checkpoint.state_dict_files import describe_other_class, list_names
-from accelerate.checkpoint.stateful import CheckpointLoadContext
 from accelerate.core.errors import CheckpointError
 
 _CHECKPOINTED = "_checkpoint_wrapped_module."  # torch's wrapper for activation checkpointing

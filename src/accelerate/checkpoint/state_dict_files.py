@@ -110,15 +110,6 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
-def dtypes_and_shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[str, list[int]]]:
-    """Return (dtype, shape) by name, for the manifest."""
-    return {
-        name: (str(value.dtype).removeprefix("torch."), list(value.shape))
-        for name, value in tensors.items()
-        if isinstance(value, torch.Tensor)
-    }
-
-
 # dtype -> how a safetensors file calls it
 _CODES = {
     torch.float64: "F64",

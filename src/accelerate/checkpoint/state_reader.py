@@ -17,7 +17,15 @@ from torch import nn
 from accelerate.checkpoint import file_reads, layout, state_dict_files, torch_files
 from accelerate.checkpoint.durable_file import file_digest
 from accelerate.checkpoint.errors import file_errors
-from accelerate.checkpoint.layout import Manifest
+from accelerate.checkpoint.layout import (
+    KINDS,
+    CheckpointContents,
+    CheckpointLoadContext,
+    CheckpointObject,
+    Manifest,
+    RNGStates,
+    StatefulAdapter,
+)
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.state_dict_files import (
     converts_states,
@@ -25,14 +33,6 @@ from accelerate.checkpoint.state_dict_files import (
     describe_model,
     describe_optimizer,
     model_differences,
-)
-from accelerate.checkpoint.stateful import (
-    KINDS,
-    CheckpointContents,
-    CheckpointLoadContext,
-    CheckpointObject,
-    RNGStates,
-    StatefulAdapter,
 )
 from accelerate.core import tree
 from accelerate.core.errors import CheckpointError
@@ -53,8 +53,8 @@ class TrainingStateReader:
         map_location: where torch files are loaded to.
         load_kwargs: more arguments of ``torch.load``.
         model_kwargs: more arguments of the models' ``load_state_dict``.
-        trials: states that an object may still refuse: (description, function, object). They are loaded
-            first, and taken back if one is refused, on this rank or another.
+        trials: states that an object may still refuse: (description, function, object, function that copies
+            its state). They are loaded first, and taken back if one is refused, on this rank or another.
         pending: states that fit, or are too large to be taken back: (description, function).
         pending_rng: the same for random states, which are loaded last.
         missing, notes: what the caller should know.
@@ -68,7 +68,7 @@ class TrainingStateReader:
     map_location: Any = "cpu"
     load_kwargs: Mapping[str, Any] = field(default_factory=dict)
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    trials: list[tuple[str, Callable[[], Any], Any]] = field(default_factory=list)
+    trials: list[tuple[str, Callable[[], Any], Any, Callable[[Any], Any]]] = field(default_factory=list)
     pending: list[tuple[str, Callable[[], Any]]] = field(default_factory=list)
     pending_rng: list[tuple[str, Callable[[], Any]]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -124,8 +124,8 @@ class TrainingStateReader:
         Raises:
             CheckpointError: an object refuses its state.
         """
-        for action, function, item in self.trials:
-            self._undo.append(partial(item.load_state_dict, copy_state(item.state_dict())))
+        for action, function, item, copy_of in self.trials:
+            self._undo.append(partial(item.load_state_dict, copy_of(item.state_dict())))
             _attempt(action, function)
 
     def apply(self) -> None:
@@ -252,7 +252,7 @@ class TrainingStateReader:
             self.missing += [f"{name} (in {source.name})" for name in missing]
             self.notes += [f"{name} is in {source.name}, and not in this model" for name in surplus]
         if why and not (adapted and item.template):
-            self.trials.append((action, partial(load, **options), item))
+            self.trials.append((action, partial(load, **options), item, copy_state))
         else:
             self.pending.append((action, partial(load, **options)))
 
@@ -286,7 +286,7 @@ class TrainingStateReader:
         elif each.category == "stateful_loaders":  # asking for its state may start its workers
             self.pending.append((action, load))
         else:
-            self.trials.append((action, load, item))
+            self.trials.append((action, load, item, copy_state))
             if each.category == "custom":  # it may write into a model, which is loaded in between
                 self._again.append((action, load))
 
@@ -330,7 +330,8 @@ class TrainingStateReader:
         saved = self.manifest.loaders if self.manifest else []
         if each.index < len(saved):
             load = partial(each.item.load_state_dict, saved[each.index])
-            self.trials.append((f"put {each.label} to its position", load, each.item))
+            copy_of = partial(layout.to_plain, where=f"the position of {each.label}")
+            self.trials.append((f"put {each.label} to its position", load, each.item, copy_of))
         elif self.manifest is None:
             file = layout.loader_file(each.index)
             if not (self.folder / file).is_file():

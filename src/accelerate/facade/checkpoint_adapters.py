@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accelerate.checkpoint.layout import StatefulAdapter
 from accelerate.checkpoint.state_dict_files import describe_optimizer, describe_other_class
-from accelerate.checkpoint.stateful import StatefulAdapter
 from accelerate.core.user_warning import warn_user
 from accelerate.facade.loss_weighting import LossWeighting
 from accelerate.facade.prepared_objects import PreparedObjects
@@ -26,7 +26,7 @@ from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 from accelerate.strategy.protocol.open_gradients import GradientPiece, join_pieces
 
 if TYPE_CHECKING:
-    from accelerate.checkpoint.stateful import ShardedState
+    from accelerate.checkpoint.layout import ShardedState
     from accelerate.strategy.base import Strategy
 
 

@@ -17,11 +17,10 @@ from torch.utils.hooks import RemovableHandle
 
 from accelerate.checkpoint import async_save, load, save
 from accelerate.checkpoint.discovery import ProjectConfiguration, save_address
-from accelerate.checkpoint.layout import Manifest
+from accelerate.checkpoint.layout import CheckpointContents, Manifest
 from accelerate.checkpoint.load import CheckpointLoadResult
 from accelerate.checkpoint.rank_group import CheckpointRankGroup, saves_alone
 from accelerate.checkpoint.state_dict_files import strip_compile_prefix
-from accelerate.checkpoint.stateful import CheckpointContents
 from accelerate.checkpoint.weight_files import save_weights
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.core.user_warning import warn_user

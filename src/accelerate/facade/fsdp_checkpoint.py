@@ -14,8 +14,8 @@ from torch import nn
 
 from accelerate.checkpoint import layout, torch_files
 from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
+from accelerate.checkpoint.layout import CheckpointLoadContext
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
-from accelerate.checkpoint.stateful import CheckpointLoadContext
 from accelerate.checkpoint.weight_files import replace_file
 from accelerate.core.errors import CheckpointError, SettingError
 from accelerate.facade.checkpoint_adapters import (
@@ -26,7 +26,7 @@ from accelerate.facade.checkpoint_adapters import (
 from accelerate.facade.module_queries import is_peft_model
 
 if TYPE_CHECKING:
-    from accelerate.checkpoint.stateful import ShardedState
+    from accelerate.checkpoint.layout import ShardedState
     from accelerate.facade.accelerator import Accelerator
 
 
