@@ -545,8 +545,11 @@ def test_threads_may_read_the_first_manifests_of_a_process() -> None:
 
 
 def test_the_names_are_those_of_the_public_format() -> None:
-    assert [layout.model_file(i, safe=True) for i in (0, 1)] == ["model.safetensors", "model_1.safetensors"]
-    assert [layout.model_file(i, safe=False) for i in (0, 2)] == ["pytorch_model.bin", "pytorch_model_2.bin"]
+    assert [layout.file_name("models", i) for i in (0, 1)] == ["model.safetensors", "model_1.safetensors"]
+    assert [layout.file_name("torch_models", i) for i in (0, 2)] == [
+        "pytorch_model.bin",
+        "pytorch_model_2.bin",
+    ]
     assert (
         constants.SAFE_WEIGHTS_PATTERN_NAME.format(suffix="-00001-of-00002")
         == "model-00001-of-00002.safetensors"

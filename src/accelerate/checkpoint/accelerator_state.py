@@ -51,7 +51,8 @@ def save_accelerator_state(
             replace_file(folder / writer.file, writer.fill)
     for index in range(len(model_states) if replicated else 0):
         # The other format would be read in its place, or beside it.
-        (folder / layout.model_file(index, safe=not safe_serialization)).unlink(missing_ok=True)
+        other = layout.file_name("torch_models" if safe_serialization else "models", index)
+        (folder / other).unlink(missing_ok=True)
     return folder
 
 
@@ -93,8 +94,8 @@ def load_accelerator_state(
 def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
     """Write the state of one of the user's objects, on the main process (or one process per machine)."""
     if CheckpointRankGroup.current().is_writer(save_on_each_node):
-        description = f"{layout.custom_file(index)} ({type(obj).__name__})"
-        file = Path(path) / layout.custom_file(index)
+        description = f"{layout.file_name('custom', index)} ({type(obj).__name__})"
+        file = Path(path) / layout.file_name("custom", index)
         replace_file(file, partial(torch_files.write, obj.state_dict(), what=description))
 
 
@@ -112,7 +113,7 @@ def load_custom_state(
     Raises:
         CheckpointError: the file is missing, damaged, or would run code.
     """
-    file = Path(path) / layout.custom_file(index)
+    file = Path(path) / layout.file_name("custom", index)
     trust = "load_custom_state(..., load_kwargs={'weights_only': False})"
     obj.load_state_dict(
         torch_files.read(file, **{"map_location": "cpu", "trust": trust, **(load_kwargs or {})})

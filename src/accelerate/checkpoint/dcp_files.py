@@ -102,7 +102,7 @@ class RankShardFile:
         stored: dict[MetadataIndex, Any] = {}
         for rank, things in enumerate(written):
             for index, offset, length in things or []:
-                stored[index] = filesystem._StorageInfo(layout.shard_file(rank), offset, length)
+                stored[index] = filesystem._StorageInfo(layout.file_name("shards", rank=rank), offset, length)
         entries = dict(self.index.state_dict_metadata)
         paths = dict(self.index.planner_data)
         for keys, owner in self.ties.items():
@@ -410,12 +410,12 @@ def find_model_folder(folder: str | os.PathLike[str]) -> Path:
         CheckpointNotFoundError: there is none.
     """
     base = Path(folder).expanduser()
-    for path in (base, base / layout.sharded_folder("models", 0)):
+    for path in (base, base / layout.file_name("sharded_models")):
         if (path / layout.SHARDED_INDEX).is_file():
             return path
     raise CheckpointNotFoundError(
         f"there is no sharded model in {base}",
-        why=f"neither it nor {layout.sharded_folder('models', 0)} in it has a {layout.SHARDED_INDEX}",
+        why=f"neither it nor {layout.file_name('sharded_models')} in it has a {layout.SHARDED_INDEX}",
         fix="name a sharded checkpoint, or the folder of its model",
     )
 

@@ -27,8 +27,8 @@ from accelerate.checkpoint.layout import (
     AUTOMATIC_NAME,
     MANIFEST_NAME,
     Manifest,
+    file_name,
     is_checkpoint_name,
-    rng_file,
 )
 from accelerate.checkpoint.remote import RemoteCheckpointStorage
 from accelerate.checkpoint.storage import (
@@ -163,8 +163,8 @@ def _find_damage(store: CheckpointStorage, folder: str) -> str:
     Random states are written after models, optimizers and schedulers, so they must be there.
     """
     entries = store.entries(folder)
-    if rng_file(0) not in entries:
-        return f"no {MANIFEST_NAME} and no {rng_file(0)}: the save was not complete"
+    if file_name("rng") not in entries:
+        return f"no {MANIFEST_NAME} and no {file_name('rng')}: the save was not complete"
     for name in filter(is_checkpoint_name, entries):
         path = store.local_path(f"{folder}/{name}")
         if path is None:

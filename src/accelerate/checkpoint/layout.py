@@ -64,70 +64,29 @@ AUTOMATIC_FOLDER = "checkpoints"
 AUTOMATIC_NAME = "checkpoint"
 
 
-def indexed_name(stem: str, index: int, extension: str) -> str:
-    """Return a file name with its index: ``optimizer.bin`` for 0, ``optimizer_1.bin`` for 1."""
-    return f"{stem}{extension}" if index == 0 else f"{stem}_{index}{extension}"
+# By kind: {suffix} is empty for the first object and "_1" for the second, {rank_suffix} for the first rank.
+_FILE_NAMES = {
+    "models": f"{SAFE_MODEL_NAME}{{suffix}}.safetensors",
+    "torch_models": f"{MODEL_NAME}{{suffix}}.bin",
+    "sharded_models": f"{SHARDED_MODEL_NAME}_{{index}}",  # a folder
+    "gathered_models": f"{SHARDED_MODEL_NAME}{{suffix}}.bin",  # of the public package, gathered from shards
+    "rank_models": f"{SHARDED_MODEL_NAME}{{suffix}}_rank{{rank}}.bin",  # of it too: one rank's part
+    "optimizers": f"{OPTIMIZER_NAME}{{suffix}}.bin",
+    "sharded_optimizers": f"{OPTIMIZER_NAME}_{{index}}",
+    "shards": "__{rank}_0.distcp",  # one rank's, in the folder of a sharded state
+    "schedulers": f"{SCHEDULER_NAME}{{suffix}}.bin",
+    "custom": f"{CUSTOM_NAME}_{{index}}.pkl",
+    "scaler": SCALER_NAME,
+    "stateful_loaders": f"{LOADER_NAME}{{suffix}}{{rank_suffix}}.bin",  # rank 0 has the public name
+    "gradients": f"{GRADIENTS_NAME}_{{rank}}.bin",  # of an accumulation window that is not complete
+    "rng": f"{RNG_STATE_NAME}_{{rank}}.pkl",
+}
 
 
-def model_file(index: int, *, safe: bool) -> str:
-    """Return the file of the model of that index."""
-    return (
-        indexed_name(SAFE_MODEL_NAME, index, ".safetensors")
-        if safe
-        else indexed_name(MODEL_NAME, index, ".bin")
-    )
-
-
-def optimizer_file(index: int) -> str:
-    """Return the file of the optimizer of that index."""
-    return indexed_name(OPTIMIZER_NAME, index, ".bin")
-
-
-def sharded_folder(category: str, index: int) -> str:
-    """Return the folder of the sharded model or optimizer of that index."""
-    stem = {"models": SHARDED_MODEL_NAME, "optimizers": OPTIMIZER_NAME}[category]
-    return f"{stem}_{index}"
-
-
-def gathered_file(index: int) -> str:
-    """Return the file in which the public package keeps a sharded model that it has gathered."""
-    return indexed_name(SHARDED_MODEL_NAME, index, ".bin")
-
-
-def rank_file(index: int, rank: int) -> str:
-    """Return the file in which the public package keeps one rank's part of a sharded model."""
-    return indexed_name(SHARDED_MODEL_NAME, index, f"_rank{rank}.bin")
-
-
-def shard_file(rank: int) -> str:
-    """Return the file of one rank in the folder of a sharded state."""
-    return f"__{rank}_0.distcp"
-
-
-def scheduler_file(index: int) -> str:
-    """Return the file of the scheduler of that index."""
-    return indexed_name(SCHEDULER_NAME, index, ".bin")
-
-
-def loader_file(index: int, rank: int = 0) -> str:
-    """Return the file of a stateful loader; rank 0 has the public name, other ranks add theirs."""
-    stem = indexed_name(LOADER_NAME, index, "")
-    return f"{stem}.bin" if rank == 0 else f"{stem}_rank{rank}.bin"
-
-
-def rng_file(rank: int) -> str:
-    """Return the file of one rank's random states."""
-    return f"{RNG_STATE_NAME}_{rank}.pkl"
-
-
-def gradients_file(rank: int) -> str:
-    """Return the file of one rank's gradients of an accumulation window that is not complete."""
-    return f"{GRADIENTS_NAME}_{rank}.bin"
-
-
-def custom_file(index: int) -> str:
-    """Return the file of the registered object of that index."""
-    return f"{CUSTOM_NAME}_{index}.pkl"
+def file_name(kind: str, index: int = 0, rank: int = 0) -> str:
+    """Return the file or folder of an object; ``kind`` is a key of ``KINDS``, or another one of the table."""
+    suffix, rank_suffix = f"_{index}" if index else "", f"_rank{rank}" if rank else ""
+    return _FILE_NAMES[kind].format(index=index, suffix=suffix, rank=rank, rank_suffix=rank_suffix)
 
 
 # Sharded, DeepSpeed and Megatron-LM checkpoints add files and folders named after the model or optimizer.
@@ -432,46 +391,33 @@ class RNGStates(Protocol):
         ...
 
 
-def _one_file(name: str) -> Callable[[int, int], str]:
-    return lambda index, rank: name
-
-
-def _same_on_all_ranks(name: Callable[[int], str]) -> Callable[[int, int], str]:
-    return lambda index, rank: name(index)
-
-
 @dataclass(frozen=True)
 class ContentKind:
     """The place of one kind of objects in a checkpoint.
 
     Attributes:
         label: how errors call such an object, before its index.
-        file: the torch file of one object, by its index and the rank; None for what is in the manifest, and
-            for models, whose files have formats of their own.
         per_rank: each rank writes a file of its own; otherwise one rank writes for all.
         is_users: the class may be the user's, so a log line says what loading will refuse.
     """
 
     label: str
-    file: Callable[[int, int], str] | None = None
     per_rank: bool = False
     is_users: bool = False
 
 
-# In the order in which they are collected, written and read. A new kind is one line here, and one field of
-# ``CheckpointContents``.
+# In the order in which they are collected, written and read. A new kind is one line here, one in
+# ``_FILE_NAMES``, and one field of ``CheckpointContents``.
 KINDS = {
     "models": ContentKind("model"),
-    "optimizers": ContentKind("optimizer", _same_on_all_ranks(optimizer_file)),
-    "schedulers": ContentKind("scheduler", _same_on_all_ranks(scheduler_file)),
-    "custom": ContentKind("registered object", _same_on_all_ranks(custom_file), is_users=True),
-    "scaler": ContentKind("the gradient scaler", _one_file(SCALER_NAME)),
-    "stateful_loaders": ContentKind("loader", loader_file, per_rank=True, is_users=True),
-    "loaders": ContentKind("loader"),
-    "gradients": ContentKind(
-        "open gradients of rank", lambda index, rank: gradients_file(rank), per_rank=True
-    ),
-    "rng": ContentKind("random states of rank", lambda index, rank: rng_file(rank), per_rank=True),
+    "optimizers": ContentKind("optimizer"),
+    "schedulers": ContentKind("scheduler"),
+    "custom": ContentKind("registered object", is_users=True),
+    "scaler": ContentKind("the gradient scaler"),
+    "stateful_loaders": ContentKind("loader", per_rank=True, is_users=True),
+    "loaders": ContentKind("loader"),  # their positions are in the manifest
+    "gradients": ContentKind("open gradients of rank", per_rank=True),
+    "rng": ContentKind("random states of rank", per_rank=True),
 }
 
 

@@ -94,8 +94,8 @@ def find_weights(folder: Path, model: int = 0) -> Path:
     Raises:
         CheckpointNotFoundError: it holds none, or several and it is not clear which.
     """
-    file_names = [layout.model_file(model, safe=True), layout.model_file(model, safe=False)]
-    file_names += [layout.sharded_folder("models", model), layout.gathered_file(model)]
+    file_names = [layout.file_name("models", model), layout.file_name("torch_models", model)]
+    file_names += [layout.file_name("sharded_models", model), layout.file_name("gathered_models", model)]
     if model == 0:
         file_names[1:1] = [layout.SAFE_WEIGHTS_INDEX_NAME]
         file_names += [layout.WEIGHTS_INDEX_NAME, layout.SHARDED_INDEX]

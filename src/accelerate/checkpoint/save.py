@@ -162,14 +162,11 @@ def whole_state_writer(
         rank: this one.
         safe: see ``WholeStateFile``.
     """
-    kind = KINDS[category]
-    if category == "models":
-        file = layout.model_file(index, safe=safe)
-    elif kind.file is None:
+    if category == "loaders":
         return None
-    else:
-        file = kind.file(index, rank)
-    log_name = f"{file} ({class_name})" if kind.is_users else ""
+    file_kind = "torch_models" if category == "models" and not safe else category
+    file = layout.file_name(file_kind, index, rank)
+    log_name = f"{file} ({class_name})" if KINDS[category].is_users else ""
     return WholeStateFile(category, file, ManifestEntry(file, class_name), [state], log_name, safe)
 
 

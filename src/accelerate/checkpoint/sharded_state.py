@@ -59,7 +59,7 @@ class _ShardedState:
         """Return this rank's writer, see ``ShardedState``."""
         assert self._saving is not None
         (planner, kind, ties), self._saving = self._saving, None
-        entry = ManifestEntry(layout.sharded_folder(self.category, index), kind, aliases=ties)
+        entry = ManifestEntry(layout.file_name(f"sharded_{self.category}", index), kind, aliases=ties)
         try:
             global_plans, metadata = planner.create_global_plan(plans)
         except (ValueError, AssertionError) as error:
@@ -84,7 +84,7 @@ class _ShardedState:
         return RankShardFile(
             category=self.category,
             entry=entry,
-            file=f"{entry.file}/{layout.shard_file(rank)}" if plan.items else "",
+            file=f"{entry.file}/{layout.file_name('shards', rank=rank)}" if plan.items else "",
             content=[(v.to_local() if isinstance(v, DTensor) else v).detach() for v in values],
             items=tensors,
             objects=objects,

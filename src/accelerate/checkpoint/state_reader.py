@@ -164,7 +164,7 @@ class TrainingStateReader:
         """Return True if the object was saved sharded, after preparing its load."""
         if each.category not in ("models", "optimizers"):
             return False
-        folder = self.folder / layout.sharded_folder(each.category, each.index)
+        folder = self.folder / layout.file_name(f"sharded_{each.category}", each.index)
         if not folder.is_dir():
             return False
         label, sharded = f"{each.label} ({each.class_name})", each.sharded_state
@@ -203,8 +203,8 @@ class TrainingStateReader:
 
     def _read_model(self, each: CheckpointObject) -> None:
         model, index, label = each.item, each.index, f"{each.label} ({each.class_name})"
-        safe = self.folder / layout.model_file(index, safe=True)
-        other = (layout.model_file(index, safe=False), layout.gathered_file(index))
+        safe = self.folder / layout.file_name("models", index)
+        other = (layout.file_name("torch_models", index), layout.file_name("gathered_models", index))
         path = next((p for p in (safe, *(self.folder / name for name in other)) if p.is_file()), safe)
         if not path.is_file():
             self._report_missing(safe.name, label)
@@ -257,11 +257,10 @@ class TrainingStateReader:
             self.pending.append((action, partial(load, **options)))
 
     def _read_torch_file(self, each: CheckpointObject) -> None:
-        assert each.kind.file is not None
         item, label = each.item, f"{each.label} ({each.class_name})"
-        file = each.kind.file(each.index, self.ranks.rank)
+        file = layout.file_name(each.category, each.index, self.ranks.rank)
         if each.kind.per_rank and not (self.folder / file).is_file():
-            file = each.kind.file(each.index, 0)
+            file = layout.file_name(each.category, each.index, 0)
         path = self.folder / file
         if not path.is_file():
             if each.category != "stateful_loaders":  # the position of the loader may be saved alone
@@ -333,7 +332,7 @@ class TrainingStateReader:
             copy_of = partial(layout.to_plain, where=f"the position of {each.label}")
             self.trials.append((f"put {each.label} to its position", load, each.item, copy_of))
         elif self.manifest is None:
-            file = layout.loader_file(each.index)
+            file = layout.file_name("stateful_loaders", each.index)
             if not (self.folder / file).is_file():
                 self.notes.append(f"the position of {each.label} is not saved: it starts anew")
             elif each.index >= self._stateful_count:
@@ -345,7 +344,7 @@ class TrainingStateReader:
             self._report_missing(layout.MANIFEST_NAME, f"the position of {each.label}")
 
     def _read_gradients(self, each: CheckpointObject) -> None:
-        paths = [self.folder / layout.gradients_file(rank) for rank in range(self._saved_ranks)]
+        paths = [self.folder / layout.file_name("gradients", rank=rank) for rank in range(self._saved_ranks)]
         present = [path for path in paths if path.is_file()]
         states: Sequence[Any] = ()
         if present:
@@ -357,7 +356,7 @@ class TrainingStateReader:
     def _read_rng(self, rng: RNGStates | None) -> None:
         assert rng is not None
         rank = self.ranks.rank
-        path = self.folder / layout.rng_file(rank)
+        path = self.folder / layout.file_name("rng", rank=rank)
         count = self._saved_ranks
         if path.is_file():
             # Generators take their states from the host, whatever device they are of.
@@ -379,7 +378,7 @@ class TrainingStateReader:
 
     def _derive_seed(self, rank: int) -> int:
         """Return a seed from the saved state of rank 0, this rank and the world size alone."""
-        text = f"{file_digest(self.folder / layout.rng_file(0))}:{rank}:{self.ranks.size}"
+        text = f"{file_digest(self.folder / layout.file_name('rng', rank=0))}:{rank}:{self.ranks.size}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 

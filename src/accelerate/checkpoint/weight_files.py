@@ -478,7 +478,7 @@ def export_weights(
         raise CheckpointError(
             f"{checkpoint.path} is not on this machine", fix="copy the checkpoint to a local folder"
         )
-    if (out / layout.MANIFEST_NAME).exists() or (out / layout.rng_file(0)).exists():
+    if (out / layout.MANIFEST_NAME).exists() or (out / layout.file_name("rng", rank=0)).exists():
         raise CheckpointError(
             f"{out} is a checkpoint",
             why="its weights would be replaced",

@@ -72,7 +72,7 @@ def save_fsdp_model(
     state = accelerator.strategy.model_state(model)
     if names_in_file is not None:
         state = {names_in_file[name]: value for name, value in state.items() if name in names_in_file}
-    _save_whole(state, folder / layout.gathered_file(model_index))
+    _save_whole(state, folder / layout.file_name("gathered_models", model_index))
 
 
 def load_fsdp_model(
@@ -102,13 +102,16 @@ def load_fsdp_model(
         return sharded_model_state(accelerator.strategy, model, names_in_file).prepare_load(
             folder, CheckpointLoadContext()
         )()
-    path = Path(input_dir) / layout.gathered_file(model_index)
+    path = Path(input_dir) / layout.file_name("gathered_models", model_index)
     ranks = CheckpointRankGroup.current()
-    if not path.is_file() and (rank_file := Path(input_dir) / layout.rank_file(model_index, 0)).is_file():
+    if (
+        not path.is_file()
+        and (rank_file := Path(input_dir) / layout.file_name("rank_models", model_index, 0)).is_file()
+    ):
         return _load_local(
             accelerator.strategy.model_checkpoint_view(model), rank_file.parent, model_index, ranks
         )
-    _refuse_missing(path, layout.sharded_folder("models", model_index))
+    _refuse_missing(path, layout.file_name("sharded_models", model_index))
     state = torch_files.read(path, "cpu", mmap=True)
     if names_in_file is not None:
         back = {saved: name for name, saved in names_in_file.items()}
@@ -151,7 +154,7 @@ def save_fsdp_optimizer(
         state = (
             optimizer_state_by_name(view, [strategy.model_checkpoint_view(model)], state) if state else state
         )
-        _save_whole(state, folder / layout.optimizer_file(optimizer_index))
+        _save_whole(state, folder / layout.file_name("optimizers", optimizer_index))
 
 
 def load_fsdp_optimizer(
@@ -179,8 +182,8 @@ def load_fsdp_optimizer(
     if folder is not None:
         sharded_optimizer_state(strategy, inner, [model]).prepare_load(folder, CheckpointLoadContext())()
         return
-    path = Path(input_dir) / layout.optimizer_file(optimizer_index)
-    _refuse_missing(path, layout.sharded_folder("optimizers", optimizer_index))
+    path = Path(input_dir) / layout.file_name("optimizers", optimizer_index)
+    _refuse_missing(path, layout.file_name("sharded_optimizers", optimizer_index))
     load_optimizer_state(strategy, inner, [model], torch_files.read(path, "cpu"))
 
 
@@ -203,11 +206,13 @@ def _save_local(pieces: Any, folder: Path, index: int) -> None:
         with file_errors("make the folder", folder):
             folder.mkdir(parents=True, exist_ok=True)
         whole = {"pieces": pieces, "ranks": ranks.size}
-        replace_file(folder / layout.rank_file(index, ranks.rank), partial(torch_files.write, whole))
+        replace_file(
+            folder / layout.file_name("rank_models", index, ranks.rank), partial(torch_files.write, whole)
+        )
 
 
 def _load_local(model: Any, folder: Path, index: int, ranks: CheckpointRankGroup) -> Any:
-    path = folder / layout.rank_file(index, ranks.rank)
+    path = folder / layout.file_name("rank_models", index, ranks.rank)
     with ranks.collective_section(f"load {path.parent}"):
         content = torch_files.read(path, "cpu") if path.is_file() else {"ranks": 0}
         if content["ranks"] != ranks.size:
@@ -233,7 +238,7 @@ def _is_sharded_save(plugin: Any, use_dcp: bool) -> bool:
 
 def _save_sharded(sharded_state: ShardedState, folder: Path, kind: str, index: int) -> None:
     ranks = CheckpointRankGroup.current()
-    sharded_folder = folder / layout.sharded_folder(kind, index)
+    sharded_folder = folder / layout.file_name(f"sharded_{kind}", index)
     doing = f"save {sharded_folder}"
     with ranks.collective_section(doing) as plan_section:
         if ranks.rank == 0:
@@ -270,7 +275,7 @@ def _save_whole(state: Any, path: Path) -> None:
 
 
 def _find_sharded_folder(path: Path, kind: str, index: int) -> Path | None:
-    for folder in (path, path / layout.sharded_folder(kind, index)):
+    for folder in (path, path / layout.file_name(f"sharded_{kind}", index)):
         if (folder / layout.SHARDED_INDEX).is_file():
             return folder
     return None
