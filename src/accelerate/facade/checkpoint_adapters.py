@@ -21,9 +21,8 @@ from accelerate.facade.loss_weighting import LossWeighting
 from accelerate.facade.prepared_objects import PreparedObjects
 from accelerate.facade.runtime import Runtime
 from accelerate.offload.offloaded_tensor import source_of
-from accelerate.strategy.base import DataSharding, OpenGradients
+from accelerate.strategy.base import DataSharding, GradientPiece, OpenGradients, join_pieces
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
-from accelerate.strategy.protocol.open_gradients import GradientPiece, join_pieces
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.layout import ShardedState
