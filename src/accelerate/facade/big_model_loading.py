@@ -318,8 +318,9 @@ class DeviceMapPlacement:
         offload_buffers: bool = False,
     ) -> None:
         _refuse_unknown(model, device_map)
+        homes = {name: resolve_home(value) for name, value in device_map.items()}
         self.devices: dict[str, PlacementDevice] = {
-            name: _normalize_device(value) for name, value in device_map.items()
+            name: _HOST if home == "cpu" else home for name, home in homes.items()
         }
         accelerators = [d for d in self.devices.values() if isinstance(d, torch.device) and d.type != "cpu"]
         self.execution_device = accelerators[0] if accelerators else _HOST
@@ -437,8 +438,3 @@ def _refuse_unknown(model: nn.Module, device_map: Mapping[str, Device]) -> None:
         if name in module_names or (owner in module_names and hasattr(model.get_submodule(owner), attribute)):
             continue
         raise UnknownNameError("module in device_map:", name, module_names - {""})
-
-
-def _normalize_device(value: Device) -> PlacementDevice:
-    home = resolve_home(value)
-    return _HOST if home == "cpu" else home

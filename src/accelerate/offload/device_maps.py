@@ -153,7 +153,8 @@ def get_balanced_memory(
     )
     sizes = compute_module_sizes(model, dtype, special_dtypes)
     share = sizes[""] // (len(accelerators) - 1 if low_zero else len(accelerators))
-    spare = int(1.25 * max(_largest_block(part, rules, sizes), _mean_layer(sizes)))
+    blocks = [sizes.get(each.name, 0) for each in part.walk() if each.kind in rules.no_split]
+    spare = int(1.25 * max(*blocks, _mean_layer(sizes), 0))
     full = _offloaded_bytes(part, limits, rules)
     for doubled in range(_DOUBLINGS):
         extra = spare * 2**doubled
@@ -164,10 +165,6 @@ def get_balanced_memory(
         if full is None or (_offloaded_bytes(part, capped, rules) or 0) <= full:
             return capped
     return limits
-
-
-def _largest_block(part: ModuleNode, rules: PlacementRules, sizes: Mapping[str, int]) -> int:
-    return max((sizes.get(each.name, 0) for each in part.walk() if each.kind in rules.no_split), default=0)
 
 
 def _mean_layer(sizes: Mapping[str, int]) -> int:

@@ -275,14 +275,11 @@ class LayerwiseCastingHook(ModelHook):
             for table in (owner._parameters, owner._buffers):
                 for name, tensor in table.items():
                     if isinstance(tensor, OffloadedTensor) and tensor.is_floating_point():
-                        table[name] = self._cast_stand_in(tensor)
+                        value = tensor.source.host_tensor().detach().to(self.storage_dtype)
+                        source = HostMemoryWeightSource(tensor.source.name, value)
+                        stand_in: Any = make_stand_in(tensor, source, tensor.execution_device)
+                        table[name] = stand_in
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
-
-    def _cast_stand_in(self, tensor: OffloadedTensor) -> Any:
-        value = tensor.source.host_tensor().detach().to(self.storage_dtype)
-        return make_stand_in(
-            tensor, HostMemoryWeightSource(tensor.source.name, value), tensor.execution_device
-        )
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Cast the weights to the compute dtype; the stored ones are kept beside them."""

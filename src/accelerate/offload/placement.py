@@ -89,10 +89,12 @@ class ModelPlacement:
         """The units that have weights, in order; consecutive ones with one device and reason are one row."""
         named = [(name, device) for name, device in self.homes.items() if self.sizes[name]]
         runs = groupby(named, lambda pair: (pair[1], self.why.get(pair[0], "")))
-        return tuple(self._row(device, reason, [name for name, _ in run]) for (device, reason), run in runs)
-
-    def _row(self, device: Device, why: str, names: Sequence[str]) -> PlacementRow:
-        return PlacementRow(names[0], names[-1], len(names), device, sum(self.sizes[n] for n in names), why)
+        rows: list[PlacementRow] = []
+        for (device, why), run in runs:
+            names = [name for name, _ in run]
+            size = sum(self.sizes[name] for name in names)
+            rows.append(PlacementRow(names[0], names[-1], len(names), device, size, why))
+        return tuple(rows)
 
     def __str__(self) -> str:
         return "\n".join(_format_lines(self))

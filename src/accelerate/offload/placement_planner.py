@@ -262,9 +262,10 @@ class PlacementSearch:
                 )
         if trial.unplaced is not None:
             total = sum(group.size for group in self.groups)
+            budgets = ", ".join(f"{device}: {format_size(limit)}" for device, limit in self.limits.items())
             raise SettingError(
                 f"the budgets are too small for the model: {self._group_name(trial.unplaced)} fits nowhere",
-                why=f"the model has {format_size(total)}, and the budgets are {self._describe_budgets()}",
+                why=f"the model has {format_size(total)}, and the budgets are {budgets}",
                 fix="give more, or let the disk be without limit by not naming it",
             )
         return trial
@@ -409,9 +410,6 @@ class PlacementSearch:
 
     def _group_name(self, group: TiedUnitGroup) -> str:
         return max(group.units, key=lambda unit: unit.size).name or "the model"
-
-    def _describe_budgets(self) -> str:
-        return ", ".join(f"{device}: {format_size(limit)}" for device, limit in self.limits.items())
 
 
 # --- budgets ------------------------------------------------------------------------------------------------

@@ -104,12 +104,10 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         return dtype
     torch_dtype = getattr(torch, dtype.removeprefix("torch."), None)
     if not isinstance(torch_dtype, torch.dtype):
-        raise UnknownNameError("dtype", dtype, [n for n in dir(torch) if _is_dtype(n)])
+        raise UnknownNameError(
+            "dtype", dtype, [n for n in dir(torch) if isinstance(getattr(torch, n), torch.dtype)]
+        )
     return torch_dtype
-
-
-def _is_dtype(name: str) -> bool:
-    return isinstance(getattr(torch, name), torch.dtype)
 
 
 def _cast(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
