@@ -22,8 +22,7 @@ from accelerate.facade import runtime as runtimes
 from accelerate.facade.checkpoint_manager import CheckpointManager, register_hook
 from accelerate.facade.option_report import OptionReporter
 from accelerate.facade.preemption import Preemption
-from accelerate.facade.prepared_objects import PreparedObjects
-from accelerate.facade.preparer import PrepareOptions, Preparer
+from accelerate.facade.preparer import PreparedObjects, PrepareOptions, Preparer
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.tracker_set import TrackerSet
 from accelerate.facade.train_loop import AccumulationContext, TrainLoop

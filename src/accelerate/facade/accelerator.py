@@ -37,8 +37,7 @@ from accelerate.facade.micro_batch_windows import GradientAccumulationWindows
 from accelerate.facade.optimizer import AcceleratedOptimizer
 from accelerate.facade.option_report import OptionReporter
 from accelerate.facade.preemption import Preemption
-from accelerate.facade.prepared_objects import PreparedObjects
-from accelerate.facade.preparer import PrepareOptions, PreparePlan, Preparer, is_dispatched
+from accelerate.facade.preparer import PreparedObjects, PrepareOptions, PreparePlan, Preparer, is_dispatched
 from accelerate.facade.processes import ProcessMixin
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.facade.state import AcceleratorState

@@ -18,7 +18,7 @@ from accelerate.checkpoint.layout import StatefulAdapter
 from accelerate.checkpoint.state_dict_files import describe_optimizer, describe_other_class
 from accelerate.core.user_warning import warn_user
 from accelerate.facade.loss_weighting import LossWeighting
-from accelerate.facade.prepared_objects import PreparedObjects
+from accelerate.facade.preparer import PreparedObjects
 from accelerate.facade.runtime import Runtime
 from accelerate.offload.offloaded_tensor import source_of
 from accelerate.strategy.base import DataSharding, GradientPiece, OpenGradients, join_pieces

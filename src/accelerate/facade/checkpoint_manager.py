@@ -33,7 +33,7 @@ from accelerate.facade.checkpoint_adapters import (
 )
 from accelerate.facade.engine_checkpoint_import import engine_state_loaders
 from accelerate.facade.module_queries import extract_model_from_parallel
-from accelerate.facade.prepared_objects import PreparedObjects
+from accelerate.facade.preparer import PreparedObjects
 from accelerate.facade.replica_agreement import check_replicas
 from accelerate.facade.runtime import Runtime
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy

@@ -23,7 +23,7 @@ from accelerate.data.dispatch import DataLoaderDispatcher
 from accelerate.data.iterable_dataset import IterableDatasetShard
 from accelerate.data.loader import get_sampler
 from accelerate.device.machine import DeviceProbeHost
-from accelerate.facade.prepared_objects import PreparedObjects
+from accelerate.facade.preparer import PreparedObjects
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.tracker_set import TrackerSet
 from accelerate.world.affinity import near_cores

@@ -32,8 +32,7 @@ from accelerate.data.loader import DataLoaderShard
 from accelerate.facade import compilation
 from accelerate.facade.launch_settings import GradientAccumulationSettings, OptionReportSettings
 from accelerate.facade.option_read_backs import READ_BACKS, ReportedRun
-from accelerate.facade.prepared_objects import PreparedObjects
-from accelerate.facade.preparer import PrepareOptions
+from accelerate.facade.preparer import PreparedObjects, PrepareOptions
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.tracker_set import TrackerSet
 from accelerate.precision import PRECISIONS, PrecisionSettings

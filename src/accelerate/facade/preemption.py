@@ -18,7 +18,7 @@ from accelerate.core.errors import SettingError
 from accelerate.core.setting import load_settings
 from accelerate.facade.checkpoint_manager import CheckpointManager
 from accelerate.facade.launch_settings import AUTO, ResumeSettings
-from accelerate.facade.prepared_objects import PreparedObjects
+from accelerate.facade.preparer import PreparedObjects
 from accelerate.facade.runtime import Runtime
 from accelerate.world import collective, watchdog
 from accelerate.world import preemption as stops

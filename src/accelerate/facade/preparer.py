@@ -1,10 +1,13 @@
-"""The ``Preparer`` of an ``Accelerator``: it plans what ``prepare`` will do to which object, and does it."""
+"""The ``Preparer`` of an ``Accelerator``: it plans what ``prepare`` will do to which object, and does it.
+
+What it has prepared is listed in ``PreparedObjects``, the only owner of these lists.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from importlib import import_module
 from typing import Any
@@ -26,7 +29,6 @@ from accelerate.data.prepare import prepare_data_loader
 from accelerate.facade.compilation import compile_regions
 from accelerate.facade.device_availability import feature_checker
 from accelerate.facade.optimizer import AcceleratedOptimizer, agree_on_optimizers, move_to_device
-from accelerate.facade.prepared_objects import PreparedObjects
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.offload.offloaded_tensor import check_trainable
@@ -35,6 +37,47 @@ from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
 logger = logging.getLogger(__name__)
 _bitsandbytes_has_cpu = feature_checker("bitsandbytes:features", "multi_backend")
+
+
+@dataclass
+class PreparedObjects:
+    """Models, optimizers, schedulers and loaders in the order of their ``prepare``, each once.
+
+    Attributes:
+        models: as ``prepare`` returned them.
+        optimizers, schedulers, loaders: the wrappers.
+    """
+
+    models: list[nn.Module] = field(default_factory=list)
+    optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
+    schedulers: list[AcceleratedScheduler] = field(default_factory=list)
+    loaders: list[Any] = field(default_factory=list)
+
+    def add(self, kind: ObjectKind, item: Any) -> None:
+        """Add one object, unless it is there."""
+        items: list[Any] = getattr(self, f"{kind}s")
+        if not any(item is other for other in items):
+            items.append(item)
+
+    def add_bundle(self, bundle: PrepareBundle) -> None:
+        """Add the objects of one ``prepare``, and mark them as prepared."""
+        for kind, item in zip(bundle.kinds, bundle.objects, strict=True):
+            if kind != "other":
+                self.add(kind, item)
+                item._is_accelerate_prepared = True
+
+    def clear(self) -> None:
+        """Forget all objects. Lists that were handed out keep them."""
+        self.models, self.optimizers, self.schedulers, self.loaders = [], [], [], []
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that restores the present contents."""
+        lists = {name: list(items) for name, items in vars(self).items()}
+
+        def restore() -> None:
+            vars(self).update({name: list(items) for name, items in lists.items()})
+
+        return restore
 
 
 @dataclass

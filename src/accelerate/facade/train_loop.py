@@ -14,7 +14,7 @@ from accelerate.core.user_warning import warn_user
 from accelerate.facade.loss_weighting import LossWeighting
 from accelerate.facade.micro_batch_windows import GradientAccumulationWindows
 from accelerate.facade.optimizer import AcceleratedOptimizer
-from accelerate.facade.prepared_objects import PreparedObjects
+from accelerate.facade.preparer import PreparedObjects
 from accelerate.facade.runtime import Runtime
 from accelerate.strategy.base import ReductionMonitor
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
