@@ -19,7 +19,7 @@ import math
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -401,6 +401,53 @@ def _narrow_to_box(tensor: torch.Tensor, offsets: Iterable[int], lengths: Iterab
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         tensor = tensor.narrow(dim, offset, length)
     return tensor
+
+
+def optimizer_entries(shards: ShardFolderReader) -> tuple[dict[Any, list[str]], dict[Any, list[str]]]:
+    """Return the entries of an optimizer's index: (by parameter name, by other keys of its state dict)."""
+    states: dict[Any, list[str]] = {}
+    other: dict[Any, list[str]] = {}
+    for name, path in shards.paths.items():
+        if len(path) > 2 and path[1] == "state":
+            states.setdefault(path[2], []).append(name)
+        elif len(path) > 1 and path[1] != "state":
+            other.setdefault(path[1], []).append(name)
+    return states, other
+
+
+def read_nested(
+    shards: ShardFolderReader,
+    group: Iterable[str],
+    depth: int,
+    make_tensor: Callable[[ShardFolderReader, str, Sequence[Any]], Any] | None = None,
+) -> Any:
+    """Read the value below the first ``depth`` keys from its entries."""
+    values: dict[Any, Any] = {}
+    for name in group:
+        path = shards.paths[name][depth:]
+        if make_tensor is None or shards.tensor_metadata(name) is None:
+            values[path] = shards.read(name)
+        else:
+            values[path] = make_tensor(shards, name, path)
+    if () in values:
+        return values[()]
+    root: dict[Any, Any] = {}
+    for path, value in values.items():
+        holder = root
+        for key in path[:-1]:
+            holder = holder.setdefault(key, {})
+        holder[path[-1]] = value
+    return _restore_lists(root)
+
+
+def _restore_lists(value: Any) -> Any:
+    """Convert dicts with the keys 0, 1, 2 ... back to lists."""
+    if not isinstance(value, dict):
+        return value
+    inner = {key: _restore_lists(item) for key, item in value.items()}
+    if inner and set(inner) == set(range(len(inner))):
+        return [inner[index] for index in range(len(inner))]
+    return inner
 
 
 def find_model_folder(folder: str | os.PathLike[str]) -> Path:

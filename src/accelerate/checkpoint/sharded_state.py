@@ -8,7 +8,7 @@ size: each rank reads the chunks that overlap its own.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.modules.module import _IncompatibleKeys
 
 from accelerate.checkpoint import layout, state_dict_files, torch_files
-from accelerate.checkpoint.dcp_files import RankShardFile, ShardFolderReader, only_distributed
+from accelerate.checkpoint.dcp_files import (
+    RankShardFile,
+    ShardFolderReader,
+    only_distributed,
+    optimizer_entries,
+    read_nested,
+)
 from accelerate.checkpoint.file_reads import ReadPlan
 from accelerate.checkpoint.layout import CheckpointLoadContext, ManifestEntry
 from accelerate.checkpoint.state_dict_files import describe_other_class, list_names
@@ -272,18 +278,6 @@ class ShardedOptimizerState(_ShardedState):
         self.optimizer.load_state_dict(state)
 
 
-def optimizer_entries(shards: ShardFolderReader) -> tuple[dict[Any, list[str]], dict[Any, list[str]]]:
-    """Return the entries of an optimizer's index: (by parameter name, by other keys of its state dict)."""
-    states: dict[Any, list[str]] = {}
-    other: dict[Any, list[str]] = {}
-    for name, path in shards.paths.items():
-        if len(path) > 2 and path[1] == "state":
-            states.setdefault(path[2], []).append(name)
-        elif len(path) > 1 and path[1] != "state":
-            other.setdefault(path[1], []).append(name)
-    return states, other
-
-
 def optimizer_state_by_name(
     optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -402,41 +396,6 @@ def _describe_differences(missing: Sequence[str], surplus: Sequence[str]) -> Ite
             yield f"{text} {list_names(tensor_names)}"
 
 
-def read_nested(
-    shards: ShardFolderReader,
-    group: Iterable[str],
-    depth: int,
-    make_tensor: Callable[[ShardFolderReader, str, Sequence[Any]], Any] | None = None,
-) -> Any:
-    """Read the value below the first ``depth`` keys from its entries."""
-    values: dict[Any, Any] = {}
-    for name in group:
-        path = shards.paths[name][depth:]
-        if make_tensor is None or shards.tensor_metadata(name) is None:
-            values[path] = shards.read(name)
-        else:
-            values[path] = make_tensor(shards, name, path)
-    if () in values:
-        return values[()]
-    root: dict[Any, Any] = {}
-    for path, value in values.items():
-        holder = root
-        for key in path[:-1]:
-            holder = holder.setdefault(key, {})
-        holder[path[-1]] = value
-    return _restore_lists(root)
-
-
-def _restore_lists(value: Any) -> Any:
-    """Convert dicts with the keys 0, 1, 2 ... back to lists."""
-    if not isinstance(value, dict):
-        return value
-    inner = {key: _restore_lists(item) for key, item in value.items()}
-    if inner and set(inner) == set(range(len(inner))):
-        return [inner[index] for index in range(len(inner))]
-    return inner
-
-
 @torch.no_grad()
 def _tensor_like_param(
     parameter: torch.Tensor,
@@ -508,3 +467,55 @@ def _match_groups(
             fix="give the optimizer the groups that were saved, or pass strict=False",
         )
     return result
+
+
+def read_full_state(
+    folder: Path, category: str, context: CheckpointLoadContext
+) -> tuple[dict[str, Any], Callable[[], Any]]:
+    """Return (outline, function that reads a sharded state as a full one, on the host).
+
+    For what takes no shards (DeepSpeed). The outline is the same state dict, of a model on the meta device,
+    of an optimizer without its ``state``.
+
+    Args:
+        folder: the folder of the shards.
+        category: ``"models"``, or ``"optimizers"``: then the state dict goes by parameter names, and the
+            state of a parameter is read whenever it is asked for.
+        context: whether reading may run code.
+
+    Raises:
+        CheckpointError: shards are missing.
+    """
+    shards = ShardFolderReader(folder, trusted=context.trusted)
+    shards.check_files(shards.paths)
+    if category == "models":
+        entries = entries_by_model_name(shards, {})
+        metadata = {name: shards.tensor_metadata(group[0]) for name, group in entries.items()}
+        outline: dict[str, Any] = {
+            name: None if entry is None else torch.empty(entry.size, device="meta")
+            for name, entry in metadata.items()
+        }
+        return outline, lambda: {name: read_nested(shards, group, 2) for name, group in entries.items()}
+    states, other = optimizer_entries(shards)
+    outline = {**{key: read_nested(shards, group, 2) for key, group in other.items()}, "state": {}}
+    by_name = {name: _ParamStateOnDisk(shards, group) for name, group in states.items()}
+    return outline, lambda: {**outline, "state": by_name}
+
+
+class _ParamStateOnDisk(Mapping[str, Any]):
+    """The state of one parameter, read at each access."""
+
+    def __init__(self, shards: ShardFolderReader, group: Iterable[str]) -> None:
+        self._shards = shards
+        self._entries: dict[str, list[str]] = {}
+        for name in group:
+            self._entries.setdefault(shards.paths[name][3], []).append(name)
+
+    def __getitem__(self, key: str) -> Any:
+        return read_nested(self._shards, self._entries[key], 4)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)

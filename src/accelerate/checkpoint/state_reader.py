@@ -186,7 +186,7 @@ class TrainingStateReader:
                 why="it was saved sharded, by parameter names",
                 fix="save it whole, which every strategy reads: save_state(folder, sharded=False)",
             )
-        from accelerate.checkpoint.full_from_shards import read_full_state
+        from accelerate.checkpoint.sharded_state import read_full_state
 
         item, template = each.item, each.item.template
         outline, read = read_full_state(folder, each.category, context)

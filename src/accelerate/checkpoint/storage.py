@@ -307,9 +307,9 @@ class LocalCheckpointStorage:
         Raises:
             CheckpointError: a rename failed, or cannot be made durable; everything is where it was.
         """
-        aside = working_name(name, "old", id)
-        steps = [(temp, name)]
+        steps, aside = [(temp, name)], ""
         if self.entries(name):
+            aside = working_name(name, "old", id)
             steps.insert(0, (name, aside))
         done: list[tuple[str, str]] = []
         try:
@@ -321,7 +321,7 @@ class LocalCheckpointStorage:
             for source, target in reversed(done):
                 self.rename(target, source)
             raise
-        if len(steps) == 1:
+        if not aside:
             return
         try:
             self._finish_replace(name, aside)
