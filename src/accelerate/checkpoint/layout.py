@@ -515,12 +515,3 @@ class CheckpointContents:
     def _random_states(self) -> dict[str, Any]:
         assert self.rng is not None
         return {"step": self.step, **self.rng.capture()}
-
-    def sharded_states(self) -> dict[str, ShardedState]:
-        """Return the states that a save writes sharded, by name; of the models all or none."""
-        sharded: dict[str, ShardedState] = {}
-        for name, each in self.objects().items() if self.sharded else ():
-            if (state := each.sharded_state) is not None:
-                sharded[name] = state
-        whole_models = any(f"models/{index}" not in sharded for index in range(len(self.models)))
-        return {name: s for name, s in sharded.items() if not (whole_models and name.startswith("models/"))}

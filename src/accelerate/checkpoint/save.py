@@ -21,6 +21,7 @@ from accelerate.checkpoint.layout import (
     CheckpointContents,
     Manifest,
     ManifestEntry,
+    ShardedState,
     StatefulAdapter,
     StateWriter,
     to_plain,
@@ -212,7 +213,13 @@ class _SaveRun:
             transaction.open()
         with collective_section(self.action) as section:
             # May be collective, so no rank begins before all have come this far.
-            sharded = contents.sharded_states()
+            sharded: dict[str, ShardedState] = {}
+            for name, each in objects.items() if contents.sharded else ():
+                if (sharded_state := each.sharded_state) is not None:
+                    sharded[name] = sharded_state
+            if any(name.startswith("models/") and name not in sharded for name in objects):
+                # Of the models all are sharded, or none.
+                sharded = {name: state for name, state in sharded.items() if not name.startswith("models/")}
             section.value = {name: state.local_plan(rank) for name, state in sharded.items()}
             states = {name: each.item.state_dict() for name, each in objects.items() if name not in sharded}
             self.positions = [

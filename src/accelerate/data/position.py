@@ -166,18 +166,6 @@ class Epoch:
         """The number of data shards."""
         return _count_shards(self.data_shard)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the progress of the epoch as JSON types."""
-        return {
-            "samples": self.samples,
-            "batches": self.batches,
-            "complete": self.complete,
-            "active": self.active,
-            "exhausted": self.exhausted,
-            "length": self.length,
-            "start": None if self.order_state is None else self.order_state.state_dict(),
-        }
-
 
 class LoaderPosition:
     """The progress of one prepared loader.
@@ -274,7 +262,16 @@ class LoaderPosition:
             "in_progress": None,
         }
         if current is not None:
-            state["in_progress"] = {"epoch": current.number, **current.state_dict()}
+            state["in_progress"] = {
+                "epoch": current.number,
+                "samples": current.samples,
+                "batches": current.batches,
+                "complete": current.complete,
+                "active": current.active,
+                "exhausted": current.exhausted,
+                "length": current.length,
+                "start": None if current.order_state is None else current.order_state.state_dict(),
+            }
             begun = current.fetches or fetches
             done = current.batches - (current.skip.batches if current.skipped else 0)
             layout = fetches._replace(
