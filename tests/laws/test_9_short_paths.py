@@ -28,11 +28,11 @@ BOUNDS = {
     "forward, FSDP2": (0, 0),
     "backward, FSDP2": (3, 3),
     "backward, DDP": (3, 3),
-    "save_state, FSDP2": (189, 40),  #      90 / 15; with the lines that it logs
-    "save_state, DDP": (185, 39),  # with the question who calls: the main process may do so alone
+    "save_state, FSDP2": (142, 34),  #      90 / 15; with the lines that it logs
+    "save_state, DDP": (142, 34),  # with the question who calls: the main process may do so alone
     # It compares everything with the objects, and takes back what one of them refuses.
-    "load_state, FSDP2": (226, 47),  #      90 / 15
-    "load_state, DDP": (210, 46),
+    "load_state, FSDP2": (169, 35),  #      90 / 15
+    "load_state, DDP": (163, 34),
     "launch of 2 processes": (120, 25),  #  120 / 25: reached
 }
 
