@@ -12,7 +12,8 @@
 
 Both are collective: every rank calls, and all succeed or all raise. Device-specific and sharded states come
 in as ``StatefulAdapter`` or ``FolderStateful``. A ``before`` hook gets the folder: that of a save may write
-files into it and take models out of its list, that of a load may take models out of ``contents.models``.
+files into it and take models out of its list; that of a load gets the manifest too, and may take models out
+of ``contents.models``.
 
 The names of files are a public format: other programs read and write them.
 
