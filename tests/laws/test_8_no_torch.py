@@ -140,3 +140,33 @@ def test_launching_imports_no_torch_in_the_parent(tmp_path: Path, n: int) -> Non
     output = command("launch", "--cpu", "--num_processes", str(n), str(script), "an argument")
     for rank in range(n):
         assert f"rank {rank} False ['an argument']" in output
+
+
+TRAINING = """
+import sys
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer.zero_grad()
+before = {*sys.modules}
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+model, optimizer = accelerator.prepare(model, optimizer)
+accelerator.backward(model(torch.ones(1, 2)).sum())
+optimizer.step()
+print(*sorted({name for name in {*sys.modules} - before if name.startswith(SLOW)}))
+"""
+
+
+def test_a_training_imports_no_library_of_checkpoints() -> None:
+    """Beyond what torch and an optimizer import: they take a quarter of a second, and saving needs them."""
+    slow = (
+        "torch.distributed.checkpoint",
+        "torch.distributed.elastic",
+        "huggingface_hub",
+        "safetensors.torch",
+    )
+    code = TRAINING.replace("SLOW", repr(slow))
+    done = Running([sys.executable, "-c", code]).wait()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "\n"

@@ -14,14 +14,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, cast
 
 import torch
-from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 
 from accelerate.checkpoint import checkpoint_maintenance, layout, lazy_weights, state_dict_files, torch_files
 from accelerate.checkpoint.commit import SaveLock
-from accelerate.checkpoint.dcp_files import lazy_tensors
 from accelerate.checkpoint.discovery import CheckpointCandidate
 from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.file_reads import LazyTensor
@@ -43,6 +41,10 @@ from accelerate.checkpoint.storage import new_id, parse_working_name, sync_file,
 from accelerate.core.errors import CheckpointError, SettingError
 from accelerate.core.units import parse_bytes
 from accelerate.world import world as worlds
+
+# A script that saves neither weights in the hub's files nor shards does not wait for these imports.
+if TYPE_CHECKING:
+    from huggingface_hub import StateDictSplit
 
 LIMIT = "10GB"
 
@@ -194,6 +196,8 @@ def save_weights(
                 "%s shares memory with %s: it is not saved, and loading ties it again", alias, name
             )
         return write_weights(weights, folder, max_shard_size=max_shard_size)
+    from huggingface_hub import split_torch_state_dict_into_shards
+
     split = split_torch_state_dict_into_shards(
         dict(state), filename_pattern=layout.WEIGHTS_PATTERN_NAME, max_shard_size=parse_bytes(max_shard_size)
     )
@@ -224,6 +228,8 @@ def write_weights(
         dtype: what floating point weights become.
         on_file: called with the name of each file when it is written.
     """
+    from huggingface_hub import split_torch_state_dict_into_shards
+
     casts = lazy_weights.lazy_casts(weights.tensors, dtype)
     split = split_torch_state_dict_into_shards(
         {name: tensor.meta() for name, tensor in casts.items()},
@@ -344,6 +350,8 @@ def merge_fsdp_weights(
         CheckpointError: there is no such model, shards of it are missing, or a file cannot be written.
         SettingError: the output would be removed with the checkpoint.
     """
+    from accelerate.checkpoint.dcp_files import lazy_tensors
+
     merge(lazy_tensors, checkpoint_dir, output_path, safe_serialization, remove_checkpoint_dir)
 
 
