@@ -318,10 +318,10 @@ class DeviceMapPlacement:
         offload_buffers: bool = False,
     ) -> None:
         _refuse_unknown(model, device_map)
-        homes = {name: resolve_home(value) for name, value in device_map.items()}
-        self.devices: dict[str, PlacementDevice] = {
-            name: _HOST if home == "cpu" else home for name, home in homes.items()
-        }
+        self.devices: dict[str, PlacementDevice] = {}
+        for name, value in device_map.items():
+            home = resolve_home(value)
+            self.devices[name] = _HOST if home == "cpu" else home
         accelerators = [d for d in self.devices.values() if isinstance(d, torch.device) and d.type != "cpu"]
         self.execution_device = accelerators[0] if accelerators else _HOST
         self.folder = None if offload_folder is None else Path(offload_folder).expanduser()
