@@ -173,14 +173,14 @@ def early(accelerator):
     accelerator.wait_for_everyone()
     return "all came"
 
-main(TABLE, grace=1)
+main(TABLE, grace=GRACE)
 """
 
 
 def test_a_wrong_value_on_one_rank_is_shown_with_its_rank_and_the_rest_is_checked(
     ranks: RankServer, tmp_path: Path
 ) -> None:
-    script = BROKEN.replace("TABLE", "[('value', value), *CHECKS[:2]]")
+    script = BROKEN.replace("TABLE", "[('value', value), *CHECKS[:2]]").replace("GRACE", "30")
     ends = run_to_exit(ranks, 2, script, tmp_path)
     assert [code for code, _ in ends] == [1, 1], ends
     text = "".join(text for _, text in ends)
@@ -194,6 +194,7 @@ def test_a_wrong_value_on_one_rank_is_shown_with_its_rank_and_the_rest_is_checke
 def test_a_rank_that_fails_does_not_leave_the_others_waiting(rank: int) -> None:
     """C4: it fails in the middle of a check and goes on; the other waits for it in a collective."""
     script = BROKEN.replace("TABLE", "[CHECKS[0], ('early', early), *CHECKS[1:]]").replace("RANK", str(rank))
+    script = script.replace("GRACE", "1")
     result = launch("--cpu", "-n", "2", script_text=script)
     assert result.returncode == 1, result.output
     rows = table(result.stdout)

@@ -484,3 +484,14 @@ def test_a_loader_of_torchdata_resumes_in_another_way(ranks: RankServer, order: 
     assert resume(ranks, 1, 2, cases) == ["complete"] * 8
     cut = [ResumeCase(before, replace(case, batch=3), 1) for before in saved]
     assert resume(ranks, 1, 1, cut) == ["complete"] * 4
+
+
+def test_a_sampler_that_draws_for_each_sample_resumes_in_other_batches(ranks: RankServer) -> None:
+    """A4: also on fewer processes, and dispatched."""
+    lazy = LoaderCase(count=18, order="user's sampler")
+    cases = [
+        ResumeCase(replace(lazy, batch=b), replace(lazy, batch=c), 3) for b, c in ((1, 6), (1, 2), (2, 1))
+    ]
+    cases += [replace(case, after=replace(case.after, dispatch=True)) for case in cases]
+    assert resume(ranks, 2, 1, cases) == ["complete"] * 6
+    assert resume(ranks, 1, 2, cases) == ["complete"] * 6

@@ -27,7 +27,7 @@ from accelerate.core.setting import load_settings
 from accelerate.core.units import show_bytes
 from accelerate.data.configuration import DataLoaderConfiguration
 from accelerate.facade.accelerator import Accelerator
-from accelerate.precision import PrecisionSettings
+from accelerate.facade.launch_settings import PrecisionSettings
 from accelerate.world import collective
 
 _FORMATS = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -13,11 +13,11 @@ from accelerate.facade.launch_settings import (
     CompileSettings,
     GradientAccumulationSettings,
     OptionReportSettings,
+    PrecisionSettings,
     ResumeSettings,
 )
 from accelerate.launch.kinds import KINDS
 from accelerate.launch.launch_request import JobSettings, all_settings
-from accelerate.precision import PrecisionSettings
 from accelerate.precision.recipes import RECIPES
 from accelerate.strategy.launch_settings import SETTINGS
 from accelerate.world.settings import ProcessDeviceSettings

@@ -25,9 +25,9 @@ from accelerate.core.setting import load_settings
 from accelerate.core.torch_internals import require
 from accelerate.core.units import show_bytes, show_count
 from accelerate.facade import runtime
+from accelerate.facade.launch_settings import PrecisionSettings
 from accelerate.offload.estimate.memory_estimate import model_state_bytes
 from accelerate.offload.estimate.skeleton import build_skeleton
-from accelerate.precision import PrecisionSettings
 from accelerate.strategy import choose_strategy
 from accelerate.strategy.base import PrepareBundle, StrategyRequest
 from accelerate.world.world import World

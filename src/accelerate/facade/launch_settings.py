@@ -7,8 +7,23 @@ from typing import Literal
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import setting
 from accelerate.core.value_types import BaseEnum, PositiveInt
+from accelerate.precision import PRECISIONS
 
 AUTO = "auto"
+
+
+@frozen_dataclass
+class PrecisionSettings:
+    """The number format in which models compute."""
+
+    __topic__ = "Precision"
+
+    mixed_precision: str | None = setting(
+        None,
+        help="number format of the forward pass; no: as the weights are",
+        choices=PRECISIONS.names(),
+        question="Mixed precision?",
+    )
 
 
 @frozen_dataclass

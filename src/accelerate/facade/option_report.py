@@ -30,12 +30,16 @@ from accelerate.core.setting import load_settings
 from accelerate.core.user_warning import warn_user
 from accelerate.data.loader import DataLoaderShard
 from accelerate.facade import compilation
-from accelerate.facade.launch_settings import GradientAccumulationSettings, OptionReportSettings
+from accelerate.facade.launch_settings import (
+    GradientAccumulationSettings,
+    OptionReportSettings,
+    PrecisionSettings,
+)
 from accelerate.facade.option_read_backs import READ_BACKS, ReportedRun
 from accelerate.facade.preparer import PreparedObjects, PrepareOptions
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.tracker_set import TrackerSet
-from accelerate.precision import PRECISIONS, PrecisionSettings
+from accelerate.precision import PRECISIONS
 from accelerate.strategy import unused_options
 from accelerate.track.base import GeneralTracker
 from accelerate.world import collective, watchdog

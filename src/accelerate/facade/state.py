@@ -13,8 +13,8 @@ from accelerate.core.setting import load_settings
 from accelerate.facade.enums import DistributedType
 from accelerate.facade.gradient_state import GradientState as GradientState
 from accelerate.facade.gradient_state import _SharedStateDescriptor
+from accelerate.facade.launch_settings import PrecisionSettings
 from accelerate.facade.processes import ProcessMixin
-from accelerate.precision import PrecisionSettings
 from accelerate.strategy.base import Strategy
 from accelerate.world import affinity
 from accelerate.world import world as worlds
