@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: its objects, the names of their files, and the manifest, which lists them.
+"""The parts of a checkpoint: its objects, the names of their files, and the manifest, which lists them.
 
     contents = CheckpointContents(models=[model], optimizers=[optimizer], schedulers=[scheduler],
                                   rng=rng, loaders=[loader], step=12, metadata={"epoch": 3})

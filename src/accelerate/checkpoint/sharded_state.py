@@ -39,7 +39,7 @@ _CHECKPOINTED = "_checkpoint_wrapped_module."  # torch's wrapper for activation 
 
 
 class _ShardedState:
-    """What sharded states of models and optimizers share: the plan of a save, and this rank's shard."""
+    """The base of sharded states of models and optimizers: the plan of a save, and this rank's shard."""
 
     category: ClassVar[str]
     local_training: bool

@@ -58,7 +58,7 @@ class Registry(Generic[T]):
 
     @cached_property
     def sources(self) -> dict[str, Any]:
-        """Where each plug-in is defined, by name: files in order, then those of other packages.
+        """The definition of each plug-in, by name: files in order, then those of other packages.
 
         A file, or the file of a folder, is its module below the package; another's is an entry point.
         """

@@ -21,14 +21,14 @@ def choose_strategy(request: StrategyRequest) -> Strategy:
     Raises:
         SettingError: two of the same priority claim it.
     """
-    requested = [s for s in STRATEGIES if s.activation.is_requested(request)]
+    requested = [s for s in STRATEGIES if s.selection.is_requested(request)]
     claims = sorted((s for s in requested if s.claims(request)), key=lambda s: -s.priority)
     if len(claims) > 1 and claims[0].priority == claims[1].priority:
         raise SettingError(
             f"two strategies are asked for at once: {claims[0].name} and {claims[1].name}",
             fix="keep the plugin, flag or variable of one of them",
         )
-    request.passed_over.extend(s for s in requested if s.activation.unused_reason and s not in claims)
+    request.passed_over.extend(s for s in requested if s.selection.unused_reason and s not in claims)
     chosen = claims[0](request)
     chosen.check()
     return chosen
@@ -44,7 +44,7 @@ def unused_options(request: StrategyRequest, chosen: Strategy) -> Iterator[Optio
     for strategy in STRATEGIES:
         if strategy is type(chosen):
             continue
-        reason = strategy.activation.unused_reason if strategy in request.passed_over else ""
+        reason = strategy.selection.unused_reason if strategy in request.passed_over else ""
         for option in strategy.requested_options(request):
             if option.name not in names:
                 names.add(option.name)

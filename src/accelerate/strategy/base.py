@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NO_CONTEXT",
-    "Activation",
     "DataSharding",
     "GradientPiece",
     "ObjectKind",
@@ -56,6 +55,7 @@ __all__ = [
     "ReductionMonitor",
     "Strategy",
     "StrategyRequest",
+    "StrategySelection",
     "ZeroBackward",
     "graph_leaves",
     "join_pieces",
@@ -166,8 +166,8 @@ class RankDataShard:
 
 
 @dataclass(frozen=True)
-class Activation:
-    """What asks for a strategy; one that declares neither settings nor a plugin is asked for by everything.
+class StrategySelection:
+    """The settings and the plugin that ask for a strategy; everything asks for one without either.
 
     Attributes:
         settings: the launcher's settings that are its own; the first class holds the switch.
@@ -210,7 +210,7 @@ class Strategy(GradientSync, ABC):
 
     Attributes:
         name: its name, for reports.
-        activation: what asks for it.
+        selection: the settings and the plugin by which it is chosen.
         priority: of several that claim a request the highest wins.
         handler_class: the kwargs handler that configures it, if any.
         replicates_model: every rank holds a whole copy of each model, and can take local steps.
@@ -223,7 +223,7 @@ class Strategy(GradientSync, ABC):
     """
 
     name: ClassVar[str]
-    activation: ClassVar[Activation] = Activation()
+    selection: ClassVar[StrategySelection] = StrategySelection()
     priority: ClassVar[int] = 0
     handler_class: ClassVar[type[KwargsHandler] | None] = None
     replicates_model: ClassVar[bool] = False
@@ -240,13 +240,13 @@ class Strategy(GradientSync, ABC):
 
     @classmethod
     def claims(cls, request: StrategyRequest) -> bool:
-        """Return whether it can serve ``request``, which asks for it as ``activation`` says."""
-        return request.world.size >= cls.activation.min_world_size
+        """Return whether it can serve ``request``, which asks for it as ``selection`` says."""
+        return request.world.size >= cls.selection.min_world_size
 
     @classmethod
     def requested_options(cls, request: StrategyRequest) -> Iterator[RequestedOption]:
         """Yield the options by which ``request`` asks for it, and those that are only its own."""
-        yield from cls.activation.options(request)
+        yield from cls.selection.options(request)
         if cls.handler_class is not None:
             yield from non_default_options(request.handlers.get(cls.handler_class))
 
@@ -260,7 +260,7 @@ class Strategy(GradientSync, ABC):
     @classmethod
     def distributed_type(cls, world: World) -> str:
         """Return the ``DistributedType``: that of its switch in files, else that of the world's device."""
-        own = [getattr(switch, "__distributed_type__", "") for switch in cls.activation.settings[:1]]
+        own = [getattr(switch, "__distributed_type__", "") for switch in cls.selection.settings[:1]]
         return "".join(own) or world.hardware.distributed_type
 
     def check(self) -> None:

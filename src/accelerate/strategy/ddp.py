@@ -28,13 +28,13 @@ from accelerate.core.user_warning import user_line, warn_user
 from accelerate.core.value_types import BaseEnum, PositiveInt
 from accelerate.strategy.base import (
     NO_CONTEXT,
-    Activation,
     OpenGradients,
     PrepareBundle,
     PrepareStep,
     ReductionMonitor,
     Strategy,
     StrategyRequest,
+    StrategySelection,
     ZeroBackward,
     graph_leaves,
 )
@@ -152,7 +152,7 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
     """Data parallel training with replicas, by torch's reducer."""
 
     name: ClassVar[str] = "ddp"
-    activation: ClassVar[Activation] = Activation(min_world_size=2)
+    selection: ClassVar[StrategySelection] = StrategySelection(min_world_size=2)
     replicates_model: ClassVar[bool] = True
     priority: ClassVar[int] = 1
     handler_class: ClassVar[type[KwargsHandler] | None] = DistributedDataParallelKwargs

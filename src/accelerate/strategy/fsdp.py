@@ -17,13 +17,13 @@ from torch import nn
 
 from accelerate.core.option_report import OptionStatus
 from accelerate.strategy.base import (
-    Activation,
     PrepareBundle,
+    StrategySelection,
     ZeroBackward,
     graph_leaves,
     run_with_zero_gradients,
 )
-from accelerate.strategy.sharding.sharded_strategy import FSDP_ACTIVATION, ShardedStrategy
+from accelerate.strategy.sharding.sharded_strategy import FSDP_SELECTION, ShardedStrategy
 from accelerate.world import collective
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ class FSDP2Strategy(ShardedStrategy):
     """FSDP2 over all ranks, by torch's ``fully_shard``."""
 
     name: ClassVar[str] = "fsdp"
-    activation: ClassVar[Activation] = dataclasses.replace(
-        FSDP_ACTIVATION,
+    selection: ClassVar[StrategySelection] = dataclasses.replace(
+        FSDP_SELECTION,
         unused_reason="one process has nothing to shard, so it trains as a single process does",
     )
     priority: ClassVar[int] = 10

@@ -1,4 +1,4 @@
-"""What ranks show: loggers, progress bars of tqdm and rich, and rich's console.
+"""Output of ranks: loggers, progress bars of tqdm and rich, and rich's console.
 
 By default only the main process logs, and one process of each machine shows a bar. The module
 ``accelerate.utils.rich`` shows those of rich, and only when ``ACCELERATE_ENABLE_RICH`` is set, as in 1.x.

@@ -22,10 +22,10 @@ from accelerate.core.packages import is_installed
 from accelerate.core.user_warning import warn_user
 from accelerate.strategy.base import (
     NO_CONTEXT,
-    Activation,
     PrepareBundle,
     PrepareStep,
     StrategyRequest,
+    StrategySelection,
     ZeroBackward,
     graph_leaves,
     run_with_zero_gradients,
@@ -66,7 +66,7 @@ class DeepSpeed(EngineStrategy):
     """Training by DeepSpeed, with one engine for each model."""
 
     name: ClassVar[str] = "deepspeed"
-    activation: ClassVar[Activation] = Activation(
+    selection: ClassVar[StrategySelection] = StrategySelection(
         (deepspeed_settings.UseDeepSpeedSetting, deepspeed_settings.DeepSpeedSettings),
         "DeepSpeedPlugin",
         "deepspeed_plugin",
@@ -83,7 +83,7 @@ class DeepSpeed(EngineStrategy):
         from accelerate.strategy.deepspeed.engine_handle import DeepSpeedEngineRegistry
         from accelerate.strategy.deepspeed.plugin import DeepSpeedPlugin, plugin_table
 
-        plugins = self.activation.plugins(request)
+        plugins = self.selection.plugins(request)
         tables = [dict(p) for p in request.plugins if isinstance(p, Mapping)]
         self.table: dict[str, DeepSpeedPlugin] = plugin_table(
             tables[0] if tables else plugins[0] if plugins else DeepSpeedPlugin()
@@ -97,7 +97,7 @@ class DeepSpeed(EngineStrategy):
     def requested_options(cls, request: StrategyRequest) -> Iterator[RequestedOption]:
         """Yield the switch, the launcher's options, the plugins and their arguments."""
         yield from super().requested_options(request)
-        for plugin in cls.activation.plugins(request):
+        for plugin in cls.selection.plugins(request):
             yield from plugin.given_options()
 
     def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:

@@ -19,15 +19,15 @@ from accelerate.core.errors import PrepareError
 from accelerate.core.option_report import OptionStatus
 from accelerate.core.setting import load_settings
 from accelerate.strategy.base import (
-    Activation,
     PrepareBundle,
     StrategyRequest,
+    StrategySelection,
     ZeroBackward,
     graph_leaves,
     run_with_zero_gradients,
 )
 from accelerate.strategy.launch_settings.fsdp import FSDPSettings
-from accelerate.strategy.sharding.sharded_strategy import FSDP_ACTIVATION, ShardedStrategy
+from accelerate.strategy.sharding.sharded_strategy import FSDP_SELECTION, ShardedStrategy
 from accelerate.world import collective
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class FSDP1Strategy(ShardedStrategy):
     """Training by torch's ``FullyShardedDataParallel`` around each FSDP unit."""
 
     name: ClassVar[str] = "fsdp1"
-    activation: ClassVar[Activation] = FSDP_ACTIVATION
+    selection: ClassVar[StrategySelection] = FSDP_SELECTION
     priority: ClassVar[int] = 11
 
     def __init__(self, request: StrategyRequest) -> None:
@@ -58,7 +58,7 @@ class FSDP1Strategy(ShardedStrategy):
     @classmethod
     def claims(cls, request: StrategyRequest) -> bool:
         """Return whether there are several ranks, and the plugin or the launcher asks for version 1."""
-        options = cls.activation.plugins(request) or [load_settings(FSDPSettings).value]
+        options = cls.selection.plugins(request) or [load_settings(FSDPSettings).value]
         return super().claims(request) and options[0].fsdp_version == 1
 
     def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:

@@ -18,11 +18,11 @@ from accelerate.core.errors import PrepareError
 from accelerate.core.option_report import OptionStatus
 from accelerate.core.setting import declared_settings
 from accelerate.strategy.base import (
-    Activation,
     PrepareBundle,
     PrepareStep,
     RankDataShard,
     StrategyRequest,
+    StrategySelection,
 )
 from accelerate.strategy.launch_settings.megatron import MegatronSettings, UseMegatronSetting
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
@@ -42,7 +42,7 @@ class Megatron(EngineStrategy):
     """
 
     name: ClassVar[str] = "megatron"
-    activation: ClassVar[Activation] = Activation(
+    selection: ClassVar[StrategySelection] = StrategySelection(
         (UseMegatronSetting, MegatronSettings), "MegatronLMPlugin", "megatron_lm_plugin"
     )
     hardware_tested: ClassVar[bool] = False
@@ -57,7 +57,7 @@ class Megatron(EngineStrategy):
         super().__init__(request)
         from accelerate.strategy.megatron.plugin import MegatronLMPlugin
 
-        plugins = self.activation.plugins(request)
+        plugins = self.selection.plugins(request)
         self.plugin: MegatronLMPlugin = plugins[0] if plugins else MegatronLMPlugin()
         self._engines: list[MegatronEngine] = []
         self._converters: dict[int, MegatronFullStateConverter] = {}

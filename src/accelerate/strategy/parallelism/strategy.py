@@ -16,17 +16,17 @@ from accelerate.core.errors import SettingError
 from accelerate.core.option_report import OptionStatus, RequestedOption, requested_options
 from accelerate.core.setting import load_settings
 from accelerate.strategy.base import (
-    Activation,
     DataSharding,
     PrepareBundle,
     PrepareStep,
     RankDataShard,
     StrategyRequest,
+    StrategySelection,
     ZeroBackward,
 )
 from accelerate.strategy.fsdp import FSDP2Strategy
 from accelerate.strategy.launch_settings.parallelism import ParallelismSettings, UseParallelismConfigSetting
-from accelerate.strategy.sharding.sharded_strategy import FSDP_ACTIVATION, watch_mesh
+from accelerate.strategy.sharding.sharded_strategy import FSDP_SELECTION, watch_mesh
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,7 @@ class DeviceMeshStrategy(FSDP2Strategy, DataSharding):
     """The strategy that composes the dimensions of a device mesh with FSDP2."""
 
     name: ClassVar[str] = "parallelism"
-    activation: ClassVar[Activation] = Activation(
+    selection: ClassVar[StrategySelection] = StrategySelection(
         (UseParallelismConfigSetting,),
         "ParallelismConfig",
         unused_reason="one process is no mesh, so it trains as a single process does",
@@ -77,7 +77,7 @@ class DeviceMeshStrategy(FSDP2Strategy, DataSharding):
         """Yield the switch, and the options of sharding."""
         yield from super().requested_options(request)
         if cls.claims(request):
-            yield from FSDP_ACTIVATION.options(request)
+            yield from FSDP_SELECTION.options(request)
 
     def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
         """Yield the status of sharding options, of each size, and of the dimensions' own options."""

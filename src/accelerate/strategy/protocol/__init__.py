@@ -1,1 +1,1 @@
-"""What ``strategy/base.py`` is made of, and what strategies share: gradients, engines, replicas."""
+"""Parts of ``strategy/base.py``, and code that strategies share: gradients, engines, replicas."""

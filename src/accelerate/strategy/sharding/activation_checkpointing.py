@@ -1,4 +1,4 @@
-"""Activation checkpointing; with offload, the inputs of blocks wait on the host for the backward."""
+"""StrategySelection checkpointing; with offload, the inputs of blocks wait on the host for the backward."""
 
 from __future__ import annotations
 

@@ -15,12 +15,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.base import (
     NO_CONTEXT,
-    Activation,
     OpenGradients,
     PrepareBundle,
     PrepareStep,
     Strategy,
     StrategyRequest,
+    StrategySelection,
 )
 from accelerate.strategy.launch_settings.fsdp import UseFSDPSetting
 from accelerate.world import watchdog
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _HSDP = ("dp_replicate", "dp_shard")
 
 
-FSDP_ACTIVATION = Activation((UseFSDPSetting,), "FullyShardedDataParallelPlugin", "fsdp_plugin", 2)
+FSDP_SELECTION = StrategySelection((UseFSDPSetting,), "FullyShardedDataParallelPlugin", "fsdp_plugin", 2)
 
 
 def watch_mesh(mesh: DeviceMesh) -> None:
@@ -62,7 +62,7 @@ class ShardedStrategy(OpenGradients, Strategy):
         super().__init__(request)
         from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 
-        plugins = FSDP_ACTIVATION.plugins(request)
+        plugins = FSDP_SELECTION.plugins(request)
         self.plugin: FullyShardedDataParallelPlugin = (
             plugins[0] if plugins else FullyShardedDataParallelPlugin()
         )
