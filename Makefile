@@ -1,9 +1,10 @@
 # One command runs the demo, one runs the tests. Both set themselves up; neither needs the other first.
-#   make demo | test | test-all | test-torch | test-clients | test-processors | test-mutations | check | bench | bench-peer | docs | clean
+#   make demo | test | test-all | test-torch | test-clients | test-trackers | test-processors | test-mutations | check | bench | bench-peer | docs | clean
 #   make demo TORCH=torch==2.9.0      another torch      make demo PYTHON=python3.12   another Python
 TORCH  ?= torch==2.13.0
 # The versions that are supported, each tested in an environment of its own by `make test-torch`.
-TORCHES ?= 2.6 2.8 2.10 2.13 2.15
+NEWEST := $(patsubst torch==%,%,$(shell cat tests/support/requirements-newest.txt))
+TORCHES ?= 2.6 2.8 2.10 2.13 $(NEWEST)
 PYTHON ?= python3
 VENV   := .venv
 PEER   := .venv-peer
@@ -18,7 +19,7 @@ WORKERS_PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --max-wo
 PYTEST = OMP_NUM_THREADS=$(THREADS) $(WORKERS_PYTEST)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-reduced test-torch test-clients record-clients test-mutations test-processors check types-of-package calls-of-others format bench bench-peer docs clean
+.PHONY: help demo test test-all test-reduced test-torch test-newest test-clients record-clients test-trackers test-mutations test-processors check types-of-package calls-of-others format bench bench-peer docs clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -64,6 +65,9 @@ test-torch:  ## that part with each supported version of torch, in turn
 	        || failed="$$failed $$version"; \
 	done; [ -z "$$failed" ] || { echo "failed with torch:$$failed"; exit 1; }
 
+test-newest:  ## that part with the newest torch alone
+	@$(MAKE) --no-print-directory test-torch TORCHES=$(NEWEST)
+
 # Programs of other people, with this package in place of the public one. The second environment has the public one.
 CLIENTS = .venv-clients
 CLIENTS_PEER = .venv-clients-peer
@@ -86,6 +90,21 @@ test-clients: $(CLIENTS)/ready  ## programs that use accelerate, against numbers
 
 record-clients: $(CLIENTS)/ready $(CLIENTS_PEER)/ready  ## record these numbers anew, under the public package
 	$(CLIENTS)/bin/python -m tests.clients.record adopters adopters_trl
+
+# The libraries behind trackers, offline; tests/clients/trackers.txt names their versions.
+TRACKERS = .venv-trackers
+$(TRACKERS)/constraints.txt:
+	@echo "an environment in $(TRACKERS) with $(TORCH) and the libraries of tests/clients/trackers.txt"
+	@$(PYTHON) -m venv $(TRACKERS)
+	@$(TRACKERS)/bin/python $(PIP) install "$(TORCH)" numpy
+	@$(TRACKERS)/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $@
+
+$(TRACKERS)/ready: $(TRACKERS)/constraints.txt tests/clients/trackers.txt pyproject.toml
+	@$(TRACKERS)/bin/python $(PIP) install -c $< -r tests/clients/trackers.txt -e '.[remote]' pytest pytest-timeout
+	@touch $@
+
+test-trackers: $(TRACKERS)/ready  ## every tracker with its library, offline, read back from its files
+	TESTS_ALL_TRACKERS=1 OMP_NUM_THREADS=$(THREADS) $(TRACKERS)/bin/python -m pytest tests/clients/test_trackers.py tests/null/test_track_media.py $(ARGS)
 
 test-mutations: $(VENV)/ready-test  ## do the tests find mistakes in the source?
 	$(BIN)/python -m tests.support.mutations $(ARGS)
@@ -128,4 +147,4 @@ docs: $(VENV)/ready-docs  ## build the documentation into site/
 	$(BIN)/mkdocs build --strict
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(PEER) $(CLIENTS) $(CLIENTS_PEER) .venv-torch-* site runs .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEER) $(CLIENTS) $(CLIENTS_PEER) $(TRACKERS) .venv-torch-* site runs .pytest_cache .ruff_cache

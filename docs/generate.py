@@ -242,6 +242,19 @@ def _checkpoints() -> Iterator[Claim]:
     yield tested("merging shards (`merge-weights`)", "null/test_sharded_state.py::merg")
 
 
+def _float8_libraries() -> Iterator[Claim]:
+    yield tested("`fp8` by torchao, emulated on a CPU", "null/test_fp8.py::trains_as_bf16_does")
+    yield faked("`fp8` by TransformerEngine", "null/test_fp8_transformer_engine.py::trains_as_bf16_does")
+    yield refused("`fp8` by MS-AMP", _request_msamp, "a request for it")
+
+
+def _request_msamp() -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import MSAMPRecipeKwargs
+
+    Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[MSAMPRecipeKwargs()])
+
+
 def _big_models() -> Iterator[Claim]:
     yield tested("`init_empty_weights`", "null/test_empty_init.py")
     yield tested(
@@ -255,7 +268,11 @@ def _big_models() -> Iterator[Claim]:
         "null/test_cli_plan_inference.py",
         "null/test_cli_estimate.py",
     )
-    yield later("8-bit and 4-bit quantization", "utils.bnb:load_and_quantize_model")
+    yield tested(
+        "8-bit and 4-bit quantization by bitsandbytes and torchao",
+        "null/test_quantization.py",
+        "null/test_quantization_torchao.py",
+    )
     yield tested(
         "pipeline-parallel inference (`prepare_pippy`)",
         "cpu/test_pippy.py::what_the_plain_model_gives",
@@ -264,13 +281,13 @@ def _big_models() -> Iterator[Claim]:
 
 
 def _trackers() -> Iterator[Claim]:
-    """The tests run those whose package they install, and the others with a stand-in."""
+    """`make test` runs those whose package it installs, `make test-trackers` all that its list names."""
     from accelerate.track import TRACKERS
 
-    installed = _test_extra()
+    installed = _test_extra() | _trackers_list()
     for tracker in TRACKERS:
         run = not tracker.packages or bool(installed & {*tracker.packages})
-        proof = "packages of the extra test in pyproject.toml, tests/null/test_track_real.py"
+        proof = "packages of the extra test in pyproject.toml, and of tests/clients/trackers.txt"
         yield Claim(f"`{tracker.name}`", "built" if run else "unrun", lambda: True, proof)
 
 
@@ -279,6 +296,12 @@ def _test_extra() -> set[str]:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (block,) = re.findall(r"^test = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)
     return set(re.findall(r'"([\w-]+)', block))
+
+
+def _trackers_list() -> set[str]:
+    """Names of the modules whose packages `make test-trackers` installs."""
+    text = (ROOT / "tests" / "clients" / "trackers.txt").read_text(encoding="utf-8")
+    return {name.replace("-", "_") for name in re.findall(r"^([\w-]+)==", text, re.MULTILINE)}
 
 
 def _watching() -> Iterator[Claim]:
@@ -308,7 +331,7 @@ def claims() -> dict[str, list[Claim]]:
         "Launching": list(_launching()),
         "Devices": list(_devices()),
         "Strategies": [*plugins(STRATEGIES, by_plan), *_more_strategies()],
-        "Mixed precision": plugins(PRECISIONS, by_plan),
+        "Mixed precision": [*plugins(PRECISIONS, by_plan), *_float8_libraries()],
         "Compilation": [tested("`torch.compile` in place", "null/test_accelerator.py::compiled_in_place")],
         "Processes": list(_processes()),
         "Data": list(_data()),
@@ -521,6 +544,20 @@ def trackers_table() -> str:
     return table(["`log_with`", "What it writes", "Package", "Needs `project_dir`", "Run here"], rows)
 
 
+def tracker_places() -> str:
+    """For every tracker: how it is used online and offline, where its files are, how a run goes on."""
+    from accelerate.track import TRACKERS
+
+    parts = []
+    for tracker in TRACKERS:
+        lines = re.findall(
+            r"^(Online|Offline|Files|Resume): (.*(?:\n    .*)*)", inspect.getdoc(tracker) or "", re.MULTILINE
+        )
+        texts = (f"- {name}: {' '.join(text.split()).replace('``', '`')}" for name, text in lines)
+        parts.append("\n".join([f"### {code(tracker.name)}", "", *texts]))
+    return "\n\n".join(parts)
+
+
 def examples_table() -> str:
     """Every example and the first line of its docstring."""
     rows = []
@@ -538,6 +575,7 @@ def page(path: Path) -> str:
         "figures": figures,
         "highlights": highlights,
         "trackers": trackers_table,
+        "tracker_places": tracker_places,
         "examples": examples_table,
     }
     for name, make in tables.items():

@@ -54,9 +54,6 @@ def all_names(modules: str) -> dict[str, str]:
     return dict.fromkeys((f"accelerate.{module}" for module in modules.split()), "*")
 
 
-# The planned feature, in the words of an error.
-FP8 = "matrix products in 8-bit floats by torchao, TransformerEngine or MS-AMP"
-
 NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     "accelerate": {},
     "accelerate.accelerator": exports("facade.accelerator: Accelerator"),
@@ -170,16 +167,16 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     "accelerate.commands.utils": exports("cli.v1_launcher: CustomArgumentGroup CustomArgumentParser"),
     # --- accelerate.utils
     "accelerate.utils": {},
-    "accelerate.utils.ao": not_built(
-        FP8,
-        "convert_model_to_fp8_ao filter_first_and_last_linear_layers filter_linear_layers "
-        "find_first_last_linear_layers has_ao_layers",
+    "accelerate.utils.ao": exports(
+        "precision.float8.torchao: convert_model_to_fp8_ao filter_first_and_last_linear_layers "
+        "filter_linear_layers find_first_last_linear_layers has_ao_layers"
     ),
-    "accelerate.utils.bnb": not_built(
-        "models quantized by bitsandbytes",
-        "get_keys_to_not_convert get_parameter_device get_quantized_model_device_map has_4bit_bnb_layers "
-        "load_and_quantize_model quantize_and_offload_8bit replace_with_bnb_layers",
-    ),
+    "accelerate.utils.bnb": exports(
+        "offload.quantization.bitsandbytes: get_parameter_device has_4bit_bnb_layers "
+        "quantize_and_offload_8bit replace_with_bnb_layers"
+    )
+    | exports("offload.quantization.base: get_keys_to_not_convert")
+    | exports("facade.quantized_loading: get_quantized_model_device_map load_and_quantize_model"),
     "accelerate.utils.constants": exports(
         "checkpoint.layout: MODEL_NAME OPTIMIZER_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME "
         "SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME "
@@ -214,10 +211,10 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         ),
     ),
     "accelerate.utils.dataclasses": exports(
-        "facade.enums: ComputeEnvironment CustomDtype DistributedType FP8BackendType LoggerType "
+        "facade.enums: ComputeEnvironment DistributedType FP8BackendType LoggerType "
         "PrecisionType RNGType SageMakerDistributedType"
     )
-    | exports("core.value_types: BaseEnum EnumWithContains")
+    | exports("core.value_types: BaseEnum CustomDtype EnumWithContains")
     | exports("core.kwargs_handler: KwargsHandler")
     | exports("precision.autocast: AutocastKwargs")
     | exports("facade.launch_settings: DynamoBackend")
@@ -228,12 +225,16 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | exports("world.local_tensor_trees: TensorInformation")
     | exports("data.configuration: DataLoaderConfiguration")
     | exports("facade.gradient_state: GradientAccumulationPlugin")
-    | exports("facade.fp8: AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs")
+    | exports("precision.float8.torchao: AORecipeKwargs")
+    | exports("precision.float8.fp8_recipe_kwargs: FP8RecipeKwargs")
+    | exports("precision.float8.msamp: MSAMPRecipeKwargs")
+    | exports("precision.float8.transformer_engine: TERecipeKwargs")
     | exports("facade.compilation: TorchDynamoPlugin")
     | exports("facade.module_queries: get_module_class_from_name")
     | exports("checkpoint.discovery: ProjectConfiguration")
     | exports("watch.profile: ProfileKwargs")
-    | not_built("models quantized by bitsandbytes", "BnbQuantizationConfig")
+    | exports("offload.quantization.bitsandbytes: BnbQuantizationConfig")
+    | exports("offload.quantization.torchao: TorchAOQuantizationConfig")
     | exports("strategy.deepspeed.plugin: DeepSpeedPlugin")
     | exports("strategy.sharding.plugin: FullyShardedDataParallelPlugin")
     | exports(
@@ -388,8 +389,9 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     "accelerate.utils.random": exports("world.rng: set_seed synchronize_rng_state synchronize_rng_states"),
     "accelerate.utils.torch_xla": not_built("training on TPU", "install_xla"),
     "accelerate.utils.tqdm": exports("watch.console: tqdm"),
-    "accelerate.utils.transformer_engine": not_built(
-        FP8, "apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers"
+    "accelerate.utils.transformer_engine": exports(
+        "precision.float8.transformer_engine: apply_fp8_autowrap contextual_fp8_autocast convert_model "
+        "has_transformer_engine_layers"
     ),
     "accelerate.utils.versions": exports("core.packages: compare_versions is_torch_version"),
     "accelerate.test_utils": {},

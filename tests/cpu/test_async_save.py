@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import psutil
 import pytest
 import torch
 
@@ -424,3 +425,28 @@ def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
     running.signal(signal.SIGINT)
     assert running.wait().returncode != 0
     assert not (tmp_path / "c").exists()
+
+
+def count_store_connections() -> int:
+    """The connections of this rank to the store, which rank 0 hosts."""
+    port = int(os.environ["MASTER_PORT"])
+    ends = psutil.Process().net_connections("tcp")
+    return sum(end.status == "ESTABLISHED" and end.raddr.port == port for end in ends)
+
+
+def save_three_times(folder: str) -> list[int]:
+    accelerator = Accelerator(project_config=ProjectConfiguration(async_save=True))
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    counts = [count_store_connections()]
+    for number in range(3):
+        accelerator.save_state(f"{folder}/{number}")
+        accelerator.wait_for_checkpoint()
+        counts.append(count_store_connections())
+    return counts
+
+
+def test_saves_open_no_connections_to_the_store(ranks: RankServer, tmp_path: Path) -> None:
+    """At rank 0 each is a file descriptor: a thousand ranks would open a thousand at each save."""
+    for counts in ranks(2, save_three_times, str(tmp_path)):
+        assert 0 < counts[0] < 5
+        assert len(set(counts)) == 1, counts

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import random
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -225,6 +227,36 @@ def test_what_the_ranks_disagree_about_is_shown_in_a_table(ranks: RankServer) ->
     assert "at ['a']['c']\n  why: rank 0: a tensor\n       rank 1: nothing there" in found["key"]
     assert "at [1]" in found["type"]
     assert "different orders" in found["order"]
+
+
+def disagree_in_a_tree() -> list[str]:
+    """Rank 3 of five, a grandchild of rank 0, does something else."""
+    from accelerate import Accelerator
+    from accelerate.utils import broadcast
+
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    many = [torch.ones(1)] * 100  # their description is sent as a digest
+    texts = [
+        message(accelerator.gather, [*many, torch.ones(1, 2 + (rank == 3))]),
+        message(broadcast, torch.ones(2), int(rank == 3)),
+        message(accelerator.wait_for_everyone) if rank == 3 else message(accelerator.reduce, torch.ones(1)),
+    ]
+    assert accelerator.reduce(torch.tensor(rank), "sum").item() == 10  # they are in step again
+    assert gather_object([rank * "x" * 200_000]) == [r * "x" * 200_000 for r in range(5)]
+    return texts
+
+
+def test_disagreement_deep_in_the_tree_is_the_same_table_on_all_ranks(ranks: RankServer) -> None:
+    shapes, sources, calls = same_on_all(ranks(5, disagree_in_a_tree))
+    assert "a tensor to gather, [100]\n" in shapes
+    assert shapes.count("torch.float32 (1, 2)") == 4
+    assert "rank 3: torch.float32 (1, 3)" in shapes
+    assert "the ranks broadcast from different ranks" in sources
+    assert "rank 0: from rank 0, broadcast at test_collective_errors.py:" in sources
+    assert "rank 3: from rank 1, broadcast at test_collective_errors.py:" in sources
+    assert "rank 2: reduce(sum) at test_collective_errors.py:" in calls
+    assert "rank 3: wait_for_everyone at test_collective_errors.py:" in calls
 
 
 # ---------------------------------------------------------------- ranks that fail, end or stay away
@@ -539,23 +571,17 @@ def test_a_world_can_be_opened_again_and_leaves_nothing_behind(ranks: RankServer
 
 
 def lose_peer_before_first_collective() -> None:
-    import torch.distributed as dist
-
+    """Rank 0 ends when rank 1 has connected to it, and has not answered."""
     from accelerate import Accelerator
 
     accelerator = Accelerator()
     if accelerator.process_index == 0:
-        store = peer_store()
-        store.put("here/0", "")
-        assert store.wait(["here/1"], 30)
-        raise ValueError("a bad batch")
-
-    def torn(*arguments: object) -> None:
-        raise dist.DistNetworkError("Connection reset by peer")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "ProcessGroupGloo", torn)
-        accelerator.gather(torch.ones(1))
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            address = ["0" * 32, "127.0.0.1", listener.getsockname()[1]]
+            peer_store().put("tree/0", json.dumps(address))
+            listener.accept()
+            raise ValueError("a bad batch")
+    accelerator.gather(torch.ones(1))
 
 
 def test_a_peer_that_is_gone_before_the_first_collective_is_named(ranks: RankServer) -> None:
@@ -601,7 +627,14 @@ def die_before_the_group_is_complete(moment: str) -> None:
     if rank == 2:
         return
     if rank == 1 and moment == "waiting":
-        threading.Timer(0.3, os._exit, (3,)).start()
+        open_store = dist.TCPStore
+
+        def open_and_die(*args: object, **options: object) -> object:
+            store = open_store(*args, **options)
+            threading.Timer(1.0, os._exit, (3,)).start()  # it says first that it has come
+            return store
+
+        dist.TCPStore = open_and_die
     elif rank == 1:
         dist.init_process_group = lambda **_: os._exit(3)
     PartialState(cpu=True)
@@ -620,16 +653,24 @@ def test_a_rank_that_dies_before_the_group_is_complete_is_named(
     assert "rank 1 is gone while rank 0 was opening the process group" in first.message
 
 
-def wait_for_nobody() -> None:
+def wait_for_nobody(present: int) -> None:
     from accelerate import Accelerator, InitProcessGroupKwargs
 
-    if os.environ["RANK"] == "0":
+    if int(os.environ["RANK"]) == present:
         Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=1))])
 
 
 def test_a_rank_that_never_comes_is_named_at_the_timeout(ranks: RankServer) -> None:
     """C9: torch says how many came, and not who."""
-    first, *_ = ranks.outcomes(3, wait_for_nobody, grace=20)
+    first, *_ = ranks.outcomes(3, wait_for_nobody, 0, grace=20)
     assert first.kind == "WorldError", first
     assert "1 of 3 ranks came to the process group within 1 s" in first.message
     assert "missing: rank 1, 2" in first.message
+
+
+def test_a_store_that_nobody_hosts_is_no_error_of_torch(ranks: RankServer) -> None:
+    """C9: rank 0 never comes, and the others have nowhere to say so."""
+    _, second, _ = ranks.outcomes(3, wait_for_nobody, 1, grace=20)
+    assert second.kind == "WorldError", second
+    assert "found no store of the process group within 1 s" in second.message
+    assert "rank 0 does not host it: " in second.message

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -176,15 +178,20 @@ def reduce_extremes(count: int, world_size: int) -> None:
     rank, size = accelerator.process_index, accelerator.num_processes
     assert size == world_size
 
-    def check(value: float, dtype: torch.dtype, reduction: str, wanted: float, to: torch.dtype) -> None:
-        got = accelerator.reduce(torch.full((count,), value).to(dtype), reduction)
+    def check(
+        value: float, dtype: torch.dtype, reduction: str, wanted: float, to: torch.dtype, scale: float = 1.0
+    ) -> None:
+        got = accelerator.reduce(torch.full((count,), value).to(dtype), reduction, scale)
         assert got.dtype == to, (dtype, reduction, got.dtype)
         torch.testing.assert_close(got, torch.full((count,), wanted, dtype=torch.float64).to(to))
 
     for dtype in INTEGERS:
-        top = min(torch.iinfo(dtype).max, 2**40)
+        greatest = torch.iinfo(dtype).max
+        for value in greatest, -greatest - 1, -7:
+            if value >= torch.iinfo(dtype).min:
+                check(value, dtype, "mean", value, torch.float32)
+        top = min(greatest, 2**40)
         near = top - 1 + rank % 2  # one less on even ranks
-        check(top, dtype, "mean", top, torch.float32)
         check(top, dtype, "sum", size * top, torch.int64)
         check(near, dtype, "max", top - 1 + (size > 1), dtype)
         check(near, dtype, "min", top - 1, dtype)
@@ -195,6 +202,7 @@ def reduce_extremes(count: int, world_size: int) -> None:
         top = min(torch.finfo(dtype).max, 2.0**120)
         check(top, dtype, "mean", top, dtype)
         check(top, dtype, "max", top, dtype)
+        check(2.0, dtype, "none", 1.0, dtype, scale=0.5)
     mixed = torch.tensor([rank, -rank, torch.nan if rank == 0 else 1.0]).repeat(count)
     assert accelerator.reduce(mixed, "max")[:2].tolist() == [size - 1, 0]
     assert accelerator.reduce(mixed, "min")[:2].tolist() == [0, 1 - size]
@@ -207,7 +215,7 @@ def reduce_extremes(count: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("count", [2, 300_000], ids=["inline", "large"])
 def test_reduce_does_not_overflow_on_the_way(ranks: RankServer, world_size: int, count: int) -> None:
-    """G4. The largest values of each dtype: their mean is themselves, their sum is in int64."""
+    """G4. The ends of each dtype: their mean is themselves, their sum is in int64."""
     ranks(world_size, reduce_extremes, count, world_size)
 
 
@@ -334,9 +342,12 @@ def test_splitting_over_eight_processes_needs_no_processes() -> None:
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def late(seconds: float) -> tuple[float, str]:
+def late(folder: Path, seconds: float) -> tuple[float, str]:
     from accelerate import Accelerator, InitProcessGroupKwargs
 
+    (folder / os.environ["RANK"]).touch()
+    while len(list(folder.iterdir())) < 2:  # the ranks may start further apart than the timeout
+        time.sleep(0.01)
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=4))])
     accelerator.wait_for_everyone()
     started = time.perf_counter()
@@ -348,8 +359,8 @@ def late(seconds: float) -> tuple[float, str]:
     return time.perf_counter() - started, str(error.value)
 
 
-def test_a_barrier_gives_up_after_the_asked_timeout(ranks: RankServer) -> None:
+def test_a_barrier_gives_up_after_the_asked_timeout(ranks: RankServer, tmp_path: Path) -> None:
     """C9."""
-    waited, text = ranks(2, late, 11.0)[0]
+    waited, text = ranks(2, late, tmp_path, 11.0)[0]
     assert 3.5 < waited < 10.0, "after its 4 seconds, not when the late rank comes"
     assert text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ def members_of_the_wrapper() -> tuple[object, ...]:
 
     accelerator = Accelerator()
     user = nn.Linear(1, 1, bias=False)
-    model = accelerator.prepare(user)
+    model = accelerator.prepare(cast("Any", user))
     x = torch.full((1, 1), float(accelerator.process_index + 1))
     with model.no_sync():
         inside = model.require_backward_grad_sync
@@ -102,7 +103,7 @@ def members_of_the_wrapper() -> tuple[object, ...]:
         assert model.module is user
     notes = [str(each.message) for each in caught]
     assert (model.device, model.device_type) == (torch.device("cpu"), "cpu")
-    assert model.process_group.size() == 2
+    assert model.process_group.size() == 2  # pyright: ignore[reportCallIssue]
     assert not model.static_graph
     assert not hasattr(user, "device")
     owner = accelerator.prepare(Owner())

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from accelerate.commands.merge import merge_command, merge_command_parser
+from accelerate.core.errors import CheckpointError
 from accelerate.utils import is_deepspeed_available
 from tests.cpu.test_deepspeed import ASKED, engine, loop
 from tests.support.ranks import RankServer
@@ -170,3 +171,47 @@ def test_what_only_deepspeed_reads_is_said(tmp_path: Path) -> None:
     (own / names[0]).write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match="cannot be read"):
         ZeroCheckpoint(own)
+
+
+def load_into_another_optimizer(stage: int, folder: str) -> tuple[list[str], list[bool]]:
+    """Save AdamW of one group; load it into another class, and into two groups: errors, nothing changed."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    def prepared(kind: str) -> tuple[Any, Any, Any]:
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage))
+        model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        params = list(model.parameters())
+        if kind == "SGD":
+            optimizer: Any = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        else:
+            groups: Any = [{"params": params[:1]}, {"params": params[1:]}] if kind == "two groups" else params
+            optimizer = torch.optim.AdamW(groups, lr=0.1)
+        schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+        accelerator.backward(model(torch.ones(2, 4)).mean())
+        optimizer.step()
+        schedule.step()
+        return accelerator, model, schedule
+
+    prepared("AdamW")[0].save_state(folder)
+    errors, same = [], []
+    for kind in "SGD", "two groups":
+        accelerator, model, schedule = prepared(kind)
+        before = accelerator.get_state_dict(model), schedule.state_dict()
+        with pytest.raises(CheckpointError) as error:
+            accelerator.load_state(folder)
+        after = accelerator.get_state_dict(model), schedule.state_dict()
+        errors.append(str(error.value))
+        weights = (torch.equal(value, after[0][name]) for name, value in (before[0] or {}).items())
+        same.append(all(weights) and before[1] == after[1])
+    return errors, same
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_state_of_another_optimizer_is_refused(ranks: RankServer, stage: int, tmp_path: Path) -> None:
+    """G8: DeepSpeed reads any state, and fails at groups when weights are loaded already."""
+    for (other, groups), same in ranks(2, load_into_another_optimizer, stage, str(tmp_path), timeout=100):
+        assert "it has the state of AdamW (amsgrad, betas, " in other
+        assert "and the optimizer is SGD (dampening, momentum, nesterov)" in other
+        assert "it has groups of [4] parameters, and the optimizer has [1, 3]" in groups
+        assert same == [True, True]

@@ -27,7 +27,13 @@ from tests.support.ranks import RankServer
 # Pages of other kinds: the start page has a test of its own, the page on notebooks is run as one
 # (test_notebook.py), the rest shows no program of a user.
 OTHERS = {"index.md", "notebooks.md", "settings.md", "architecture.md", "contributing.md", "changelog.md"}
-NEEDS = {"deepspeed.md": "deepspeed", "megatron.md": "megatron.core", "sequences.md": "transformers"}
+NEEDS = {
+    "deepspeed.md": "deepspeed",
+    "fp8.md": "torchao",
+    "megatron.md": "megatron.core",
+    "quantization.md": "bitsandbytes",
+    "sequences.md": "transformers",
+}
 PAGES = sorted(path.name for path in ROOT.glob("docs/*.md") if path.name not in OTHERS)
 
 
@@ -93,7 +99,7 @@ def test_a_script_of_a_page_ends_as_it_shows(page: str, tmp_path: Path) -> None:
         path = tmp_path / block.title
         path.write_text(block.code, encoding="utf-8")
         done = launch("--cpu", "--num_processes", "2", path=path)
-        output = done.output.replace(f"{tmp_path}{os.sep}", "")
+        output = (done.stdout + done.stderr).replace(f"{tmp_path}{os.sep}", "")
         assert block.printed, f"docs/{page}, line {block.line}: what does it print?"
         assert output.rstrip("\n").endswith(block.printed.rstrip("\n")), output
 

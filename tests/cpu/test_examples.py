@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.command import Finished, Running, launch, start
 from tests.support.environment import ROOT
+from tests.support.packages import is_installed
 from tests.support.ranks import RanksError, RankServer
 from tests.support.scripts import script_output
 
@@ -231,3 +232,39 @@ def test_metrics_count_every_image_once(ranks: RankServer, processes: int) -> No
     assert float(accuracy[1]) > 0.75
     assert int(accuracy[2]) == round(351 * (1 - float(accuracy[1])))
     assert len(re.findall(r"  image \d+: \d taken for \d", text)) == 3
+
+
+# Strategy -> weights of 209,216 that a process holds at most, and how far losses may be from the plain loop.
+STRATEGIES = {
+    "ddp": (1.0, 1e-5),
+    "bf16_hook": (1.0, 5e-3),
+    **dict.fromkeys(("fsdp", "tensor_parallel", "context_parallel", "ulysses", "pipeline"), (0.53, 1e-5)),
+    "deepspeed": (1.0, 1e-5),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_strategy_trains_to_the_losses_of_a_plain_loop(ranks: RankServer, strategy: str) -> None:
+    if strategy == "deepspeed" and not is_installed("deepspeed"):
+        pytest.skip("deepspeed is not installed: pip install deepspeed")
+    share, bound = STRATEGIES[strategy]
+    text = script_output(ranks, 2, EXAMPLES / "strategies.py", strategy)
+    held, total = re.findall(r"holds (\d+), \d+ of (\d+) weights", text)[0]
+    assert 0.45 < int(held) / int(total) <= share
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", text)]
+    assert losses[-1] < 0.7 * losses[0]
+    difference = float(text.split()[-1])
+    assert difference < bound
+    assert (difference > 1e-5) == (strategy == "bf16_hook"), "the hook rounds what is sent"
+
+
+def test_texts_are_continued_alike_on_any_number_of_processes(ranks: RankServer) -> None:
+    if not is_installed("transformers"):
+        pytest.skip("transformers is not installed: pip install transformers")
+    alone, *several = (
+        script_output(ranks, count, EXAMPLES / "distributed_inference.py").splitlines() for count in (1, 2, 3)
+    )
+    assert alone[0] == "1 processes continued 11 texts"
+    assert len({line.partition(": ")[2] for line in alone[1:]}) > 1
+    for lines in several:
+        assert lines[1:] == alone[1:]

@@ -14,6 +14,9 @@ from torch import nn
 from accelerate.core.errors import PrepareError
 from tests.support.ranks import RankServer, same_on_all
 
+# What the rank server imports once for this module.
+PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer",)
+
 
 class Net(nn.Module):
     """With a method that computes around the forward, and one that goes through it."""
@@ -116,7 +119,7 @@ def wrong() -> dict[str, tuple[list[str], list[str], list[str], bool]]:
         yield case, case.step(case.forward)
         case.model.extra = nn.Linear(1, 1)
         case.optimizer.add_param_group({"params": list(case.model.extra.parameters())})
-        loss = lambda: case.model.extra(case.model(case.x)).mean()  # noqa: E731
+        loss = lambda: case.model.extra(case.model(case.x)).mean()  # noqa: E731  # pyright: ignore[reportCallIssue]
         yield case.step(loss), case.step(loss)
 
     def late() -> Any:  # all of it was frozen, so there is no reducer
@@ -222,6 +225,56 @@ def test_what_a_backward_left_out_is_named_before_torch_counts_it(ranks: RankSer
     assert "the loss does not depend on these" in unused
 
 
+def add_after_prepare(kind: str) -> tuple[list[str], str]:
+    """What is said of a layer that a prepared model gets, in three steps; what the optimizer refuses."""
+    from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
+
+    more: dict[str, Any] = {
+        "fsdp1": lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1)},
+        "fsdp2": lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)},
+        "replicas": lambda: {"parallelism_config": ParallelismConfig(dp_replicate_size=2)},
+        "cp": lambda: {"parallelism_config": ParallelismConfig(cp_size=2)},
+        "ZeRO 1": lambda: {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=1)},
+        "ZeRO 3": lambda: {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=3)},
+    }[kind]()
+    accelerator = Accelerator(cpu=True, **more)
+    model = Net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.full((2, 3), 1.0 + accelerator.process_index)
+
+    def step(module: nn.Module) -> None:
+        accelerator.backward(module(model(x)).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(nn.Identity())
+        model.extra = nn.Linear(1, 1)
+        try:
+            optimizer.add_param_group({"params": list(model.extra.parameters())})
+        except PrepareError as error:
+            return [], str(error)
+        step(model.extra)
+        step(model.extra)
+    return [said for each in caught if "extra" in (said := str(each.message))], ""
+
+
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2", "replicas", "cp"])
+def test_parameters_that_are_added_after_sharding_are_named(ranks: RankServer, kind: str) -> None:
+    """G5: their gradients are reduced no more than under DDP."""
+    (first, _), (second, _) = ranks(2, add_after_prepare, kind)
+    assert len(first) == 1, first
+    assert "optimizer.step() of extra.weight, extra.bias, whose gradients are not reduced" in first[0]
+    assert not second, "rank 0 speaks for all"
+
+
+@pytest.mark.parametrize("kind", ["ZeRO 1", "ZeRO 3"])
+def test_deepspeed_takes_no_parameters_after_prepare(ranks: RankServer, kind: str) -> None:
+    _, error = same_on_all(ranks(2, add_after_prepare, kind))
+    assert "add_param_group() of an optimizer that deepspeed steps" in error
+
+
 def made(kind: str, rate: float, momentum: bool) -> tuple[Any, Any, Any]:
     """A prepared model, with momentum from before on rank 0 only."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -302,8 +355,25 @@ def saved(folder: str) -> list[list[str]]:
                     with torch.no_grad():
                         model.head.bias += accelerator.process_index * 1e-2
                 accelerator.save_state(f"{folder}/{interval}-{change}")
-            found.append([str(each.message) for each in caught if "replicas" in str(each.message)])
+            found.append([str(each.message) for each in caught if "drifted apart" in str(each.message)])
     return found
+
+
+def save_sharded_with_other_rates(folder: str) -> list[str]:
+    """What a save of a sharded model says of another learning rate."""
+    accelerator, _, optimizer = made("2", 0.1, momentum=False)
+    accelerator.save_state(f"{folder}/equal")
+    optimizer.param_groups[0]["lr"] *= 1 + accelerator.process_index
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator.save_state(f"{folder}/other")
+    return [str(each.message) for each in caught if "drifted apart" in str(each.message)]
+
+
+def test_a_save_names_another_learning_rate_of_a_sharded_model(ranks: RankServer, tmp_path: Path) -> None:
+    (said,), silent = ranks(2, save_sharded_with_other_rates, str(tmp_path))
+    assert silent == []
+    assert "the learning rate of group 0 of the SGD of rank 1 is not that of rank 0" in said
 
 
 def test_a_save_names_what_has_drifted(ranks: RankServer, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ SLURM with two nodes, Open MPI and MPICH run on this machine, where they are ins
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,7 +107,7 @@ def test_the_table_of_settings_names_the_scheduler(cluster: slurm.Slurm) -> None
     """``accelerate env --explain`` inside of a job."""
     finished = srun(cluster, "-N2", "-n2", *CONSOLE, "env", "--explain", script="")
     assert finished.returncode == 0, finished.output
-    rows = {tuple(line.split("\t")[:3]) for line in finished.stdout.splitlines()}
+    rows = {tuple(re.split(r"\s{2,}", line)[:3]) for line in finished.stdout.splitlines()}
     assert {("machine_rank", "0", "SLURM_NODEID"), ("machine_rank", "1", "SLURM_NODEID")} <= rows
 
 

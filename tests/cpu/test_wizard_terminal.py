@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import yaml
 from tests.support.command import CONSOLE
 from tests.support.environment import clean
 
-DOWN, ENTER = "\x1b[B", "\r"
+DOWN, ENTER, ESC = "\x1b[B", "\r", "\x1b"
 
 
 @pytest.fixture
@@ -68,3 +69,22 @@ def test_ctrl_c_leaves_nothing_and_says_130(wizard: pexpect.spawn, tmp_path: Pat
     assert wizard.exitstatus == 130
     assert "Traceback" not in str(wizard.before)
     assert [path.name for path in tmp_path.iterdir()] == []
+
+
+def test_esc_goes_back_and_help_and_errors_are_whole(wizard: pexpect.spawn) -> None:
+    """On 60 columns: help stands under its question, an error is broken between words."""
+    wizard.setwinsize(50, 60)
+    choose(wizard)
+    choose(wizard, DOWN * 2)  # several processes, on the CPU
+    wizard.expect_exact("Number of machines?")
+    wizard.send(ESC)
+    wizard.expect_exact("On which devices?")
+    choose(wizard)
+    wizard.expect_exact("Number of machines?")
+    wizard.expect_exact("how many machines take part")
+    wizard.expect_exact("> ")  # keys that come before are read as lines of text
+    wizard.send("\x150" + ENTER)
+    wizard.expect(r"num_machines\s+is\s+0[^>]*>")  # the error, and the question again
+    error = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", str(wizard.after)).partition("?")[0].strip()
+    assert "but it is 1 to 1000000, and the fewest come first" in " ".join(error.split())
+    assert max(map(len, error.splitlines())) <= 60

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate.core.errors import OffloadError
 from accelerate.device.base import Device
 from accelerate.hooks import remove_hook_from_submodules
 from accelerate.offload.dispatch import offload_stats
 from accelerate.offload.dispatch_hook import hook_of
-from accelerate.offload.offloaded_tensor import OffloadError
 
 WIDTH, LAYERS = 1024, 12
 

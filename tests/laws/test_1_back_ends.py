@@ -34,6 +34,7 @@ GENERIC = {
 }
 # Files and folders about a back end that are not called after it.
 OWN = {
+    "precision/float8": {"fp8"},
     "strategy/sharding": {"fsdp", "fsdp1"},
     "launch/kinds/tpu": {"xla"},
     "launch/tpu_rank": {"xla"},
@@ -49,7 +50,6 @@ ALLOWED = {
     ("facade/accelerator", "megatron"): _PROMISED,
     ("facade/state", "deepspeed"): _PROMISED,
     ("facade/state", "fsdp"): _PROMISED,
-    ("facade/fp8", "fsdp"): "a field of torchao's configuration, by torchao's name",
     ("launch/launcher", "fsdp"): "the table of settings that exclude each other",
     (
         "launch/kinds/deepspeed",
@@ -57,6 +57,7 @@ ALLOWED = {
     ): "the launcher that hands on the environment itself",
     ("offload/estimate/memory_estimate", "ddp"): "what each rank holds under the strategy, as a sum",
     ("offload/estimate/memory_estimate", "fsdp"): "what each rank holds under the strategy, as a sum",
+    ("precision/float8/torchao", "fsdp"): "a field of torchao's configuration, by torchao's name",
     ("strategy/deepspeed/plugin", "fp8"): "the environment variable of the public interface",
     ("strategy/megatron/plugin", "tensorboard"): "an option of Megatron-LM, by its name",
     ("strategy/parallelism", "fsdp"): "its dp_shard dimension is FSDP2: a strategy composed of another",

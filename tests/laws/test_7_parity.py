@@ -262,6 +262,38 @@ def test_an_open_window_goes_on(ranks: RankServer, runs: Runs, one: str, other: 
         goes_on(ranks, runs, one, other, begin, 4)
 
 
+def save_in_background(way: str, folder: str) -> list[float]:
+    """Train, from the first step on under ``async_save``; the losses."""
+    from accelerate.utils import ProjectConfiguration
+
+    accelerator = accelerator_of(way, project_config=ProjectConfiguration(folder, async_save=True))
+    model = decoder()
+    batches = loader(ROWS // accelerator.strategy.data_shard.count)
+    model, optimizer, batches = accelerator.prepare(model, adamw(model), batches)
+
+    def save(number: int) -> None:
+        if number == MIDDLE:
+            accelerator.save_state(f"{folder}/1-{MIDDLE}")
+
+    losses, _ = loop(accelerator, model, optimizer, batches, save)
+    accelerator.wait_for_checkpoint()
+    return losses
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if LONG_RUN or WAYS[way][1] != "parallelism"])
+def test_a_save_in_the_background_is_the_state_at_its_call(
+    ranks: RankServer, way: str, tmp_path: Path
+) -> None:
+    """D10, under every strategy: training goes on as without, and so does a resumed run."""
+    if WAYS[way][1] == "deepspeed" and not is_deepspeed_available():
+        pytest.skip("deepspeed is not installed: pip install deepspeed")
+    losses, norms, values = plain(1)
+    ours = ranks(WAYS[way][0], save_in_background, way, str(tmp_path), timeout=100)[0]
+    assert ours == pytest.approx(losses, rel=1e-5)
+    resumed = ranks(WAYS[way][0], second_part, way, str(tmp_path / f"1-{MIDDLE}"), 1, 0, timeout=100)[0]
+    close(resumed, (losses[MIDDLE:], norms[MIDDLE:], values), 1e-5)
+
+
 def has_open_gradients(way: str) -> bool:
     """Tell whether a checkpoint holds the gradients of an open window: DeepSpeed keeps its own."""
     return "zero" not in WAYS[way][2]

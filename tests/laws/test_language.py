@@ -177,6 +177,7 @@ def engines() -> Iterator[str]:
             yield from (f"{where}:{number}: {line.strip()}" for _ in ENGINE.finditer(line))
 
 
+@cache
 def places() -> dict[str, list[str]]:
     """Every measure and the places it counts."""
     every = sources()

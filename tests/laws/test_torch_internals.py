@@ -6,7 +6,9 @@ A torch that drops one fails here, in the test of that name. So does a file that
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -128,6 +130,14 @@ def test_a_newer_torch_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch
         torch_internals.require("a subject")
     assert "torch.Tensor.shape" not in str(caught.value)
     assert TESTED[-1] in caught.value.fix
+
+
+def test_versions_that_count_as_tried_are_those_of_make_test_torch() -> None:
+    root = Path(__file__).parents[2]
+    newest = (root / "tests/support/requirements-newest.txt").read_text().strip().removeprefix("torch==")
+    listed = re.search(r"^TORCHES \?= (.*) \$\(NEWEST\)$", (root / "Makefile").read_text(), re.MULTILINE)
+    assert listed is not None
+    assert (*listed[1].split(), newest) == TESTED
 
 
 def test_names_have_versions() -> None:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 
-from accelerate.checkpoint import commit, discovery, layout, load, save
+from accelerate.checkpoint import commit, discovery, layout, load, rank_group, save
 from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.checkpoint.layout import CheckpointContents, StatefulAdapter
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
@@ -560,3 +560,10 @@ def test_the_names_are_those_of_the_public_format() -> None:
     foreign = "model-00001-of-00002.safetensors notes.txt optimizer.txt models logs config.json"
     assert all(map(layout.is_checkpoint_name, own.split()))
     assert not any(map(layout.is_checkpoint_name, foreign.split()))
+
+
+@pytest.mark.parametrize("size", [2, 32, 960, 1024, 4096])
+def test_a_live_rank_of_a_large_world_never_counts_as_dead(size: int) -> None:
+    """Several heartbeats fit into the silence after which it would."""
+    interval = rank_group.get_heartbeat_interval(size)
+    assert rank_group.HEARTBEAT <= interval <= rank_group.DEAD_AFTER / 4

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import logging
 import os
+import socket
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +26,13 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from accelerate import Accelerator
-from accelerate.checkpoint import discovery, load, save
+from accelerate.checkpoint import discovery, load, save, save_lock
 from accelerate.checkpoint.discovery import parse_address, split_address
 from accelerate.checkpoint.errors import CheckpointExistsError, CheckpointNotFoundError
 from accelerate.checkpoint.layout import CheckpointContents
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
+from accelerate.checkpoint.remote import RemoteCheckpointStorage
+from accelerate.checkpoint.save_lock import LockOwner, PlaceInUseError, RemoteSaveLock
 from accelerate.core.errors import CheckpointError, MissingExtraError, SettingError
 from accelerate.utils import ProjectConfiguration
 from tests.null.test_checkpoint_commit import Box, box, value_of
@@ -448,7 +457,7 @@ def test_files_of_hooks_and_parts_are_uploaded(remote: Remote, tmp_path: Path) -
     ],
 )
 def test_an_error_of_the_store_names_the_url(objects: Objects, how: str, why: str, fix: str) -> None:
-    objects.fail(1, how)
+    objects.fail(2, how)  # the first object is the lock
     with pytest.raises(CheckpointError) as caught:
         save.save(box(1), f"{objects.url}/a")
     assert caught.value.what.startswith(f"cannot write {objects.url}/a/files-")
@@ -530,6 +539,140 @@ def test_damage_to_what_is_replaced_is_no_hindrance(remote: Remote, caplog: pyte
         save.save(box(2), url)
     assert value_of(lambda parts: load.load(parts, url)) == 2
     assert len({name.split("/")[1] for name in remote.names()}) == 2
+
+
+# ---------------------------------------------------------------- two trainings in one place
+
+
+def put_lock(remote: Remote, **changes: Any) -> str:
+    """Put the lock of another training, which runs on this host, on the checkpoint ``run``."""
+    owner = asdict(LockOwner.current("another")) | {"pid": os.getppid()} | changes
+    remote.fs.pipe_file(remote.key("a/.run.lock-another"), json.dumps(owner).encode())
+    return f"{remote.url}/a/.run.lock-another"
+
+
+def test_the_second_of_two_trainings_is_refused_by_name(remote: Remote) -> None:
+    """G14: what the first is uploading stays; once the first is gone, nothing waits."""
+    save.save(box(1), f"{remote.url}/a/run")
+    remote.fs.pipe_file(remote.key("a/run/files-0123456789ab/half.bin"), b"half")
+    lock = put_lock(remote)
+    with pytest.raises(PlaceInUseError, match=f"another training is saving to {remote.url}/a/run") as caught:
+        save.save(box(2), f"{remote.url}/a/run")
+    assert f"process {os.getppid()} on {socket.gethostname()}" in str(caught.value)
+    assert lock in str(caught.value)
+    assert "a/run/files-0123456789ab/half.bin" in remote.names()
+    assert value_of(lambda parts: load.load(parts, f"{remote.url}/a/run")) == 1
+    save.save(box(2), f"{remote.url}/a/beside")
+    put_lock(remote, since="2001-01-01T00:00:00+00:00")  # its process is gone
+    start = time.perf_counter()
+    save.save(box(3), f"{remote.url}/a/run")
+    assert time.perf_counter() - start < save_lock.HEARTBEAT, "a restart waited"
+    assert not [name for name in remote.names() if "lock" in name or "0123456789ab" in name]
+
+
+@pytest.mark.parametrize("beats", [True, False])
+def test_a_lock_of_another_host_counts_while_it_is_written(
+    remote: Remote, beats: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_lock, "HEARTBEAT", 0.05)
+    monkeypatch.setattr(save_lock, "DEAD_AFTER", 0.5)
+    put_lock(remote, host="elsewhere", beat=0)
+    timer = threading.Timer(0.2, put_lock, (remote,), {"host": "elsewhere", "beat": 1})
+    if not beats:
+        save.save(box(1), f"{remote.url}/a/run")
+        return
+    timer.start()
+    with pytest.raises(PlaceInUseError, match=r"process \d+ on elsewhere"):
+        save.save(box(1), f"{remote.url}/a/run")
+    timer.join()
+
+
+def test_one_of_many_takes_the_lock(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_lock, "HEARTBEAT", 0.02)
+    monkeypatch.setattr(save_lock, "DEAD_AFTER", 5.0)
+    store = RemoteCheckpointStorage(f"{remote.url}/a")
+    locks = [RemoteSaveLock(store, "run", f"{number}") for number in range(4)]
+    for lock in locks:
+        lock.owner = dataclasses.replace(lock.owner, host=f"host {lock.name}")
+
+    def take(lock: RemoteSaveLock) -> bool:
+        with contextlib.suppress(PlaceInUseError):
+            lock.acquire()
+            return True
+        return False
+
+    with ThreadPoolExecutor(len(locks)) as pool:
+        taken = list(pool.map(take, locks))
+    assert sum(taken) <= 1
+    assert [name for name in remote.names() if "lock" in name] == [
+        f"a/.run.lock-{number}" for number, won in enumerate(taken) if won
+    ]
+    for lock in locks:
+        lock.release()
+    assert not remote.names()
+
+
+class ReturningLockStore:
+    """A store with the lock of a save that gives way as it is looked at, and is there again at once."""
+
+    def __init__(self) -> None:
+        self.reads, self.own, self.removed = 0, set[str](), list[str]()
+
+    def label(self, name: str = "") -> str:
+        return f"memory://{name}"
+
+    def entries(self, folder: str = "") -> list[str]:
+        return [".run.lock-other", *self.own]
+
+    def read(self, name: str) -> bytes | None:
+        self.reads += 1
+        owner = {"host": "elsewhere", "pid": 1, "save": "other", "since": "2026-01-01T00:00:00+00:00"}
+        return None if self.reads == 3 else json.dumps({**owner, "beat": self.reads}).encode()
+
+    def put(self, name: str, data: bytes) -> None:
+        self.own.add(name)
+
+    def remove(self, name: str) -> None:
+        self.removed.append(name)
+        self.own.discard(name)
+
+
+def test_a_lock_that_is_there_again_is_not_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two saves once held the lock both: one removed what the other had just put."""
+    monkeypatch.setattr(save_lock, "HEARTBEAT", 0.01)
+    store = ReturningLockStore()
+    with pytest.raises(PlaceInUseError, match="process 1 on elsewhere"):
+        RemoteSaveLock(store, "run", "mine").acquire()
+    assert ".run.lock-other" not in store.removed
+
+
+def test_the_owner_writes_its_lock_anew_until_it_is_taken_away(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_lock, "HEARTBEAT", 0.01)
+    lock = RemoteSaveLock(RemoteCheckpointStorage(f"{remote.url}/a"), "run", "mine")
+    threads = set(threading.enumerate())
+    with lock:
+        begun = set(threading.enumerate()) - threads
+        (beat,) = [thread for thread in begun if thread.name == "accelerate-lock"]
+        first, end = remote.fs.cat_file(remote.key("a/.run.lock-mine")), time.monotonic() + 20
+        while remote.fs.cat_file(remote.key("a/.run.lock-mine")) == first and time.monotonic() < end:
+            time.sleep(0.01)
+        assert remote.fs.cat_file(remote.key("a/.run.lock-mine")) != first
+        while beat.is_alive() and time.monotonic() < end:  # it may be writing just now
+            with contextlib.suppress(FileNotFoundError):
+                remote.fs.rm(remote.key("a/.run.lock-mine"))
+        assert not beat.is_alive()
+
+
+def test_a_place_that_cannot_be_locked_is_saved_to_with_a_warning(
+    objects: Objects, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rights may be given to the checkpoint's own folder alone."""
+    objects.fail(1, "forbidden")
+    save.save(box(1), f"{objects.url}/a")
+    assert "is saved to without a lock against other trainings" in caplog.text
+    assert value_of(lambda parts: load.load(parts, f"{objects.url}/a")) == 1
 
 
 def test_candidates_of_a_remote_folder_are_listed(remote: Remote) -> None:

@@ -622,6 +622,25 @@ def test_a_state_of_another_optimizer_is_refused_although_options_agree(
         prepared_run(change)[0].load_state(str(tmp_path / "c"))
 
 
+def test_the_state_of_another_kind_of_schedule_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch's schedules take any values: the rest of the training would follow none of the two."""
+    prepared_run()[0].save_state(str(tmp_path / "c"))
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    for schedule in (
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9),
+        torch.optim.lr_scheduler.StepLR(optimizer, 2),
+    ):
+        caplog.clear()
+        accelerator.free_memory()
+        accelerator.prepare(schedule)
+        accelerator.load_state(str(tmp_path / "c"), strict=False)
+        words = "takes the state of another kind of schedule: it has no T_max, eta_min, and holds gamma"
+        assert (words in caplog.text) is isinstance(schedule, torch.optim.lr_scheduler.CosineAnnealingLR)
+
+
 def test_what_is_missing_in_a_model_may_be_left_as_it_is(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(2, 2, bias=False))

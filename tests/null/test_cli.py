@@ -19,8 +19,6 @@ from accelerate.cli import env, main, options
 from accelerate.cli.main import COMMANDS, run
 from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
-from accelerate.core.setting import declared_settings
-from accelerate.launch.launch_request import JobSettings
 
 Run = Callable[..., SimpleNamespace]
 
@@ -50,53 +48,74 @@ def test_without_a_command_there_is_help_and_exit_code_1(cli: Run) -> None:
         assert re.search(rf"^  {shown} +\w", result.out, re.MULTILINE), name
 
 
-def test_help_of_launch_tells_every_flag_with_its_variable_and_key(
-    cli: Run, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("columns", ["80", "110"])
+def test_help_all_tells_every_flag_with_its_variable_and_key(
+    cli: Run, monkeypatch: pytest.MonkeyPatch, columns: str
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "110")
-    switches = [row.flags[0] for row in options.launch_settings() if row.flags and row.switch]
-    text = " ".join(cli("launch", *switches, "--help").out.split())
+    """No name is broken, so each can be searched for and copied."""
+    monkeypatch.setenv("COLUMNS", columns)
+    text = " ".join(cli("launch", "--help-all").out.split()).replace(
+        "- ", "-"
+    )  # micro-batches, over two lines
     for row in options.launch_settings():
         if row.flags:
             assert row.flags[0] in text
-            assert " ".join(row.help.split()) in text
+            assert row.help.replace("- ", "-") in text
             assert not row.variable or row.variable in text
             assert not row.in_file or f"{row.path}:" in text
 
 
-def test_help_of_launch_is_grouped_by_topic(cli: Run) -> None:
-    text = cli("launch", "--help").out
+def test_help_all_is_grouped_by_topic(cli: Run) -> None:
+    text = cli("launch", "--help-all").out
     topics = re.findall(r"^(\S.*):$", text, re.MULTILINE)
     assert topics == [*dict.fromkeys(row.topic for row in options.launch_settings() if row.flags), "Other"]
 
 
-@pytest.mark.parametrize("typed", ["--use_fsdp", "--use-fsdp", "--fsdp_version=2"])
-def test_flags_of_one_way_of_training_are_folded_until_one_is_typed(cli: Run, typed: str) -> None:
-    flags = [
-        row.flags[0] for row in options.launch_settings() if row.flags and row.flags[0].startswith("--fsdp_")
-    ]
-    folded = cli("launch", "--help").out
-    assert "--use_fsdp " in folded
-    assert not [flag for flag in flags if flag in folded]
-    line = rf"^  \.\.\. {len(flags)} more +accelerate launch --use_fsdp --help shows them$"
-    assert re.search(line, folded, re.MULTILINE)
-    unfolded = cli("launch", typed, "--help").out
-    assert not [flag for flag in flags if flag not in unfolded]
-    assert "... " not in unfolded.partition("\nSharding:\n")[2].partition("\n\n")[0]
-    assert "--fsdp_version" in cli("env", typed, "--help").out
+@pytest.mark.parametrize("command", ["launch", "test", "env"])
+def test_help_of_flags_of_a_launch_fits_on_a_screen(
+    cli: Run, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Common flags of ``launch`` alone, and the names of all topics, on lines of 80 characters."""
+    monkeypatch.setenv("COLUMNS", "80")
+    text = cli(command, "--help").out
+    lines, words = text.splitlines(), " ".join(text.split())
+    assert len(lines) <= 45
+    assert max(map(len, lines)) <= 80
+    assert not [row.topic for row in options.launch_settings() if row.flags and row.topic not in words]
+    shown = set(re.findall(r"^  (?:-\w, )?(--\w+)", text, re.MULTILINE)) - {"--explain"}
+    assert ({"--num_processes", "--cpu", "--mixed_precision", "--config_file"} <= shown) == (
+        command == "launch"
+    )
+    assert command == "launch" or not shown
 
 
-def test_only_topics_of_one_way_are_folded(cli: Run) -> None:
-    """Every way of training with a switch and more than a few options."""
-    folded = options.folded_topics()
-    switched = {cls.__topic__ for cls in options.SCRIPT_SETTINGS if hasattr(cls, "__switch__")}
-    assert "Sharding" in switched
-    assert switched <= folded
-    assert not folded & {row.topic for row in declared_settings(JobSettings)}
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["--use_fsdp", "--help"],
+        ["--use-fsdp", "--help"],
+        ["--fsdp_version=2", "--help"],
+        ["--help", "sharding"],
+    ],
+)
+def test_a_topic_is_shown_by_its_name_or_after_one_of_its_flags(cli: Run, typed: list[str]) -> None:
+    rows = [row for row in options.launch_settings() if row.flags]
+    text = cli("launch", *typed).out
+    flags = {row.flags[0] for row in rows if row.topic == "Sharding"}
+    assert {"--use_fsdp", "--fsdp_version"} < flags
+    assert flags == {row.flags[0] for row in rows if f"\n  {row.flags[0]} " in text}
+    assert "--fsdp_version" in cli("env", *typed).out
 
 
-def test_the_version(cli: Run) -> None:
-    result = cli("--version")
+def test_help_finds_flags_with_a_word(cli: Run) -> None:
+    text = cli("launch", "--help", "hostfile").out
+    assert "--mpirun_hostfile" in text
+    assert "--num_processes" not in text
+
+
+@pytest.mark.parametrize("word", ["--version", "version"])
+def test_the_version(cli: Run, word: str) -> None:
+    result = cli(word)
     assert (result.code, result.out) == (0, "accelerate, version 2.0.0\n")
 
 
@@ -107,6 +126,8 @@ def test_the_version(cli: Run) -> None:
     ("args", "words"),
     [
         (["lunch"], ["unknown command 'lunch'", "did you mean 'launch'?"]),
+        (["checkpoint", "verfy"], ["unknown command 'verfy'", "did you mean 'verify'?"]),
+        (["config", "updte"], ["unknown command 'updte'", "did you mean 'update'?"]),
         (["--bogus"], ["unknown flag '--bogus'"]),
         (
             ["launch", "--num_procesess", "2", "x.py"],
@@ -114,6 +135,7 @@ def test_the_version(cli: Run) -> None:
         ),
         (["launch", "--num-procesess", "2", "x.py"], ["did you mean '--num-processes'?"]),
         (["launch", "--zero_stag", "2", "x.py"], ["did you mean '--zero_stage'?"]),
+        (["launch", "--help", "trainig"], ["unknown topic 'trainig'", "did you mean 'Training'?"]),
         (["launch", "--num_processes"], ["'--num_processes' requires an argument"]),
         (["launch", "--cpu=yes", "x.py"], ["'--cpu' does not take a value"]),
         (["launch", "-n", "two", "x.py"], ["--num_processes is the text 'two'", "a whole number"]),
@@ -217,7 +239,8 @@ def test_explain_shows_every_source_of_every_setting(
     lines = cli(
         "env", "--explain", "--mixed_precision", "no", "-n", "2", "train.py", "--lr", "1"
     ).out.splitlines()
-    table = {line.split("\t")[0]: line.split("\t")[1:] for line in lines}
+    cells = [re.split(r"\s{2,}", line) for line in lines]
+    table = {name: rest for name, *rest in cells}
     assert set(table) == {"setting", *(row.name for row in options.launch_settings())}
     assert table["mixed_precision"] == [
         "no",
@@ -226,13 +249,16 @@ def test_explain_shows_every_source_of_every_setting(
         "fp16 (accelerate.yaml, line 2: mixed_precision); None (default)",
     ]
     assert table["dynamo_mode"][:2] == ["default", "accelerate.yaml, line 3: dynamo_config.dynamo_mode"]
-    assert table["num_machines"] == ["1", "default", ""]
+    assert table["num_machines"] == ["1", "default", "-"]
+    assert not [line for line in lines if "\t" in line]
+    starts = {line.index(row[1], len(row[0])) for line, row in zip(lines, cells, strict=True)}
+    assert len(starts) == 1, "the columns are aligned"
 
 
 def test_explain_keeps_secrets(cli: Run) -> None:
     out = cli("env", "--explain", "--aws_secret_access_key", "hidden-word").out
     assert "hidden-word" not in out
-    assert "aws_secret_access_key\t***\t--aws_secret_access_key" in out
+    assert re.search(r"^aws_secret_access_key +\*\*\* +--aws_secret_access_key ", out, re.MULTILINE)
 
 
 # ---------------------------------------------------------------- as functions

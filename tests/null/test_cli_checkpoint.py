@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -38,7 +39,10 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Run:
     def call(*args: str | Path) -> SimpleNamespace:
         code = run(["checkpoint", *map(str, args)])
         captured = capsys.readouterr()
-        lines = [line.split("\t") for line in captured.out.splitlines()]
+        lines = [
+            ["" if cell == "-" else cell for cell in re.split(r"\s{2,}", line)]
+            for line in captured.out.splitlines()
+        ]
         rows = [dict(zip(lines[0], line, strict=False)) for line in lines[1:]]
         return SimpleNamespace(code=code, out=captured.out, err=captured.err, rows=rows)
 

@@ -53,7 +53,7 @@ def test_all_commands_and_all_flags_are_offered_once() -> None:
     assert offered("") == sorted(name.replace("_", "-") for name in REGISTRIES["COMMANDS"].names())
     found = offered("launch", "--")
     flags = launch_flags()
-    assert set(found) - flags == {"--help"}
+    assert set(found) - flags == {"--help", "--help_all"}
     assert not {flag for flag in flags if "-" not in flag[2:]} - set(found)
     assert len(found) == len(set(found))
 

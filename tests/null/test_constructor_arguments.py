@@ -74,7 +74,7 @@ ALLOWED_BY: list[tuple[Any, str]] = [
     (len, _CALL),
     (Path("x"), _PATH),
     (torch.ones(2), "Any"),
-    (torch.float16, "Any"),
+    (torch.float16, r"torch\.dtype|Any"),
 ]
 # Arguments annotated Any, each with its reason: their values are judged where they are used.
 ANYTHING = {
@@ -96,7 +96,7 @@ def option_classes() -> dict[str, Callable[..., Any]]:
     public = {name: getattr(module, name) for module in modules for name in dir(module) if name[0].isupper()}
     kinds = re.compile(r"(Kwargs|Plugin|Configuration|Config)$")
     options = {name: kind for name, kind in public.items() if kinds.search(name)}
-    needs = {"AORecipeKwargs", "TERecipeKwargs", "FP8RecipeKwargs"}  # packages that are not here
+    needs = {"TERecipeKwargs", "FP8RecipeKwargs"}  # packages that are not here
     usable = {n: c for n, c in options.items() if dataclasses.is_dataclass(c) and n not in needs}
     return {"Accelerator": Accelerator} | usable
 

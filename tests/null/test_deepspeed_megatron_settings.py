@@ -93,6 +93,7 @@ FP8 = [
         "false",
     ),
     ("fp8_pad_inner_dim", "false", "ACCELERATE_FP8_PAD_INNER_DIM", "false"),
+    ("fp8_recipe_name", "rowwise", "ACCELERATE_FP8_RECIPE_NAME", "rowwise"),
 ]
 ENGINES: dict[str, tuple[str, str, list[Any]]] = {
     "use_deepspeed": ("deepspeed_config", "DEEPSPEED", DEEPSPEED),
@@ -301,8 +302,9 @@ def test_a_section_asks_for_degrees_of_parallelism(asks: Any) -> None:
 # ---------------------------------------------------------------- old and odd files
 
 
-def test_keys_that_the_old_wizard_wrote(asks: Any) -> None:
+def test_keys_that_the_old_wizard_wrote(asks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """0.34 and later wrote names that nothing read."""
+    monkeypatch.setattr("accelerate.core.packages.is_installed", lambda name: name == "transformer_engine")
     text = (
         "fp8_config:\n  amax_compute_algorithm: max\n  amax_history_length: 20\n  backend: TE\n"
         "  fp8_format: E4M3\n  interval: 1\n  margin: 0\n  override_linear_precision: false\n"
@@ -543,6 +545,7 @@ def test_names_may_be_said_by_their_numbers(asks: Any, name: str, said: str, val
 def test_every_declared_variable_is_a_promised_one() -> None:
     """The names are those that scripts and libraries look for."""
     own = {"ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING", "FSDP_REPLICATE_SIZE", "PARALLELISM_CONFIG_PP_SIZE"}
+    own |= {"ACCELERATE_FP8_RECIPE_NAME"}
     variables = declared_variables()
     promised = set(contract()["variables"]) | set(contract()["identifiers"])
     assert {name for name in variables - own if name not in promised} <= {

@@ -88,7 +88,9 @@ def wrong_accelerate(words: list[str]) -> Iterator[str]:
         return
     command = commands.get(words[0].replace("-", "_"))
     try:
-        context = command.make_context(words[0], [word for word in words[1:] if word != "--help"])
+        context = command.make_context(
+            words[0], [word for word in words[1:] if not word.startswith("--help")]
+        )
     except click.MissingParameter:
         if len(words) > 1:
             yield "an argument is missing"
@@ -161,9 +163,9 @@ def test_a_wrong_command_is_seen() -> None:
 def test_every_flag_that_is_named_exists(page: str) -> None:
     from tests.support.registries import REGISTRIES
 
-    commands = REGISTRIES["COMMANDS"]
-    params = [param for name in commands.names() for param in commands.get(name).params]
-    known = {name for param in params for name in param.opts} | {"--help"}
+    commands = [REGISTRIES["COMMANDS"].get(name) for name in REGISTRIES["COMMANDS"].names()]
+    params = [param for command in commands for param in command.get_params(click.Context(command))]
+    known = {name for param in params for name in param.opts}
     # Of the example script, and of the examples for contributors.
     known |= {*re.findall(r"\"(--[a-z-]+)\"", text("examples/digits.py")), "--report_every", "--report-every"}
     named = {word.split()[0].split("=")[0] for word in inline(page) if word.startswith("--")}
@@ -209,7 +211,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
             yield from pages(value) if isinstance(value, list) else [value]
 
     assert sorted(pages(yaml.safe_load(text("mkdocs.yml"))["nav"])) == sorted(
-        path.name for path in ROOT.glob("docs/*.md")
+        path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,23 +14,23 @@ import torch
 from safetensors.torch import load_file
 
 from accelerate import Accelerator
-from accelerate.checkpoint import torch_files
+from accelerate.checkpoint import mapped_state
 from accelerate.core.errors import CheckpointError
 from accelerate.strategy.deepspeed.zero_checkpoint import ZeroCheckpoint
 
-pytestmark = pytest.mark.skipif(not torch_files._can_populate(), reason="this system cannot copy pages ahead")
+pytestmark = pytest.mark.skipif(not mapped_state.can_detach(), reason="this system cannot copy pages ahead")
 SIZE = 2**19
 
 
 @pytest.fixture(autouse=True)
 def small_files_count(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch_files, "LARGE", 1)
-    monkeypatch.setattr(torch_files, "_file_system", lambda path: "ext4")  # wherever the tests' folder lies
+    monkeypatch.setattr(mapped_state, "LARGE", 1)
+    monkeypatch.setattr(mapped_state, "_file_system", lambda path: "ext4")  # wherever the tests' folder lies
     yield
     while (
-        torch_files.MappedOptimizerState._open
+        mapped_state.MappedOptimizerState.open_states
     ):  # a failure that a test has not asked for must not reach the next
-        torch_files.MappedOptimizerState._open.pop()
+        mapped_state.MappedOptimizerState.open_states.pop()
 
 
 def training(dtype: torch.dtype = torch.float32) -> tuple[Accelerator, torch.nn.Module, Any]:
@@ -65,14 +66,14 @@ def overwrite(folder: Path) -> None:
 
 def hold_copying(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
     """Events: the copying has come to its turn; it may go on."""
-    ready, go, whole = threading.Event(), threading.Event(), torch_files.populate_pages
+    ready, go, whole = threading.Event(), threading.Event(), mapped_state.populate_pages
 
     def slow(address: int, size: int) -> None:
         ready.set()
         assert go.wait(60)
         whole(address, size)
 
-    monkeypatch.setattr(torch_files, "populate_pages", slow)
+    monkeypatch.setattr(mapped_state, "populate_pages", slow)
     return ready, go
 
 
@@ -83,8 +84,8 @@ def same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 def test_what_is_loaded_does_not_depend_on_its_file(saved_training: tuple[Path, list[torch.Tensor]]) -> None:
     accelerator, _, optimizer = training()
     accelerator.load_state(saved_training[0])
-    assert torch_files.MappedOptimizerState._open, "nothing was mapped"
-    torch_files.MappedOptimizerState.wait_copied()
+    assert mapped_state.MappedOptimizerState.open_states, "nothing was mapped"
+    mapped_state.MappedOptimizerState.wait_copied()
     overwrite(saved_training[0])
     assert same(moments(optimizer), saved_training[1])
 
@@ -140,7 +141,7 @@ def test_training_goes_on_while_pages_are_copied(
     step(accelerator, model, optimizer, 2.0)
     after = moments(optimizer)
     go.set()
-    torch_files.MappedOptimizerState.wait_copied()
+    mapped_state.MappedOptimizerState.wait_copied()
     overwrite(saved_training[0])
     assert same(moments(optimizer), after)
 
@@ -160,6 +161,46 @@ def test_a_removed_checkpoint_does_not_matter(
     assert same(moments(optimizer), saved_training[1])
 
 
+def maps(path: Path) -> int:
+    """How many mappings of a file this process has, and how often it is open."""
+    open_files = [os.readlink(each.path) for each in os.scandir("/proc/self/fd") if each.is_symlink()]
+    return Path("/proc/self/maps").read_text().count(str(path)) + open_files.count(str(path))
+
+
+@pytest.mark.parametrize("by", ["a step", "a wait", "the optimizer that goes"])
+def test_nothing_of_the_file_stays_open(
+    saved_training: tuple[Path, list[torch.Tensor]], by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G22: disk space is free when the file is removed, and the file system can be unmounted."""
+    path = saved_training[0] / "optimizer.bin"
+    ready, go = hold_copying(monkeypatch)
+    accelerator, model, optimizer = training()
+    accelerator.load_state(saved_training[0])
+    (mapped,) = mapped_state.MappedOptimizerState.open_states
+    assert ready.wait(60)
+    assert maps(path)
+    go.set()
+    assert mapped._thread is not None
+    mapped._thread.join(60)
+    if by == "a step":
+        step(accelerator, model, optimizer, 2.0)
+    elif by == "a wait":
+        mapped_state.MappedOptimizerState.wait_copied()
+    else:
+        optimizer.optimizer.state.clear()
+        gc.collect()
+    assert not maps(path)
+    if by == "a step":
+        assert not mapped_state.MappedOptimizerState.open_states
+        assert mapped_state.MappedOptimizerState._step_hook is None
+        after = moments(optimizer)
+        again, model, optimizer = training()
+        step(again, model, optimizer)
+        step(again, model, optimizer, 2.0)
+        assert same(moments(optimizer), after)
+    mapped_state.MappedOptimizerState.wait_copied()
+
+
 def test_what_the_optimizer_does_not_keep_is_not_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,11 +212,11 @@ def test_what_the_optimizer_does_not_keep_is_not_copied(
     wide = {k: {n: v.float() for n, v in s.items()} for k, s in state["state"].items()}
     torch.save({**state, "state": wide}, folder / "wide.bin")
     copied: list[int] = []
-    monkeypatch.setattr(torch_files, "populate_pages", lambda address, size: copied.append(size))
-    torch_files.MappedOptimizerState(folder / "wide.bin", map_location="cpu").load_into(
+    monkeypatch.setattr(mapped_state, "populate_pages", lambda address, size: copied.append(size))
+    mapped_state.MappedOptimizerState(folder / "wide.bin", map_location="cpu").load_into(
         optimizer.load_state_dict
     )
-    torch_files.MappedOptimizerState.wait_copied()
+    mapped_state.MappedOptimizerState.wait_copied()
     assert sum(copied) < 64 * 1024, "the counters of steps at most; the moments have 4 MB"
 
 
@@ -184,15 +225,15 @@ def test_elsewhere_files_are_read_at_once(
     saved_training: tuple[Path, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     if what == "system":
-        monkeypatch.setattr(torch_files, "_can_populate", lambda: False)
+        monkeypatch.setattr(mapped_state, "can_detach", lambda: False)
     if what == "disk":
-        monkeypatch.setattr(torch_files, "_file_system", lambda path: "nfs4")
+        monkeypatch.setattr(mapped_state, "_file_system", lambda path: "nfs4")
     accelerator, _, optimizer = training()
     if what == "device":
-        assert not torch_files.can_map(saved_training[0] / "optimizer.bin", torch.device("meta"))
+        assert not mapped_state.can_map(saved_training[0] / "optimizer.bin", torch.device("meta"))
         return
     accelerator.load_state(saved_training[0])
-    assert not torch_files.MappedOptimizerState._open
+    assert not mapped_state.MappedOptimizerState.open_states
     overwrite(saved_training[0])
     assert same(moments(optimizer), saved_training[1])
 

@@ -148,6 +148,7 @@ OPTIONS = {
     "accelerate.checkpointing.load_custom_state": ["load_kwargs"],
     "accelerate.data_loader.prepare_data_loader": ["shard", "legacy_random_numbers"],
     "accelerate.parallelism_config.ParallelismConfig": ["pp_size", "pp_handler"],
+    "accelerate.utils.dataclasses.AORecipeKwargs": ["recipe_name"],
     "accelerate.utils.dataclasses.AutocastKwargs": ["upcast_outputs"],
     "accelerate.utils.dataclasses.DeepSpeedSequenceParallelConfig": ["cut"],
     "accelerate.utils.dataclasses.TorchContextParallelConfig": ["cut"],

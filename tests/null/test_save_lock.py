@@ -21,18 +21,18 @@ import pytest
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.checkpoint import async_save, commit, save
-from accelerate.checkpoint.commit import HEARTBEAT, LockOwner, SaveLock
+from accelerate.checkpoint import async_save, save, save_lock
 from accelerate.checkpoint.layout import CheckpointContents
+from accelerate.checkpoint.save_lock import HEARTBEAT, LocalSaveLock, LockOwner
 from accelerate.core.errors import CheckpointError
 from accelerate.utils import ProjectConfiguration
 
 SAVES = """
 import sys, time
 from pathlib import Path
-from accelerate.checkpoint.commit import SaveLock
+from accelerate.checkpoint.save_lock import LocalSaveLock
 place = Path(sys.argv[1], sys.argv[2])
-lock = SaveLock(place.parent, place.name, "save-of-another")
+lock = LocalSaveLock(place.parent, place.name, "save-of-another")
 lock.acquire()
 print("locked", flush=True)
 time.sleep(120)
@@ -113,16 +113,16 @@ def put_lock(path: Path, **changes: Any) -> None:
 def test_a_lock_of_another_host_counts_while_it_is_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commit, "HEARTBEAT", 0.05)
-    monkeypatch.setattr(commit, "DEAD_AFTER", 0.5)
+    monkeypatch.setattr(save_lock, "HEARTBEAT", 0.05)
+    monkeypatch.setattr(save_lock, "DEAD_AFTER", 0.5)
     path = tmp_path / ".a.lock"
     put_lock(path, host="elsewhere", pid=1)
-    SaveLock(tmp_path, "a", "mine").acquire()
+    LocalSaveLock(tmp_path, "a", "mine").acquire()
     put_lock(path, host="elsewhere", pid=1)
     beat = threading.Timer(0.2, path.touch)
     beat.start()
     with pytest.raises(CheckpointError, match="process 1 on elsewhere"):
-        SaveLock(tmp_path, "a", "mine").acquire()
+        LocalSaveLock(tmp_path, "a", "mine").acquire()
     beat.join()
 
 
@@ -130,10 +130,10 @@ def test_a_lock_of_another_host_counts_while_it_is_touched(
 def test_a_lock_that_was_never_written_is_stale(
     content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commit, "HEARTBEAT", 0.02)
-    monkeypatch.setattr(commit, "DEAD_AFTER", 0.1)
+    monkeypatch.setattr(save_lock, "HEARTBEAT", 0.02)
+    monkeypatch.setattr(save_lock, "DEAD_AFTER", 0.1)
     (tmp_path / ".a.lock").write_text(content)
-    with SaveLock(tmp_path, "a", "mine"):
+    with LocalSaveLock(tmp_path, "a", "mine"):
         assert LockOwner.read(tmp_path / ".a.lock") is not None
     assert not list(tmp_path.iterdir())
 
@@ -147,9 +147,9 @@ def test_one_of_many_takes_the_lock(links: bool, tmp_path: Path, monkeypatch: py
     """Also where the file system has no hard links."""
     if not links:
         monkeypatch.setattr(os, "link", refuse_link)
-    locks = [SaveLock(tmp_path, "a", f"{number}") for number in range(8)]
+    locks = [LocalSaveLock(tmp_path, "a", f"{number}") for number in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        taken = list(pool.map(SaveLock._create, locks))
+        taken = list(pool.map(LocalSaveLock._create, locks))
     assert sum(taken) == 1
     assert LockOwner.read(locks[0].path) == locks[taken.index(True)].owner
     assert [path.name for path in tmp_path.iterdir()] == [".a.lock"]
@@ -157,7 +157,7 @@ def test_one_of_many_takes_the_lock(links: bool, tmp_path: Path, monkeypatch: py
 
 def test_a_later_process_of_the_same_number_is_not_the_owner(tmp_path: Path) -> None:
     put_lock(tmp_path / ".a.lock", pid=os.getppid(), since="2001-01-01T00:00:00+00:00")
-    with SaveLock(tmp_path, "a", "mine") as lock:
+    with LocalSaveLock(tmp_path, "a", "mine") as lock:
         assert LockOwner.read(lock.path) == lock.owner
 
 
@@ -165,9 +165,9 @@ def test_the_owner_touches_its_lock_and_gives_it_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another machine of the same save goes on, and does not give back what it does not have."""
-    monkeypatch.setattr(commit, "HEARTBEAT", 0.01)
-    with SaveLock(tmp_path, "a", "mine") as lock:
-        with SaveLock(tmp_path, "a", "mine"):
+    monkeypatch.setattr(save_lock, "HEARTBEAT", 0.01)
+    with LocalSaveLock(tmp_path, "a", "mine") as lock:
+        with LocalSaveLock(tmp_path, "a", "mine"):
             pass
         os.utime(lock.path, (0, 0))
         end = time.monotonic() + 20
@@ -182,10 +182,10 @@ def test_a_lock_that_was_taken_away_is_not_touched_again(
     taken_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its thread ends: the lock of another would look alive for as long as this process runs."""
-    caplog.set_level(logging.DEBUG, "accelerate.checkpoint.commit")
-    monkeypatch.setattr(commit, "HEARTBEAT", 0.01)
+    caplog.set_level(logging.DEBUG, "accelerate.checkpoint.save_lock")
+    monkeypatch.setattr(save_lock, "HEARTBEAT", 0.01)
     before = set(threading.enumerate())
-    lock = SaveLock(tmp_path, "a", "mine")
+    lock = LocalSaveLock(tmp_path, "a", "mine")
     lock.acquire()
     (beat,) = set(threading.enumerate()) - before
     if taken_by == "nobody":

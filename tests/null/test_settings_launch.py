@@ -156,6 +156,7 @@ def test_an_unknown_type_of_group_suggests_the_nearest(asks: Any, tmp_path: Path
         ({"num_processes": "0"}, ["--num_processes is 0", "1 to 1000000"]),
         ({"main_process_port": "65536"}, ["--main_process_port is 65536", "0 to 65535"]),
         ({"main_process_port": "-1"}, ["--main_process_port is -1", "0 to 65535"]),
+        ({"tee": "9", "dry_run": True}, ["--tee is '9'"]),
     ],
 )
 def test_a_contradiction_names_both_places(asks: Any, flags: dict[str, Any], words: list[str]) -> None:

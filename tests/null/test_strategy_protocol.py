@@ -37,7 +37,12 @@ def test_capabilities_are_found_by_type() -> None:
         "megatron",
     }
     assert {name for name, kind in kinds.items() if issubclass(kind, DataSharding)} == {"parallelism"}
-    assert {name for name, kind in kinds.items() if issubclass(kind, ReductionMonitor)} == {"ddp"}
+    assert {name for name, kind in kinds.items() if issubclass(kind, ReductionMonitor)} == {
+        "ddp",
+        "fsdp",
+        "fsdp1",
+        "parallelism",
+    }
     assert all(kind.owns_step is issubclass(kind, EngineStrategy) for kind in kinds.values())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -295,6 +296,51 @@ def test_several_accelerators_have_runs_of_their_own(tmp_path: Path) -> None:
     assert [_kind(line) for line in lines(tmp_path / "two.jsonl")] == ["start", "values", "end"]
 
 
+class Weather(Own):
+    """A tracker whose server comes and goes."""
+
+    name = "weather"
+    down = False
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        if self.down:
+            raise ConnectionError("the server is gone")
+        super().log(values, step, **kwargs)
+
+
+def test_a_training_outlives_its_tracker(tmp_path: Path) -> None:
+    weather = Weather()
+    acc = accelerator([weather, "jsonl"], tmp_path)
+    acc.init_trackers("run")
+    acc.log({"a": 0})
+    weather.down = True
+    with pytest.warns(UserWarning, match="weather failed to log(.|\n)*ConnectionError: the server is gone"):
+        acc.log({"a": 1})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        acc.log({"a": 2})
+        weather.down = False
+        acc.log({"a": 3})
+    with pytest.warns(UserWarning, match=r"weather has lost what 2 calls of log\(\) gave it"):
+        acc.end_training()
+    assert weather.asked == ["start", ({"a": 0}, None, {}), ({"a": 3}, None, {}), "finish"]
+    values = [line["values"]["a"] for line in lines(tmp_path / "run.jsonl") if "values" in line]
+    assert values == [0, 1, 2, 3]
+
+
+def test_the_first_call_and_wrong_options_are_errors(tmp_path: Path) -> None:
+    weather = Weather()
+    weather.down = True
+    acc = accelerator([weather, "jsonl"], tmp_path)
+    acc.init_trackers("run")
+    with pytest.raises(ConnectionError):
+        acc.log({"a": 0})
+    weather.down = False
+    acc.log({"a": 0})
+    with pytest.raises(SettingError, match="no options"):
+        acc.log({"a": 1}, log_kwargs={"jsonl": {"b": 2}})
+
+
 # --- the end of a script
 
 SCRIPT = """
@@ -365,6 +411,126 @@ def test_what_was_logged_is_in_the_file_at_once(tmp_path: Path) -> None:
     assert lines(tmp_path / "run.jsonl")[-1]["values"] == {"a": 1}
 
 
+def test_a_second_run_of_a_name_takes_a_file_of_its_own_while_the_first_writes(tmp_path: Path) -> None:
+    first, second = JSONLTracker("deep/run", tmp_path), JSONLTracker("deep/run", tmp_path)
+    first.start()
+    with pytest.warns(
+        UserWarning, match=r"another run writes .*run\.jsonl now: this one writes .*run-2\.jsonl"
+    ):
+        second.start()
+    first.log({"a": 1})
+    second.log({"a": 2})
+    first.finish()
+    second.finish()
+    assert lines(tmp_path / "deep/run.jsonl")[1]["values"] == {"a": 1}
+    assert lines(tmp_path / "deep/run-2.jsonl")[1]["values"] == {"a": 2}
+    third = JSONLTracker("deep/run", tmp_path)
+    third.start()
+    third.finish()
+    assert third.path == tmp_path / "deep/run.jsonl"
+
+
+def test_a_worker_that_was_forked_keeps_no_file_locked(tmp_path: Path) -> None:
+    tracker = JSONLTracker("run", tmp_path)
+    tracker.start()
+    stay, leave = os.pipe()
+    if (child := os.fork()) == 0:
+        os.close(leave)
+        os.read(stay, 1)
+        os._exit(0)
+    tracker.finish()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tracker.start()
+    tracker.finish()
+    os.close(leave)
+    os.waitpid(child, 0)
+    os.close(stay)
+
+
+def test_a_run_after_one_that_was_killed_in_a_line_begins_a_new_line(tmp_path: Path) -> None:
+    (tmp_path / "run.jsonl").write_text('{"time": 1, "start": "run"}\n{"time": 2, "val')
+    tracker = JSONLTracker("run", tmp_path)
+    tracker.start()
+    tracker.finish()
+    text = (tmp_path / "run.jsonl").read_text().splitlines()
+    assert text[1] == '{"time": 2, "val'
+    assert [_kind(json.loads(line)) for line in text[2:]] == ["start", "end"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is full")
+def test_a_full_disk_is_said_and_the_training_goes_on(tmp_path: Path) -> None:
+    acc = accelerator("jsonl", tmp_path)
+    acc.init_trackers("run")
+    acc.log({"a": 1})
+    (tracker,) = acc.trackers
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, tracker._file)  # type: ignore[attr-defined]
+    os.close(full)
+    with pytest.warns(UserWarning, match="No space left(.|\n)*free some space"):
+        acc.log({"a": 2})
+    with pytest.warns(UserWarning, match="lost what 1 call"), pytest.raises(OSError, match="No space left"):
+        acc.end_training()
+    assert lines(tmp_path / "run.jsonl")[-1]["values"] == {"a": 1}
+
+
+LIMITED = """
+import resource, sys
+from accelerate.track.jsonl import JSONLTracker
+
+tracker = JSONLTracker("run", sys.argv[1])
+tracker.start()
+resource.setrlimit(resource.RLIMIT_FSIZE, (200, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+for value in range(100):
+    tracker.log({"a": value})
+"""
+
+
+def test_a_line_that_does_not_fit_is_not_left_half_written(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LIMITED, str(tmp_path)]
+    done = subprocess.run(command, env=clean(), capture_output=True, text=True, timeout=60, check=False)
+    assert "TrackerFileError: cannot write" in done.stderr
+    written = lines(tmp_path / "run.jsonl")
+    assert [_kind(line) for line in written] == ["start", *["values"] * (len(written) - 1)]
+    assert len(written) > 1
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("a file")
+    with pytest.raises(OSError, match=r"cannot write .*run\.jsonl(.|\n)*give another project_dir="):
+        JSONLTracker("run", tmp_path / "logs").start()
+
+
+def test_a_file_is_recorded_with_its_size(tmp_path: Path) -> None:
+    (tmp_path / "w.bin").write_bytes(b"1234")
+    tracker = JSONLTracker("run", tmp_path)
+    tracker.start()
+    tracker.log_artifact(str(tmp_path / "w.bin"), "best")
+    tracker.finish()
+    record = lines(tmp_path / "run.jsonl")[1]
+    assert {**record, "time": 0} == {
+        "time": 0,
+        "artifact": str(tmp_path / "w.bin"),
+        "bytes": 4,
+        "folder": "best",
+    }
+
+
+def test_logging_without_a_world_reads_the_environment_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(base, "is_main_process", lambda: asked.append(1) or True)
+    monkeypatch.setattr(base, "current", lambda: None)
+    tracker = JSONLTracker("run", tmp_path)
+    tracker.start()
+    for value in range(5):
+        tracker.log({"a": value})
+    tracker.finish()
+    assert len(asked) == 1
+    assert len(lines(tmp_path / "run.jsonl")) == 7
+
+
 # --- values
 
 
@@ -422,6 +588,14 @@ def test_a_blank_tracker_takes_any_call() -> None:
     blank.writer.add_image("a", 1)
     blank["hparams"] = {"a": 1}
     blank.log({"a": 1}, step=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        blank.log_images({"a": 1})
+        blank.log_table("a")
+        blank.log_figure(None, "a.png")
+        blank.log_artifact("a")
+        blank.log_artifacts("a")
+        GeneralTracker(_blank=True).log_images({"a": 1})
     assert not blank.run.id
     assert list(blank.rows) == []
     assert not hasattr(blank, "__deepcopy__")

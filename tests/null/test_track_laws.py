@@ -1,7 +1,7 @@
 """One list of laws for all trackers: a new file inherits them by being there.
 
 A tracker with a library is run with a stand-in that takes the library's real calls only; one without is run
-as it is. tests/null/test_track_real.py runs the libraries that are installed.
+as it is. tests/clients/test_trackers.py runs the libraries that are installed.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from accelerate import Accelerator, track
 from accelerate.core.errors import MissingExtraError, SettingError
@@ -78,6 +79,8 @@ def test_it_is_called_like_its_file_and_says_what_was_run(name: str) -> None:
     assert name in LoggerType
     assert re.search(r"\b[Rr]un (by|with|here)\b", known.__doc__ or ""), "the docstring says how it was run"
     assert hasattr(known, "tracker")  # GeneralTracker has none
+    for heading in ("Online", "Offline", "Files", "Resume"):
+        assert re.search(rf"^    {heading}: \S", known.__doc__ or "", re.MULTILINE), heading
 
 
 def test_importing_it_imports_no_library(name: str) -> None:
@@ -185,16 +188,67 @@ def test_options_reach_the_library(name: str, library: Fake, tmp_path: Path) -> 
     assert set(leaves(library.library.log_options)) <= library.since(start)
 
 
-def test_pictures_and_tables_arrive(name: str, library: Fake, tmp_path: Path) -> None:
-    tracker: Any = init_run(name, tmp_path).trackers[0]
-    picture = np.zeros((4, 4, 3), dtype="uint8")
-    given: Any = (picture, "text") if name == "aim" else picture if name == "dvclive" else [picture]
-    if hasattr(tracker, "log_images"):
-        tracker.log_images({"seen": given}, step=5)
-        assert {"seen", "5"} <= {str(leaf).removesuffix(".png") for leaf in library.since(0)}
-    if hasattr(tracker, "log_table"):
-        tracker.log_table("scores", columns=["who", "what"], data=[["me", 11]], step=6)
-        assert {"scores", "who", "me", 11, 6} <= library.since(0)
+PICTURE = np.arange(48, dtype="uint8").reshape(4, 4, 3)
+PICTURES: dict[str, Any] = {
+    "one array": PICTURE,
+    "a list": [PICTURE, PICTURE[:2]],
+    "a batch of a tensor": torch.rand(2, 3, 4, 5),
+    "gray with a caption": (np.ones((4, 4)), "text"),
+    "one of Pillow": Image.fromarray(PICTURE),
+}
+
+
+@pytest.mark.parametrize("kind", PICTURES)
+def test_images_arrive_in_each_form_or_are_left_out_by_name(
+    name: str, kind: str, library: Fake, tmp_path: Path
+) -> None:
+    tracker = init_run(name, tmp_path).trackers[0]
+    said = warnings_of(lambda: tracker.log_images({"seen": PICTURES[kind]}, step=5))
+    arrived = " ".join(map(str, library.since(0)))
+    assert ("seen" in arrived) != any(f"{name} has no images" in each for each in said)
+
+
+def test_tables_arrive_or_are_left_out_by_name(name: str, library: Fake, tmp_path: Path) -> None:
+    tracker = init_run(name, tmp_path).trackers[0]
+    table = {"columns": ["who", "what"], "data": [["me", np.int64(11)]]}
+    said = warnings_of(lambda: tracker.log_table("scores", **table, step=6))
+    arrived = " ".join(map(str, library.since(0)))
+    assert all(each in arrived for each in ("scores", "who", "me", "11", "6")) != bool(said)
+    assert all(f"{name} has no tables" in each for each in said)
+    if not said:
+        with pytest.raises(SettingError, match="no rows"):
+            tracker.log_table("nothing")
+        with pytest.raises(SettingError, match="row 0 of the table 'ragged' has 1 values for 2 columns"):
+            tracker.log_table("ragged", columns=["a", "b"], data=[[1]])
+
+
+def test_files_arrive_or_are_left_out_by_name(name: str, library: Fake, tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    (folder / "w.bin").write_text("w")
+    tracker = init_run(name, tmp_path).trackers[0]
+    said = warnings_of(lambda: tracker.log_artifact(str(folder / "w.bin"), "best"))
+    arrived = " ".join(map(str, library.since(0)))
+    assert ("w.bin" in arrived or "w-bin" in arrived) != any(f"{name} has no files" in each for each in said)
+    count = len(arrived)
+    assert not warnings_of(lambda: tracker.log_artifacts(str(folder), "best")), "said twice"
+    assert len(" ".join(map(str, library.since(0)))) >= count
+
+
+def test_a_text_arrives_and_none_is_left_to_the_library_or_named(
+    name: str, library: Fake, tmp_path: Path
+) -> None:
+    acc = init_run(name, tmp_path)
+    assert not warnings_of(lambda: acc.log({"note": "some words"}, step=1))
+    assert "some words" in " ".join(map(str, library.since(0)))
+
+
+def warnings_of(call: Callable[[], Any]) -> list[str]:
+    """Call ``call``; return the warnings of this package's trackers."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(each.message) for each in caught if issubclass(each.category, UserWarning)]
 
 
 # --- when things go wrong

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ from accelerate.launch.launcher import check_request
 from tests.support.command import run
 from tests.support.devices import pretend_devices
 
-DOWN, ENTER, CTRL_C = "\x1b[B", "\r", "\x03"
+DOWN, LEFT, ENTER, CTRL_C = "\x1b[B", "\x1b[D", "\r", "\x03"
 CPUS = {"machine": "MULTI_CPU"}
 
 
@@ -170,6 +171,46 @@ def test_an_answer_is_changed_before_writing(place: Path) -> None:
     assert (told["distributed_type"], told["num_processes"]) == ("MULTI_CPU", 2)
 
 
+def test_a_step_back_asks_the_question_before_again(place: Path) -> None:
+    """The left arrow, also at the first question and at the last one; other answers stay."""
+    asked = len(list_questions(place, CPUS))
+    keys = LEFT + ENTER + ENTER + LEFT + DOWN * 2 + ENTER  # one process on a device, no: several on the CPU
+    assert config(place, keys + ENTER * (asked - 2) + LEFT + DOWN + ENTER * 2) == 0
+    told = written(place)
+    assert (told["distributed_type"], told["num_processes"]) == ("MULTI_CPU", 2)
+    last = list_questions(place, CPUS)[-1]
+    assert last.name == "mixed_precision"
+    assert told["mixed_precision"] != "no"
+
+
+def test_compilers_are_those_that_torch_has(place: Path) -> None:
+    """The declared names that torch lists, and no other."""
+    script = "import torch; print(*torch.compiler.list_backends(exclude_tags=()))"
+    listed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    question = next(each for each in list_questions(place) if each.name == "dynamo_backend")
+    assert question.setting is not None
+    known = {name.upper() for name in listed.split()} & set(question.setting.choices)
+    assert {value for option in question.options for value in option.writes.values()} == {"NO", *known}
+    assert "INDUCTOR" in known
+
+
+def test_layers_by_class_are_offered_first_for_fsdp(place: Path) -> None:
+    seen = list_questions(place, CPUS | {"engine": "FSDP"})
+    policy = next(each for each in seen if each.name == "fsdp_auto_wrap_policy")
+    assert policy.options[policy.default].label == "TRANSFORMER_BASED_WRAP"
+
+
+def test_devices_are_those_of_this_machine_then_cuda_then_others(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = next(each for each in devices.accelerators() if each.type == "xpu")
+    monkeypatch.setattr(devices, "probe_devices", lambda machine=None: (here, 2))
+    options = next(each for each in list_questions(place) if each.name == "machine").options
+    kinds = [str(option.writes[("distributed_type",)]) for option in options]
+    assert kinds[:5] == ["MULTI_XPU", "NO", "NO", "MULTI_CPU", "MULTI_GPU"]
+    assert {"MULTI_NPU", "XLA"} <= set(kinds[5:])
+
+
 def test_without_a_terminal_it_says_what_to_type(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,6 +287,39 @@ def test_a_page_of_options_asks_what_depends_on_an_answer(
         "fsdp_version": 2,
     }
     assert "fsdp_transformer_layer_cls_to_wrap" not in names
+
+
+def test_a_question_ends_with_its_key_and_default(place: Path) -> None:
+    """Documentation and files speak of the key, so a reader can look it up."""
+    asked = {question.name: question for question in list_questions(place, CPUS | {"engine": "FSDP"})}
+    offload = asked["fsdp_offload_params"]
+    assert offload.text == "CPU offload of parameters? [fsdp_offload_params] (default: no)"
+    assert [option.label for option in offload.options] == ["default: no", "no", "yes"]
+    for question in asked.values():
+        if question.setting is not None:
+            assert f" [{question.name}]" in question.text
+
+
+def test_fsdp_wraps_transformer_layers_unless_told_otherwise(place: Path) -> None:
+    """A new file is offered what shards; Enter on an old one keeps that it says nothing."""
+    choices = CPUS | {"engine": "FSDP"}
+
+    def offer() -> dict[Any, Any]:
+        policy = next(q for q in list_questions(place, choices) if q.name == "fsdp_auto_wrap_policy")
+        return dict(policy.options[policy.default].writes)
+
+    key = ("fsdp_config", "fsdp_auto_wrap_policy")
+    assert offer() == {key: "TRANSFORMER_BASED_WRAP"}
+    place.write_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n")
+    assert offer() == {key: None}
+
+
+def test_devices_of_other_machines_begin_with_cuda(place: Path) -> None:
+    machine = next(question for question in list_questions(place) if question.name == "machine")
+    labels = [option.label for option in machine.options]
+    several = [label for label in labels if label.startswith("several") and "CPU" not in label]
+    assert several[0] == "several processes, one cuda device each"
+    assert labels.index("several processes, on the CPU") < labels.index(several[0])
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -354,7 +428,7 @@ FILES = {
     "compiled": "distributed_type: MULTI_GPU\nnum_processes: 2\ndynamo_config:\n"
     "  dynamo_backend: ONNXRT\n  dynamo_mode: max-autotune\n",
     "fp8": "distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: fp8\n"
-    "fp8_config:\n  backend: TE\n",
+    "fp8_config:\n  backend: AO\n",
     "elastic": "distributed_type: MULTI_GPU\nnum_processes: 8\nnum_machines: '1:2'\nmax_restarts: 3\n",
     "SageMaker": "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: DATA_PARALLEL\n"
     "ec2_instance_type: ml.p3.16xlarge\niam_role_name: trainer\nnum_machines: 2\nmixed_precision: fp16\n",

@@ -16,12 +16,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate.core.errors import OffloadError
 from accelerate.device.base import Device
 from accelerate.hooks import remove_hook_from_submodules
 from accelerate.offload import pager as pagers
 from accelerate.offload.dispatch import offload_stats
 from accelerate.offload.dispatch_hook import hook_of
-from accelerate.offload.offloaded_tensor import OffloadedTensor, OffloadError
+from accelerate.offload.offloaded_tensor import OffloadedTensor
 from tests.support import sim
 
 SIM = "sim:0"  # torch knows the type only inside of tests

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
+from click.testing import CliRunner
 
 from accelerate.cli import options
 from accelerate.core.errors import RankError
@@ -65,7 +65,7 @@ def add_settings(monkeypatch: pytest.MonkeyPatch, *classes: type[Any]) -> None:
 def help_text(width: int) -> str:
     """The help of the flags that are there now, ``width`` characters wide."""
     command = options.GroupedOptionsCommand("launch", params=options.options())
-    return command.get_help(click.Context(command, max_content_width=width))
+    return CliRunner().invoke(command, ["--help-all"], terminal_width=width, max_content_width=width).output
 
 
 def setting_names() -> set[str]:
@@ -81,6 +81,11 @@ def conflicting_names() -> set[str]:
 def check(asked: LaunchRequest) -> None:
     """Refuse a request in which something contradicts itself."""
     launcher.check_request(asked)
+
+
+def kind_of(asked: LaunchRequest) -> LaunchKind[Any]:
+    """The kind of launch that a request is for."""
+    return launcher.choose_kind(asked)
 
 
 def plan(asked: LaunchRequest, kind: str) -> Any:

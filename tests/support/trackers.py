@@ -2,7 +2,7 @@
 
 Each is a table of the real interface: a path, its parameters as the real library declares them, and what the
 call gives back. A call with other arguments fails as it would there; a name that is not in the table is an
-AttributeError. Everything is recorded. tests/null/test_track_real.py holds the tables against the libraries
+AttributeError. Everything is recorded. tests/clients/test_trackers.py holds the tables against the libraries
 that are installed, and logs with them.
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from accelerate import track
+from accelerate.track.protocol import media as media
 from accelerate.tracking import GeneralTracker
 
 
@@ -57,8 +58,10 @@ LIBRARIES: dict[str, Library] = {
             "Run().close": "",
             "Image": "image, caption='', format='png', quality=90, optimize=False",
             "Text": "text",
+            "Run().set_artifacts_uri": "uri",
+            "Run().log_artifact": "path, name=None, *, block=False",
         },
-        gives={"Run": "Run()", "Image": "Image()", "Text": "Text()"},
+        gives={"Run": "Run()", "Image": "Image()", "Text": "Text()", "uri": "Run().artifacts_uri"},
         assigned=("Run().name", "Run()[]"),
         options={"experiment": "e"},
         log_options={"epoch": 3},
@@ -73,6 +76,7 @@ LIBRARIES: dict[str, Library] = {
             "task.connect_configuration": "configuration, name=None, description=None",
             "task.get_logger": "",
             "task.mark_failed": "ignore_errors=True, status_reason=None, status_message=None, force=False",
+            "task.flush": "wait_for_uploads=False",
             "task.close": "",
             "logger.report_scalar": "title, series, value, iteration",
             "logger.report_single_value": "name, value",
@@ -80,6 +84,8 @@ LIBRARIES: dict[str, Library] = {
                 "title, series, iteration=None, local_path=None, image=None, max_image_history=None"
             ),
             "logger.report_table": "title, series, iteration=None, table_plot=None, csv=None",
+            "logger.report_text": "msg, level=20, print_console=True",
+            "task.upload_artifact": "name, artifact_object, metadata=None",
         },
         gives={"Task.init": "task", "task.get_logger": "logger"},
         absent=("Task.current_task",),
@@ -96,7 +102,9 @@ LIBRARIES: dict[str, Library] = {
             "experiment.log_metric": "name, value, step=None, epoch=None, include_context=True",
             "experiment.log_metrics": "dic, prefix=None, step=None, epoch=None, include_context=True",
             "experiment.log_other": "key, value",
-            "experiment.log_image": "image_data, name=None, overwrite=False, step=None",
+            "experiment.log_image": "image_data, name=None, overwrite=False, step=None, metadata=None",
+            "experiment.log_table": "filename, tabular_data=None, headers=False",
+            "experiment.log_asset": "file_data, file_name=None, overwrite=False",
             "experiment.end": "",
         },
         gives={"start": "experiment"},
@@ -112,6 +120,7 @@ LIBRARIES: dict[str, Library] = {
             "Live().log_params": "params",
             "Live().log_metric": "name, val, timestamp=False, plot=True",
             "Live().log_image": "name, val",
+            "Live().log_artifact": "path, type=None, name=None",
             "Live().next_step": "",
             "Live().end": "",
         },
@@ -132,6 +141,9 @@ LIBRARIES: dict[str, Library] = {
             ),
             "log_params": "params, synchronous=None, run_id=None",
             "log_metrics": "metrics, step=None, synchronous=None, run_id=None, timestamp=None",
+            "set_tag": "key, value, synchronous=None",
+            "log_image": "image, artifact_file=None, key=None, step=None",
+            "log_table": "data, artifact_file, run_id=None",
             "log_figure": "figure, artifact_file, *, save_kwargs=None",
             "log_artifact": "local_path, artifact_path=None, run_id=None",
             "log_artifacts": "local_dir, artifact_path=None, run_id=None",
@@ -151,9 +163,19 @@ LIBRARIES: dict[str, Library] = {
             "run.config.update": "data",
             "run.log": "data, step=None",
             "run.finish": "state='success', error=None, async_log_timeout=None",
+            "run.save": "glob_str, base_path=None, policy='live'",
             "Image": "data_or_path, mode=None, caption=None",
+            "Text": "content, caption=None",
+            "echarts.Table": "",
+            "table.add": "headers, rows, attributes=None",
         },
-        gives={"init": "run", "Image": "Image()"},
+        gives={
+            "init": "run",
+            "Image": "Image()",
+            "Text": "Text()",
+            "echarts.Table": "table",
+            "table.add": "table",
+        },
         options={"mode": "offline"},
     ),
     "tensorboard": Library(
@@ -189,8 +211,11 @@ LIBRARIES: dict[str, Library] = {
             "run.config.update": "data",
             "run.log": "metrics, step=None",
             "run.finish": "",
+            "run.log_artifact": "artifact_or_path, name=None, type=None",
+            "Image": "value, caption=None",
+            "Table": "columns=None, data=None, dataframe=None",
         },
-        gives={"init": "run"},
+        gives={"init": "run", "Image": "Image()", "Table": "Table()"},
         options={"name": "n"},
     ),
     "wandb": Library(
@@ -204,8 +229,11 @@ LIBRARIES: dict[str, Library] = {
             "run.finish": "exit_code=None",
             "Image": "data_or_path, mode=None, caption=None",
             "Table": "columns=None, data=None, rows=None, dataframe=None",
+            "run.log_artifact": "artifact_or_path, name=None, type=None, aliases=None",
+            "Artifact": "name, type, description=None, metadata=None",
+            "Artifact().add_file": "local_path, name=None",
         },
-        gives={"init": "run", "Image": "Image()", "Table": "Table()"},
+        gives={"init": "run", "Image": "Image()", "Table": "Table()", "Artifact": "Artifact()"},
         options={"mode": "offline"},
         log_options={"commit": False},
     ),

@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelerate import device as devices
 from accelerate.checkpoint.discovery import Address
+from accelerate.checkpoint.mapped_state import MappedOptimizerState
 from accelerate.checkpoint.rank_group import BackgroundSaveError
-from accelerate.checkpoint.torch_files import MappedOptimizerState
 from accelerate.core.errors import AccelerateError
 from accelerate.world import world as worlds
 
@@ -106,13 +106,23 @@ def start(path: Address | str, finish: Callable[[], None], context: AbstractCont
 
 @cache
 def _join_at_exit() -> None:
-    """Register ``join`` to run before thread pools and the world are closed.
+    """Register a join to run before thread pools and the world are closed.
 
     The functions of ``atexit`` come after that, and Python has no public name for what comes earlier.
     """
     register = getattr(threading, "_register_atexit", atexit.register)
-    register(join)
+    register(_join_or_abandon)
     atexit.register(_at_exit)
+
+
+def _join_or_abandon() -> None:
+    """Wait for the save. Interrupted by Ctrl-C, drop it: nothing that runs later at the exit waits again."""
+    global _current
+    try:
+        join()
+    except BaseException:
+        _current = None
+        raise
 
 
 def join() -> None:
@@ -129,7 +139,8 @@ def wait() -> Address | None:
         CheckpointError: a file was changed while an optimizer state was still taken from it.
     """
     global _current
-    MappedOptimizerState.wait_copied()
+    if MappedOptimizerState.open_states:
+        MappedOptimizerState.wait_copied()
     if _current is not None:
         _current.join()
     flight, _current = _current, None

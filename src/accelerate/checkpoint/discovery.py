@@ -475,8 +475,8 @@ class ProjectConfiguration:
         save_on_each_node: each machine writes a whole checkpoint to a disk of its own; for folders that the
             machines do not share.
         async_save: ``save_state`` copies the state and returns; the copy is written while training goes on.
-        replica_check_interval: at each so many ``save_state`` under DDP the replicas are compared, and the
-            first parameter that differs is named; 0 never compares.
+        replica_check_interval: at each so many ``save_state`` the learning rates of the ranks are compared,
+            and under DDP their replicas; the first that differs is named. 0 never compares.
 
     Raises:
         SettingError: ``total_limit`` is below 1 (the newest checkpoint is always kept), or ``iteration``

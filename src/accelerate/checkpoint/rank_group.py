@@ -182,10 +182,7 @@ class CheckpointStoreChannel:
 
     def __init__(self, watch: Watchdog, rank: int, size: int, id: str) -> None:
         self.rank, self.size, self.timeout = rank, size, watch.timeout
-        self._store, self._heartbeat_store = (
-            watch.store.open_prefix(f"save/{id}"),
-            watch.store.open_prefix(f"save/{id}"),
-        )
+        self._store = watch.store.open_prefix(f"save/{id}")
         self._round = 0
         self._last_heartbeats: dict[int, tuple[str, float]] = {}
         self._closing = threading.Event()
@@ -211,9 +208,9 @@ class CheckpointStoreChannel:
             self._store.wait([f"left/{rank}" for rank in range(1, self.size)], LINGER)
 
     def _send_heartbeats(self) -> None:
-        pause, count = HEARTBEAT * max(1.0, self.size / watchdog.LARGE_WORLD), 0
-        while not self._heartbeat_store.is_lost:
-            self._heartbeat_store.put(f"alive/{self.rank}", str(count := count + 1))
+        pause, count = get_heartbeat_interval(self.size), 0
+        while not self._store.is_lost:
+            self._store.put(f"alive/{self.rank}", str(count := count + 1))
             if self._closing.wait(pause):
                 return
 
@@ -286,6 +283,15 @@ def _peer_error(action: str, why: str) -> CheckpointPeerError:
         why=why,
         fix="the first error in the output of the ranks says more; the checkpoint before is as it was",
     )
+
+
+def get_heartbeat_interval(size: int) -> float:
+    """Seconds between the heartbeats of a rank of ``size``.
+
+    It grows with the world, so that the store is asked as often, and stays well below the silence after which
+    a rank counts as dead.
+    """
+    return min(HEARTBEAT * max(1.0, size / watchdog.LARGE_WORLD), DEAD_AFTER / 4)
 
 
 def _encode(value: Any) -> str:

@@ -28,6 +28,7 @@ from typing import Any, BinaryIO, ClassVar, cast
 from accelerate.checkpoint.durable_file import Digester, FileRecord
 from accelerate.checkpoint.errors import remote_errors
 from accelerate.checkpoint.layout import MANIFEST_NAME, Manifest, encode_manifest, is_checkpoint_name
+from accelerate.checkpoint.save_lock import RemoteSaveLock, SaveLock
 from accelerate.checkpoint.storage import WorkingFolder, read_manifest
 from accelerate.core.errors import CheckpointError, MissingExtraError
 
@@ -162,6 +163,11 @@ class RemoteCheckpointStorage:
             file.close()
         return FileRecord(sink.digester.size, sink.digester.hexdigest())
 
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file as one object, which appears whole or not at all."""
+        with remote_errors("write", self.label(name)):
+            self._fs.pipe_file(self._key(name), data)
+
     def seal(self, name: str) -> FileRecord:
         path = self._staging / name if self._staging is not None else None
         if path is None or not path.is_file():
@@ -234,8 +240,7 @@ class RemoteCheckpointStorage:
         """Commit the checkpoint: write its manifest, one object."""
         file = f"{name}/{MANIFEST_NAME}"
         try:
-            with remote_errors("write", self.label(file)):
-                self._fs.pipe_file(self._key(file), encode_manifest(manifest))
+            self.put(file, encode_manifest(manifest))
         except CheckpointError:
             # The connection may have broken after the store had taken it.
             if not self._is_committed(name, manifest.id):
@@ -279,6 +284,9 @@ class RemoteCheckpointStorage:
                 if entry != committed_folder
             ]
         return leftovers
+
+    def lock(self, name: str, save: str) -> SaveLock:
+        return RemoteSaveLock(self, name, save)
 
     def retire(self, name: str, id: str) -> None:
         self.remove(name)

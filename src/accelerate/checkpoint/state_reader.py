@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint import file_reads, layout, state_dict_files, torch_files
+from accelerate.checkpoint import file_reads, layout, mapped_state, state_dict_files, torch_files
 from accelerate.checkpoint.durable_file import file_digest
 from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.layout import (
@@ -270,13 +270,15 @@ class TrainingStateReader:
         if (
             each.category == "optimizers"
             and "mmap" not in kwargs
-            and torch_files.can_map(path, kwargs["map_location"])
+            and mapped_state.can_map(path, kwargs["map_location"])
         ):
-            mapped = torch_files.MappedOptimizerState(path, **kwargs)
+            mapped = mapped_state.MappedOptimizerState(path, **kwargs)
             state, load = mapped.state, partial(mapped.load_into, item.load_state_dict)
         else:
             state = torch_files.read(path, **kwargs)
             load = partial(item.load_state_dict, state)
+        if each.category == "schedulers" and (other := _describe_other_schedule(item, state)):
+            self.notes.append(f"{label} takes the state of another kind of schedule: {other}")
         action = f"load {label} from {path}"
         if each.category == "custom" and isinstance(item, nn.Module) and tree.is_mapping(state):
             self._add_model(each, path, state, item.state_dict(), load)
@@ -393,6 +395,23 @@ class _MappedStates(Sequence[Any]):
 
     def __len__(self) -> int:
         return len(self._paths)
+
+
+def _describe_other_schedule(item: Any, state: Any) -> str:
+    """Return which values a schedule's state lacks and has besides; empty where it lacks or has none.
+
+    torch's schedules take any values. Only both together tell another class from another version.
+    """
+    own = item.state_dict()
+    if not isinstance(own, Mapping) or not isinstance(state, Mapping):
+        return ""
+    lacking, surplus = (
+        sorted(map(str, own.keys() - state.keys())),
+        sorted(map(str, state.keys() - own.keys())),
+    )
+    if not lacking or not surplus:
+        return ""
+    return f"it has no {', '.join(lacking[:4])}, and holds {', '.join(surplus[:4])}"
 
 
 def _attempt(what: str, function: Callable[[], Any]) -> None:

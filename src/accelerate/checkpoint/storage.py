@@ -27,6 +27,7 @@ from typing import BinaryIO, ClassVar, NamedTuple, Protocol, cast
 from accelerate.checkpoint.durable_file import DurableFile, FileRecord, file_digest
 from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.layout import MANIFEST_NAME, Manifest, decode_manifest, is_checkpoint_name
+from accelerate.checkpoint.save_lock import LocalSaveLock, SaveLock
 from accelerate.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -159,6 +160,10 @@ class CheckpointStorage(Protocol):
 
     def leftovers(self, name: str | None = None) -> list[WorkingFolder]:
         """Return the working folders of saves of ``name``, or of all saves."""
+        ...
+
+    def lock(self, name: str, save: str) -> SaveLock:
+        """Return the lock on a place for a save of that id; it is not taken yet."""
         ...
 
     def retire(self, name: str, id: str) -> None:
@@ -370,6 +375,9 @@ class LocalCheckpointStorage:
             for entry in self.entries()
             if (parts := parse_working_name(entry)) and name in (None, parts[0])
         ]
+
+    def lock(self, name: str, save: str) -> SaveLock:
+        return LocalSaveLock(self.root, name, save)
 
     def retire(self, name: str, id: str) -> None:
         # It vanishes by one rename before its files are deleted.

@@ -19,7 +19,6 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO, cast
 import torch
 
 from accelerate.checkpoint import checkpoint_maintenance, layout, lazy_weights, state_dict_files, torch_files
-from accelerate.checkpoint.commit import SaveLock
 from accelerate.checkpoint.discovery import CheckpointCandidate
 from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.file_reads import LazyTensor
@@ -32,6 +31,7 @@ from accelerate.checkpoint.lazy_weights import (
     open_weights,
 )
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
+from accelerate.checkpoint.save_lock import LocalSaveLock
 from accelerate.checkpoint.state_dict_files import (
     as_dtype,
     clean_state_dict_for_safetensors,
@@ -273,7 +273,7 @@ def _replace_files(
     with file_errors("make the folder", folder):
         folder.mkdir(parents=True, exist_ok=True)
     id = new_id()
-    with SaveLock(folder, "weights", id):
+    with LocalSaveLock(folder, "weights", id):
         _replace_locked(folder, id, _name_pattern(pattern, index_name), index_name, fills, index, on_file)
 
 

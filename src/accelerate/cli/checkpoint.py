@@ -13,13 +13,15 @@ import click
 
 from accelerate.checkpoint import checkpoint_maintenance
 from accelerate.checkpoint.discovery import CheckpointCandidate
+from accelerate.cli.bar_charts import format_columns
+from accelerate.cli.main import CommandGroup
 from accelerate.core.errors import CheckpointError, SettingError
 from accelerate.core.units import show_bytes, show_seconds
 
 _DIR = """DIR is a checkpoint, a folder of checkpoints, or the project_dir of a run; or the URL of one."""
 
 
-class _CheckpointCommandGroup(click.Group):
+class _CheckpointCommandGroup(CommandGroup):
     """Its commands; a folder alone is none of them."""
 
     def resolve_command(
@@ -117,10 +119,9 @@ def _incomplete_rows(rows: Iterable[dict[str, Any]]) -> set[int]:
 
 
 def _print_table(titles: Sequence[str], lines: Iterable[Sequence[str]], dim: set[int] | None = None) -> None:
-    """A table on a terminal, else lines with tabs for other programs."""
+    """A table on a terminal, else aligned columns for files and other programs."""
     if not sys.stdout.isatty():
-        for line in (titles, *lines):
-            click.echo("\t".join(line))
+        click.echo(format_columns(titles, lines))
         return
     from rich import box
     from rich.console import Console

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from accelerate.cli.main import CommandGroup
 from accelerate.core.errors import SettingError
 from accelerate.launch import config_files
 
@@ -21,7 +22,7 @@ accelerate config --set num_processes=4           changes one key and leaves the
 accelerate config --set fsdp_config.fsdp_version=2
 accelerate config default                         a file for all devices of this machine
 accelerate config update                          brings an old file up to date
-`accelerate launch --help` names every key. KEY= and KEY=none take a key out.
+`accelerate launch --help-all` names every key. KEY= and KEY=none take a key out.
 """
 PRECISIONS = ("no", "fp16", "bf16")
 CONFIG = "Asks questions and writes the answers to the file that `accelerate launch` reads its settings from."
@@ -35,7 +36,7 @@ def _file_option(help: str = _FILE_HELP) -> Any:
     return click.option("--config_file", "--config-file", "config_file", metavar="FILE", help=help)
 
 
-@click.group("config", invoke_without_command=True, help=_HELP)
+@click.group("config", cls=CommandGroup, invoke_without_command=True, help=_HELP)
 @_file_option()
 @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="change one key; repeatable")
 @click.pass_context

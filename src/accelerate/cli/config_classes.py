@@ -128,7 +128,7 @@ def _enum_member(kind: type[Enum], name: str, value: Any) -> Any:
 
 @dataclass
 class ClusterConfig(BaseConfig):
-    """The configuration of a job on machines of one's own; ``accelerate launch --help`` explains the keys."""
+    """The configuration of a job on machines of one's own; ``launch --help-all`` explains the keys."""
 
     num_processes: int = -1
     machine_rank: int = 0

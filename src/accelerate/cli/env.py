@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from accelerate.cli.bar_charts import format_columns
 from accelerate.cli.options import SCRIPT_SETTINGS, GroupedOptionsCommand, launch_settings, options
 from accelerate.core import environ
 from accelerate.core.errors import AccelerateError
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 _HELP = """Print what a bug report needs: versions, paths, devices, the configuration file.
 
 \b
-accelerate env --explain                          every setting, its value, where it comes from
-accelerate env --explain -n 2 --cpu               the same for `accelerate launch -n 2 --cpu`
+accelerate env --config_file job.yaml   with another configuration file
+accelerate env --explain                every setting and its origin
+accelerate env --explain -n 2 --cpu     the same for a launch with flags
 """
 
 # torch is imported by a process of its own: this one stays quick, and a broken torch is a line of the report.
@@ -108,7 +110,7 @@ def _config_file_text(named: str | None) -> str:
     if file is None:
         return f"none (looked for ./{config_files.WORKING_NAME} and {config_files.default_file()})"
     lines = [f"{key}: {value}" for key, value in file.values.items()]
-    return "\n".join([str(file.path), *(f"\t- {line}" for line in lines)])
+    return "\n".join([str(file.path), *(f"    - {line}" for line in lines)])
 
 
 def _print_origins(request: LaunchRequest) -> None:
@@ -125,8 +127,7 @@ def _print_origins(request: LaunchRequest) -> None:
     ]
     titles = ("setting", "value", "from", "overrides")
     if not sys.stdout.isatty():
-        for line in (titles, *lines):
-            click.echo("\t".join(line))
+        click.echo(format_columns(titles, lines))
         return
     from rich.console import Console
     from rich.table import Table

@@ -13,13 +13,12 @@ from accelerate.launch.launch_request import read_request
 _HELP = """Start a script with one process per device, or as many as you say.
 
 \b
-accelerate launch train.py --epochs 3             one process per device
-accelerate launch -n 4 --cpu train.py             four processes on the CPU
-accelerate launch -m package.train                a module
-accelerate launch --dry-run -n 2 train.py         what this would start, and what each option does
+accelerate launch train.py --epochs 3   one process per device
+accelerate launch -n 4 --cpu train.py   four processes on the CPU
+accelerate launch -m package.train      a module
+accelerate launch --dry-run train.py    what this would start, and why
 Everything after the script is its own, untouched. Every --a_b is also --a-b.
-Brackets name the environment variable and the key of a configuration file; what is given wins in the order:
-the script's own code, flag, environment, file.
+The order of precedence: the script's own code, flag, environment, file.
 """
 
 
@@ -33,6 +32,7 @@ def _run(**given: Any) -> None:
 PLUGIN = GroupedOptionsCommand(
     "launch",
     callback=_run,
+    shows_common=True,
     params=[
         click.Argument(
             ["program"],

@@ -27,7 +27,24 @@ COMMANDS: Registry[click.Command] = Registry(
 )
 
 
-class LazyCommandRegistry(click.Group):
+class CommandGroup(click.Group):
+    """Commands below one name; a name that is none of them is an error with the nearest one."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that ``args`` begins with.
+
+        Raises:
+            UnknownNameError: there is none of that name.
+        """
+        # A shell that completes a half-typed line asks here too, and gets no error.
+        if not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
+            raise UnknownNameError("command", args[0], self.list_commands(ctx))
+        return super().resolve_command(ctx, args)
+
+
+class LazyCommandRegistry(CommandGroup):
     """The commands that exist; each is imported when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -48,17 +65,6 @@ class LazyCommandRegistry(click.Group):
             rows.append((typed, command.get_short_help_str() if command else summary))
         with formatter.section("Commands"):
             formatter.write_dl(rows)
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Finds the command, or says which one was probably meant."""
-        if ctx.resilient_parsing:  # a shell asks what a half-typed line may become
-            return super().resolve_command(ctx, args)
-        name = args[0].replace("_", "-")
-        if self.get_command(ctx, name) is None:
-            raise UnknownNameError("command", args[0], self.list_commands(ctx))
-        return super().resolve_command(ctx, args)
 
 
 @click.group("accelerate", cls=LazyCommandRegistry, invoke_without_command=True)
@@ -103,12 +109,11 @@ def _print_error(error: AccelerateError, command: str) -> None:
 
 def _convert_usage_error(error: click.UsageError, command: str) -> AccelerateError:
     """A mistake that click found on the command line ``command``."""
-    hint = f"{command} --help lists all flags"
+    params = error.ctx.command.get_params(error.ctx) if error.ctx else []
+    flags = [name for param in params for name in param.opts]
+    hint = f"{command} {'--help-all' if '--help-all' in flags else '--help'} lists all flags"
     if isinstance(error, click.NoSuchOption):
-        params = error.ctx.command.get_params(error.ctx) if error.ctx else []
-        return UnknownNameError(
-            "flag", error.option_name, [name for param in params for name in param.opts], why=hint
-        )
+        return UnknownNameError("flag", error.option_name, flags, why=hint)
     return SettingError(error.format_message().rstrip("."), fix=hint)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, get_args
 
 import click
 from click.shell_completion import CompletionItem
 
-from accelerate.core.setting import Setting, declared_settings
+from accelerate.core.errors import UnknownNameError
+from accelerate.core.setting import Setting
 from accelerate.core.value_types import plain_type
 from accelerate.facade.launch_settings import (
     CompileSettings,
@@ -16,8 +18,7 @@ from accelerate.facade.launch_settings import (
     PrecisionSettings,
     ResumeSettings,
 )
-from accelerate.launch.kinds import KINDS
-from accelerate.launch.launch_request import JobSettings, all_settings
+from accelerate.launch.launch_request import all_settings
 from accelerate.precision.recipes import RECIPES
 from accelerate.strategy.launch_settings import SETTINGS
 from accelerate.world.settings import ProcessDeviceSettings
@@ -35,7 +36,8 @@ SCRIPT_SETTINGS: tuple[type[Any], ...] = (
 )
 
 _TYPED_FLAGS = "accelerate.cli.options.typed"
-_UNFOLDED_FLAGS = 4  # as many flags are shown without being asked for
+_COMMON = "Common flags"
+_HELP_TOPIC = "accelerate.cli.options.topic"  # True: every topic
 _SHOWN_CHOICES = 5  # more of them are a NAME in the help
 _METAVARS = {str: "TEXT", int: "N", float: "X"}
 
@@ -100,16 +102,36 @@ def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) 
 
 
 class GroupedOptionsCommand(click.Command):
-    """A command whose options stand under the topics of their settings.
+    """A command with the flags of a launch.
 
-    A topic of one way of training or of launching is folded: its switch is shown, and how many more flags
-    there are. It is unfolded when one of its flags is typed: ``accelerate launch --use_fsdp --help``.
+    ``--help`` shows the common ones and names the topics, ``--help TOPIC`` shows one, ``--help-all`` every
+    flag with its environment variable and its key. A flag that was typed before shows its topic too:
+    ``accelerate launch --use_fsdp --help``.
+
+    Args:
+        shows_common: ``--help`` shows the common flags of a launch, not only the command's own.
     """
+
+    def __init__(self, *args: Any, shows_common: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.shows_common = shows_common
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Keeps what was typed, for the help, which comes before everything else is parsed."""
         ctx.meta[_TYPED_FLAGS] = {arg.partition("=")[0] for arg in args}
         return super().parse_args(ctx, args)
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Its parameters, those of the help last."""
+        flags = {"expose_value": False, "is_eager": True, "callback": _show_help}
+        every = click.Option(
+            ["--help_all", "--help-all"], is_flag=True, flag_value=True, help="show every flag", **flags
+        )
+        text = "show this, the flags of a topic, or those with a word in their names"
+        topic = click.Option(
+            ["--help"], is_flag=False, flag_value="", default=None, metavar="[TOPIC]", help=text, **flags
+        )
+        return [*self.params, every, topic]
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Its flags, each in one spelling; what follows the script is the script's."""
@@ -120,38 +142,85 @@ class GroupedOptionsCommand(click.Command):
         return [item for item in items if dashed or "-" not in str(item.value).lstrip("-")]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes one section per topic, in order of first appearance, the command's own flags last."""
+        """Writes the chosen flags, a section per topic, in order of first appearance; its own last."""
         topics: dict[str, list[click.Option]] = {}
         for param in self.get_params(ctx):
             if isinstance(param, click.Option) and not param.hidden:
                 topic = param.setting.topic if isinstance(param, SettingFlag) else ""
                 topics.setdefault(topic, []).append(param)
         other_params = topics.pop("", [])
-        foldable = folded_topics()
-        for topic, params in (*topics.items(), ("Other", other_params)):
-            entries = [entry for param in params if (entry := param.get_help_record(ctx))]
-            typed = ctx.meta.get(_TYPED_FLAGS, set()) & {name for param in params for name in param.opts}
-            if topic in foldable and params[0].is_flag and not typed:
-                shows = f"{ctx.command_path} {params[0].opts[0]} --help shows them"
-                entries = [entries[0], (f"... {len(entries) - 1} more", shows)]
+        chosen = self._choose_flags(ctx, topics)
+        own = [param for param in other_params if ctx.meta.get(_HELP_TOPIC) is True or not param.is_eager]
+        if own:
+            chosen["Other" if chosen else "Flags"] = own
+        for topic, params in chosen.items():
+            records = [entry for param in params if (entry := param.get_help_record(ctx))]
+            if topic == _COMMON:
+                records = [(flag, re.split(r"; |  \[", text)[0]) for flag, text in records]
+            longest = max(len(word) for _, text in records for word in text.split())
             with formatter.section(topic):
-                formatter.write_dl(entries, col_max=30)
+                # The column of texts is wide enough for each name in brackets.
+                formatter.write_dl(records, col_max=max(1, min(28, formatter.width - 4 - longest)))
+        if topics.keys() - chosen.keys():
+            words = "Topics" if self.shows_common else "Every flag of `accelerate launch`, of the topics"
+            formatter.write_paragraph()
+            formatter.write_text(f"{words}: {'; '.join(topics)}.")
+            formatter.write_text(
+                "--help TOPIC shows one, --help WORD all flags with this word, --help-all every flag."
+            )
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Explains the brackets where there are any."""
+        if ctx.meta.get(_HELP_TOPIC):
+            formatter.write_paragraph()
+            formatter.write_text(
+                "Brackets name the environment variable and the key of a configuration file."
+            )
+
+    def _choose_flags(
+        self, ctx: click.Context, topics: dict[str, list[click.Option]]
+    ) -> dict[str, list[click.Option]]:
+        """Return the flags of a launch that the help shows, by topic.
+
+        Raises:
+            UnknownNameError: neither a topic nor a flag has the word that was asked for.
+        """
+        word = ctx.meta.get(_HELP_TOPIC)
+        if word is True:
+            return dict(topics)
+        if word:
+            pattern = word.lower().strip("-").replace("-", "_")
+            named = [
+                topic for topic in topics if pattern in topic.lower().replace("-", "_").replace(" ", "_")
+            ]
+            if named:
+                return {topic: topics[topic] for topic in named}
+            matches = {
+                topic: [each for each in params if any(pattern in name for name in each.opts)]
+                for topic, params in topics.items()
+            }
+            if not any(matches.values()):
+                raise UnknownNameError("topic", word, list(topics), where="in --help")
+            return {topic: params for topic, params in matches.items() if params}
+        typed = ctx.meta.get(_TYPED_FLAGS, set())
+        opened = {
+            topic: params
+            for topic, params in topics.items()
+            if typed & {name for param in params for name in param.opts}
+        }
+        if opened or not self.shows_common:
+            return opened
+        common = [param for params in topics.values() for param in params if _is_common(param)]
+        return {_COMMON: common}
 
 
-def folded_topics() -> set[str]:
-    """The topics that belong to one way of training or of launching alone."""
-    switches = {switch for cls in SCRIPT_SETTINGS if (switch := getattr(cls, "__switch__", ""))}
-    classes = [
-        cls
-        for cls in SCRIPT_SETTINGS
-        if hasattr(cls, "__switch__") or switches & {r.name for r in declared_settings(cls)}
-    ]
-    classes += [cls for kind in KINDS for cls in kind.settings]
-    common = {
-        row.topic
-        for cls in (JobSettings, *SCRIPT_SETTINGS)
-        if cls not in classes
-        for row in declared_settings(cls)
-    }
-    topics = [row.topic for cls in classes for row in declared_settings(cls) if row.flags]
-    return {topic for topic in topics if topic not in common and topics.count(topic) > _UNFOLDED_FLAGS}
+def _is_common(param: click.Option) -> bool:
+    return isinstance(param, SettingFlag) and param.setting.is_common
+
+
+def _show_help(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    if value is None or value is False or ctx.resilient_parsing:
+        return
+    ctx.meta[_HELP_TOPIC] = value
+    click.echo(ctx.get_help())
+    ctx.exit()

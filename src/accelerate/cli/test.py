@@ -21,10 +21,11 @@ SUCCESS = "All checks passed: training works in this set-up."
 _HELP = """Launch a quick check of the configured set-up, and print a table of what works.
 
 \b
-accelerate test                                   what `accelerate launch` would use here
-accelerate test -n 2 --cpu                        any flags of a launch
-The processes are started as for any script. They look at ranks and devices, collectives, data, precision,
-training and checkpoints. The exit code is 0 if nothing failed.
+accelerate test                    what `accelerate launch` would use here
+accelerate test -n 2 --cpu         any flags of a launch
+
+The processes are started as for any script. They look at ranks and devices, collectives, data,
+precision, training and checkpoints. The exit code is 0 if nothing failed.
 """
 
 

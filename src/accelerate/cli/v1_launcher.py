@@ -244,7 +244,7 @@ class LaunchParser(CustomArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exits with code 2, as the command does."""
-        self.exit(2, f"accelerate launch: {message}\n  fix: accelerate launch --help lists all flags\n")
+        self.exit(2, f"accelerate launch: {message}\n  fix: accelerate launch --help-all lists all flags\n")
 
 
 def _namespace_key(param: click.Parameter) -> str:

@@ -9,6 +9,7 @@
     |-- CollectiveError            ranks do not agree about a collective             (RuntimeError)
     |   `-- PeerError              another rank failed; its traceback comes last
     |-- CheckpointError            a checkpoint is missing, incomplete or damaged    (RuntimeError)
+    |-- OffloadError               an offloaded weight cannot be read or changed     (RuntimeError)
     |-- LaunchError                a job cannot be started                           (RuntimeError)
     |   `-- RankError              a rank of it failed; its traceback comes last
     |-- MissingExtraError          an optional package is needed                     (ImportError)
@@ -146,6 +147,10 @@ class PeerError(CollectiveError):
 
 class CheckpointError(AccelerateError, RuntimeError):
     """A checkpoint is missing, incomplete or damaged."""
+
+
+class OffloadError(AccelerateError, RuntimeError):
+    """A weight that is offloaded cannot be read or changed as asked."""
 
 
 class LaunchError(AccelerateError, RuntimeError):

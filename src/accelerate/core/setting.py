@@ -51,6 +51,7 @@ class Setting:
         aliases: other spellings of choices: lower-case text -> choice.
         topic: heading of the help.
         question: the wizard's question; empty for none.
+        offered: the answer that the wizard offers in a new file, where it is not the default.
         when: the wizard asks only if these settings have one of these values, by name.
         fallback: the value that its reader takes where no source gives one; a launch does not pass it on.
         details: further facts, for the room of the class.
@@ -64,6 +65,7 @@ class Setting:
     help: str
     flags: tuple[str, ...]
     switch: bool
+    is_common: bool
     variable: str | None
     in_file: bool
     section: str
@@ -72,6 +74,7 @@ class Setting:
     aliases: Mapping[str, Any]
     topic: str
     question: str
+    offered: Any
     when: Mapping[str, Container[Any]]
     fallback: Any
     details: Mapping[str, Any]
@@ -101,6 +104,7 @@ def setting(
     aliases: Mapping[str, Any] | None = None,
     topic: str = "",
     question: str = "",
+    offered: Any = None,
     when: Mapping[str, Container[Any]] | None = None,
     factory: Any = dataclasses.MISSING,
     name: str = "",
@@ -123,6 +127,7 @@ def setting(
         aliases: other spellings of choices: lower-case text -> choice.
         topic: heading of the help; empty takes the class's ``__topic__``.
         question: the wizard's question; empty for none.
+        offered: the answer that the wizard offers in a new file, where it is not the default.
         when: the wizard asks only if these settings have one of these values, by name.
         factory: makes the default, for mutable values.
         name: its name where it is not the field's.
@@ -147,6 +152,7 @@ def setting(
         "aliases": aliases or {},
         "topic": topic,
         "question": question,
+        "offered": offered,
         "when": when or {},
     }
     if factory is not dataclasses.MISSING:
@@ -164,8 +170,8 @@ def declared_settings(cls: type) -> tuple[Setting, ...]:
 
     A class may set ``__section__`` (its nested YAML table), ``__prefix__`` (of its keys and flags, and of the
     names of its fields, which may leave it out), ``__variables__`` (the beginning of its variables),
-    ``__topic__`` (the heading of its flags in help) and ``__first__`` (fields that help and questions show
-    first).
+    ``__topic__`` (the heading of its flags in help), ``__first__`` (fields that help and questions show
+    first) and ``__common__`` (names whose flags the short help shows).
     """
     section: str = getattr(cls, "__section__", "")
     prefix: str = getattr(cls, "__prefix__", "")
@@ -204,6 +210,7 @@ def declared_settings(cls: type) -> tuple[Setting, ...]:
                 default=default,
                 help=meta["help"],
                 flags=(*((flag,) if flag else ()), *meta["flags"]),
+                is_common=name in getattr(cls, "__common__", ()),
                 switch=meta["switch"] and set(kinds) <= {bool, type(None)},
                 variable=variable,
                 in_file=meta["in_file"],
@@ -213,6 +220,7 @@ def declared_settings(cls: type) -> tuple[Setting, ...]:
                 aliases=meta["aliases"],
                 topic=meta["topic"] or getattr(cls, "__topic__", ""),
                 question=meta["question"],
+                offered=meta["offered"],
                 when=meta["when"],
                 fallback=meta["fallback"],
                 details=meta["details"],

@@ -298,3 +298,17 @@ class BaseEnum(str, Enum, metaclass=EnumWithContains):
 
 class StringEnum(str, Enum, metaclass=EnumWithContains):
     """A text enumeration that prints as Python's own do: ``str(Class.MEMBER) == "Class.MEMBER"``."""
+
+
+class CustomDtype(Enum):
+    """Number formats without a torch dtype; used for sizes only."""
+
+    # Not text: callers tell a custom format from the name of a torch dtype by its type.
+    FP8 = "fp8"
+    INT4 = "int4"
+    INT2 = "int2"
+
+    @property
+    def bits(self) -> int:
+        """The size of one element in bits."""
+        return int(self.value.lstrip("abcdefghijklmnopqrstuvwxyz"))

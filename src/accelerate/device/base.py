@@ -32,6 +32,7 @@ class Device:
         visible_variable: the environment variable that hides devices from a process, or None.
         distributed_type: the value of ``DistributedType`` for several devices of this type.
         priority: order of detection, the highest first; 0 is never detected.
+        is_most_common: whether it is the one that most machines have; lists of devices begin with it.
         dtypes: the mixed precisions the type may support; ``supports`` asks the device at hand.
         extension: the module that registers the device with torch; "" when torch has it built in.
         extension_variable: a yes/no variable by which users hide an extension that is merely installed.
@@ -56,6 +57,7 @@ class Device:
     visible_variable: str | None = None
     distributed_type: str = "MULTI_GPU"
     priority: int = 0
+    is_most_common: bool = False
     dtypes: frozenset[str] = frozenset({"bf16", "fp16"})
     extension: str = ""
     extension_variable: str = ""

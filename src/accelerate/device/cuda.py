@@ -22,6 +22,7 @@ class Cuda(Device):
     visible_variable = "CUDA_VISIBLE_DEVICES"
     distributed_type = "MULTI_GPU"
     priority = 40
+    is_most_common = True
     fallbacks = ("gloo",)
     pins_memory = True
     dtypes = frozenset({"bf16", "fp16", "fp8"})

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast, overload
 
 import torch
 from torch import nn
@@ -56,10 +56,15 @@ from accelerate.world.preemption import PreemptionKwargs
 from accelerate.world.world import InitProcessGroupKwargs, World
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeVarTuple, Unpack
+
     from accelerate.strategy.deepspeed.plugin import DeepSpeedPlugin
     from accelerate.strategy.megatron.plugin import MegatronLMPlugin
     from accelerate.strategy.parallelism.config import ParallelismConfig, TorchTensorParallelPlugin
     from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
+
+    T2 = TypeVar("T2")
+    Ts = TypeVarTuple("Ts")
 else:  # slow to import: the types of arguments that most scripts do not give
     DeepSpeedPlugin = LazyClass("accelerate.strategy.deepspeed.plugin:DeepSpeedPlugin")
     MegatronLMPlugin = LazyClass("accelerate.strategy.megatron.plugin:MegatronLMPlugin")
@@ -72,6 +77,7 @@ else:  # slow to import: the types of arguments that most scripts do not give
 _UNSET: Any = object()
 _DATA_OPTION = "The option of ``DataLoaderConfiguration``; used by the next ``prepare``."
 T = TypeVar("T")
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 logger = logging.getLogger(__name__)
 
 
@@ -115,15 +121,23 @@ class Accelerator(ProcessMixin):
         gradient_accumulation_steps: micro-batches per optimizer step.
         cpu: compute on the CPU.
         dataloader_config: how loaders share data.
+        deepspeed_plugin: trains with DeepSpeed, with these options; a dict has one for each kind of model.
+        fsdp_plugin: trains with FSDP2, or FSDP1, with these options.
+        torch_tp_plugin: tensor parallel by its size alone; ``parallelism_config`` says more.
+        megatron_lm_plugin: trains with Megatron-LM, with these options.
         rng_types: random number generators that rank 0 broadcasts at the start of every epoch; the
             order of the samples is the same on all ranks without them.
         log_with: the trackers that ``init_trackers`` starts: a name, a ``GeneralTracker``, or several;
             ``"all"`` is every one whose package is installed.
-        project_dir, project_config: where checkpoints and logs go.
+        project_dir: folder of checkpoints and logs; ``project_config`` may give it too.
+        project_config: names, number and place of checkpoints.
         gradient_accumulation_plugin: accumulation with all its options.
         step_scheduler_with_optimizer: schedulers advance with the optimizer, not at every call.
         kwargs_handlers: options of DDP, autocast, the gradient scaler, the profiler, ...
-        dynamo_backend, dynamo_plugin: compile prepared models in place.
+        dynamo_backend: compile prepared models in place, with this back end of ``torch.compile``.
+        dynamo_plugin: likewise, with all options of ``torch.compile``.
+        deepspeed_plugins: another name of ``deepspeed_plugin``.
+        parallelism_config: sizes of the device mesh: data, tensor, context, sequence and pipeline parallel.
         strict: an option that cannot be applied is an error, not a warning; None takes ``--strict``.
 
     Attributes:
@@ -362,27 +376,42 @@ class Accelerator(ProcessMixin):
         """The selected DeepSpeed plugin; None without DeepSpeed."""
         return self.state.deepspeed_plugin
 
-    # FP8 is not built yet and refused, so these say that it is off.
+    # --- 8-bit floats
 
     @property
     def fp8_enabled(self) -> bool:
         """Return whether matrix products are computed in 8-bit floats."""
-        return False
+        return self.fp8_backend != FP8BackendType.NO
 
     @property
     def fp8_backend(self) -> FP8BackendType:
         """The library that computes in 8-bit floats."""
-        return FP8BackendType.NO
+        return FP8BackendType(self.precision.fp8_backend)
 
     @property
     def has_fp8_handler(self) -> bool:
-        """Return whether a recipe of 8-bit training was given."""
+        """Return whether there is a recipe of 8-bit training, given or made from variables."""
         return self.fp8_recipe_handler is not None
 
     @property
     def fp8_recipe_handler(self) -> Any:
-        """The recipe of FP8 training, of any library."""
-        return None
+        """The recipe of 8-bit training, of any library."""
+        return self.precision.recipe
+
+    @property
+    def ao_recipe_handler(self) -> Any:
+        """The recipe where torchao computes, else None."""
+        return self.precision.recipe if self.fp8_backend == FP8BackendType.AO else None
+
+    @property
+    def te_recipe_handler(self) -> Any:
+        """The recipe where TransformerEngine computes, else None."""
+        return self.precision.recipe if self.fp8_backend == FP8BackendType.TE else None
+
+    @property
+    def msamp_recipe_handler(self) -> Any:
+        """The recipe where MS-AMP computes, else None."""
+        return self.precision.recipe if self.fp8_backend == FP8BackendType.MSAMP else None
 
     def effects(self) -> OptionReport:
         """Return the status of every requested option, as far as known now. Print it: a table.
@@ -394,7 +423,16 @@ class Accelerator(ProcessMixin):
 
     # --- prepare
 
-    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+    @overload
+    def prepare(self, arg: T, /, *, device_placement: list[bool] | None = None) -> T: ...
+    @overload
+    def prepare(
+        self, arg: T, other: T2, /, *others: Unpack[Ts], device_placement: list[bool] | None = None
+    ) -> tuple[T, T2, Unpack[Ts]]: ...
+
+    def prepare(  # pyright: ignore[reportInconsistentOverload] - a tuple of unknown length
+        self, *args: Any, device_placement: list[bool] | None = None
+    ) -> Any:
         """Prepare models, optimizers, schedulers and loaders for the strategy of this run.
 
         Args:
@@ -420,8 +458,8 @@ class Accelerator(ProcessMixin):
         return plan
 
     def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
+        self, model: ModuleT, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> ModuleT:
         """Prepare one model; ``evaluation_mode`` places it and sets its precision only."""
         place = None if device_placement is None else [device_placement]
         bundle = self._preparer.make_bundle((model,), place, training=not evaluation_mode)
@@ -433,7 +471,7 @@ class Accelerator(ProcessMixin):
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """Prepare one optimizer."""
-        return self.prepare(optimizer)
+        return cast("AcceleratedOptimizer", self.prepare(optimizer))
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Prepare one learning rate scheduler, of any class."""
@@ -445,11 +483,11 @@ class Accelerator(ProcessMixin):
 
     def prepare_data_loader(
         self,
-        data_loader: DataLoader[Any],
+        data_loader: DataLoader[T],
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
         shard: bool | str | None = None,
-    ) -> DataLoader[Any]:
+    ) -> DataLoader[T]:
         """Prepare one loader.
 
         Args:
@@ -471,8 +509,8 @@ class Accelerator(ProcessMixin):
         return is_dispatched(model)
 
     def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> nn.Module:
+        self, model: ModuleT, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> ModuleT:
         """Return the user's own module.
 
         Args:
@@ -480,11 +518,11 @@ class Accelerator(ProcessMixin):
             keep_fp32_wrapper: kept for compatibility; a prepared model can be copied and pickled as it is.
             keep_torch_compile: False also takes the model out of what ``torch.compile(model)`` made.
         """
-        return self._checkpoints.unwrap(model, keep_torch_compile)
+        return cast("ModuleT", self._checkpoints.unwrap(model, keep_torch_compile))
 
-    def skip_first_batches(self, dataloader: Any, num_batches: int | None = 0) -> Any:
+    def skip_first_batches(self, dataloader: T, num_batches: int | None = 0) -> T:
         """Return a loader without its first ``num_batches`` batches, for the rest of an interrupted epoch."""
-        return skip(dataloader, num_batches)
+        return cast("T", skip(cast("DataLoader[Any]", dataloader), num_batches))
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """Forget all prepared objects and free memory; return a None for each of ``objects``."""
@@ -698,17 +736,17 @@ class Accelerator(ProcessMixin):
 
     # --- collectives: all ranks must call each of them
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: T) -> T:
         """All-gather tensors: concatenated along dimension 0 in rank order; see ``collective.gather``."""
         return collective.gather(tensor)
 
     def gather_for_metrics(
         self,
-        input_data: Any,
+        input_data: T,
         use_gather_object: bool = False,
         *,
         rows_per_sample: int | Sequence[int] | torch.Tensor | None = None,
-    ) -> Any:
+    ) -> T:
         """Gather outputs without the samples that only filled the last step: each counts once, in order.
 
         Args:
@@ -766,13 +804,13 @@ class Accelerator(ProcessMixin):
             return nullcontext()
         return join_uneven_inputs(joinables, self._dataloaders, even_batches)
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+    def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
         """All-reduce tensors: element-wise ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``, times ``scale``."""
         return collective.reduce(tensor, reduction, scale)
 
     def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
-    ) -> Any:
+        self, tensor: T, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+    ) -> T:
         """Pad tensors along ``dim`` to the greatest length on any rank."""
         return collective.pad_across_processes(tensor, dim, pad_index, pad_first)
 

@@ -30,20 +30,20 @@ from accelerate.checkpoint.weight_loading import (
     host_tensor,
     load_weights,
 )
-from accelerate.core import packages
 from accelerate.core.errors import (
     CheckpointError,
-    FeatureNotBuiltError,
-    MissingExtraError,
     PrepareError,
     SettingError,
     UnknownNameError,
 )
 from accelerate.offload.device_maps import device_of, get_balanced_memory, infer_auto_device_map
 from accelerate.offload.dispatch import dispatch_model, resolve_home
+from accelerate.offload.module_sizes import Dtype
 from accelerate.offload.module_tensors import with_values
 from accelerate.offload.offload_folder import offload_weight, save_offload_index
 from accelerate.offload.offloaded_tensor import TensorSource, make_stand_in
+from accelerate.offload.quantization.base import Quantizer
+from accelerate.offload.quantization.bitsandbytes import find_8bit_layers
 
 Device = int | str | torch.device
 Disk = Literal["disk"]
@@ -52,6 +52,8 @@ PlacementDevice: TypeAlias = "torch.device | Disk"
 
 _HOST = torch.device("cpu")
 _SHOWN = 8
+# What a linear layer has in full precision too.
+_LAYER_TENSORS = ("weight", "bias")
 _AUTOMATIC_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".json", ".pt", ".pth")
@@ -90,7 +92,8 @@ def load_checkpoint_in_model(
         offload_state_dict: has nothing to do: one tensor is in memory besides the model.
         offload_buffers: buffers of modules on disk stay there too.
         keep_in_fp32_modules: names of modules, at any depth, whose floating point weights become float32.
-        offload_8bit_bnb: not built yet.
+        offload_8bit_bnb: quantize the weights of 8-bit layers (``replace_with_bnb_layers``) while
+            they are read; on disk they are in 8 bits too.
         strict: names that the model does not have are an error, not a warning; so are missing buffers.
         full_state_dict: files hold full tensors; False: they hold this rank's local shards of tensors
             that are sharded.
@@ -107,11 +110,14 @@ def load_checkpoint_in_model(
         SettingError: the map leaves a weight out, or names a module that the model does not have.
         DeviceError: the map names a device that is not here.
     """
-    _refuse_bnb(offload_8bit_bnb)
+    path, weights = find_weights(checkpoint, broadcast_from_rank0)
     home: WeightPlacer = CurrentDevicePlacement()
-    if device_map is not None:
+    if offload_8bit_bnb:
+        quantizer, layers = find_8bit_layers(model)
+        home = QuantizedPlacement(model, device_map or {"": "cpu"}, offload_folder, quantizer, layers)
+        weights = home.take_saved_states(weights)
+    elif device_map is not None:
         home = DeviceMapPlacement(model, device_map, offload_folder, offload_buffers)
-    path, weights = _find_weights(checkpoint, broadcast_from_rank0)
     return load_weights(
         model, weights, path, home, dtype=dtype, keep_in_fp32=keep_in_fp32_modules or (), strict=strict,
         allow_missing=allow_missing, local_shards=not full_state_dict,
@@ -159,12 +165,12 @@ def load_checkpoint_and_dispatch(
 
     Raises:
         PrepareError: the model has been dispatched already.
-        As ``load_checkpoint_in_model``.
+        CheckpointError: see ``load_checkpoint_in_model``.
     """
-    _refuse_dispatched(model)
-    path, weights = _find_weights(checkpoint, broadcast_from_rank0)
+    refuse_dispatched(model)
+    path, weights = find_weights(checkpoint, broadcast_from_rank0)
     if isinstance(device_map, str):
-        device_map = _make_device_map(
+        device_map = make_device_map(
             model, device_map, max_memory, no_split_module_classes, dtype=dtype, buffers=offload_buffers
         )
     home: WeightPlacer = CurrentDevicePlacement()
@@ -182,7 +188,7 @@ def load_checkpoint_and_dispatch(
     )  # fmt: skip
 
 
-def _make_device_map(
+def make_device_map(
     model: nn.Module,
     strategy: str,
     max_memory: Any,
@@ -190,18 +196,29 @@ def _make_device_map(
     *,
     dtype: str | torch.dtype | None,
     buffers: bool,
+    special: Mapping[str, Dtype] | None = None,
 ) -> dict[str, Device]:
-    """Return the device map of an automatic strategy."""
+    """Return the device map of an automatic strategy.
+
+    Args:
+        model, strategy, max_memory, no_split, dtype: see ``load_checkpoint_and_dispatch``.
+        buffers: buffers of offloaded modules are offloaded too.
+        special: name of a weight -> its own format.
+
+    Raises:
+        UnknownNameError: there is no such strategy.
+    """
     if strategy not in _AUTOMATIC_MAPS:
         raise UnknownNameError("device_map", strategy, _AUTOMATIC_MAPS)
+    sizes = {"dtype": dtype, "special_dtypes": special}
     if strategy != "sequential":
         max_memory = get_balanced_memory(
-            model, max_memory, no_split, dtype=dtype, low_zero=strategy == "balanced_low_0"
+            model, max_memory, no_split, low_zero=strategy == "balanced_low_0", **sizes
         )
-    return dict(infer_auto_device_map(model, max_memory, no_split, dtype=dtype, offload_buffers=buffers))
+    return dict(infer_auto_device_map(model, max_memory, no_split, offload_buffers=buffers, **sizes))
 
 
-def _find_weights(
+def find_weights(
     checkpoint: str | os.PathLike[str], broadcast_from_rank0: bool
 ) -> tuple[Path, dict[str, LazyTensor]]:
     """Return (checkpoint path, its tensors, lazy); file headers are read and checked, no tensor is."""
@@ -238,17 +255,8 @@ def _resolve_checkpoint(checkpoint: str | os.PathLike[str]) -> Path:
     return folder
 
 
-def _refuse_bnb(offload_8bit_bnb: bool) -> None:
-    if not offload_8bit_bnb:
-        return
-    if not packages.is_installed("bitsandbytes"):
-        raise MissingExtraError("bitsandbytes", "offload_8bit_bnb=True")
-    raise FeatureNotBuiltError(
-        "offload_8bit_bnb=True is not built yet", why="models quantized by bitsandbytes"
-    )
-
-
-def _refuse_dispatched(model: nn.Module) -> None:
+def refuse_dispatched(model: nn.Module) -> None:
+    """Raise PrepareError for a model that has been dispatched."""
     hooked = next((name for name, module in model.named_modules() if hasattr(module, "_hf_hook")), None)
     if hooked is not None:
         raise PrepareError(
@@ -411,6 +419,96 @@ class DeviceMapPlacement:
             home for name in target.names if (home := device_of(name, self.devices)) is not None
         ]
         return min(devices, key=_device_tier, default=None)
+
+
+class QuantizedPlacement(DeviceMapPlacement):
+    """A ``WeightPlacer`` by a device map that quantizes the weights of some layers.
+
+    Args:
+        model: the model.
+        device_map: module name -> device.
+        offload_folder: the folder for weights on disk.
+        quantizer: converts the layers.
+        layers: these, by name; their weights are not quantized yet.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device_map: Mapping[str, Device],
+        offload_folder: str | os.PathLike[str] | None,
+        quantizer: Quantizer,
+        layers: Mapping[str, nn.Module],
+    ) -> None:
+        super().__init__(model, device_map, offload_folder)
+        self.quantizer = quantizer
+        self.layers = dict(layers)
+        self.names = {id(layer): name for name, layer in layers.items()}
+        self.states: dict[int, dict[str, torch.Tensor]] = {}
+
+    def check(self, pairs: Sequence[TensorMatch]) -> None:
+        """Refuse what cannot be placed, and quantized weights on disk without a folder for them."""
+        super().check(pairs)
+        written = (name for name, layer in self.layers.items() if id(layer) not in self.states)
+        on_disk = next((n for n in written if device_of(f"{n}.weight", self.devices) == DISK), None)
+        if on_disk is not None and self.folder is None:
+            raise PrepareError(
+                f"{on_disk} is to be on disk, and there is no folder for it",
+                why="its weight is quantized, and the checkpoint does not hold it in that form",
+                fix="offload_folder='a folder with room'",
+            )
+
+    def quantize_present_weights(self) -> None:
+        """Quantize the weights that the layers have, each on its device."""
+        for name in self.names.values():
+            layer: Any = self.layers[name]
+            device = self._computing_device(f"{name}.weight")
+            layer.weight = self.quantizer.quantize(layer, layer.weight.data, device)
+
+    def take_saved_states(self, saved: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+        """Return the saved tensors without those of quantization states, which are kept for their layers."""
+        remaining = dict(saved)
+        for name, layer in self.layers.items():
+            weight = saved.get(f"{name}.weight")
+            if weight is None or weight.dtype.is_floating_point:
+                continue
+            state = [
+                n for n in remaining if n.startswith(f"{name}.") and n[len(name) + 1 :] not in _LAYER_TENSORS
+            ]
+            self.states[id(layer)] = {n.removeprefix(f"{name}."): remaining.pop(n).read() for n in state}
+            empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+            layer.weight = nn.Parameter(empty, requires_grad=False)
+        return remaining
+
+    def place_tensor(self, target: ModelTensor, saved: LazyTensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensor on its device, quantized if it is the weight of a layer that is."""
+        owner, attribute = target.owners[0]
+        if attribute != "weight" or id(owner) not in self.names:
+            return super().place_tensor(target, saved, dtype)
+        name = target.names[0]
+        device, state = self._computing_device(name), self.states.get(id(owner))
+        if state is None:
+            weight = self.quantizer.quantize(owner, host_tensor(saved, dtype, self.maps), device)
+            if device_of(name, self.devices) != DISK:
+                return weight
+            values = self._write_to_folder(name, weight.data)
+            view = host_tensor(values, values.dtype, self.maps)
+        else:
+            view = host_tensor(saved, saved.dtype, self.maps)
+            weight = self.quantizer.restore(owner, view, state, device)
+            if device != _HOST or saved.region is None or not self.quantizer.can_offload:
+                return weight
+        return with_values(weight, view, MmapWeightSource(name, view, view.dtype))
+
+    def is_offloaded(self, name: str) -> bool:
+        """Return True for a weight that is on disk, or on the CPU while it computes on an accelerator."""
+        home: Any = device_of(name, self.devices)
+        return home == DISK or (home == _HOST and self.execution_device != _HOST)
+
+    def _computing_device(self, name: str) -> torch.device:
+        """Return the device on which a weight is quantized: the CPU for what is there or on disk."""
+        home: Any = device_of(name, self.devices)
+        return home if isinstance(home, torch.device) else _HOST
 
 
 def _with_file_source(

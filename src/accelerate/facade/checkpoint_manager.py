@@ -19,10 +19,10 @@ from accelerate.checkpoint import async_save, load, save
 from accelerate.checkpoint.discovery import ProjectConfiguration, save_address
 from accelerate.checkpoint.layout import CheckpointContents, Manifest
 from accelerate.checkpoint.load import CheckpointLoadResult
-from accelerate.checkpoint.rank_group import CheckpointRankGroup, saves_alone
+from accelerate.checkpoint.rank_group import CheckpointPeerError, CheckpointRankGroup, saves_alone
 from accelerate.checkpoint.state_dict_files import strip_compile_prefix
 from accelerate.checkpoint.weight_files import save_weights
-from accelerate.core.errors import PrepareError, SettingError
+from accelerate.core.errors import CollectiveError, PrepareError, SettingError
 from accelerate.core.user_warning import warn_user
 from accelerate.facade.checkpoint_adapters import (
     OpenWindow,
@@ -69,6 +69,10 @@ class CheckpointManager:
 
     def allocate_staging(self) -> None:
         """Allocate pinned memory for a copy of the state; its size is known after the first step."""
+        if (
+            self.strategy.owns_step
+        ):  # DeepSpeed and Megatron-LM write files of their own, before a save returns
+            return
         if self.writes_exports or self.strategy.shards_params:
             weights = (tensor for model in self.prepared.models for tensor in model.state_dict().values())
             states = (state for optimizer in self.prepared.optimizers for state in optimizer.state.values())
@@ -136,7 +140,8 @@ class CheckpointManager:
                 "the checkpoint. A run that is resumed from it derives them from those of the main process"
             )
         else:
-            self._check_replicas()
+            address = f" {output_dir}" if output_dir else ""
+            self._check_replicas(f"save_state (save the checkpoint{address})")
         train_state = self._train_state()
         train_state.gradients = self.window if self.window.is_saved(is_solo) else None
         engine_files: list[Any] = []
@@ -167,12 +172,16 @@ class CheckpointManager:
             in_background=self.project.async_save if async_save is None else async_save,
         )
 
-    def _check_replicas(self) -> None:
-        """Compare the replicas of the ranks, at each so many saves."""
-        interval, replicated = self.project.replica_check_interval, self.strategy.replicates_model
-        if interval and replicated and self.world.size > 1 and not self.strategy.local_training:
+    def _check_replicas(self, action: str) -> None:
+        """Compare replicas and learning rates of the ranks, at each so many saves."""
+        interval = self.project.replica_check_interval
+        if interval and self.world.size > 1 and not self.strategy.local_training:
             if self._saves % interval == 0:
-                check_replicas(self.prepared.models, self.prepared.optimizers)
+                replicas = self.prepared.models if self.strategy.replicates_model else []
+                try:
+                    check_replicas(replicas, self.prepared.optimizers, action)
+                except CollectiveError as lost:  # a save may only meet a save
+                    raise CheckpointPeerError.from_collective(lost) from lost.__cause__
             self._saves += 1
 
     def _may_be_solo(self, is_sharded: bool) -> bool:

@@ -28,6 +28,7 @@ from accelerate.facade import runtime
 from accelerate.facade.launch_settings import PrecisionSettings
 from accelerate.offload.estimate.memory_estimate import model_state_bytes
 from accelerate.offload.estimate.skeleton import build_skeleton
+from accelerate.precision import PRECISIONS
 from accelerate.strategy import choose_strategy
 from accelerate.strategy.base import PrepareBundle, StrategyRequest
 from accelerate.world.world import World
@@ -125,11 +126,12 @@ def dry_run_model(
         AccelerateError: the model cannot be prepared so; the error of a real ``prepare``.
     """
     report: PrepareDryRunReport | None = None
+    formats = PRECISIONS.get(precision).autocast_format
     for rank in ranks:
         world = World.fake(size, rank, nodes=nodes)
         with fake_process_group(rank, size):
             rank_report = _dry_run_rank(
-                make(), StrategyRequest(world, plugins, {}, precision, parallelism), optimizer
+                make(), StrategyRequest(world, plugins, {}, precision, formats, parallelism), optimizer
             )
         report = rank_report if report is None else report
         if rank_report is not report:

@@ -6,7 +6,6 @@ package adds is a member as soon as that package is installed.
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
 from accelerate import device as devices
@@ -90,20 +89,6 @@ class FP8BackendType(StringEnum):
     TE = "TE"
     MSAMP = "MSAMP"
     AO = "AO"
-
-
-class CustomDtype(Enum):
-    """Number formats without a torch dtype; used for sizes only."""
-
-    # Not text: callers tell a custom format from the name of a torch dtype by its type.
-    FP8 = "fp8"
-    INT4 = "int4"
-    INT2 = "int2"
-
-    @property
-    def bits(self) -> int:
-        """The size of one element in bits."""
-        return int(self.value.lstrip("abcdefghijklmnopqrstuvwxyz"))
 
 
 class LoggerType(BaseEnum):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 from accelerate.core.frozen_dataclass import frozen_dataclass
-from accelerate.core.setting import setting
+from accelerate.core.setting import SettingOrigin, setting
 from accelerate.core.value_types import BaseEnum, PositiveInt
 from accelerate.precision import PRECISIONS
+from accelerate.precision.recipes import RECIPES
 
 AUTO = "auto"
 
@@ -17,6 +19,7 @@ class PrecisionSettings:
     """The number format in which models compute."""
 
     __topic__ = "Precision"
+    __common__ = ("mixed_precision",)
 
     mixed_precision: str | None = setting(
         None,
@@ -25,12 +28,25 @@ class PrecisionSettings:
         question="Mixed precision?",
     )
 
+    @staticmethod
+    def check(origins: Callable[[str], tuple[SettingOrigin, ...]]) -> None:
+        """Refuse 8-bit floats without a library for them.
+
+        Raises:
+            SettingError: none is installed, or not the one that ``fp8_backend`` names.
+        """
+        precision = origins("mixed_precision")[0]
+        runs_here = origins("compute_environment")[0].value == "LOCAL_MACHINE"
+        if runs_here and precision.value in RECIPES.names():
+            RECIPES.get(precision.value).check_library(precision, origins)
+
 
 @frozen_dataclass
 class GradientAccumulationSettings:
     """The settings of gradient accumulation."""
 
     __topic__ = "Training"
+    __common__ = ("gradient_accumulation_steps",)
 
     gradient_accumulation_steps: PositiveInt = setting(1, help="micro-batches per optimizer step")
 
@@ -104,23 +120,24 @@ class CompileSettings:
         None,
         choices=_BACKENDS,
         help="compile models with this backend of torch.compile",
-        question="Compile models? With which backend?",
+        question="torch.compile backend?",
+        details={"installed": "torch.compiler.list_backends(exclude_tags=())"},
     )
     dynamo_mode: Literal["default", "reduce-overhead", "max-autotune"] | None = setting(
-        None, help="what the compiler optimises for", question="What for?", when=_COMPILED
+        None, help="what the compiler optimises for", question="torch.compile mode?", when=_COMPILED
     )
     dynamo_use_fullgraph: bool = setting(
         False,
         help="fail rather than split a model into several graphs",
-        question="One graph, or an error?",
+        question="Full graph, or an error?",
         when=_COMPILED,
     )
     dynamo_use_dynamic: bool | None = setting(
-        None, help="compile for shapes that vary", question="Do shapes vary?", when=_COMPILED
+        None, help="compile for shapes that vary", question="Dynamic shapes?", when=_COMPILED
     )
     dynamo_use_regional_compilation: bool = setting(
         False,
         help="compile a model's repeated blocks once instead of the whole model",
-        question="Compile repeated blocks only?",
+        question="Regional compilation of repeated blocks?",
         when=_COMPILED,
     )

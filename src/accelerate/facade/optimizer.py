@@ -138,7 +138,17 @@ class AcceleratedOptimizer(Optimizer):
         return self._is_overflow
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the inner optimizer, whose next step is checked as a first one."""
+        """Add a group to the inner optimizer, whose next step is checked as a first one.
+
+        Raises:
+            PrepareError: DeepSpeed or Megatron-LM took the groups in ``prepare``.
+        """
+        if self._engine is not None:
+            raise PrepareError(
+                f"add_param_group() of an optimizer that {self._engine.name} steps",
+                why="it took the parameters of all groups in prepare, and would not train others",
+                fix="give the optimizer all groups before prepare",
+            )
         self.optimizer.add_param_group(param_group)
         self._first_step_checks = self._checks
 

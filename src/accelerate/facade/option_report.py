@@ -134,9 +134,8 @@ class OptionReporter:
                 used = kind in runtime.precision.handler_classes
                 reason = f"mixed_precision is {runtime.precision.name!r}"
                 for option in non_default_options(handler):
-                    yield (
-                        option.report_applied() if used else option.report_not_applied(reason, matters=False)
-                    )
+                    why = runtime.precision.explain_unused(option.name) if used else reason
+                    yield option.report_not_applied(why, matters=False) if why else option.report_applied()
 
     def _loader_options(self) -> Iterator[RequestedOption]:
         """Yield the options of loaders, which a script may change between two calls of ``prepare``."""

@@ -222,7 +222,7 @@ class Preparer:
             memory = partial(_placed_bytes, models, world.device)
             steps.append(PrepareStep("place", f"the weights go to {world.device}", place, memory))
         if models and not strategy.owns_step:
-            reason = precision.describe_conversion()
+            reason = precision.describe_attachment([strategy.unwrap(model) for model in models])
             # A precision is attached by hooks.
             if not reason and any(m._forward_hooks and precision.replaces_attached(m) for m in models):
                 reason = "the model computes in the format of its weights again"

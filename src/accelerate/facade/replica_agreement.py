@@ -76,10 +76,15 @@ def _refuse(optimizer: Any, what: str, first: Any, other: Any, rank: int) -> Non
     )
 
 
-def check_replicas(models: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
-    """Warn on rank 0 about the first parameter, or the first learning rate, that differs between replicas.
+def check_replicas(models: Iterable[nn.Module], optimizers: Iterable[Any], action: str) -> None:
+    """Warn on rank 0 about the first parameter of a replica, or the first learning rate, that differs.
 
     Collective. Each parameter is read once, and one message is exchanged; a checksum is the sum of its bits.
+
+    Args:
+        models: those of which each rank has a replica.
+        optimizers: those of all models; the ranks step with equal learning rates, sharded or not.
+        action: the save, for the error if another rank does not save.
     """
     named = [
         (f"{name} of model {number}" if number else name, parameter)
@@ -96,9 +101,9 @@ def check_replicas(models: Iterable[nn.Module], optimizers: Iterable[Any]) -> No
     }
     local: dict[str, Any] = {**facts, **rates}
     digest = crc32(repr(local).encode())
-    if len(set(collective.all_gather_object(digest, "save_state"))) == 1:
+    if len(set(collective.all_gather_object(digest, "save_state", label=action))) == 1:
         return
-    by_rank: list[dict[str, Any]] = collective.all_gather_object(local, "save_state")
+    by_rank: list[dict[str, Any]] = collective.all_gather_object(local, "save_state", label=action)
     if collective.rank() == 0:
         warn_user(_describe_drift(by_rank))
 
@@ -109,8 +114,8 @@ def _describe_drift(by_rank: list[dict[str, Any]]) -> str:
     ranks = [rank for rank, facts in enumerate(by_rank) if facts.get(other[0]) != by_rank[0].get(other[0])]
     more = f" and {len(other) - 1} more" if len(other) > 1 else ""
     return (
-        f"the replicas of the model have drifted apart: {other[0]}{more} of rank {ranks[0]} is not that of "
-        "rank 0, whose values are saved. A gradient was not averaged, or the ranks step differently"
+        f"the ranks have drifted apart: {other[0]}{more} of rank {ranks[0]} is not that of rank 0, whose "
+        "values are saved. A gradient was not averaged, or the ranks step differently"
     )
 
 

@@ -21,7 +21,7 @@ from accelerate.facade.state import AcceleratorState
 from accelerate.precision import PRECISIONS
 from accelerate.precision.base import Precision
 from accelerate.strategy import STRATEGIES, choose_strategy
-from accelerate.strategy.base import Strategy, StrategyRequest
+from accelerate.strategy.base import Strategy, StrategyRequest, SubclassGathering
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 from accelerate.watch.profile import ProfileKwargs
 from accelerate.world.preemption import PreemptionKwargs
@@ -107,11 +107,15 @@ def build_runtime(
         tuple(plugin for plugin in plugins if plugin is not None),
         handlers,
         precision=precision.name,
+        autocast_format=precision.autocast_format,
         parallelism=parallelism,
     )
     strategy = choose_strategy(request)
     if precision.scales_loss:
         precision.set_overflow_sync(strategy.flag_reduction())
+    precision.set_gather_extension(
+        isinstance(strategy, SubclassGathering) and strategy.gathers_tensor_subclasses
+    )
     state.show_strategy(strategy)
     steps = {}
     if accumulation_plugin is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -38,6 +39,9 @@ class TrackerSet:
         self._logging_dir, self._is_main = logging_dir, is_main_process
         self._uses_all = track.ALL in (log_with if isinstance(log_with, list | tuple) else [log_with])
         self._has_warned_log = False
+        # Trackers that have logged once, and how many calls failed after that.
+        self._logged: set[GeneralTracker] = set()
+        self._failures: Counter[GeneralTracker] = Counter()
 
     def start(self, project_name: str, config: dict[str, Any] | None, options: Options) -> None:
         """Begin a run with every tracker of ``log_with``; see ``Accelerator.init_trackers``."""
@@ -83,7 +87,31 @@ class TrackerSet:
             self._has_warned_log = True
             warn_user("log() has no effect: no run is open; call init_trackers() first")
         for tracker in self.trackers:
-            tracker.log(values, step=step, **options.get(tracker.name, {}))
+            self._log(tracker, values, step, options.get(tracker.name, {}))
+
+    def _log(
+        self, tracker: GeneralTracker, values: dict[str, Any], step: int | None, options: Mapping[str, Any]
+    ) -> None:
+        try:
+            tracker.log(values, step=step, **options)
+        except SettingError:
+            raise
+        except Exception as error:
+            if tracker not in self._logged:
+                raise  # the first call: something is set up wrongly
+            self._count_failure(tracker, error)
+        else:
+            self._logged.add(tracker)
+
+    def _count_failure(self, tracker: GeneralTracker, error: Exception) -> None:
+        """Count a call that failed in the middle of a training; warn of the first of each tracker."""
+        self._failures[tracker] += 1
+        if self._failures[tracker] == 1:
+            text = str(error).strip() or "no message"
+            warn_user(
+                f"{tracker.name} failed to log, and the training goes on without it; later calls try again. "
+                f"{type(error).__name__}: {text}"
+            )
 
     def get(self, name: str, unwrap: bool) -> Any:
         """Return the running tracker of that name; see ``Accelerator.get_tracker``."""
@@ -100,6 +128,10 @@ class TrackerSet:
     def finish(self) -> None:
         """End every run, also when one of them raises."""
         ended, self.trackers = self.trackers, []
+        for tracker, count in self._failures.items():
+            warn_user(f"{tracker.name} has lost what {count} call{'s' * (count > 1)} of log() gave it")
+        self._failures.clear()
+        self._logged.clear()
         track.finish_runs(ended)
 
 

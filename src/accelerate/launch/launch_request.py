@@ -50,12 +50,23 @@ class JobSettings:
     """How to start the processes of one script."""
 
     __topic__ = "Processes"
+    __common__ = (
+        "num_processes",
+        "num_machines",
+        "machine_rank",
+        "main_process_ip",
+        "main_process_port",
+        "gpu_ids",
+        "module",
+        "config_file",
+        "dry_run",
+    )
 
     num_processes: Count | Literal["auto", "gpu", "cpu"] | None = setting(
         None,
         flags=("-n",),
         help="how many processes to start, on all machines together; by default one per device, one on a CPU",
-        question="How many processes in all?",
+        question="Number of processes on all machines?",
     )
     nproc_per_node: LocalCount | Literal["auto", "gpu", "cpu"] | None = setting(
         None, variable=None, in_file=False, help="how many processes to start on each machine"
@@ -64,7 +75,7 @@ class JobSettings:
         1,
         flags=("--nnodes",),
         help="how many machines take part: a number, or from 1 to 4 as 1:4",
-        question="How many machines take part?",
+        question="Number of machines?",
     )
     standalone: bool = setting(
         False, variable=None, in_file=False, help="the job is on one machine and waits for no other"
@@ -73,21 +84,21 @@ class JobSettings:
         0,
         flags=("--node_rank",),
         help="the number of this machine, from 0",
-        question="Which number has this machine?",
+        question="Rank of this machine?",
         when=MULTI_MACHINE,
     )
     main_process_ip: str | None = setting(
         None,
         flags=("--master_addr",),
         help="the address of rank 0",
-        question="At which address is machine 0?",
+        question="Address of the machine of rank 0?",
         when=MULTI_MACHINE,
     )
     main_process_port: Port | None = setting(
         None,
         flags=("--master_port",),
         help="the port of rank 0; by default, and with 0, a free one",
-        question="At which port of machine 0 do they meet?",
+        question="Port of that machine for the rendezvous?",
         when=MULTI_MACHINE,
     )
     num_cpu_threads_per_process: Count | None = setting(

@@ -17,6 +17,7 @@ from accelerate.launch.base import LaunchKind, origin_variables, print_line, req
 from accelerate.launch.job_scheduler import overridden_lines
 from accelerate.launch.kinds import KINDS
 from accelerate.launch.launch_request import LaunchRequest
+from accelerate.launch.logs import parse_tee
 
 
 def choose_kind(request: LaunchRequest) -> LaunchKind[Any]:
@@ -109,6 +110,8 @@ def check_request(request: LaunchRequest) -> None:
         LaunchError: there is no script.
     """
     job = request.settings
+    if job.tee is not None:
+        parse_tee(job.tee)
     _, machines = request.machines
     if job.machine_rank >= machines:
         raise SettingError(

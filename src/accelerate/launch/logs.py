@@ -41,7 +41,7 @@ class RankLogSettings:
         self, tee: str | None, folder: str | None, prefix: Callable[[int], str] = "[rank {}] ".format
     ) -> None:
         self.prefix = prefix
-        self.default_streams, self.streams_by_rank = _parse_tee(
+        self.default_streams, self.streams_by_rank = parse_tee(
             tee if tee is not None else "3" if folder else "0"
         )
         self.folder = None if folder is None else Path(folder).expanduser()
@@ -112,7 +112,12 @@ class RankLogSettings:
             pump.join(timeout=1.0)
 
 
-def _parse_tee(tee: str) -> tuple[int, dict[int, int]]:
+def parse_tee(tee: str) -> tuple[int, dict[int, int]]:
+    """Return which streams to mark by default, and by rank, from torchrun's notation.
+
+    Raises:
+        SettingError: it is not written so.
+    """
     try:
         if ":" not in tee:
             return _STREAMS[tee.strip()], {}
@@ -175,6 +180,7 @@ class OutputSink:
         self._stream: Any = stream
         self._on_failure = on_failure
         self._is_broken = False
+        self._failure_lock = threading.Lock()  # both streams of every rank may end here, each by a thread
 
     def write(self, content: bytes) -> None:
         """Write all of it, or nothing any more."""
@@ -183,8 +189,10 @@ class OutputSink:
         try:
             self._write(memoryview(content))
         except (OSError, ValueError) as error:  # ValueError: somebody has closed the stream
-            self._is_broken = True
-            self._on_failure(error)
+            with self._failure_lock:
+                is_first, self._is_broken = not self._is_broken, True
+            if is_first:
+                self._on_failure(error)
 
     def _write(self, content: memoryview) -> None:
         if hasattr(self._stream, "buffer"):

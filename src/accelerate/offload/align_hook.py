@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate.core.errors import OffloadError
 from accelerate.offload.hooks import ModelHook, add_hook_to_module, walk_modules
 from accelerate.offload.module_input_output import Keys, move_arguments
 from accelerate.offload.module_tensors import (
@@ -42,7 +43,6 @@ from accelerate.offload.offload_folder import PrefixedDataset, set_weight
 from accelerate.offload.offloaded_tensor import (
     MappingSource,
     OffloadedTensor,
-    OffloadError,
     TensorSource,
     _compiler_disable,
     make_stand_in,

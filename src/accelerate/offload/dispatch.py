@@ -22,7 +22,7 @@ from torch import nn
 
 from accelerate import device as devices
 from accelerate.core import lazy_names
-from accelerate.core.errors import DeviceError, SettingError
+from accelerate.core.errors import DeviceError, OffloadError, SettingError
 from accelerate.offload import device_maps
 from accelerate.offload.dispatch_hook import hook_of
 from accelerate.offload.dispatch_steps import (
@@ -47,7 +47,7 @@ from accelerate.offload.hooks import (
 from accelerate.offload.module_input_output import move_arguments
 from accelerate.offload.module_tensors import DeviceLike, as_device
 from accelerate.offload.offload_folder import Folder, WeightStore
-from accelerate.offload.offloaded_tensor import OffloadedTensor, OffloadError
+from accelerate.offload.offloaded_tensor import OffloadedTensor
 from accelerate.offload.pager import Pager, PagerStats
 
 # ------------------------------------------------------------------------------------------------ devices

@@ -18,11 +18,12 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from accelerate.core.errors import OffloadError
 from accelerate.offload.align_hook import AlignDevicesHook
 from accelerate.offload.hooks import _hooked_forward, add_hook_to_module
 from accelerate.offload.module_input_output import Keys, ModuleInputOutputMover
 from accelerate.offload.module_tensors import as_device, table_of, with_values
-from accelerate.offload.offloaded_tensor import OffloadedTensor, OffloadError
+from accelerate.offload.offloaded_tensor import OffloadedTensor
 from accelerate.offload.pager import Pager
 from accelerate.offload.weight_block import WeightBlock, move_tensor
 

@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 from accelerate import device as devices
-from accelerate.core.errors import PrepareError, nearest
+from accelerate.core.errors import OffloadError, PrepareError, nearest
 from accelerate.offload.offload_folder import load_offloaded_weight
 from accelerate.offload.offloaded_tensor import (
     HostMemoryWeightSource,
     OffloadedTensor,
-    OffloadError,
     TensorSource,
     source_of,
 )
@@ -27,6 +26,8 @@ DeviceLike = int | str | torch.device
 _DEVICES: dict[DeviceLike, torch.device] = {}  # asked at each forward
 # Attributes of a stand-in that its values do not get.
 _STAND_IN_ONLY = ("source", "execution_device", "_kind", "_is_param")
+# Attributes of quantized weights that move with them.
+_QUANTIZATION_STATE = ("quant_state", "SCB")
 
 
 # ------------------------------------------------------------------------------------------------ devices
@@ -106,12 +107,13 @@ def as_parameter(value: torch.Tensor, old: torch.Tensor, fp16_statistics: Any = 
     else:
         parameter = torch.Tensor._make_subclass(kind, value.detach(), requires_grad)
     for name, attribute in attributes.items():
-        if name not in _STAND_IN_ONLY:
-            setattr(
-                parameter,
-                name,
-                _move_quant_state(attribute, value.device) if name == "quant_state" else attribute,
-            )
+        if name in _STAND_IN_ONLY:
+            continue
+        if name == "CB":  # the values themselves, under the name that 8-bit layers read
+            attribute = parameter.data if value.dtype == torch.int8 else None
+        elif name in _QUANTIZATION_STATE:
+            attribute = _move_quant_state(attribute, value.device)
+        setattr(parameter, name, attribute)
     if fp16_statistics is not None and hasattr(parameter, "SCB"):
         parameter.SCB = fp16_statistics.to(value.device)  # pyright: ignore[reportAttributeAccessIssue]
     return parameter
@@ -133,6 +135,8 @@ def with_values(old: torch.Tensor, value: torch.Tensor, source: TensorSource | N
 
 def _move_quant_state(state: Any, device: torch.device) -> Any:
     """Return the state of a quantized tensor on another device; it moves in place, so a copy moves."""
+    if isinstance(state, torch.Tensor):
+        return state.to(device)
     if not hasattr(state, "to"):
         return state
     twin = copy.copy(state)

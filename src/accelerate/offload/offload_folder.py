@@ -20,12 +20,11 @@ from typing import Any, TypeAlias
 import torch
 from safetensors import SafetensorError, safe_open
 
-from accelerate.core.errors import PrepareError
+from accelerate.core.errors import OffloadError, PrepareError
 from accelerate.offload.offloaded_tensor import (
     HostMemoryWeightSource,
     MappingSource,
     OffloadedTensor,
-    OffloadError,
     TensorSource,
     in_memory,
 )

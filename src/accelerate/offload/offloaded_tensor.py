@@ -23,7 +23,7 @@ from torch._compile import _disable_dynamo
 from torch._utils import _rebuild_parameter
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from accelerate.core.errors import AccelerateError, PrepareError
+from accelerate.core.errors import OffloadError, PrepareError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,10 +32,6 @@ _VIEWS_OF_ALL = (_aten.detach.default, _aten.alias.default)
 
 
 # --------------------------------------------------------------------------------------------------- sources
-
-
-class OffloadError(AccelerateError, RuntimeError):
-    """A weight that is offloaded cannot be read or changed as asked."""
 
 
 class TensorSource:
@@ -362,7 +358,8 @@ def make_stand_in(tensor: torch.Tensor, source: TensorSource, device: torch.devi
         stand_in = nn.Parameter(stand_in, requires_grad=tensor.requires_grad)
     for name, value in vars(tensor).items():
         if name not in ("source", "execution_device"):
-            setattr(stand_in, name, value)
+            # Values that a weight also has under another name (CB of 8-bit layers) are not held.
+            setattr(stand_in, name, None if name == "CB" else value)
     if type(tensor) not in (torch.Tensor, nn.Parameter, OffloadedTensor):
         stand_in._kind = type(tensor)
     return stand_in

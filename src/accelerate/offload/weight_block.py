@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate.core.errors import OffloadError
 from accelerate.device.base import Device
 from accelerate.offload.module_tensors import MaterializedTensor, as_parameter, restore_stand_ins
 from accelerate.offload.offloaded_tensor import (
     HostMemoryWeightSource,
     OffloadedTensor,
-    OffloadError,
     TensorSource,
     make_stand_in,
 )

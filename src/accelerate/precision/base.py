@@ -26,12 +26,14 @@ class Precision(ABC):
     Attributes:
         name: the value of ``mixed_precision`` that selects it.
         scales_loss: whether it scales losses and may skip steps; if not, loops call it for neither.
+        autocast_format: the format of all that it does not convert, where that has another name.
         planned_feature: what is planned, for a precision that is not built yet.
         handler_classes: kwargs handlers that configure it.
     """
 
     name: ClassVar[str]
     scales_loss: ClassVar[bool] = False
+    autocast_format: ClassVar[str | None] = None
     planned_feature: ClassVar[str] = ""
     handler_classes: ClassVar[tuple[type[KwargsHandler], ...]] = ()
 
@@ -56,6 +58,16 @@ class Precision(ABC):
         """The gradient scaler, where there is one."""
         return None
 
+    @property
+    def recipe(self) -> Any:
+        """The recipe of 8-bit floats; None in other formats."""
+        return None
+
+    @property
+    def fp8_backend(self) -> str:
+        """The library for 8-bit floats: ``AO``, ``TE`` or ``MSAMP``; ``NO`` in other formats."""
+        return "NO"
+
     @abstractmethod
     def forward_context(self, options: Any = None) -> AbstractContextManager[Any]:
         """Return the context of a forward pass; ``options`` is an ``AutocastKwargs`` for this call only."""
@@ -78,9 +90,21 @@ class Precision(ABC):
         """Return why a prepared model does not compute in this format; empty if it does."""
         return ""
 
+    def explain_unused(self, option: str) -> str:
+        """Return why an option of its handler makes no difference here; empty if it is used."""
+        return ""
+
     def describe_conversion(self) -> str:
         """Return the effect of ``attach`` as a clause for the plan; empty when it has none."""
         return ""
+
+    def describe_attachment(self, models: Sequence[nn.Module]) -> str:
+        """Return the effect of ``attach`` on these models for the plan.
+
+        Raises:
+            PrepareError: this precision does not go with one of them.
+        """
+        return self.describe_conversion()
 
     def check_trainable(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Refuse parameters that cannot be trained in this format."""
@@ -94,6 +118,9 @@ class Precision(ABC):
 
     def set_overflow_sync(self, agreement: Callable[[torch.Tensor], None] | None) -> None:
         """Set the all-reduce (max) of the overflow flag, for ranks that hold different gradients."""
+
+    def set_gather_extension(self, supported: bool) -> None:
+        """Set whether the strategy all-gathers weights in the format of their tensor subclass (FSDP2)."""
 
     def loss_scale(self) -> float:
         """Return the current factor of the loss."""

@@ -133,6 +133,8 @@ class StrategyRequest:
         plugins: the strategy plugins given to the ``Accelerator``, without the absent ones.
         handlers: the kwargs handlers given to it, by class.
         precision: name of the precision.
+        autocast_format: the 16-bit format in which it computes, ``"no"`` for the format of the weights; None
+            where that is the precision itself.
         parallelism: the sizes of the dimensions of a mesh, a ``ParallelismConfig``.
         passed_over: strategies that it asks for and that cannot serve it, once one is chosen.
     """
@@ -141,8 +143,14 @@ class StrategyRequest:
     plugins: tuple[Any, ...] = ()
     handlers: Mapping[type, Any] = field(default_factory=dict)
     precision: str = "no"
+    autocast_format: str | None = None
     parallelism: Any = None
     passed_over: list[Any] = field(default_factory=list)
+
+    @property
+    def compute_format(self) -> str:
+        """The format of all that no layer converts by itself: ``"bf16"``, ``"fp16"`` or ``"no"``."""
+        return self.autocast_format or self.precision
 
     def handler(self, kind: type[H]) -> H:
         """Return the handler of that class, or one with its defaults."""
@@ -351,6 +359,15 @@ class Strategy(GradientSync, ABC):
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own module."""
         return model
+
+
+class SubclassGathering:
+    """A capability: all-gathers go through ``fsdp_pre_all_gather`` of a parameter's tensor subclass."""
+
+    @property
+    def gathers_tensor_subclasses(self) -> bool:
+        """Return whether they do in this layout."""
+        return True
 
 
 class DataSharding:

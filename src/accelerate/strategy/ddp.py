@@ -159,7 +159,7 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
 
     def __init__(self, request: StrategyRequest) -> None:
         super().__init__(request)
-        self.unreduced = set()
+        self.unreduced = self._unreduced = set[torch.Tensor]()
         self._progress: list[ReplicaProgress] = []
         self._unreduced_backward = ""
         self._reported: set[str] = set()
@@ -230,7 +230,7 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
             is_plain = type(parameter) is nn.Parameter and not parameter.is_inference()
             if is_plain and not parameter.requires_grad and parameter.is_floating_point():
                 # Torch takes the hook of a tensor that trains only, and keeps it.
-                parameter.requires_grad_(True).register_post_accumulate_grad_hook(self.unreduced.add)
+                parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._unreduced.add)
                 parameter.requires_grad_(False)
 
     # --- the loop
@@ -254,13 +254,13 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
         waiting = [replica for replica in replicas if replica.require_backward_grad_sync]
         if waiting and not self.local_training:
             params = {p for replica in waiting for p in replica.module.parameters() if p.requires_grad}
-            self.unreduced |= params & graph_leaves(loss)
+            self._unreduced |= params & graph_leaves(loss)
             self._unreduced_backward = user_line()
 
     def report_unreduced(self, parameters: Iterable[torch.Tensor]) -> None:
         """Say once which of ``parameters`` are stepped with a gradient that was not reduced; forget all."""
-        stepped = {p for p in parameters if p in self.unreduced and p.grad is not None and p.grad.any()}
-        self.unreduced.clear()
+        stepped = {p for p in parameters if p in self._unreduced and p.grad is not None and p.grad.any()}
+        self._unreduced.clear()
         if self.world.rank != 0 or not stepped or self.local_training:
             return
         reduced = {p for progress in self._progress for p in progress.params}
@@ -290,12 +290,12 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
             return []
         reduced = {p for progress in self._progress for p in progress.params}
         trained = (p for p in parameters if p.requires_grad and p.grad is not None)
-        return [p for p in trained if p not in reduced and p not in self.unreduced]
+        return [p for p in trained if p not in reduced and p not in self._unreduced]
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, zero: Callable[[], None]) -> None:
         """Clear gradients; what was not reduced is not stepped either."""
-        if self.unreduced:
-            self.unreduced.difference_update(p for group in optimizer.param_groups for p in group["params"])
+        if self._unreduced:
+            self._unreduced.difference_update(p for group in optimizer.param_groups for p in group["params"])
         zero()
 
     def accumulation_context(self, models: Iterable[nn.Module], *, sync: bool) -> AbstractContextManager[Any]:

@@ -19,6 +19,7 @@ from accelerate.core.option_report import OptionStatus
 from accelerate.strategy.base import (
     PrepareBundle,
     StrategySelection,
+    SubclassGathering,
     ZeroBackward,
     graph_leaves,
     run_with_zero_gradients,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from accelerate.strategy.sharding.fsdp_unit_plan import FSDPShardingPlan
 
 
-class FSDP2Strategy(ShardedStrategy):
+class FSDP2Strategy(ShardedStrategy, SubclassGathering):
     """FSDP2 over all ranks, by torch's ``fully_shard``."""
 
     name: ClassVar[str] = "fsdp"
@@ -53,7 +54,7 @@ class FSDP2Strategy(ShardedStrategy):
             self._requested_options,
             self.plugin,
             sharded,
-            precision_policy(self.request.precision),
+            precision_policy(self.request.compute_format),
         )
 
     # --- device mesh
@@ -75,7 +76,7 @@ class FSDP2Strategy(ShardedStrategy):
         from accelerate.strategy.sharding.fsdp_unit_plan import plan_layout
         from accelerate.strategy.sharding.plugin import precision_policy
 
-        precision = self.request.precision
+        precision = self.request.compute_format
         policy = MixedPrecisionPolicy() if precision == "no" else precision_policy(precision)
         return plan_layout(model, self.plugin, policy)
 
@@ -134,6 +135,13 @@ class FSDP2Strategy(ShardedStrategy):
         return parameter
 
     # --- the loop
+
+    def late_parameters(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the trained parameters that are not sharded."""
+        from torch.distributed.tensor import DTensor
+
+        trained = (p for p in parameters if p.requires_grad and p.grad is not None)
+        return [p for p in trained if not isinstance(p, DTensor)]
 
     def reduces_gradients(self, model: nn.Module) -> bool:
         """Return whether no ``no_sync`` is active."""

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from pathlib import Path
 from typing import Any
 
-from accelerate.track.base import GeneralTracker, on_main_process, to_json_types, unwrap_scalars
+from accelerate.track.base import GeneralTracker, on_main_process, to_json_types
+from accelerate.track.protocol.media import is_own_object, join_name, to_images, to_pil
+from accelerate.track.protocol.values import flatten_mappings
 
 
 class AimTracker(GeneralTracker):
     """A run in the repository of ``logging_dir``. Run here: aim 3.28, read back with its own SDK.
+
+    Online: a server's repository as ``logging_dir``, ``aim://host:53800``.
+    Offline: any other ``logging_dir``. aim 3.29 was seen to read back nothing of what it had written:
+        take 3.28.
+    Files: ``.aim`` in ``logging_dir``, stored files in ``artifacts`` beside it; ``aim up --repo logs``
+        shows them.
+    Resume: ``init_kwargs={"aim": {"run_hash": HASH}}``, with ``get_tracker("aim").tracker.hash`` of the
+        first run.
 
     Args:
         run_name: name of the run.
@@ -47,27 +59,24 @@ class AimTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers, and dicts of them as ``name/key``; ``kwargs`` go to ``Run.track``."""
-        for key, value in unwrap_scalars(values).items():
-            if isinstance(value, dict):
-                self.log({f"{key}/{inner}": each for inner, each in value.items()}, step, **kwargs)
-            elif value is None:
-                self.refuse(key, value)
-            elif isinstance(value, str):
-                import aim
+        """Log numbers, texts, and dicts of them as ``name/key``; ``kwargs`` go to ``Run.track``."""
+        import aim
 
-                self.writer.track(aim.Text(value), name=key, step=step, **kwargs)
-            else:
-                self.writer.track(value, name=key, step=step, **kwargs)
+        track = functools.partial(self.writer.track, step=step, **kwargs)
+        self.log_by_kind(
+            flatten_mappings(values),
+            number=lambda key, value: track(value, name=key),
+            text=lambda key, value: track(aim.Text(value), name=key),
+        )
 
     @on_main_process
-    def log_images(
+    def log_images(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
     ) -> None:
-        """Log images, each alone or as ``(image, caption)``.
+        """Log images.
 
         Args:
-            values: name -> image: an array, a PIL image, a path.
+            values: name -> an image or a list of them; ``protocol/media.py`` says what is an image.
             step: of all of them.
             kwargs: options of ``aim.Image`` under ``"aim_image"``, of ``Run.track`` under ``"track"``.
         """
@@ -75,9 +84,20 @@ class AimTracker(GeneralTracker):
 
         options = kwargs or {}
         for key, value in values.items():
-            image, caption = value if isinstance(value, tuple) else (value, "")
-            picture = aim.Image(image, caption=caption, **options.get("aim_image", {}))
-            self.writer.track(picture, name=key, step=step, **options.get("track", {}))
+            pictures = [
+                content
+                if is_own_object(self.name, content)
+                else aim.Image(to_pil(content), caption=caption, **options.get("aim_image", {}))
+                for content, caption in to_images(key, value)
+            ]
+            self.writer.track(pictures, name=key, step=step, **options.get("track", {}))
+
+    @on_main_process
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """Store a file, in the folder ``artifacts`` of the repository unless the run has another place."""
+        if not self.writer.artifacts_uri:
+            self.writer.set_artifacts_uri(Path(self.aim_repo_path or ".", "artifacts").absolute().as_uri())
+        self.writer.log_artifact(local_path, name=join_name(artifact_path, local_path), block=True)
 
     @on_main_process
     def finish(self) -> None:

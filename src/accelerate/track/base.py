@@ -6,19 +6,32 @@ of this folder is a tracker; users derive their own from ``GeneralTracker``.
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import functools
 import importlib
-import math
-import types
-import warnings
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from accelerate.core import packages
 from accelerate.core.errors import MissingExtraError, SettingError
-from accelerate.world.world import get_rank_info
+from accelerate.core.user_warning import warn_user
+from accelerate.track.protocol.media import render_figure
+from accelerate.track.protocol.values import flatten_config, to_json_types, unwrap_scalar, unwrap_scalars
+from accelerate.world.world import current, get_rank_info
+
+__all__ = [
+    "BlankTracker",
+    "GeneralTracker",
+    "ProjectTracker",
+    "UnfinishedTrackerError",
+    "flatten_config",
+    "is_main_process",
+    "missing_attributes",
+    "on_main_process",
+    "to_json_types",
+    "unwrap_scalar",
+    "unwrap_scalars",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -80,6 +93,58 @@ class GeneralTracker:
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log ``values``, at ``step`` if there is one; ``kwargs`` are the library's own options."""
 
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log images, if the library has them.
+
+        Args:
+            values: name -> an image or a list of them; ``protocol/media.py`` says what is an image.
+            step: of all of them.
+            kwargs: the library's own options.
+        """
+        self.leave_out("images")
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log a table, given by its rows or as a data frame, if the library has tables.
+
+        Args:
+            table_name: its name.
+            columns: their names.
+            data: the rows.
+            dataframe: of pandas or polars, instead of the two.
+            step: the step it belongs to.
+            kwargs: the library's own options.
+        """
+        self.leave_out("tables")
+
+    def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
+        """Log a figure of matplotlib, saved with ``save_kwargs``: an image where a library has no figure."""
+        if type(self).log_images is GeneralTracker.log_images:
+            self.leave_out("figures")
+        else:
+            self.log_images({artifact_file: render_figure(figure, **save_kwargs)})
+
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """Store a file, in the folder ``artifact_path`` of the run, if the library stores files."""
+        self.leave_out("files")
+
+    def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
+        """Store every file below a folder, in the folder ``artifact_path`` of the run."""
+        if type(self).log_artifact is GeneralTracker.log_artifact:
+            self.leave_out("files")
+            return
+        for folder, _, files in sorted(os.walk(local_dir)):
+            inner = os.path.normpath(os.path.join(artifact_path or "", os.path.relpath(folder, local_dir)))
+            for file in sorted(files):
+                self.log_artifact(os.path.join(folder, file), None if inner == "." else inner)
+
     def finish(self) -> None:
         """End the run; everything logged is written."""
 
@@ -115,13 +180,37 @@ class GeneralTracker:
             kind = next((kind for kind, types in _VALUE_KINDS if isinstance(value, types)), "")
             writers.get(kind, self.refuse)(key, value)
 
+    def refuse_options(self, method: str, options: Mapping[str, Any]) -> None:
+        """Refuse options of a method that the library gives none.
+
+        Raises:
+            SettingError: there are options.
+        """
+        if options:
+            raise SettingError(
+                f"options of {self.name}'s {method} are {dict(options)}",
+                why="it takes no options",
+                fix="leave them out",
+            )
+
     def refuse(self, key: str, value: object) -> None:
         """Warn, once for a key, that the library cannot log a value and that it is left out."""
-        refused = self.__dict__.setdefault("_refused", set())
-        if key not in refused:
-            refused.add(key)
-            kind = type(value).__name__
-            warnings.warn(f"{self.name} cannot log {key!r}: a {kind} is left out", stacklevel=2)
+        self._warn_once(key, f"{self.name} cannot log {key!r}: a {type(value).__name__} is left out")
+
+    def refuse_name(self, key: str, characters: str) -> None:
+        """Warn, once for a key, that the library takes only names of other characters."""
+        self._warn_once(key, f"{self.name} cannot log {key!r}: its names are of {characters}; it is left out")
+
+    def leave_out(self, kind: str) -> None:
+        """Warn, once for a kind (``"images"``), that the library has none and that they are left out."""
+        if not missing_attributes(self):  # a blank one leaves out everything
+            self._warn_once(f"all {kind}", f"{self.name} has no {kind}: they are left out of {self.name}")
+
+    def _warn_once(self, about: str, message: str) -> None:
+        said: set[str] = self.__dict__.setdefault("_said", set())
+        if about not in said:
+            said.add(about)
+            warn_user(message)
 
 
 class BlankTracker(GeneralTracker):
@@ -165,64 +254,29 @@ def is_main_process() -> bool:
     return get_rank_info()[0] == 0
 
 
+def _runs_here(tracker: GeneralTracker) -> bool:
+    """Return True where ``tracker`` logs; without a world the environment is read once in a process."""
+    if not tracker.main_process_only or current() is not None:
+        return not tracker.main_process_only or is_main_process()
+    process = os.getpid()
+    known: tuple[int, bool] = tracker.__dict__.get("_main", (0, False))
+    if known[0] != process:
+        known = tracker.__dict__["_main"] = (process, is_main_process())
+    return known[1]
+
+
 def on_main_process(function: F) -> F:
     """Decorate a tracker's method: it runs on rank 0 only, unless ``main_process_only`` is False."""
 
     @functools.wraps(function)
     def wrapper(self: GeneralTracker, *args: Any, **kwargs: Any) -> Any:
-        return function(self, *args, **kwargs) if not self.main_process_only or is_main_process() else None
+        return function(self, *args, **kwargs) if _runs_here(self) else None
 
     return wrapper  # type: ignore[return-value]
 
 
-# --- conversion of values for libraries
-
 # What a logged value is to a library that has a call of its own for each; the first that fits.
 _VALUE_KINDS: tuple[tuple[str, Any], ...] = (("text", str), ("mapping", Mapping), ("number", (int, float)))
-
-
-def unwrap_scalar(value: Any) -> Any:
-    """Return the number of a one-element tensor or array; any other value unchanged."""
-    item = getattr(value, "item", None)
-    return item() if callable(item) and math.prod(getattr(value, "shape", (0,))) == 1 else value
-
-
-def unwrap_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``values`` with one-element tensors and arrays as numbers, also in nested mappings."""
-    return {
-        key: unwrap_scalars(value) if isinstance(value, Mapping) else unwrap_scalar(value)
-        for key, value in values.items()
-    }
-
-
-def to_json_types(value: Any) -> Any:
-    """Convert a configuration to the types of JSON: other values, such as paths and dtypes, become text.
-
-    Namespaces and dataclasses become dicts of their fields.
-    """
-    value = unwrap_scalar(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
-        value = vars(value)
-    if isinstance(value, Mapping):
-        return {str(key): to_json_types(each) for key, each in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [to_json_types(each) for each in value]
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    return next((kind(value) for kind in (int, float) if isinstance(value, kind)), str(value))
-
-
-def flatten_config(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten a configuration: ``{"a": {"b": 1}}`` becomes ``{"a.b": 1}``; lists become text."""
-    flat: dict[str, Any] = {}
-    for key, value in to_json_types(values).items():
-        if isinstance(value, dict) and value:
-            flat |= flatten_config(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, bool | int | float | str) else str(value)
-    return flat
 
 
 class ProjectTracker(GeneralTracker):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from accelerate.core import environ
-from accelerate.core.errors import SettingError
 from accelerate.track.base import GeneralTracker, on_main_process, to_json_types, unwrap_scalars
+from accelerate.track.protocol.media import join_name, to_images, to_table
 
 # Prefixes of names that are the series of a plot, as scripts write them: eval_loss is loss of "eval".
 SERIES = ("eval", "test", "train")
@@ -16,6 +17,13 @@ class ClearMLTracker(GeneralTracker):
     """A task. Run here: clearml 2.1, offline mode, its file of metrics read back.
 
     A task that the script has opened itself is used, and left open at the end.
+
+    Online: ``clearml-init``, or ``CLEARML_API_ACCESS_KEY``, ``CLEARML_API_SECRET_KEY`` and
+        ``CLEARML_API_HOST``.
+    Offline: ``CLEARML_OFFLINE_MODE=1``; ``clearml-task --import-offline-session FILE.zip`` sends the file
+        later.
+    Files: ``~/.clearml/cache/offline/TASK.zip``.
+    Resume: ``init_kwargs={"clearml": {"continue_last_task": TASK_ID}}``; online only.
 
     Args:
         run_name: name of project and task, unless ``CLEARML_PROJECT`` and ``CLEARML_TASK`` say others.
@@ -59,29 +67,45 @@ class ClearMLTracker(GeneralTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers: ``eval_loss`` is the series eval of the plot loss; without a step, a single value.
 
-        A dict of numbers is one plot, its keys are the series. ``kwargs`` go to the method that reports.
+        A dict of numbers is one plot, its keys are the series. Texts go to the console log of the task.
+        ``kwargs`` go to the method that reports.
         """
         report = self.task.get_logger()
         for key, value in unwrap_scalars(values).items():
             rows = value if isinstance(value, dict) else {None: value}
             for inner, each in rows.items():
                 title, series = self._get_title_series(key) if inner is None else (key, inner)
-                if not isinstance(each, int | float):
-                    self.refuse(key, each)
+                name = key if inner is None else f"{key}/{inner}"
+                if isinstance(each, str):
+                    at = "" if step is None else f"step {step}, "
+                    report.report_text(f"{at}{name}: {each}", print_console=False)
+                elif not isinstance(each, int | float):
+                    self.refuse(name, each)
                 elif step is None:
-                    name = key if inner is None else f"{key}/{inner}"
                     report.report_single_value(name=name, value=each, **kwargs)
                 else:
                     report.report_scalar(title=title, series=series, value=each, iteration=step, **kwargs)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images, each an array or a PIL image, or a list of them; ``kwargs`` go to ``report_image``."""
+        """Log images, several as ``series_0``, ``series_1``; ``kwargs`` go to ``report_image``.
+
+        Captions are left out.
+        """
         report = self.task.get_logger()
-        for key, pictures in values.items():
+        for key, value in values.items():
             title, series = self._get_title_series(key)
-            for image in pictures if isinstance(pictures, list | tuple) else [pictures]:
-                report.report_image(title=title, series=series, iteration=step, image=image, **kwargs)
+            images = to_images(key, value)
+            for number, (content, caption) in enumerate(images):
+                if caption:
+                    self.leave_out("captions of images")
+                report.report_image(
+                    title=title,
+                    series=series if len(images) == 1 else f"{series}_{number}",
+                    iteration=step,
+                    **{"local_path" if isinstance(content, str) else "image": content},
+                    **kwargs,
+                )
 
     @on_main_process
     def log_table(
@@ -93,17 +117,19 @@ class ClearMLTracker(GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Log a table, given by its rows or as a data frame; ``kwargs`` go to ``report_table``.
-
-        Raises:
-            SettingError: neither rows nor a data frame are given.
-        """
-        if dataframe is None and data is None:
-            raise SettingError(f"the table {table_name!r} has no rows", fix="give data=[[...]] or dataframe=")
-        rows = dataframe if dataframe is not None else [*([columns] if columns else []), *(data or [])]
+        """Log a table; ``kwargs`` go to ``report_table``."""
+        table = to_table(table_name, columns, data, dataframe)
         title, series = self._get_title_series(table_name)
+        rows = [table.columns, *table.rows]
         self.task.get_logger().report_table(
             title=title, series=series, table_plot=rows, iteration=step, **kwargs
+        )
+
+    @on_main_process
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """Store a file as an artifact."""
+        self.task.upload_artifact(
+            join_name(artifact_path, local_path), artifact_object=os.path.abspath(local_path)
         )
 
     @on_main_process
@@ -112,6 +138,8 @@ class ClearMLTracker(GeneralTracker):
         if self._initialized_externally:
             return
         if self.failed:
+            # After an error close() does not wait for what was reported, and loses it.
+            self.task.flush(wait_for_uploads=True)
             self.task.mark_failed(status_reason="the script ended by an error")
         self.task.close()
 

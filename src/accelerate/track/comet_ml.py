@@ -5,11 +5,21 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from accelerate.core.errors import SettingError
 from accelerate.track.base import GeneralTracker, on_main_process, to_json_types
+from accelerate.track.protocol.media import join_name, to_images, to_pil, to_table
 
 
 class CometMLTracker(GeneralTracker):
     """An experiment of the project ``run_name``. Run here: comet_ml 3.58, offline, archive read back.
+
+    Online: ``COMET_API_KEY``, or ``comet login``.
+    Offline: ``init_kwargs={"comet_ml": {"online": False}}``; ``comet upload FILE.zip`` sends the file
+        later.
+    Files: ``EXPERIMENT-*.zip`` in the folder of ``COMET_OFFLINE_DIRECTORY``; one for each part of a
+        resumed run.
+    Resume: ``{"experiment_key": KEY, "mode": "get"}``, with
+        ``get_tracker("comet_ml").tracker.get_key()``.
 
     Args:
         run_name: name of the project.
@@ -31,10 +41,24 @@ class CometMLTracker(GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Begin the experiment."""
+        """Begin the experiment.
+
+        Raises:
+            SettingError: there is no key of an account.
+        """
         import comet_ml
 
-        self.writer: Any = comet_ml.start(project_name=self.run_name, **self.init_kwargs)
+        try:
+            self.writer: Any = comet_ml.start(project_name=self.run_name, **self.init_kwargs)
+        except ValueError as error:
+            if "API key" not in str(error):
+                raise
+            raise SettingError(
+                "comet_ml has no API key",
+                why="it sends what is logged to an account, unless it is told to write a file",
+                fix='export COMET_API_KEY=..., or init_kwargs={"comet_ml": {"online": False}} to write '
+                "a file that `comet upload` sends later",
+            ) from error
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -56,10 +80,33 @@ class CometMLTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log lists of images: arrays, PIL images, paths; ``kwargs`` go to ``log_image``."""
-        for key, images in values.items():
-            for image in images:
-                self.writer.log_image(image, name=key, step=step, **kwargs)
+        """Log images, captions as their metadata; ``kwargs`` go to ``log_image``."""
+        for key, value in values.items():
+            for content, caption in to_images(key, value):
+                options = {"metadata": {"caption": caption}, **kwargs} if caption else kwargs
+                # Of an array it stretches the levels to the whole range.
+                self.writer.log_image(to_pil(content), name=key, step=step, **options)
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log a table as a file ``table_name.csv``; ``kwargs`` go to ``log_table``."""
+        table = to_table(table_name, columns, data, dataframe)
+        if step is not None:
+            self.writer.set_step(step)
+        self.writer.log_table(f"{table_name}.csv", tabular_data=table.rows, headers=table.columns, **kwargs)
+
+    @on_main_process
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """Store a file as an asset."""
+        self.writer.log_asset(local_path, file_name=join_name(artifact_path, local_path))
 
     @on_main_process
     def finish(self) -> None:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 from typing import Any
 
-from accelerate.track.base import GeneralTracker, on_main_process, to_json_types, unwrap_scalars
+from accelerate.track.base import GeneralTracker, on_main_process, to_json_types
+from accelerate.track.protocol.media import join_name, to_images
+from accelerate.track.protocol.values import flatten_mappings
 
 
 class DVCLiveTracker(GeneralTracker):
     """Metrics in the folder ``dvclive``. Run here: dvclive 3.49, its files read back.
+
+    Online: nothing is sent. In a Git repository with DVC a run is an experiment, which ``dvc exp push``
+        sends.
+    Offline: outside of one, ``init_kwargs={"dvclive": {"save_dvc_exp": False}}``.
+    Files: ``dvclive`` in the working folder, or ``{"dir": FOLDER}``: TSV, JSON, YAML and PNG.
+    Resume: ``init_kwargs={"dvclive": {"resume": True}}`` with the same folder.
 
     Args:
         run_name: not used: a folder holds one run.
@@ -51,28 +61,36 @@ class DVCLiveTracker(GeneralTracker):
         live = self.tracker
         if step is not None:
             live.step = step
-        self._metrics(unwrap_scalars(values), kwargs)
+        metric = functools.partial(live.log_metric, **kwargs)
+        self.log_by_kind(flatten_mappings(values), number=metric, text=metric)
         live.next_step()
 
-    def _metrics(self, values: dict[str, Any], options: dict[str, Any]) -> None:
-        for key, value in values.items():
-            if isinstance(value, dict):
-                self._metrics({f"{key}/{inner}": each for inner, each in value.items()}, options)
-            elif isinstance(value, int | float | str):
-                self.tracker.log_metric(key, value, **options)
-            else:
-                self.refuse(key, value)
-
     @on_main_process
-    def log_images(self, values: dict[str, Any], step: int | None = None) -> None:
-        """Write images, each an array, a PIL image, a figure or a path.
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write images, several as ``name/0.png``, ``name/1.png``. Captions are left out.
 
         The name is the file's name; it becomes a PNG unless the name ends in another format.
+
+        Raises:
+            SettingError: there are ``kwargs``: the library has no options.
         """
+        self.refuse_options("log_images", kwargs)
         if step is not None:
             self.tracker.step = step
-        for key, image in values.items():
-            self.tracker.log_image(key if os.path.splitext(key)[1] else f"{key}.png", image)
+        for key, value in values.items():
+            images = to_images(key, value)
+            stem, ending = os.path.splitext(key)
+            for number, (content, caption) in enumerate(images):
+                if caption:
+                    self.leave_out("captions of images")
+                name = stem if len(images) == 1 else f"{stem}/{number}"
+                self.tracker.log_image(f"{name}{ending or '.png'}", content)
+
+    @on_main_process
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """Store a file, which stays where it is; the library refuses it outside of a DVC repository."""
+        name = re.sub(r"[^\w-]", "-", join_name(artifact_path, local_path))
+        self.tracker.log_artifact(local_path, name=name)
 
     @on_main_process
     def finish(self) -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from itertools import islice
 from typing import Any
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError
 from accelerate.track.base import GeneralTracker, flatten_config, on_main_process
+from accelerate.track.protocol.media import to_array, to_images, to_table
+from accelerate.track.protocol.values import flatten_mappings
 
 # A server takes no more parameters in one request (mlflow.utils.validation.MAX_PARAMS_TAGS_PER_BATCH).
 BATCH = 100
+# Names that a server takes; one other name would cost all metrics of its request.
+NAMES = re.compile(r"[/\w.\- :]+")
 
 
 class MLflowTracker(GeneralTracker):
@@ -20,6 +25,12 @@ class MLflowTracker(GeneralTracker):
 
     Variables win over arguments, so that a job's environment decides where it is logged:
     ``MLFLOW_EXPERIMENT_NAME``, ``MLFLOW_RUN_ID``, ``MLFLOW_TAGS`` (JSON), ``MLFLOW_NESTED_RUN``.
+
+    Online: ``MLFLOW_TRACKING_URI=https://host``.
+    Offline: ``MLFLOW_TRACKING_URI=sqlite:///mlflow.db``; MLflow 3 takes folders of files only with
+        ``MLFLOW_ALLOW_FILE_STORE=true``.
+    Files: the database; stored files in ``mlruns``, or in ``logging_dir`` of a new experiment.
+    Resume: ``init_kwargs={"mlflow": {"run_id": RUN_ID}}``, or ``MLFLOW_RUN_ID``.
 
     Args:
         experiment_name: the experiment; made if it does not exist.
@@ -98,18 +109,52 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers, and dicts of them as ``name/key``; ``kwargs`` go to ``log_metrics``."""
+        """Log numbers, dicts of them as ``name/key``, and texts as tags of the run.
+
+        ``kwargs`` go to ``log_metrics``. A name that the library refuses is left out, and said.
+        """
         import mlflow
 
         metrics: dict[str, Any] = {}
-        self.log_by_kind(
-            values,
-            number=metrics.__setitem__,
-            mapping=lambda key, inner: metrics.update(
-                {f"{key}/{name}": each for name, each in inner.items()}
-            ),
-        )
+        flat = flatten_mappings(values)
+        named = {key: value for key, value in flat.items() if NAMES.fullmatch(key)}
+        for key in flat.keys() - named.keys():
+            self.refuse_name(key, "letters, digits and _ - . : / and spaces")
+        self.log_by_kind(named, number=metrics.__setitem__, text=mlflow.set_tag)
         mlflow.log_metrics(metrics, step=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log images; ``kwargs`` go to ``log_image``. Captions are left out."""
+        import mlflow
+
+        for key, value in values.items():
+            for content, caption in to_images(key, value):
+                if caption:
+                    self.leave_out("captions of images")
+                picture = to_array(content) if isinstance(content, str) else content
+                mlflow.log_image(picture, key=key, step=step, **kwargs)
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Store a table as ``table_name.json``, at a step as ``table_name-step.json``.
+
+        ``kwargs`` go to ``log_table``.
+        """
+        import mlflow
+
+        table = to_table(table_name, columns, data, dataframe)
+        rows = {name: [row[number] for row in table.rows] for number, name in enumerate(table.columns)}
+        file = f"{table_name}.json" if step is None else f"{table_name}-{step}.json"
+        mlflow.log_table(rows, artifact_file=file, **kwargs)
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:

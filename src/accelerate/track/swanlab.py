@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-from accelerate.track.base import ProjectTracker, on_main_process
+from accelerate.track.base import ProjectTracker, on_main_process, unwrap_scalars
+from accelerate.track.protocol.media import is_own_object, to_images, to_table
+from accelerate.track.protocol.values import flatten_mappings
 
 
 class SwanLabTracker(ProjectTracker):
-    """A run of the project ``run_name``. Run here: swanlab 0.10, ``mode="offline"``; its file is not parsed.
+    """A run of the project ``run_name``. Run here: swanlab 0.10, offline, read back with its own reader.
+
+    Online: ``swanlab login``, or ``SWANLAB_API_KEY``.
+    Offline: ``init_kwargs={"swanlab": {"mode": "offline"}}``; ``swanlab sync FOLDER`` sends the folder
+        later.
+    Files: ``run-*`` in the folder of ``{"log_dir": FOLDER}``.
+    Resume: ``{"id": ID, "resume": "must"}``, with ``get_tracker("swanlab").tracker.id`` of the first run.
 
     Args:
         run_name: name of the project; the run's own name is the option ``experiment_name`` or ``name``.
@@ -19,12 +28,55 @@ class SwanLabTracker(ProjectTracker):
     packages = ("swanlab",)
 
     @on_main_process
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log lists of images: arrays, PIL images, paths."""
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers, texts, dicts of them as ``name/key``, and the library's own objects."""
         import swanlab
 
-        images = {key: [swanlab.Image(image) for image in pictures] for key, pictures in values.items()}
+        logged: dict[str, Any] = {}
+        for key, value in flatten_mappings(unwrap_scalars(values)).items():
+            first = value[0] if isinstance(value, list) and value else value
+            if isinstance(value, str):
+                logged[key] = swanlab.Text(value)
+            elif isinstance(first, int | float) or is_own_object(self.name, first):
+                logged[key] = value
+            else:
+                self.refuse(key, value)
+        self.run.log(logged, step=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log images; ``kwargs`` go to the run's ``log``."""
+        import swanlab
+
+        images = {
+            key: [swanlab.Image(content, caption=text or None) for content, text in to_images(key, value)]
+            for key, value in values.items()
+        }
         self.run.log(images, step=step, **kwargs)
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log a table; ``kwargs`` go to the run's ``log``."""
+        import swanlab
+
+        table = to_table(table_name, columns, data, dataframe)
+        chart = swanlab.echarts.Table().add(table.columns, table.rows)
+        self.run.log({table_name: chart}, step=step, **kwargs)
+
+    @on_main_process
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """Store a file under its own name; there are no folders."""
+        if artifact_path:
+            self.leave_out("folders of files")
+        self.run.save(local_path, base_path=os.path.dirname(os.path.abspath(local_path)), policy="now")
 
     @on_main_process
     def finish(self) -> None:

@@ -8,19 +8,21 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from accelerate.core import packages
-from accelerate.track.base import (
-    GeneralTracker,
-    flatten_config,
-    on_main_process,
-    to_json_types,
-)
+from accelerate.track.base import GeneralTracker, flatten_config, on_main_process, to_json_types
+from accelerate.track.protocol.media import to_array, to_images, to_markdown, to_table
 
 
 class TensorBoardTracker(GeneralTracker):
     """Event files in ``logging_dir/run_name``. Run here: tensorboard 2.21, read back with its own reader.
+
+    Online: nothing is sent.
+    Offline: always; ``tensorboard --logdir logs`` shows the files.
+    Files: ``logging_dir/run_name``, with the configuration as YAML in a folder below.
+    Resume: a run of the same name adds an event file, and TensorBoard shows them as one.
 
     Args:
         run_name: name of the folder.
@@ -75,9 +77,43 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log batches of images, ``(n, 3, height, width)`` unless ``dataformats="NHWC"`` is given."""
-        for key, images in values.items():
-            self.writer.add_images(key, images, global_step=step, **kwargs)
+        """Log images: those of one size side by side under one name, others as ``name/0``, ``name/1``.
+
+        Args:
+            values: name -> an image or a list of them, or what ``dataformats`` says.
+            step: of all of them.
+            kwargs: options of ``add_images``; with ``dataformats`` it gets the values unchanged.
+        """
+        for key, value in values.items():
+            if "dataformats" in kwargs:
+                self.writer.add_images(key, value, global_step=step, **kwargs)
+                continue
+            images = to_images(key, value)
+            if any(image.caption for image in images):
+                self.leave_out("captions of images")
+            arrays = [to_array(image.content) for image in images]
+            if len({array.shape for array in arrays}) == 1:
+                batches = {key: np.stack(arrays)}
+            else:
+                batches = {f"{key}/{number}": array[None] for number, array in enumerate(arrays)}
+            for name, batch in batches.items():
+                self.writer.add_images(name, batch, global_step=step, dataformats="NHWC", **kwargs)
+        self.writer.flush()
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log a table as text in Markdown, which TensorBoard's page of texts shows as a table."""
+        text = to_markdown(to_table(table_name, columns, data, dataframe))
+        self.writer.add_text(table_name, text, global_step=step, **kwargs)
+        self.writer.flush()
 
     @on_main_process
     def finish(self) -> None:

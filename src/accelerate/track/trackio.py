@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from accelerate.track.base import ProjectTracker
+import re
+from typing import Any
+
+from accelerate.track.base import ProjectTracker, on_main_process
+from accelerate.track.protocol.media import is_own_object, join_name, to_images, to_table
 
 
 class TrackioTracker(ProjectTracker):
     """A run of the project ``run_name``. Run here: trackio 0.43, its local database read back.
+
+    Online: ``init_kwargs={"trackio": {"space_id": "user/space"}}``, after ``hf auth login``.
+    Offline: without ``space_id``; ``trackio show`` shows the runs.
+    Files: the folder of ``TRACKIO_DIR``, or ``trackio`` in the Hugging Face cache; one SQLite database
+        per project.
+    Resume: ``{"name": NAME, "resume": "must"}`` with the name of the first run; give the configuration again,
+        since the library forgets that of the first run.
 
     Args:
         run_name: name of the project; the run's own name is the option ``name``.
@@ -15,6 +26,45 @@ class TrackioTracker(ProjectTracker):
 
     name = "trackio"
     packages = ("trackio",)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log images, several as ``name/0``, ``name/1``; ``kwargs`` go to the run's ``log``."""
+        import trackio
+
+        pictures: dict[str, Any] = {}
+        for key, value in values.items():
+            images = to_images(key, value)
+            for number, (content, caption) in enumerate(images):
+                name = key if len(images) == 1 else f"{key}/{number}"
+                pictures[name] = (
+                    content
+                    if is_own_object(self.name, content)
+                    else trackio.Image(content, caption=caption or None)
+                )
+        self.run.log(pictures, step=step, **kwargs)
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log a table; ``kwargs`` go to the run's ``log``."""
+        import trackio
+
+        table = to_table(table_name, columns, data, dataframe)
+        self.run.log({table_name: trackio.Table(columns=table.columns, data=table.rows)}, step=step, **kwargs)
+
+    @on_main_process
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """Store a file as an artifact of its name, of the type ``file``."""
+        name = re.sub(r"[^\w.-]", "-", join_name(artifact_path, local_path))
+        self.run.log_artifact(local_path, name=name, type="file")
 
 
 PLUGIN = TrackioTracker

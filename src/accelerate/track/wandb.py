@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from accelerate.track.base import ProjectTracker, on_main_process, to_json_types
+from accelerate.track.protocol.media import join_name, to_images, to_table
 
 
 class WandBTracker(ProjectTracker):
     """A run of the project ``run_name``. Run here: wandb 0.31, ``WANDB_MODE=offline``, its file read back.
+
+    Online: ``wandb login``, or ``WANDB_API_KEY``.
+    Offline: ``WANDB_MODE=offline``, or ``init_kwargs={"wandb": {"mode": "offline"}}``; ``wandb sync
+        FOLDER`` sends later.
+    Files: ``wandb/offline-run-*`` in the working folder, or in that of ``{"dir": FOLDER}``.
+    Resume: ``{"id": ID, "resume": "must"}``, with ``get_tracker("wandb").tracker.id``; offline, each part
+        is a folder.
 
     Args:
         run_name: name of the project; the run's own name is the option ``name``.
@@ -25,10 +34,13 @@ class WandBTracker(ProjectTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log lists of images: arrays, PIL images, paths."""
+        """Log images; ``kwargs`` go to the run's ``log``."""
         import wandb
 
-        images = {key: [wandb.Image(image) for image in pictures] for key, pictures in values.items()}
+        images = {
+            key: [wandb.Image(content, caption=text or None) for content, text in to_images(key, value)]
+            for key, value in values.items()
+        }
         self.log(images, step=step, **kwargs)
 
     @on_main_process
@@ -41,11 +53,21 @@ class WandBTracker(ProjectTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Log a table, given by its rows or as a data frame."""
+        """Log a table; ``kwargs`` go to the run's ``log``."""
         import wandb
 
-        table = wandb.Table(columns=columns, data=data, dataframe=dataframe)
-        self.log({table_name: table}, step=step, **kwargs)
+        table = to_table(table_name, columns, data, dataframe)
+        self.log({table_name: wandb.Table(columns=table.columns, data=table.rows)}, step=step, **kwargs)
+
+    @on_main_process
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """Store a file in an artifact of its name, of the type ``file``."""
+        import wandb
+
+        name = join_name(artifact_path, local_path)
+        artifact = wandb.Artifact(re.sub(r"[^\w.-]", "-", name), type="file")
+        artifact.add_file(local_path, name=name)
+        self.run.log_artifact(artifact)
 
     @on_main_process
     def finish(self) -> None:

@@ -41,6 +41,7 @@ from accelerate.core.packages import is_torch_version as is_torch_version
 from accelerate.core.tree import is_namedtuple as is_namedtuple
 from accelerate.core.units import show_bytes as convert_bytes
 from accelerate.core.value_types import BaseEnum as BaseEnum
+from accelerate.core.value_types import CustomDtype as CustomDtype
 from accelerate.core.value_types import EnumWithContains as EnumWithContains
 from accelerate.data.configuration import DataLoaderConfiguration as DataLoaderConfiguration
 from accelerate.facade.attribute_utils import get_pretty_name as get_pretty_name
@@ -64,7 +65,6 @@ from accelerate.facade.driver_checks import get_driver_version as get_driver_ver
 from accelerate.facade.driver_checks import get_gpu_info as get_gpu_info
 from accelerate.facade.driver_checks import has_p2p_infiniband as check_cuda_p2p_ib_support
 from accelerate.facade.enums import ComputeEnvironment as ComputeEnvironment
-from accelerate.facade.enums import CustomDtype as CustomDtype
 from accelerate.facade.enums import DistributedType as DistributedType
 from accelerate.facade.enums import FP8BackendType as FP8BackendType
 from accelerate.facade.enums import LoggerType as LoggerType
@@ -83,10 +83,6 @@ from accelerate.facade.environment import parse_flag_from_env as parse_flag_from
 from accelerate.facade.environment import patch_environment as patch_environment
 from accelerate.facade.environment import purge_accelerate_environment as purge_accelerate_environment
 from accelerate.facade.environment import str_to_bool as str_to_bool
-from accelerate.facade.fp8 import AORecipeKwargs as AORecipeKwargs
-from accelerate.facade.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
-from accelerate.facade.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
-from accelerate.facade.fp8 import TERecipeKwargs as TERecipeKwargs
 from accelerate.facade.fsdp_checkpoint import load_fsdp_model as load_fsdp_model
 from accelerate.facade.fsdp_checkpoint import load_fsdp_optimizer as load_fsdp_optimizer
 from accelerate.facade.fsdp_checkpoint import save_fsdp_model as save_fsdp_model
@@ -112,6 +108,10 @@ from accelerate.facade.precision_functions import get_grad_scaler as get_grad_sc
 from accelerate.facade.precision_functions import (
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
 )
+from accelerate.facade.quantized_loading import (
+    get_quantized_model_device_map as get_quantized_model_device_map,
+)
+from accelerate.facade.quantized_loading import load_and_quantize_model as load_and_quantize_model
 from accelerate.launch.kinds.sagemaker import prepare_sagemager_args_inputs as prepare_sagemager_args_inputs
 from accelerate.launch.notebook.launchers import PrepareForLaunch as PrepareForLaunch
 from accelerate.offload.device_maps import check_device_map as check_device_map
@@ -152,7 +152,33 @@ from accelerate.offload.offload_folder import load_offloaded_weight as load_offl
 from accelerate.offload.offload_folder import offload_state_dict as offload_state_dict
 from accelerate.offload.offload_folder import offload_weight as offload_weight
 from accelerate.offload.offload_folder import save_offload_index as save_offload_index
+from accelerate.offload.quantization.base import get_keys_to_not_convert as get_keys_to_not_convert
+from accelerate.offload.quantization.bitsandbytes import BnbQuantizationConfig as BnbQuantizationConfig
+from accelerate.offload.quantization.bitsandbytes import get_parameter_device as get_parameter_device
+from accelerate.offload.quantization.bitsandbytes import has_4bit_bnb_layers as has_4bit_bnb_layers
+from accelerate.offload.quantization.bitsandbytes import (
+    quantize_and_offload_8bit as quantize_and_offload_8bit,
+)
+from accelerate.offload.quantization.bitsandbytes import replace_with_bnb_layers as replace_with_bnb_layers
+from accelerate.offload.quantization.torchao import TorchAOQuantizationConfig as TorchAOQuantizationConfig
 from accelerate.precision.autocast import AutocastKwargs as AutocastKwargs
+from accelerate.precision.float8.fp8_recipe_kwargs import FP8RecipeKwargs as FP8RecipeKwargs
+from accelerate.precision.float8.msamp import MSAMPRecipeKwargs as MSAMPRecipeKwargs
+from accelerate.precision.float8.torchao import AORecipeKwargs as AORecipeKwargs
+from accelerate.precision.float8.torchao import convert_model_to_fp8_ao as convert_model_to_fp8_ao
+from accelerate.precision.float8.torchao import (
+    filter_first_and_last_linear_layers as filter_first_and_last_linear_layers,
+)
+from accelerate.precision.float8.torchao import filter_linear_layers as filter_linear_layers
+from accelerate.precision.float8.torchao import find_first_last_linear_layers as find_first_last_linear_layers
+from accelerate.precision.float8.torchao import has_ao_layers as has_ao_layers
+from accelerate.precision.float8.transformer_engine import TERecipeKwargs as TERecipeKwargs
+from accelerate.precision.float8.transformer_engine import apply_fp8_autowrap as apply_fp8_autowrap
+from accelerate.precision.float8.transformer_engine import contextual_fp8_autocast as contextual_fp8_autocast
+from accelerate.precision.float8.transformer_engine import convert_model as convert_model
+from accelerate.precision.float8.transformer_engine import (
+    has_transformer_engine_layers as has_transformer_engine_layers,
+)
 from accelerate.precision.fp16 import GradScalerKwargs as GradScalerKwargs
 from accelerate.strategy.ddp import DDPCommunicationHookType as DDPCommunicationHookType
 from accelerate.strategy.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
@@ -249,18 +275,6 @@ from accelerate.utils import random as random
 from accelerate.utils import torch_xla as torch_xla
 from accelerate.utils import transformer_engine as transformer_engine
 from accelerate.utils import versions as versions
-from accelerate.utils.ao import convert_model_to_fp8_ao as convert_model_to_fp8_ao
-from accelerate.utils.ao import filter_first_and_last_linear_layers as filter_first_and_last_linear_layers
-from accelerate.utils.ao import filter_linear_layers as filter_linear_layers
-from accelerate.utils.ao import find_first_last_linear_layers as find_first_last_linear_layers
-from accelerate.utils.ao import has_ao_layers as has_ao_layers
-from accelerate.utils.bnb import get_keys_to_not_convert as get_keys_to_not_convert
-from accelerate.utils.bnb import get_parameter_device as get_parameter_device
-from accelerate.utils.bnb import get_quantized_model_device_map as get_quantized_model_device_map
-from accelerate.utils.bnb import has_4bit_bnb_layers as has_4bit_bnb_layers
-from accelerate.utils.bnb import load_and_quantize_model as load_and_quantize_model
-from accelerate.utils.bnb import quantize_and_offload_8bit as quantize_and_offload_8bit
-from accelerate.utils.bnb import replace_with_bnb_layers as replace_with_bnb_layers
 from accelerate.utils.constants import BETA_CP_AVAILABLE_PYTORCH_VERSION as BETA_CP_AVAILABLE_PYTORCH_VERSION
 from accelerate.utils.constants import (
     BETA_SP_AVAILABLE_DEEPSPEED_VERSION as BETA_SP_AVAILABLE_DEEPSPEED_VERSION,
@@ -296,7 +310,6 @@ from accelerate.utils.constants import TORCH_LAUNCH_PARAMS as TORCH_LAUNCH_PARAM
 from accelerate.utils.constants import (
     XPU_PROFILING_AVAILABLE_PYTORCH_VERSION as XPU_PROFILING_AVAILABLE_PYTORCH_VERSION,
 )
-from accelerate.utils.dataclasses import BnbQuantizationConfig as BnbQuantizationConfig
 from accelerate.utils.environment import check_cuda_fp8_capability as check_cuda_fp8_capability
 from accelerate.utils.fsdp_utils import logger as logger
 from accelerate.utils.imports import USE_TORCH_XLA as USE_TORCH_XLA
@@ -367,10 +380,6 @@ from accelerate.utils.imports import is_xpu_available as is_xpu_available
 from accelerate.utils.imports import torchao_required as torchao_required
 from accelerate.utils.operations import is_torch_xpu_tensor as is_torch_xpu_tensor
 from accelerate.utils.torch_xla import install_xla as install_xla
-from accelerate.utils.transformer_engine import apply_fp8_autowrap as apply_fp8_autowrap
-from accelerate.utils.transformer_engine import contextual_fp8_autocast as contextual_fp8_autocast
-from accelerate.utils.transformer_engine import convert_model as convert_model
-from accelerate.utils.transformer_engine import has_transformer_engine_layers as has_transformer_engine_layers
 from accelerate.watch.batch_size_search import clear_device_cache as clear_device_cache
 from accelerate.watch.batch_size_search import find_executable_batch_size as find_executable_batch_size
 from accelerate.watch.batch_size_search import release_memory as release_memory

@@ -4,25 +4,27 @@
 from accelerate.checkpoint.discovery import ProjectConfiguration as ProjectConfiguration
 from accelerate.core.kwargs_handler import KwargsHandler as KwargsHandler
 from accelerate.core.value_types import BaseEnum as BaseEnum
+from accelerate.core.value_types import CustomDtype as CustomDtype
 from accelerate.core.value_types import EnumWithContains as EnumWithContains
 from accelerate.data.configuration import DataLoaderConfiguration as DataLoaderConfiguration
 from accelerate.facade.compilation import TorchDynamoPlugin as TorchDynamoPlugin
 from accelerate.facade.enums import ComputeEnvironment as ComputeEnvironment
-from accelerate.facade.enums import CustomDtype as CustomDtype
 from accelerate.facade.enums import DistributedType as DistributedType
 from accelerate.facade.enums import FP8BackendType as FP8BackendType
 from accelerate.facade.enums import LoggerType as LoggerType
 from accelerate.facade.enums import PrecisionType as PrecisionType
 from accelerate.facade.enums import RNGType as RNGType
 from accelerate.facade.enums import SageMakerDistributedType as SageMakerDistributedType
-from accelerate.facade.fp8 import AORecipeKwargs as AORecipeKwargs
-from accelerate.facade.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
-from accelerate.facade.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
-from accelerate.facade.fp8 import TERecipeKwargs as TERecipeKwargs
 from accelerate.facade.gradient_state import GradientAccumulationPlugin as GradientAccumulationPlugin
 from accelerate.facade.launch_settings import DynamoBackend as DynamoBackend
 from accelerate.facade.module_queries import get_module_class_from_name as get_module_class_from_name
+from accelerate.offload.quantization.bitsandbytes import BnbQuantizationConfig as BnbQuantizationConfig
+from accelerate.offload.quantization.torchao import TorchAOQuantizationConfig as TorchAOQuantizationConfig
 from accelerate.precision.autocast import AutocastKwargs as AutocastKwargs
+from accelerate.precision.float8.fp8_recipe_kwargs import FP8RecipeKwargs as FP8RecipeKwargs
+from accelerate.precision.float8.msamp import MSAMPRecipeKwargs as MSAMPRecipeKwargs
+from accelerate.precision.float8.torchao import AORecipeKwargs as AORecipeKwargs
+from accelerate.precision.float8.transformer_engine import TERecipeKwargs as TERecipeKwargs
 from accelerate.precision.fp16 import GradScalerKwargs as GradScalerKwargs
 from accelerate.strategy.ddp import DDPCommunicationHookType as DDPCommunicationHookType
 from accelerate.strategy.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
@@ -54,9 +56,5 @@ from accelerate.world.local_tensor_trees import TensorInformation as TensorInfor
 from accelerate.world.preemption import PreemptionKwargs as PreemptionKwargs
 from accelerate.world.world import InitProcessGroupKwargs as InitProcessGroupKwargs
 from typing import Any
-
-class BnbQuantizationConfig:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def __getattr__(self, name: str) -> Any: ...
 
 def __getattr__(name: str) -> Any: ...

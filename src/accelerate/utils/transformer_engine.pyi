@@ -1,10 +1,12 @@
 # Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
+from accelerate.precision.float8.transformer_engine import apply_fp8_autowrap as apply_fp8_autowrap
+from accelerate.precision.float8.transformer_engine import contextual_fp8_autocast as contextual_fp8_autocast
+from accelerate.precision.float8.transformer_engine import convert_model as convert_model
+from accelerate.precision.float8.transformer_engine import (
+    has_transformer_engine_layers as has_transformer_engine_layers,
+)
 from typing import Any
 
-def apply_fp8_autowrap(*args: Any, **kwargs: Any) -> Any: ...
-def contextual_fp8_autocast(*args: Any, **kwargs: Any) -> Any: ...
-def convert_model(*args: Any, **kwargs: Any) -> Any: ...
-def has_transformer_engine_layers(*args: Any, **kwargs: Any) -> Any: ...
 def __getattr__(name: str) -> Any: ...

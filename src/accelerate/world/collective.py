@@ -24,6 +24,7 @@ from accelerate.core.errors import CollectiveError, PrepareError, SettingError
 from accelerate.core.user_warning import warn_user
 from accelerate.world import control_channel
 from accelerate.world import world as worlds
+from accelerate.world.control_channel import GatheredControlMessages, align
 from accelerate.world.local_tensor_trees import (
     CannotPadNestedTensorWarning,
     TensorInformation,
@@ -32,8 +33,19 @@ from accelerate.world.local_tensor_trees import (
 )
 from accelerate.world.packed_tree import PackedTree
 from accelerate.world.rank_failure_report import rank_table
+from accelerate.world.reduction import (
+    accumulation_dtype,
+    check_order,
+    finish_reduction,
+    reduce_stacked,
+    rejoin_total,
+    scale_tensor,
+    split_by_world_size,
+    total_dtype,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 DistributedOperationException = CollectiveError
 
@@ -66,7 +78,7 @@ def barrier() -> None:
         channel.exchange("wait_for_everyone", 0, b"", 0, _write_nothing)
 
 
-def gather(tensor: Any) -> Any:
+def gather(tensor: T) -> T:
     """All-gather tensors: concatenate those of all ranks along dimension 0, in rank order.
 
     Args:
@@ -81,29 +93,29 @@ def gather(tensor: Any) -> Any:
         return recursively_apply(_at_least_1d, tensor, error_on_other_type=True)
     packed = PackedTree.pack("gather", tensor)
     with packed.channel.lock:
-        layout = packed.exchange_cached()
-        if layout is not None:
-            return packed.rebuild([_concatenate(parts) for parts in layout.rank_views])
         messages = packed.exchange()
         packed.check_agreement(messages, ragged=True)
-        return packed.rebuild([_gather_leaf(packed, messages, index) for index in range(len(packed.leaves))])
+        return packed.rebuild(_gather_leaves(packed, messages))
 
 
 def _at_least_1d(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(1) if tensor.dim() == 0 else tensor
 
 
-def _concatenate(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Concatenate the values of all ranks to a new tensor."""
-    return torch.cat(parts) if parts[0].dim() else torch.stack(parts)
-
-
-def _gather_leaf(
-    packed: PackedTree, messages: control_channel.GatheredControlMessages, index: int
-) -> torch.Tensor:
+def _gather_leaves(packed: PackedTree, messages: GatheredControlMessages) -> list[torch.Tensor]:
+    if messages.inline and messages.same:
+        stacked = packed.stacked_values(messages)  # of a buffer that nothing else uses
+        return [(each.flatten(0, 1) if each.dim() > 1 else each).contiguous() for each in stacked]
     if messages.inline:
-        return _concatenate(packed.all_rank_values(messages, index))
+        by_rank = [packed.rank_values(messages, rank) for rank in range(packed.channel.size)]
+        return [torch.cat([_at_least_1d(part) for part in parts]) for parts in zip(*by_rank, strict=True)]
+    return [_gather_large(packed, messages, index) for index in range(len(packed.leaves))]
+
+
+def _gather_large(packed: PackedTree, messages: GatheredControlMessages, index: int) -> torch.Tensor:
     leaf = _at_least_1d(packed.leaves[index])
+    if messages.same:
+        return _all_gather(leaf, packed.channel)
     lengths = [(*packed.shape(messages, rank, index), 1)[0] for rank in range(packed.channel.size)]
     longest = max(lengths)
     joined = _all_gather(pad_tensor(leaf, 0, longest), packed.channel)
@@ -178,42 +190,36 @@ def _send_object(
     operation: str,
     value: Any,
     *,
-    sends: bool = True,
+    source: int | None = None,
     label: str = "",
-) -> control_channel.GatheredControlMessages:
-    """Exchange pickled values; some ranks may send none."""
-    problem, data = None, b""
+) -> GatheredControlMessages:
+    """Exchange pickled values, those of all ranks or of rank ``source``."""
     try:
-        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL) if sends else b""
+        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL) if source in (None, channel.rank) else b""
     except Exception as error:
         # User classes may raise anything; the other ranks must not wait.
-        _report_unpicklable(channel, operation, label, f"{type(error).__name__}: {error}")
+        why = f"{type(error).__name__}: {error}"[:1000].encode()
+        channel.exchange(operation, 0, why, 0, _write_nothing, any_size=True, source=source, label=label)
         raise
 
     def fill(message: bytearray, start: int) -> None:
         message[start : start + len(data)] = data
 
-    messages = channel.exchange(operation, 0, b"", len(data), fill, any_size=True, label=label)
-    problem = next((r for r in range(channel.size) if messages.description_sizes[r]), None)
+    messages = channel.exchange(operation, 0, b"", len(data), fill, any_size=True, source=source, label=label)
+    problem = next((rank for rank, text in enumerate(messages.descriptions) if text), None)
     if problem is not None:
         raise CollectiveError(
             f"rank {problem} cannot send its object in {operation}",
-            why=messages.description(problem).decode(),
+            why=messages.descriptions[problem].decode(),
         )
     return messages
-
-
-def _report_unpicklable(
-    channel: control_channel.ControlChannel, operation: str, label: str, why: str
-) -> None:
-    channel.exchange(operation, 0, why[:1000].encode(), 0, _write_nothing, any_size=True, label=label)
 
 
 def _write_nothing(message: bytearray, start: int) -> None:
     """Write no values."""
 
 
-def broadcast(tensor: Any, from_process: int = 0) -> Any:
+def broadcast(tensor: T, from_process: int = 0) -> T:
     """Broadcast ``tensor`` (any tree) from rank ``from_process``, in place.
 
     Raises:
@@ -224,11 +230,12 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         return recursively_apply(lambda leaf: leaf, tensor, error_on_other_type=True)
     packed = PackedTree.pack("broadcast", tensor)
     with packed.channel.lock:
-        messages = packed.exchange(values=packed.channel.rank == from_process)
+        messages = packed.exchange(source=from_process)
         packed.check_agreement(messages)
+        values = packed.rank_values(messages, from_process) if messages.inline else None
         for index, leaf in enumerate(packed.leaves):
-            if messages.inline:
-                leaf.copy_(packed.rank_value(messages, from_process, index))
+            if values is not None:
+                leaf.copy_(values[index])
             elif leaf.numel():
                 _broadcast_large(packed.channel, leaf, from_process)
     return tensor
@@ -257,7 +264,7 @@ def broadcast_object(value: Any, from_process: int = 0, operation: str = "broadc
         return value
     channel = control_channel.channel()
     with channel.lock:
-        messages = _send_object(channel, operation, value, sends=channel.rank == from_process)
+        messages = _send_object(channel, operation, value, source=from_process)
         return pickle.loads(messages.body(from_process))
 
 
@@ -291,12 +298,13 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     return broadcast(tensor, from_process=owners[0])
 
 
-def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+def reduce(tensor: T, reduction: str = "mean", scale: float = 1.0) -> T:
     """All-reduce tensors: combine them element by element over ranks, times ``scale``, to new tensors.
 
     Integers and bools are combined in int64, floats narrower than float32 in float32, so that nothing
-    overflows on the way. Results have the dtype of the tensor, but integers and bools give int64 sums, as
-    in ``torch.sum``, and means of the default floating dtype, as a division does.
+    overflows on the way but a sum that int64 cannot hold. Results have the dtype of the tensor, but integers
+    and bools give int64 sums, as in ``torch.sum``, and means of the default floating dtype, as a division
+    does.
 
     Args:
         tensor: a tensor or a tree of tensors with equal shapes on all ranks.
@@ -315,87 +323,78 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         )
     if reduction == "none":
         return recursively_apply(
-            lambda leaf: _scale(leaf.detach().clone(), scale), tensor, error_on_other_type=True
+            lambda leaf: scale_tensor(leaf.detach().clone(), scale), tensor, error_on_other_type=True
         )
     if world_size() == 1:
 
         def reduce_alone(leaf: torch.Tensor) -> torch.Tensor:
-            return _finish_reduction(_reduce_parts((leaf.detach(),), reduction), leaf, reduction, scale)
+            check_order(leaf, reduction)
+            total = reduce_stacked(leaf.detach().unsqueeze(0), reduction)
+            return finish_reduction(total, leaf, reduction, scale, world_size())
 
         return recursively_apply(reduce_alone, tensor, error_on_other_type=True)
     packed = PackedTree.pack(f"reduce({reduction})", tensor)
     with packed.channel.lock:
-        layout = packed.exchange_cached()
-        if layout is not None:
-            totals = [_reduce_parts(parts, reduction) for parts in layout.rank_views]
-        else:
-            messages = packed.exchange()
-            packed.check_agreement(messages)
-            totals = [_reduce_leaf(packed, messages, index, reduction) for index in range(len(packed.leaves))]
+        messages = packed.exchange(merge=functools.partial(_merge_values, packed, reduction))
+        packed.check_agreement(messages)
+        totals = _reduce_leaves(packed, messages, reduction)
     leaves = zip(totals, packed.leaves, strict=True)
-    return packed.rebuild([_finish_reduction(total, leaf, reduction, scale) for total, leaf in leaves])
+    return packed.rebuild(
+        [finish_reduction(total, leaf, reduction, scale, world_size()) for total, leaf in leaves]
+    )
 
 
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which values of ``dtype`` are combined: no sum over ranks overflows in it."""
-    if dtype.is_complex:
-        return torch.promote_types(dtype, torch.complex64)
-    if dtype.is_floating_point:
-        return dtype if dtype.itemsize >= 4 else torch.float32
-    return torch.int64
+def _reduce_leaves(
+    packed: PackedTree, messages: GatheredControlMessages, reduction: str
+) -> list[torch.Tensor]:
+    """Combine the values of all ranks, which agree."""
+    for leaf in packed.leaves:
+        check_order(leaf, reduction)
+    if not messages.inline:
+        return [_reduce_large(packed.channel, leaf, reduction) for leaf in packed.leaves]
+    if not messages.is_merged:
+        return [reduce_stacked(values, reduction) for values in packed.stacked_values(messages)]
+    totals, start = list[torch.Tensor](), 0
+    for leaf in packed.leaves:
+        total = torch.empty(leaf.shape, dtype=total_dtype(leaf.dtype, reduction))
+        totals.append(_view_total(messages.buffer, start, total))
+        start += align(total.nbytes)
+    return totals
 
 
-def _reduce_parts(parts: tuple[torch.Tensor, ...], reduction: str) -> torch.Tensor:
-    """Combine the values of all ranks, in rank order: the same bits on all ranks and in every run."""
-    dtype = _accumulation_dtype(parts[0].dtype)
-    if reduction in ("sum", "mean"):
-        if dtype == parts[0].dtype:
-            return torch.stack(parts).sum(0, dtype=dtype)
-        return torch.stack([part.to(dtype) for part in parts]).sum(0)
-    _check_order(parts[0], reduction)
-    stacked = torch.stack([part.to(dtype) for part in parts])
-    return stacked.amax(0) if reduction == "max" else stacked.amin(0)
+def _merge_values(packed: PackedTree, reduction: str, messages: GatheredControlMessages) -> bytearray:
+    """Combine the values of all ranks for all of them; nothing where they have no order."""
+    if reduction in ("max", "min") and any(leaf.is_complex() for leaf in packed.leaves):
+        return bytearray()
+    totals = [reduce_stacked(values, reduction) for values in packed.stacked_values(messages)]
+    merged, start = bytearray(sum(align(total.nbytes) for total in totals)), 0
+    for total in totals:
+        _view_total(merged, start, total).copy_(total)
+        start += align(total.nbytes)
+    return merged
 
 
-def _check_order(leaf: torch.Tensor, reduction: str) -> None:
-    if leaf.is_complex():
-        raise PrepareError(
-            f"a tensor of {leaf.dtype} cannot go through reduce({reduction})",
-            why="complex numbers have no order",
-            fix="reduce their absolute values, or torch.view_as_real(tensor)",
-        )
+def _view_total(buffer: bytearray, start: int, like: torch.Tensor) -> torch.Tensor:
+    if not like.numel():
+        return like
+    return torch.frombuffer(buffer, dtype=like.dtype, count=like.numel(), offset=start).view(like.shape)
 
 
-def _finish_reduction(total: torch.Tensor, leaf: torch.Tensor, reduction: str, scale: float) -> torch.Tensor:
-    """Divide for a mean, scale, and return to the dtype of the result."""
-    if reduction == "mean":
-        total = total / world_size()
-    total = _scale(total, scale)
-    is_exact = not (leaf.is_floating_point() or leaf.is_complex())
-    if is_exact and (reduction in ("sum", "mean") or scale != 1.0):
-        return total
-    return total.to(leaf.dtype)
-
-
-def _scale(tensor: torch.Tensor, scale: float) -> torch.Tensor:
-    return tensor if scale == 1.0 else tensor * scale
-
-
-def _reduce_leaf(
-    packed: PackedTree, messages: control_channel.GatheredControlMessages, index: int, reduction: str
+def _reduce_large(
+    channel: control_channel.ControlChannel, leaf: torch.Tensor, reduction: str
 ) -> torch.Tensor:
-    leaf = packed.leaves[index]
-    if messages.inline:
-        return _reduce_parts(packed.all_rank_values(messages, index), reduction)
-    total = leaf.to(_accumulation_dtype(leaf.dtype), memory_format=torch.contiguous_format, copy=True)
+    total = leaf.to(accumulation_dtype(leaf.dtype), memory_format=torch.contiguous_format, copy=True)
+    if reduction == "mean" and leaf.dtype == torch.int64:
+        sums = split_by_world_size(total, world_size())
+        _all_reduce(sums, channel, dist.ReduceOp.SUM)
+        return rejoin_total(sums, world_size())
     if reduction in ("sum", "mean"):
-        _all_reduce(total, packed.channel, dist.ReduceOp.SUM)
+        _all_reduce(total, channel, dist.ReduceOp.SUM)
         return total
-    _check_order(leaf, reduction)
     is_nan = total.isnan().to(torch.uint8)  # back ends differ in what a maximum with NaN is
-    _all_reduce(total, packed.channel, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.MIN)
+    _all_reduce(total, channel, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.MIN)
     if total.is_floating_point():
-        _all_reduce(is_nan, packed.channel, dist.ReduceOp.MAX)
+        _all_reduce(is_nan, channel, dist.ReduceOp.MAX)
         total.masked_fill_(is_nan.bool(), torch.nan)
     return total
 
@@ -408,7 +407,7 @@ def _all_reduce(tensor: torch.Tensor, channel: control_channel.ControlChannel, o
         channel.all_reduce(torch.view_as_real(tensor) if tensor.is_complex() else tensor, op, "reduce")
 
 
-def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+def pad_across_processes(tensor: T, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> T:
     """Pad ``dim`` of ``tensor`` (any tree) to its greatest length on any rank.
 
     Args:

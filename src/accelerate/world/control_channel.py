@@ -1,16 +1,14 @@
-"""The control channel: every collective of this package begins with an all-gather of control messages.
+"""The control channel: every collective of this package begins with an agreement of all ranks.
 
 A control message says what its rank does (operation, line of the user's code, structure, dtypes, shapes) and
-holds the values inline when they are few. So ranks notice a mismatch before any large transfer starts, and a
-small collective is a single message to each rank. Values that do not fit follow in a collective of their own
-(all-gather, all-reduce or broadcast), after all ranks know that their messages match.
+holds the values inline when they are few. The messages of all ranks meet in a tree (``control_tree.py``), so
+ranks notice a mismatch before any large transfer starts, and a small collective ends with the agreement.
+Values that do not fit follow in a collective of their own (all-gather, all-reduce or broadcast), after all
+ranks know that their messages match.
 
-The messages use a separate gloo group: they never mix with the user's collectives or those of a backward
-pass. The group is created at the first exchange, over the key-value store of the default process group. Each
+The large values use a separate gloo group: they never mix with the user's collectives or those of a backward
+pass. The group is created by the first of them, over the key-value store of the default process group. Each
 wait is cut into slices, so that a wait that cannot end is noticed (``watchdog.py``).
-
-All messages of an exchange have the same size, which follows the values that were sent last. All ranks have
-seen the same messages, so they choose the same size without communication.
 """
 
 # torch's signatures are partly untyped: what is unknown here is torch's.
@@ -19,6 +17,7 @@ seen the same messages, so they choose the same size without communication.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import inspect
 import struct
 import threading
@@ -35,21 +34,19 @@ import torch.distributed as dist
 from accelerate.core.errors import CollectiveError
 from accelerate.world import watchdog
 from accelerate.world.call_site import CallSite, find_call_site
+from accelerate.world.control_tree import ControlTree, TreeMessage
 from accelerate.world.rank_failure_report import DEPARTURES, SAME_CALLS, rank_table
 
-# Label for error texts; digests of operation and structure, flag any_size, bytes of the description, bytes of
-# the values. The description follows, so that everything that usually matches is compared at once.
+# Label for error texts; digests of operation and structure, kind of values, bytes of the description, bytes
+# of the values. The description follows.
 _LABEL_SIZE = 104
 _HEADER = struct.Struct(f"<{_LABEL_SIZE}sIIIIq")
-HEADER_SIZE = _HEADER.size
-ALIGNMENT = 16
-MIN_MESSAGE_SIZE = 4096
-# Larger values (times half the world size) are sent separately: copying them into messages would cost more.
-MAX_INLINE_SIZE = 1 << 20
-# Up to this world size the exchange is an all-to-all, in one step; above it is a ring all-gather.
-MAX_ALLTOALL_RANKS = 8
-MAX_WASTED_BYTES = 1 << 17  # unused bytes in a row of messages, after which messages shrink
-MAX_CACHED_LAYOUTS = 256
+_ALIGNMENT = 16
+NOT_ON_HOST = -1  # size of values that are not in host memory, so cannot be inline
+MAX_DESCRIPTION_SIZE = 512  # bytes; of a longer one a digest is sent, unless the ranks disagree
+_LENGTH = struct.Struct("<q")
+# Bytes of all ranks' values that the tree carries; more follow in a transfer of their own.
+MAX_TREE_VALUES = 1 << 18
 WAIT_SLICE = timedelta(seconds=0.25)
 # Called by user code: where ranks call one of these from different lines, one may have skipped a call.
 USER_OPERATIONS = frozenset(
@@ -63,137 +60,172 @@ USER_OPERATIONS = frozenset(
         "wait_for_everyone",
     }
 )
-NOT_ON_HOST = -1  # size of values that are not in host memory, so cannot be inline
-
 
 _DEPARTURE_CODES = {zlib.crc32(operation.encode()) for operation in DEPARTURES}
 
 
-class DepartureError(CollectiveError):
-    """A rank has left an attempt that all ranks make together, while another was in a collective of it."""
+def align(number: int) -> int:
+    """Round a byte offset up to the alignment of every dtype."""
+    return -(-number // _ALIGNMENT) * _ALIGNMENT
+
+
+@lru_cache(maxsize=1024)
+def encode_label(operation: str, site: CallSite) -> bytes:
+    """Return the label of a call: its operation and the line of the user's code."""
+    text = f"{operation} at {site}".encode()
+    return text if len(text) <= _LABEL_SIZE else text[: _LABEL_SIZE - 3] + b"..."
+
+
+def decode_label(text: bytes) -> str:
+    """Return the text of a label."""
+    return text.rstrip(b"\0").decode(errors="replace")
+
+
+class ControlMessage(NamedTuple):
+    """The message of this rank.
+
+    Attributes:
+        label: the operation and the line of the user's code, for error texts.
+        code: digest of the operation.
+        structure: digest of the structure of the values.
+        description: dtypes and shapes, or other data that the operation needs from each rank.
+        value_size: bytes of values, ``NOT_ON_HOST`` when they are not in host memory.
+        fill: writes the values into a buffer, from an offset on.
+        kind: which values are sent, as a number; it must be the same on all ranks.
+        any_size: the values go inline, however large they are, and their sizes differ between ranks.
+        source: the only rank that sends its values; None where all do.
+    """
+
+    label: bytes
+    code: int
+    structure: int
+    description: bytes
+    value_size: int
+    fill: Callable[[bytearray, int], None]
+    kind: int
+    any_size: bool
+    source: int | None
+
+    def encode(self, rank: int, limit: int, *, full: bool = False) -> tuple[bytes, bytearray]:
+        """Return the header and the values that a rank sends; values of any size follow their length.
+
+        Args:
+            rank: the rank of this process.
+            limit: the most bytes of values that are sent.
+            full: send a long description, not its digest.
+        """
+        description, length = self.description, len(self.description)
+        if not full and length > MAX_DESCRIPTION_SIZE:
+            description = hashlib.blake2b(description, digest_size=32).digest()
+        size = 0 if self.any_size else self.value_size
+        header = _HEADER.pack(self.label, self.code, self.structure, self.kind, length, size) + description
+        if self.source not in (None, rank):
+            return header, bytearray()
+        start = _LENGTH.size if self.any_size else 0
+        values = bytearray(start + (self.value_size if 0 < self.value_size <= limit else 0))
+        if self.any_size:
+            _LENGTH.pack_into(values, 0, self.value_size)
+        if len(values) > start:
+            self.fill(values, start)
+        return header, values
+
+
+class RankHeader(NamedTuple):
+    """The header of a rank, decoded."""
+
+    label: bytes
+    code: int
+    structure: int
+    kind: int
+    length: int
+    value_size: int
+    description: bytes
 
 
 class GatheredControlMessages(NamedTuple):
     """The control messages of all ranks, valid until the next exchange.
 
     Attributes:
-        message_size: bytes of one message.
-        description_sizes: bytes of each rank's description.
-        value_sizes: bytes of each rank's values; ``NOT_ON_HOST`` when they are not in host memory.
+        descriptions: each rank's description.
         structures: digest of each rank's tree structure.
         same: the descriptions of all ranks are equal.
-        inline: the values are in the messages, each rank's after its description.
-        recv_buffer: all messages.
+        inline: the values are in the buffer.
+        buffer: the values of the ranks, or what rank 0 has merged them to.
+        offsets: the place of each rank's values in the buffer; a range where ``same``.
+        sizes: bytes of each rank's values.
+        is_merged: rank 0 has merged the values.
     """
 
-    message_size: int
-    description_sizes: Sequence[int]
-    value_sizes: Sequence[int]
+    descriptions: Sequence[bytes]
     structures: Sequence[int]
     same: bool
     inline: bool
-    recv_buffer: bytearray
-
-    def description(self, rank: int) -> bytes:
-        """Return the bytes that describe a rank's values."""
-        start = rank * self.message_size + HEADER_SIZE
-        return bytes(self.recv_buffer[start : start + self.description_sizes[rank]])
+    buffer: bytearray
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+    is_merged: bool = False
 
     def body(self, rank: int) -> memoryview:
         """Return the bytes of a rank's inline values."""
-        start = rank * self.message_size + body_start(self.description_sizes[rank])
-        return memoryview(self.recv_buffer)[start : start + self.value_sizes[rank]]
+        start = self.offsets[rank]
+        return memoryview(self.buffer)[start : start + self.sizes[rank]]
 
 
-def align(number: int) -> int:
-    """Round a byte offset up to the alignment of every dtype."""
-    return -(-number // ALIGNMENT) * ALIGNMENT
+def decode_headers(answer: TreeMessage) -> list[RankHeader]:
+    """Return the headers of all ranks, in rank order."""
+    headers: list[RankHeader] = []
+    for count, header in answer.runs:
+        decoded = RankHeader(*_HEADER.unpack_from(header), description=header[_HEADER.size :])
+        headers += [decoded] * count
+    return headers
 
 
-def body_start(length: int) -> int:
-    """Return the offset of the values in a message with a description of ``length`` bytes."""
-    return -(-(HEADER_SIZE + length) // ALIGNMENT) * ALIGNMENT
+def read_tree(
+    message: ControlMessage, answer: TreeMessage, headers: Sequence[RankHeader], size: int, limit: int
+) -> GatheredControlMessages:
+    """Return the messages of all ranks, as the control tree has brought them.
 
-
-@lru_cache(maxsize=1024)
-def _encode_label(operation: str, site: CallSite) -> bytes:
-    text = f"{operation} at {site}".encode()
-    return text if len(text) <= _LABEL_SIZE else text[: _LABEL_SIZE - 3] + b"..."
-
-
-class ControlMessageBuffers:
-    """The send and receive buffers of an exchange.
-
-    Attributes:
-        send_buffer, recv_buffer: the memory; for an all-to-all the send buffer has one copy per rank.
-        send_rows, recv_rows: the same memory as tensors, one row per message.
+    Args:
+        message: that of this rank.
+        answer: what rank 0 has sent.
+        headers: those of all ranks; empty where all are equal.
+        size: world size.
+        limit: the most bytes of values that a rank sent.
     """
-
-    def __init__(self, message_size: int, size: int) -> None:
-        self.uses_alltoall = size <= MAX_ALLTOALL_RANKS
-        self.send_buffer = bytearray(message_size * (size if self.uses_alltoall else 1))
-        self.recv_buffer = bytearray(message_size * size)
-        self.send_rows = torch.frombuffer(self.send_buffer, dtype=torch.uint8).view(-1, message_size)
-        self.recv_rows = torch.frombuffer(self.recv_buffer, dtype=torch.uint8).view(size, message_size)
-
-    def start(self, group: Any) -> Any:
-        """Start the transfer and return its work handle."""
-        if self.uses_alltoall:
-            return group.alltoall_base(self.recv_rows, self.send_rows, [], [])
-        return group._allgather_base(self.recv_rows, self.send_rows)
-
-
-class ControlMessageLayout:
-    """The reusable layout of a control message for one operation with tensors of known dtypes and shapes.
-
-    Attributes:
-        prefix: the message from its operation to the end of its description.
-        send_views: views of the send buffer, one per tensor with its dtype and shape.
-        rank_views: views of the receive buffer: for each tensor, one per rank.
-        required_size: bytes of the message.
-        peer_prefixes: slices of the receive buffer with the prefixes of the other ranks.
-    """
-
-    def __init__(
-        self,
-        channel: ControlChannel,
-        operation: str,
-        structure: int,
-        description: bytes,
-        tensors: Sequence[torch.Tensor],
-    ) -> None:
-        self.operation, self.structure = operation, structure
-        self.description, self.message_size = description, channel.message_size
-        value_size = sum(align(tensor.nbytes) for tensor in tensors)
-        self.required_size = body_start(len(description)) + value_size
-        self.buffers = channel.buffers(self.message_size)
-        send_buffer, recv_buffer = self.buffers.send_buffer, self.buffers.recv_buffer
-        code = zlib.crc32(operation.encode())
-        self.prefix = bytearray(
-            _HEADER.pack(b"", code, structure, 0, len(description), value_size)[_LABEL_SIZE:] + description
-        )
-        end, message_size = HEADER_SIZE + len(description), self.message_size
-        others = [rank for rank in range(channel.size) if rank != channel.rank]
-        self.peer_prefixes = [slice(rank * message_size, rank * message_size + end) for rank in others]
-        self.send_views: list[torch.Tensor] = []
-        self.rank_views: list[tuple[torch.Tensor, ...]] = []
-        start = body_start(len(description))
-        with torch.inference_mode(False):  # they outlive the caller's inference mode
-            for tensor in tensors:
-                self.send_views.append(_view(send_buffer, start, tensor))
-                self.rank_views.append(
-                    tuple(_view(recv_buffer, r * message_size + start, tensor) for r in range(channel.size))
-                )
-                start += align(tensor.nbytes)
-            rows = self.buffers.send_rows[:, : self.required_size]
-            self.copy_views = (rows[1:], rows[:1]) if self.buffers.uses_alltoall else None
+    buffer = answer.values
+    descriptions: Sequence[bytes] = [each.description for each in headers] or [message.description] * size
+    structures = [each.structure for each in headers] or [message.structure]
+    sizes: Sequence[int] = [each.value_size for each in headers] or [message.value_size] * size
+    same = len(set(structures)) == 1 and len(set(descriptions)) == 1
+    senders = range(size) if message.source is None else (message.source,)
+    offsets: Sequence[int]
+    if message.any_size:
+        sizes, offsets, place = [0] * size, [0] * size, 0
+        for rank in senders:
+            (sizes[rank],) = _LENGTH.unpack_from(buffer, place)
+            offsets[rank] = place = place + _LENGTH.size
+            place += sizes[rank] if sizes[rank] <= limit else 0
+    elif message.source is not None:
+        offsets = [0] * size
+    elif not headers:
+        offsets = range(0, max(1, sizes[0]) * size, max(1, sizes[0]))
+    else:
+        offsets, place = list[int](), 0
+        for count in sizes:
+            offsets.append(place)
+            place += count if 0 <= count <= limit else 0
+    inline = all(0 <= sizes[rank] <= limit for rank in senders)
+    return GatheredControlMessages(
+        descriptions, structures, same, inline, buffer, offsets, sizes, answer.is_merged
+    )
 
 
-def _view(memory: bytearray, start: int, like: torch.Tensor) -> torch.Tensor:
-    count = like.numel()
-    if count == 0:
-        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
-    return torch.frombuffer(memory, dtype=like.dtype, count=count, offset=start).view(like.shape)
+# Makes of the messages of all ranks, which agree and hold the values, the values that the ranks need.
+Merge = Callable[[GatheredControlMessages], bytearray]
+
+
+class DepartureError(CollectiveError):
+    """A rank has left an attempt that all ranks make together, while another was in a collective of it."""
 
 
 class ControlChannel:
@@ -202,12 +234,8 @@ class ControlChannel:
     def __init__(self, watch: watchdog.Watchdog) -> None:
         self.watchdog, self.rank, self.size = watch, watch.rank, watch.size
         self.lock = threading.RLock()
-        self.message_size = MIN_MESSAGE_SIZE
-        self.layouts: dict[Any, ControlMessageLayout | None] = {}
-        self._last_sent: tuple[ControlMessageLayout, CallSite] | None = None
-        self._wasted_bytes, self._too_small = 0, False
+        self.tree = ControlTree(self.rank, self.size)
         self._group: Any = None
-        self._buffers: dict[int, ControlMessageBuffers] = {}
         watch.add_shutdown_action(self.close)
 
     def close(self) -> None:
@@ -217,6 +245,7 @@ class ControlChannel:
         """
         global _channel
         self._group = None
+        self.tree.close()
         if _channel is self:
             _channel = None
 
@@ -229,8 +258,9 @@ class ControlChannel:
         fill: Callable[[bytearray, int], None],
         *,
         any_size: bool = False,
+        source: int | None = None,
+        merge: Merge | None = None,
         label: str = "",
-        already_sent: bool = False,
     ) -> GatheredControlMessages:
         """All-gather the control messages: send this rank's and return those of all ranks.
 
@@ -241,60 +271,96 @@ class ControlChannel:
             value_size: bytes of values, ``NOT_ON_HOST`` when they are not in host memory.
             fill: writes the values into a message, from an offset on.
             any_size: send the values inline, however large they are.
+            source: the only rank whose values are sent; all ranks pass the same.
+            merge: makes of the values of all ranks what the ranks need of them; rank 0 may apply it for all.
             label: shown in error texts in place of the operation; it may differ between ranks.
-            already_sent: the messages of this exchange are in the receive buffer already.
 
         Raises:
             CollectiveError: the ranks called different operations, a rank failed, or the timeout passed.
         """
         site = find_call_site(inspect.currentframe())
-        if not already_sent:
-            self._begin_exchange(label or operation, site)
-        code, text = zlib.crc32(operation.encode()), _encode_label(label or operation, site)
-        message_size, length, kind = self.message_size, len(description), int(any_size)
-        self._last_sent = None
-        while True:
-            buffers = self.buffers(message_size)
-            send_buffer, recv_buffer = buffers.send_buffer, buffers.recv_buffer
-            if not already_sent:
-                _HEADER.pack_into(send_buffer, 0, text, code, structure, kind, length, value_size)
-                if HEADER_SIZE + length <= message_size:
-                    send_buffer[HEADER_SIZE : HEADER_SIZE + length] = description
-                if 0 < value_size <= message_size - body_start(length):
-                    fill(send_buffer, body_start(length))
-                if buffers.uses_alltoall:
-                    buffers.send_rows[1:].copy_(buffers.send_rows[:1])
-                self._run_transfer(buffers.start)
-            already_sent = False
-            heads = [_HEADER.unpack_from(recv_buffer, rank * message_size) for rank in range(self.size)]
-            texts, codes, structures, kinds, description_sizes, value_sizes = zip(*heads, strict=True)
-            if set(codes) != {code} or set(kinds) != {kind}:
-                self.watchdog.active_call = None
-                kind_of_error = DepartureError if _DEPARTURE_CODES & set(codes) else CollectiveError
-                raise kind_of_error(
-                    "the ranks called different collectives",
-                    why=rank_table(map(_decode_label, texts)) + self.watchdog.earlier_call_sites,
-                    fix=SAME_CALLS,
-                )
-            if operation in USER_OPERATIONS:
-                self._note_call_sites(texts)
-            required_size, inline = _measure_message(description_sizes, value_sizes, any_size)
-            if required_size <= message_size:
-                break
-            message_size = _round_up(required_size)
-        self.watchdog.active_call = None
-        if max(required_size, self.message_size) > MIN_MESSAGE_SIZE or self._too_small:
-            self._adapt_message_size(required_size)
-        same = len(set(structures)) == 1
-        if same:
-            first = recv_buffer[HEADER_SIZE : HEADER_SIZE + description_sizes[0]]
-            same = all(
-                recv_buffer[r * message_size + HEADER_SIZE : r * message_size + HEADER_SIZE + n] == first
-                for r, n in enumerate(description_sizes)
-            )
-        return GatheredControlMessages(
-            message_size, description_sizes, value_sizes, structures, same, inline, recv_buffer
+        if self.watchdog.report is not None:
+            raise self.watchdog.report.error(self.rank)
+        self.watchdog.exchange_count += 1
+        self.watchdog.active_call = label or operation, site
+        message = ControlMessage(
+            encode_label(label or operation, site),
+            zlib.crc32(operation.encode()),
+            structure,
+            description,
+            value_size,
+            fill,
+            any_size + (0 if source is None else 2 * (source + 1)),
+            any_size,
+            source,
         )
+        limit = MAX_TREE_VALUES // (self.size if message.source is None else 1)
+
+        def merge_values(answer: TreeMessage) -> TreeMessage:
+            if merge is None or len(answer.runs) > 1:
+                return answer
+            messages = read_tree(message, answer, (), self.size, limit)
+            return TreeMessage(answer.runs, merge(messages), True) if messages.inline else answer
+
+        watch, headers = self.watchdog, list[RankHeader]()
+        until = time.monotonic() + watch.timeout
+        for full in (False, True):
+            parts = message.encode(self.rank, limit, full=full)
+            try:
+                if not self.tree.is_open:
+                    self.tree.open(watch.store, watch)
+                answer = self.tree.exchange(*parts, merge and merge_values, lambda: watch.check_wait(until))
+            except OSError as error:
+                raise watch.explain_disconnect(error) from error
+            headers = decode_headers(answer) if len(answer.runs) > 1 else []
+            if all(len(each.description) == each.length for each in headers):
+                break
+        if headers:
+            texts, codes, _, kinds, *_ = zip(*headers, strict=True)
+            self._check_calls(operation, message, texts, codes, kinds)
+        elif operation in USER_OPERATIONS:
+            self.watchdog.earlier_call_sites = ""
+        self.watchdog.active_call = None
+        messages = read_tree(message, answer, headers, self.size, limit)
+        if message.any_size and not messages.inline:
+            return self._gather_large_objects(operation, message, messages)
+        return messages
+
+    def _gather_large_objects(
+        self, operation: str, message: ControlMessage, messages: GatheredControlMessages
+    ) -> GatheredControlMessages:
+        """Transfer values of any size which the tree does not carry; all ranks know their sizes."""
+        longest, sends = max(messages.sizes), message.source in (None, self.rank)
+        send_buffer = bytearray(longest)
+        if sends and message.value_size:
+            message.fill(send_buffer, 0)
+        row = torch.frombuffer(send_buffer, dtype=torch.uint8)
+        if message.source is not None:
+            self.broadcast(row, message.source, operation)
+            return messages._replace(buffer=send_buffer, offsets=[0] * self.size, inline=True)
+        buffer = bytearray(longest * self.size)
+        self.all_gather(torch.frombuffer(buffer, dtype=torch.uint8), row, operation)
+        return messages._replace(buffer=buffer, offsets=range(0, len(buffer), longest), inline=True)
+
+    def _check_calls(
+        self,
+        operation: str,
+        message: ControlMessage,
+        texts: Sequence[bytes],
+        codes: Sequence[int],
+        kinds: Sequence[int],
+    ) -> None:
+        """Raise if the ranks called different collectives; ``texts`` are their labels."""
+        if set(codes) != {message.code} or set(kinds) != {message.kind}:
+            self.watchdog.active_call = None
+            what, rows = "the ranks called different collectives", [decode_label(text) for text in texts]
+            if len(set(codes)) == 1:
+                what = "the ranks broadcast from different ranks"
+                rows = [f"from rank {kind // 2 - 1}, {row}" for kind, row in zip(kinds, rows, strict=True)]
+            kind_of_error = DepartureError if _DEPARTURE_CODES & set(codes) else CollectiveError
+            raise kind_of_error(what, why=rank_table(rows) + self.watchdog.earlier_call_sites, fix=SAME_CALLS)
+        if operation in USER_OPERATIONS:
+            self._note_call_sites(texts)
 
     def _note_call_sites(self, texts: Sequence[bytes]) -> None:
         """Keep the first call that the ranks made from different lines since they were at the same one.
@@ -305,100 +371,10 @@ class ControlChannel:
         if len(set(texts)) == 1:
             self.watchdog.earlier_call_sites = ""
         elif not self.watchdog.earlier_call_sites:
-            sites = rank_table(map(_decode_label, texts))
+            sites = rank_table(map(decode_label, texts))
             self.watchdog.earlier_call_sites = (
                 f"\n  before, they made a call from different lines:\n       {sites}"
             )
-
-    def exchange_cached(self, layout: ControlMessageLayout, tensors: Sequence[torch.Tensor]) -> bool:
-        """Send a message with a cached layout; return True if all ranks used it, so it holds all values.
-
-        Otherwise the messages are received, and ``exchange`` with ``already_sent`` reads them.
-        """
-        site = find_call_site(inspect.currentframe())
-        self._begin_exchange(layout.operation, site)
-        if self._last_sent != (layout, site):
-            send_buffer = layout.buffers.send_buffer
-            send_buffer[:_LABEL_SIZE] = _encode_label(layout.operation, site).ljust(_LABEL_SIZE, b"\0")
-            send_buffer[_LABEL_SIZE : _LABEL_SIZE + len(layout.prefix)] = layout.prefix
-            self._last_sent = layout, site
-        for view, tensor in zip(layout.send_views, tensors, strict=True):
-            view.copy_(tensor)
-        if layout.copy_views is not None:
-            layout.copy_views[0].copy_(layout.copy_views[1])
-        self._run_transfer(layout.buffers.start)
-        recv_buffer = layout.buffers.recv_buffer
-        prefix = layout.buffers.send_buffer[: _LABEL_SIZE + len(layout.prefix)]
-        for peer_prefix in layout.peer_prefixes:
-            if recv_buffer[peer_prefix] != prefix:
-                return False
-        self.watchdog.active_call, self.watchdog.earlier_call_sites = None, ""
-        if self.message_size > MIN_MESSAGE_SIZE or self._too_small:
-            self._adapt_message_size(layout.required_size)
-        return True
-
-    def _begin_exchange(self, operation: str, site: CallSite) -> None:
-        watch = self.watchdog
-        if watch.report is not None:
-            raise watch.report.error(self.rank)
-        watch.exchange_count += 1
-        watch.active_call = operation, site
-
-    def _adapt_message_size(self, required_size: int) -> None:
-        """Choose the size of the next messages: larger after two large ones, smaller after small ones.
-
-        A message that is too small costs one more exchange; messages shrink when the unused space has cost
-        about as much.
-        """
-        was_larger, self._too_small = self._too_small, required_size > self.message_size
-        if self._too_small:
-            if was_larger and required_size <= 2 * MAX_INLINE_SIZE:
-                self._resize(required_size)
-        elif required_size * 2 > self.message_size or self.message_size == MIN_MESSAGE_SIZE:
-            self._wasted_bytes = 0
-        else:
-            self._wasted_bytes += self.message_size - required_size
-            if self._wasted_bytes >= MAX_WASTED_BYTES:
-                self._resize(required_size)
-
-    def _resize(self, required_size: int) -> None:
-        self.message_size, self._wasted_bytes, self._too_small = _round_up(required_size), 0, False
-        self._buffers = {
-            message_size: buffers
-            for message_size, buffers in self._buffers.items()
-            if message_size == self.message_size
-        }
-        self.layouts.clear()
-
-    def buffers(self, message_size: int) -> ControlMessageBuffers:
-        """Return buffers for messages of ``message_size`` bytes."""
-        buffers = self._buffers.get(message_size)
-        if buffers is None:
-            with torch.inference_mode(False):  # it outlives the caller's inference mode
-                buffers = ControlMessageBuffers(message_size, self.size)
-            if message_size <= 2 * MAX_INLINE_SIZE:
-                self._buffers[message_size] = buffers
-        return buffers
-
-    def layout(
-        self, key: Any, make: Callable[[], ControlMessageLayout | None]
-    ) -> ControlMessageLayout | None:
-        """Return the layout cached under ``key``; it is built when the key is used for the second time."""
-        layout = self.layouts.get(key, self)
-        if layout is self or (
-            layout is not None and layout.buffers is not self._buffers.get(self.message_size)
-        ):
-            if len(self.layouts) >= MAX_CACHED_LAYOUTS:
-                self.layouts.clear()
-            self.layouts[key] = None
-            return None
-        if layout is None:
-            layout = self.layouts[key] = make()
-        return layout  # type: ignore[return-value]
-
-    def fits_inline(self, required_size: int) -> bool:
-        """Return True if the values of all ranks fit into messages of the current size."""
-        return required_size <= self.message_size and required_size * self.size <= 2 * MAX_INLINE_SIZE
 
     # --- collectives for values that do not fit inline
 
@@ -471,29 +447,6 @@ class ControlChannel:
     def _leak_group(self) -> None:
         """Keep the group alive: its destructor would wait for the transfer, which may never end."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
-
-
-def _measure_message(
-    description_sizes: Sequence[int], value_sizes: Sequence[int], any_size: bool
-) -> tuple[int, bool]:
-    """Return the message size that all ranks need, and whether the values are inline."""
-    described = body_start(max(description_sizes))
-    if min(value_sizes) == NOT_ON_HOST:
-        return described, False
-    whole = max(map(int.__add__, map(body_start, description_sizes), value_sizes))
-    if whole * len(description_sizes) <= 2 * MAX_INLINE_SIZE or any_size:
-        return whole, True
-    return described, False
-
-
-def _round_up(required_size: int) -> int:
-    """Round a size up, so that slightly larger values still fit the same messages."""
-    step = max(ALIGNMENT, 1 << max(0, (required_size - 1).bit_length() - 4))
-    return max(MIN_MESSAGE_SIZE, -(-required_size // step) * step)
-
-
-def _decode_label(text: bytes) -> str:
-    return text.rstrip(b"\0").decode(errors="replace")
 
 
 _channel: ControlChannel | None = None

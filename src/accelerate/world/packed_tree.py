@@ -19,6 +19,11 @@ import torch
 from accelerate.core import tree
 from accelerate.core.errors import CollectiveError, PrepareError
 from accelerate.world import control_channel
+from accelerate.world.control_channel import (
+    NOT_ON_HOST,
+    GatheredControlMessages,
+    align,
+)
 from accelerate.world.rank_failure_report import rank_table
 
 _DTYPES: tuple[torch.dtype, ...] = tuple(
@@ -63,7 +68,6 @@ class PackedTree:
         leaves: its tensors, detached.
         structure: digest of keys, lengths and positions of tensors.
         problem: why the tree cannot be sent; raised after the other ranks have the message.
-        already_sent: the messages of this exchange are in the receive buffer already.
     """
 
     channel: control_channel.ControlChannel
@@ -72,7 +76,6 @@ class PackedTree:
     leaves: list[torch.Tensor]
     structure: int
     problem: PrepareError | None = None
-    already_sent: bool = False
 
     @classmethod
     def pack(cls, operation: str, data: Any) -> PackedTree:
@@ -88,37 +91,19 @@ class PackedTree:
         problem = _unsupported_leaf_error(operation, others[0]) if others else None
         return cls(control_channel.channel(), operation, data, leaves, structure, problem)
 
-    def exchange_cached(self) -> control_channel.ControlMessageLayout | None:
-        """Exchange the values with a cached layout; return it if all ranks used it, else None.
-
-        After None, ``exchange`` continues.
-        """
-        key: Any = [self.operation, self.structure]
-        for leaf in self.leaves:
-            if leaf.device.type != "cpu" or leaf.layout is not torch.strided:
-                return None
-            key += (leaf.dtype, leaf.shape)
-        layout = self.channel.layout(tuple(key), self._build_layout)
-        if layout is None or self.problem is not None:
-            return None
-        if self.channel.exchange_cached(layout, self.leaves):
-            return layout
-        self.already_sent = True
-        return None
-
-    def _build_layout(self) -> control_channel.ControlMessageLayout | None:
-        description = _encode_descriptions(self.leaves)
-        num_bytes = control_channel.body_start(len(description)) + sum(
-            control_channel.align(leaf.nbytes) for leaf in self.leaves
-        )
-        if not self.channel.fits_inline(num_bytes):
-            return None
-        return control_channel.ControlMessageLayout(
-            self.channel, self.operation, self.structure, description, self.leaves
-        )
-
-    def exchange(self, *, values: bool = True) -> control_channel.GatheredControlMessages:
+    def exchange(
+        self,
+        *,
+        values: bool = True,
+        source: int | None = None,
+        merge: control_channel.Merge | None = None,
+    ) -> GatheredControlMessages:
         """Exchange the descriptions of all ranks, with the values inline if they fit.
+
+        Args:
+            values: send values.
+            source: the only rank that sends its values.
+            merge: see ``ControlChannel.exchange``.
 
         Raises:
             CollectiveError: the structures differ; or see ``ControlChannel.exchange``.
@@ -128,16 +113,17 @@ class PackedTree:
         value_size = 0
         for leaf in leaves if values else ():
             if leaf.device.type != "cpu":
-                value_size = control_channel.NOT_ON_HOST
+                value_size = NOT_ON_HOST
                 break
-            value_size += control_channel.align(leaf.nbytes)
+            value_size += align(leaf.nbytes)
         messages = self.channel.exchange(
             self.operation,
             self.structure,
             _encode_descriptions(leaves),
             value_size,
             self._fill,
-            already_sent=self.already_sent,
+            source=source,
+            merge=merge,
         )
         if not messages.same and set(messages.structures) != {self.structure}:
             raise self._structure_mismatch()
@@ -151,42 +137,45 @@ class PackedTree:
             if count:
                 place = torch.frombuffer(message, dtype=leaf.dtype, count=count, offset=start)
                 place.copy_(leaf.reshape(-1))
-            start += control_channel.align(leaf.nbytes)
+            start += align(leaf.nbytes)
 
     # --- received values
 
-    def descriptions(
-        self, messages: control_channel.GatheredControlMessages, rank: int
-    ) -> list[TensorDescription]:
+    def descriptions(self, messages: GatheredControlMessages, rank: int) -> list[TensorDescription]:
         """Return the descriptions of a rank's tensors."""
-        return list(_decode_descriptions(messages.description(rank)))
+        return list(_decode_descriptions(messages.descriptions[rank]))
 
-    def shape(
-        self, messages: control_channel.GatheredControlMessages, rank: int, index: int
-    ) -> tuple[int, ...]:
+    def shape(self, messages: GatheredControlMessages, rank: int, index: int) -> tuple[int, ...]:
         """Return the shape of a rank's tensor."""
         return self.descriptions(messages, rank)[index].shape
 
-    def all_rank_values(
-        self, messages: control_channel.GatheredControlMessages, index: int
-    ) -> tuple[torch.Tensor, ...]:
-        """Return the values of a tensor on all ranks, in rank order, as views of the receive buffer."""
-        return tuple(self.rank_value(messages, rank, index) for rank in range(self.channel.size))
+    def stacked_values(self, messages: GatheredControlMessages) -> list[torch.Tensor]:
+        """Return each tensor of all ranks, which agree, stacked in rank order: views of the buffer."""
+        size, start = self.channel.size, messages.offsets[0]
+        stride = messages.offsets[1] - start
+        stacked: list[torch.Tensor] = []
+        for leaf in self.leaves:
+            if leaf.numel():
+                every = torch.frombuffer(messages.buffer, dtype=torch.uint8)
+                rows = every.as_strided((size, leaf.nbytes), (stride, 1), start)
+                stacked.append(rows.view(leaf.dtype).view(size, *leaf.shape))
+            else:
+                stacked.append(torch.empty((size, *leaf.shape), dtype=leaf.dtype, device="cpu"))
+            start += align(leaf.nbytes)
+        return stacked
 
-    def rank_value(
-        self, messages: control_channel.GatheredControlMessages, rank: int, index: int
-    ) -> torch.Tensor:
-        """Return a rank's values of a tensor as a view of the receive buffer."""
-        descriptions = self.descriptions(messages, rank)
-        description = descriptions[index]
-        start = rank * messages.message_size + control_channel.body_start(messages.description_sizes[rank])
-        start += sum(control_channel.align(other.nbytes) for other in descriptions[:index])
-        count = math.prod(description.shape)
-        if count == 0:
-            return torch.empty(description.shape, dtype=description.dtype, device="cpu")
-        return torch.frombuffer(
-            messages.recv_buffer, dtype=description.dtype, count=count, offset=start
-        ).view(description.shape)
+    def rank_values(self, messages: GatheredControlMessages, rank: int) -> list[torch.Tensor]:
+        """Return a rank's values of each tensor as views of the buffer."""
+        start, values = messages.offsets[rank], list[torch.Tensor]()
+        for like in self.leaves if messages.same else self.descriptions(messages, rank):
+            count = math.prod(like.shape)
+            if count:
+                flat = torch.frombuffer(messages.buffer, dtype=like.dtype, count=count, offset=start)
+                values.append(flat.view(like.shape))
+            else:
+                values.append(torch.empty(like.shape, dtype=like.dtype, device="cpu"))
+            start += align(like.nbytes)
+        return values
 
     def rebuild(self, leaves: list[torch.Tensor]) -> Any:
         """Return the tree with ``leaves`` as its tensors."""
@@ -197,9 +186,7 @@ class PackedTree:
 
     # --- mismatches
 
-    def check_agreement(
-        self, messages: control_channel.GatheredControlMessages, *, ragged: bool = False
-    ) -> None:
+    def check_agreement(self, messages: GatheredControlMessages, *, ragged: bool = False) -> None:
         """Check that the descriptions of all ranks match; with ``ragged``, dimension 0 may differ.
 
         Raises:

@@ -12,9 +12,11 @@ import copy
 import errno
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -130,12 +132,24 @@ _PREFIX = "accelerate"
 _client_count = 0
 
 
+@dataclass
+class _StoreConnection:
+    """The connection of this process to a store. Its threads share it: no request waits for another rank.
+
+    It is another one than the store's own, in which a thread may wait for a key. At rank 0 a connection is a
+    file descriptor, and for torch a question for the name of the other end.
+    """
+
+    clone: Any = None
+    is_lost: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
 class StoreClient:
     """Reads and writes short texts in the store that all ranks share.
 
     Attributes:
-        is_lost: the store does not answer any more: the process that hosts it is gone.
-        store: the store under this client's prefix.
+        store: the store under this client's prefix, for torch.
         group_store: the store of the process group, without a prefix.
     """
 
@@ -144,31 +158,39 @@ class StoreClient:
 
         global _client_count
         _client_count += 1
+        self._prefix = f"{_PREFIX}/{_client_count}"
         self.group_store = store
-        self.store: Any = PrefixStore(f"{_PREFIX}/{_client_count}", store)
-        self.is_lost = False
-        self._connection: Any = None
+        self.store: Any = PrefixStore(self._prefix, store)
+        self._connection = _StoreConnection()
+
+    @property
+    def is_lost(self) -> bool:
+        """True once the store does not answer any more: the process that hosts it is gone."""
+        return self._connection.is_lost
 
     def open_prefix(self, prefix: str) -> StoreClient:
-        """Return a client of the same store under a prefix, with its own connection for another thread."""
+        """Return a client of the same store under a prefix of this one's."""
         from torch.distributed.distributed_c10d import PrefixStore
 
         other = copy.copy(self)
-        other.store, other._connection = PrefixStore(prefix, self.store), None
+        other._prefix, other.store = f"{self._prefix}/{prefix}", PrefixStore(prefix, self.store)
         return other
 
     def _request(self, method: str, *arguments: Any) -> Any:
-        if self.is_lost:
+        from torch.distributed.distributed_c10d import PrefixStore
+
+        connection = self._connection
+        if connection.is_lost:
             return None
         try:
-            if self._connection is None:
-                # Its own: another thread may block the shared one while it waits. Torch before 2.10 cannot
-                # clone a store.
-                self._connection = self.store.clone() if hasattr(self.store, "clone") else self.store
-                self._connection.set_timeout(timedelta(seconds=5))
-            return getattr(self._connection, method)(*arguments)
+            with connection.lock:
+                if connection.clone is None:  # torch before 2.10 cannot clone a store
+                    has_clone = hasattr(self.group_store, "clone")
+                    connection.clone = self.group_store.clone() if has_clone else self.group_store
+                    connection.clone.set_timeout(timedelta(seconds=5))
+            return getattr(PrefixStore(self._prefix, connection.clone), method)(*arguments)
         except RuntimeError:  # torch's DistNetworkError and DistStoreError, by version
-            self.is_lost = True
+            connection.is_lost = True
             return None
 
     def put(self, key: str, text: str) -> None:
@@ -211,7 +233,7 @@ class StoreClient:
         """Wait until all keys are set; return False after ``seconds`` or if the store is lost."""
         until, pause = time.monotonic() + seconds, 0.0005
         while not self.has(*keys):
-            if self.is_lost or time.monotonic() > until:
+            if self._connection.is_lost or time.monotonic() > until:
                 return False
             time.sleep(pause)
             pause = min(pause * 2, 0.05)

@@ -31,22 +31,33 @@ class Rendezvous:
     Args:
         cluster: rank, size, address and port.
         timeout: longest wait for the others; None takes torch's default.
+
+    Raises:
+        WorldError: rank 0, which hosts the store, has not come within the timeout.
     """
 
     def __init__(self, cluster: ClusterRankInfo, timeout: timedelta | None) -> None:
         import torch.distributed as dist
 
         self.cluster, self.timeout = cluster, timeout or dist.distributed_c10d.default_pg_timeout
-        self.tcp_store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage] - documented
-            cluster.address,
-            cluster.port,
-            cluster.size,
-            cluster.rank == 0,
-            self.timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-            use_libuv=environ.get("USE_LIBUV") != "0",
-        )
+        try:
+            self.tcp_store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage] - documented
+                cluster.address,
+                cluster.port,
+                cluster.size,
+                cluster.rank == 0,
+                self.timeout,
+                wait_for_workers=False,
+                multi_tenant=True,
+                use_libuv=environ.get("USE_LIBUV") != "0",
+            )
+        except dist.DistError as error:
+            if cluster.rank == 0:  # it hosts the store: the address or the port is wrong, as torch says
+                raise
+            raise self._timeout_error(
+                "found no store of the process group",
+                f"rank 0 does not host it: {str(error).splitlines()[0]}",
+            ) from error
         client = StoreClient(self.tcp_store)
         self._client, self._processes = client, PeerProcesses(client, cluster.rank, threading.get_ident())
         first = cluster.rank - cluster.local_rank
@@ -78,7 +89,7 @@ class Rendezvous:
             if self._gone or self._client.is_lost:
                 raise self._peer_error()
             if time.monotonic() >= until:
-                raise self._timeout_error()
+                raise self._missing_ranks_error()
         # Torch before 2.10 has one connection, in which it waits itself from now on.
         self._look()
         self.tcp_store.set_timeout(self.timeout)
@@ -127,14 +138,21 @@ class Rendezvous:
         error.failed_rank = rank
         return error
 
-    def _timeout_error(self) -> WorldError:
+    def _missing_ranks_error(self) -> WorldError:
+        """Return the error for the ranks that have not come."""
         size = self.cluster.size
         came = self._client.read([f"process/{rank}" for rank in range(size)])
         missing = [str(rank) for rank in range(size) if f"process/{rank}" not in came]
+        return self._timeout_error(
+            f"{len(came)} of {size} ranks came to the process group",
+            f"missing: rank {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}",
+        )
+
+    def _timeout_error(self, what: str, why: str) -> WorldError:
+        size = self.cluster.size
         return WorldError(
-            f"{len(came)} of {size} ranks came to the process group within "
-            f"{self.timeout.total_seconds():g} s",
-            why=f"missing: rank {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}",
+            f"{what} within {self.timeout.total_seconds():g} s",
+            why=why,
             fix=f"start {size} processes with the same MASTER_ADDR ({self.cluster.address}) and MASTER_PORT "
             f"({self.cluster.port}) and RANK from 0 to {size - 1}, or lower WORLD_SIZE",
         )

@@ -14,6 +14,7 @@ class ProcessDeviceSettings:
     """Settings of the devices that the processes run on."""
 
     __topic__ = "Hardware"
+    __common__ = ("use_cpu",)
 
     use_cpu: bool = setting(
         False,

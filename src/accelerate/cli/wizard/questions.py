@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, get_args
 
 import accelerate.device as devices
 from accelerate.cli.options import SCRIPT_SETTINGS
+from accelerate.cli.wizard import library_listing
 from accelerate.cli.wizard.config_editor import file_value
 from accelerate.core.setting import Setting, convert_value, declared_settings
 from accelerate.launch.config_writer import KeyPath
@@ -80,6 +81,14 @@ class WizardQuestion:
 
 
 QuestionFlow: TypeAlias = Generator[WizardQuestion, int | str, None]
+
+
+def start_listings() -> None:
+    """Start to list what is installed, for the questions that need it."""
+    for cls in all_classes():
+        for row in asked_settings(cls):
+            if listing := row.details.get("installed"):
+                library_listing.start_listing(listing)
 
 
 def setting_path(row: Setting) -> KeyPath:
@@ -238,7 +247,7 @@ def _machine_question(answers: WizardAnswers) -> WizardQuestion:
 
 
 def _device_options() -> Iterator[AnswerOption]:
-    """All devices found here, one process, several on the CPU, and the types of devices not found here."""
+    """Devices found here, one process, several on the CPU; then other devices, the most common first."""
     device, count = devices.probe_devices()
     kind, use_cpu = ("distributed_type",), ("use_cpu",)
     if count > 1:
@@ -251,7 +260,8 @@ def _device_options() -> Iterator[AnswerOption]:
     yield AnswerOption(single_label, {**alone, use_cpu: False})
     yield AnswerOption("one process, on the CPU", {**alone, use_cpu: True})
     yield AnswerOption("several processes, on the CPU", {kind: CPU_GROUP, use_cpu: True})
-    others = {each.distributed_type: each.type for each in devices.accelerators()}
+    elsewhere = sorted(devices.accelerators(), key=lambda each: not each.is_most_common)
+    others = {each.distributed_type: each.type for each in elsewhere}
     for name, device_type in others.items():
         if name != NOT_DISTRIBUTED and not (name == device.distributed_type and count > 1):
             yield AnswerOption(
@@ -320,21 +330,44 @@ _YES_NO = (AnswerOption("no"), AnswerOption("yes"))
 def question_of(row: Setting, answers: WizardAnswers) -> WizardQuestion:
     """The question of a setting: its words to choose from, yes or no, or a line to type."""
     path, previous = setting_path(row), answers.previous_value(setting_path(row))
-    choices: Sequence[Any] = row.choices or ((False, True) if _is_switch(row) else ())
+    default_text = _default_text(row)
+    question = f"{row.question} [{row.name}]" + (f" (default: {default_text})" if default_text else "")
+    choices: Sequence[Any] = _offered_choices(row) or ((False, True) if _is_switch(row) else ())
     if not choices:
         default = previous if previous is not None else row.default
         text = "" if default is None or not isinstance(default, str | int | float) else str(default)
-        return WizardQuestion(row.name, row.question, row.help, (), row, text)
+        return WizardQuestion(row.name, question, row.help, (), row, text)
     options = [AnswerOption(_display_word(choice), {path: choice}) for choice in choices]
     if previous is not None and str(previous).lower() not in (str(choice).lower() for choice in choices):
         options.insert(0, AnswerOption(f"{previous} (as in the file)", {path: previous}))
     no = next((choice for choice in row.choices if _display_word(choice) == "no"), None)
     if row.default is None and no is None:
-        options.insert(0, AnswerOption("as by default", {path: None}))
+        label = f"default: {default_text}" if default_text else "not set"
+        options.insert(0, AnswerOption(label, {path: None}))
     start = previous if previous is not None else no if row.default is None else row.default
+    if row.offered is not None and not answers.before:
+        start = row.offered
     writes = [option.writes[path] for option in options]
     at = next((i for i, value in enumerate(writes) if str(value).lower() == str(start).lower()), 0)
-    return WizardQuestion(row.name, row.question, row.help, options, row, at)
+    return WizardQuestion(row.name, question, row.help, options, row, at)
+
+
+def _offered_choices(row: Setting) -> Sequence[Any]:
+    """Return the choices of a setting that are installed here; the one that is offered comes first."""
+    listing = row.details.get("installed")
+    names = library_listing.list_names(listing) if listing else None
+    choices = [
+        choice
+        for choice in row.choices
+        if names is None or str(choice).lower() in names or _display_word(choice) == "no"
+    ]
+    return sorted(choices, key=lambda choice: row.offered is not None and choice != row.offered)
+
+
+def _default_text(row: Setting) -> str:
+    """Return what applies when a setting is left out; empty where that is told by nothing."""
+    value = row.fallback if row.default is None else row.default
+    return "" if value is None or isinstance(value, tuple | list | dict) else _display_word(value)
 
 
 def _is_switch(row: Setting) -> bool:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from accelerate.cli.config_classes import BaseConfig, ClusterConfig, SageMakerConfig
 from accelerate.cli.wizard.config_editor import find_refusal
@@ -22,15 +25,25 @@ from accelerate.cli.wizard.questions import (
     asked_settings,
     environment_question,
     setting_path,
+    start_listings,
     strategy_sections,
 )
 from accelerate.core.errors import AccelerateError, FeatureNotBuiltError, SettingError
 from accelerate.launch import config_writer
 from accelerate.launch.config_writer import KeyPath
 
+if TYPE_CHECKING:
+    import questionary
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
 C = TypeVar("C", bound=BaseConfig)
 NO_FILE = Path("your answers")  # what errors name where nothing is written
-DIM_STYLE = "fg:ansibrightblack"
+DIM_STYLE, ERROR_STYLE = "fg:ansibrightblack", "fg:ansired"
+KEYS = "(Use arrow keys)"
+
+
+class StepBack(Exception):  # noqa: N818 - no error
+    """Esc was pressed, or the left arrow where something is chosen: the question before is asked again."""
 
 
 def run_wizard(path: Path, before: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -47,28 +60,28 @@ def run_wizard(path: Path, before: Mapping[str, Any]) -> dict[str, Any] | None:
         KeyboardInterrupt: Ctrl-C; nothing was written.
     """
     answers_by_name: dict[str, int | str] = {}
+    start_listings()
+    print_plain("Enter takes an answer, Esc goes back to the question before, Ctrl-C ends.", DIM_STYLE)
     while True:
         questions, answers = ask_questions(ask_everything, path, before, answers_by_name)
         values = merge_answers(before, questions, answers, answers_by_name)
         print_plain(f"\n{path}:\n\n{config_writer.format_config(values, Path('x.yaml'))}")
         problem = find_refusal(values, path, on_this_machine=True)
         if problem is not None:
-            print_plain(f"accelerate launch would refuse this file here: {problem}\n", "fg:ansired")
+            print_plain(f"accelerate launch would refuse this file here: {problem}\n", ERROR_STYLE)
         decisions = ["yes", "change an answer", "throw it away"]
         # What only this machine lacks is no reason to change an answer: the file may be for another one.
-        decision = _select_option(
-            "Write this file?", decisions, offered=int(bool(find_refusal(values, path)))
-        )
-        if decision == 0:
-            return values
-        if decision == 2:
-            return None
-        texts = [
-            f"{question.text}  {_answer_text(question, answers_by_name[question.name])}"
-            for question in questions
-        ]
-        changed = questions[_select_option("Which one?", texts, offered=_find_cause(problem, questions))]
-        answers_by_name[f"was {changed.name}"] = answers_by_name.pop(changed.name)
+        changed = questions[-1]
+        with suppress(StepBack):
+            decision = _select_option(
+                "Write this file?", decisions, offered=int(bool(find_refusal(values, path)))
+            )
+            if decision == 0:
+                return values
+            if decision == 2:
+                return None
+            changed = _select_question(questions, answers_by_name, _find_cause(problem, questions))
+        _ask_again(changed, answers_by_name)
 
 
 def ask_questions(
@@ -90,22 +103,49 @@ def ask_questions(
     Returns:
         The questions on the way, and what their answers write.
     """
-    answers = WizardAnswers(before)
-    answers.written |= known or {}
-    questions: list[WizardQuestion] = []
-    steps = way(answers)
+    while True:
+        answers = WizardAnswers(before)
+        answers.written |= known or {}
+        questions: list[WizardQuestion] = []
+        try:
+            _go_through(way(answers), answers, questions, given, path)
+        except StepBack:
+            # The flow starts anew, and stops at the question whose answer is taken away.
+            if questions:
+                _ask_again(questions[-1], given)
+        else:
+            return questions, answers
+
+
+def _go_through(
+    steps: QuestionFlow,
+    answers: WizardAnswers,
+    questions: list[WizardQuestion],
+    given: dict[str, int | str],
+    path: Path,
+) -> None:
     question = next(steps, None)
     while question is not None:
         if question.name not in given:
             offered = given.pop(f"was {question.name}", question.default)
-            given[question.name] = ask_question(question, offered, answers, path)
+            if question.options and int(offered) >= len(question.options):
+                offered = question.default  # other answers have changed its options
+            try:
+                given[question.name] = ask_question(question, offered, answers, path)
+            except StepBack:
+                given[f"was {question.name}"] = offered
+                raise
         questions.append(question)
         answers.written |= question.writes(given[question.name])
         try:
             question = steps.send(given[question.name])
         except StopIteration:
             question = None
-    return questions, answers
+
+
+def _ask_again(question: WizardQuestion, given: dict[str, int | str]) -> None:
+    """Take an answer away, so that its question is asked again and offers it."""
+    given[f"was {question.name}"] = given.pop(question.name)
 
 
 def merge_answers(
@@ -147,8 +187,6 @@ def merge_answers(
 
 def ask_question(question: WizardQuestion, offered: Any, answers: WizardAnswers, path: Path) -> int | str:
     """One question on the terminal: the number of the chosen option, or the text that was typed."""
-    if question.help:
-        print_plain(question.help, DIM_STYLE)
 
     def wrong(answer: int | str) -> AccelerateError | None:
         try:
@@ -162,7 +200,7 @@ def ask_question(question: WizardQuestion, offered: Any, answers: WizardAnswers,
         return error if error is not None and _is_about(error, question) else None
 
     if not question.options:
-        return _ask_text(question.text, str(offered), wrong)
+        return _ask_text(question.text, question.help, str(offered), wrong)
     labels = [option.label for option in question.options]
     closed = {
         number: "not built yet"
@@ -170,11 +208,11 @@ def ask_question(question: WizardQuestion, offered: Any, answers: WizardAnswers,
         if isinstance(wrong(number), FeatureNotBuiltError)
     }
     while True:
-        chosen = _select_option(question.text, labels, offered, closed)
+        chosen = _select_option(question.text, labels, offered, closed, question.help)
         error = wrong(chosen)
         if error is None:
             return chosen
-        print_plain(str(error), "fg:ansired")
+        print_plain(_wrap(str(error)), ERROR_STYLE)
 
 
 def _is_about(error: AccelerateError, question: WizardQuestion) -> bool:
@@ -198,11 +236,49 @@ def _answer_text(question: WizardQuestion, answer: Any) -> str:
     return question.options[answer].label if question.options else str(answer) or "-"
 
 
+def _select_question(
+    questions: Sequence[WizardQuestion], given: Mapping[str, int | str], offered: int
+) -> WizardQuestion:
+    """Ask which question is to be answered otherwise."""
+    width = shutil.get_terminal_size().columns - 6
+    texts: list[str] = []
+    for question in questions:
+        answer = _answer_text(question, given[question.name])
+        text = textwrap.shorten(question.text, max(20, width - len(answer)), placeholder="...")
+        texts.append(f"{text}  {answer}")
+    return questions[_select_option("Which one?", texts, offered=offered)]
+
+
+def _wrap(text: str) -> str:
+    """Break lines between words at the edge of the terminal."""
+    width = shutil.get_terminal_size().columns - 1
+    return "\n".join(textwrap.fill(line, width, break_long_words=False) for line in text.splitlines())
+
+
+def _run_prompt(prompt: questionary.Question, bindings: KeyBindings, *keys: str) -> Any:
+    """Ask a question of questionary; these keys go back.
+
+    Raises:
+        StepBack: one of them was pressed; the question is no longer on the screen.
+    """
+
+    def step_back(event: KeyPressEvent) -> None:
+        event.app.erase_when_done = True
+        event.app.exit(exception=StepBack())
+
+    for key in keys:
+        bindings.add(key, eager=True)(step_back)
+    # An arrow key begins with the character of Esc: more of it follows at once, or never.
+    prompt.application.ttimeoutlen = 0.05
+    return prompt.unsafe_ask()
+
+
 def _select_option(
-    text: str, labels: list[str], offered: int = 0, closed: Mapping[int, str] | None = None
+    text: str, labels: list[str], offered: int = 0, closed: Mapping[int, str] | None = None, help: str = ""
 ) -> int:
-    """The number of the label that was chosen with the arrow keys."""
+    """The number of the label that was chosen with the arrow keys; ``help`` stands below the question."""
     import questionary
+    from prompt_toolkit.key_binding import KeyBindings
 
     closed = closed or {}
     choices = [
@@ -210,20 +286,30 @@ def _select_option(
         for number, label in enumerate(labels)
     ]
     first = offered if offered not in closed else next(n for n in range(len(labels)) if n not in closed)
-    number: int = questionary.select(text, choices, default=choices[first]).unsafe_ask()
+    lines = [questionary.Separator(line) for line in _wrap(help).splitlines()]
+    prompt = questionary.select(text, [*lines, *choices], default=choices[first], instruction=KEYS)
+    bindings = prompt.application.key_bindings
+    assert isinstance(bindings, KeyBindings)
+    number: int = _run_prompt(prompt, bindings, "escape", "left")
     return number
 
 
-def _ask_text(text: str, offered: str, wrong: Callable[[str], AccelerateError | None]) -> str:
+def _ask_text(text: str, help: str, offered: str, wrong: Callable[[str], AccelerateError | None]) -> str:
     """A line that was typed and that nothing is wrong with."""
     import questionary
+    from prompt_toolkit.key_binding import KeyBindings
 
-    def check(typed: str) -> bool | str:
+    message = "\n".join(filter(None, (text, _wrap(help), ">"))) if help else text
+    while True:
+        bindings = KeyBindings()
+        prompt = questionary.text(message, default=offered, key_bindings=bindings)
+        typed: str = _run_prompt(prompt, bindings, "escape")
         error = wrong(typed)
-        return error is None or " - ".join(part for part in (error.what, error.fix) if part)
-
-    answer: str = questionary.text(text, default=offered, validate=check).unsafe_ask()
-    return answer
+        if error is None:
+            return typed
+        # Not in the line of questionary, which ends at the right edge of the terminal.
+        print_plain(_wrap(" - ".join(part for part in (error.what, error.fix) if part)), ERROR_STYLE)
+        offered = typed
 
 
 def print_plain(text: str, style: str = "") -> None:

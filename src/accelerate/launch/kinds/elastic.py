@@ -39,7 +39,7 @@ class ElasticLaunchSettings:
         STATIC,
         help="how machines find each other: static, each knows its number; c10d, they number themselves; or "
         "another one that torch.distributed.elastic knows",
-        question="How do they find each other?",
+        question="Rendezvous backend?",
         when=MULTI_MACHINE,
     )
     rdzv_endpoint: str | None = setting(
@@ -62,8 +62,6 @@ class ElasticLaunchSettings:
     same_network: bool = setting(
         False,
         help="the machines share a network; they are reached by their addresses, shared or not",
-        question="Do they share a network?",
-        when=MULTI_MACHINE,
     )
 
 

@@ -43,7 +43,7 @@ class MpirunSettings:
     mpirun_hostfile: str | None = setting(
         None,
         help="a file of machines, one a line, on which mpirun starts the processes",
-        question="Which machines does mpirun start? (empty: without mpirun)",
+        question="Hostfile of mpirun? (empty: without mpirun)",
     )
     mpirun_ccl: str | int | None = setting(
         None, flag=None, variable=None, help="read and ignored: old files have it, and torch does not need it"

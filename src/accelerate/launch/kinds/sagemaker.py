@@ -66,35 +66,35 @@ class SageMakerSettings:
         flag=None,
         variable=None,
         help="the type of its machines: ml.p3.2xlarge",
-        question="Which machines?",
+        question="EC2 instance type?",
     )
     iam_role_name: str | None = setting(
         None,
         flag=None,
         variable=None,
         help="the role that the job has; its name, or its ARN",
-        question="Which role has the job?",
+        question="IAM role of the job?",
     )
     profile: str | None = setting(
         None,
         flag=None,
         variable=None,
         help="a profile of the AWS configuration",
-        question="Which profile?",
+        question="AWS profile?",
     )
     region: str = setting(
         "us-east-1",
         flag=None,
         variable=None,
         help="where the job runs",
-        question="Which region?",
+        question="AWS region?",
     )
     image_uri: str | None = setting(
         None,
         flag=None,
         variable=None,
         help="the container; by default that of the versions",
-        question="Which container? (empty: that of the versions)",
+        question="Container image? (empty: that of the versions)",
     )
     pytorch_version: str = setting("1.10.2", flag=None, variable=None, help="PyTorch in the container")
     transformers_version: str = setting(
@@ -109,14 +109,14 @@ class SageMakerSettings:
         flag=None,
         variable=None,
         help="a table with tabs: channel_name, data_location",
-        question="A file of inputs?",
+        question="File of inputs?",
     )
     sagemaker_metrics_file: str | None = setting(
         None,
         flag=None,
         variable=None,
         help="a table with tabs: metric_name, metric_regex",
-        question="A file of metrics?",
+        question="File of metrics?",
     )
     additional_args: dict[str, Any] | None = setting(
         None, flag=None, variable=None, help="more arguments of the estimator; they win over all others"

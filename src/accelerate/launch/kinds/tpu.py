@@ -41,7 +41,7 @@ class TpuSettings:
         "main",
         variable=None,
         help="the function of the script that is called in each process",
-        question="Which function of the script trains?",
+        question="Function of the script that trains?",
     )
     downcast_bf16: bool = setting(
         False,
@@ -54,7 +54,7 @@ class TpuSettings:
         flags=("--tpu_cluster",),
         variable=None,
         help="run the command on all machines of a TPU pod",
-        question="Is it a pod of several machines?",
+        question="TPU pod of several machines?",
     )
     no_tpu_cluster: bool = setting(
         False, variable=None, in_file=False, help="run here, whatever the file says about a pod"
@@ -63,7 +63,7 @@ class TpuSettings:
         False,
         variable=None,
         help="run as root on the machines of the pod",
-        question="As root?",
+        question="Run the commands on the TPU's machines with sudo?",
         when={"tpu_use_cluster": (True,)},
     )
     tpu_vm: tuple[str, ...] | None = setting(
@@ -74,7 +74,7 @@ class TpuSettings:
         flag="--env",
         variable=None,
         help="a variable for the machines of the pod, as NAME=value",
-        question="Variables for its machines? NAME=value, with commas",
+        question="Environment of the TPU's machines? NAME=value, with commas",
         when={"tpu_use_cluster": (True,)},
     )
     tpu_name: str | None = setting(
@@ -82,7 +82,7 @@ class TpuSettings:
         flag=None,
         variable=None,
         help="what the pod is called",
-        question="What is the pod called?",
+        question="Name of the TPU?",
         when={"tpu_use_cluster": (True,)},
     )
     tpu_zone: str | None = setting(
@@ -90,7 +90,7 @@ class TpuSettings:
         flag=None,
         variable=None,
         help="the zone in which the pod is",
-        question="In which zone?",
+        question="Zone of the TPU?",
         when={"tpu_use_cluster": (True,)},
     )
     commands: tuple[str, ...] | None = setting(

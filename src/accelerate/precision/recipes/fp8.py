@@ -5,15 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
-from accelerate.core.errors import SettingError
+from accelerate.core import packages
+from accelerate.core.errors import MissingExtraError, SettingError
 from accelerate.core.frozen_dataclass import mutable_dataclass
 from accelerate.core.setting import SettingOrigin, setting
 from accelerate.core.value_types import PositiveInt
 
 Origins = Callable[[str], tuple[SettingOrigin, ...]]
 BACKENDS = ("TE", "AO", "MSAMP", "NO")
+# The package of each library, the one that is chosen first at the front.
+PACKAGES = {"AO": "torchao", "TE": "transformer_engine"}
+TENSORWISE = "tensorwise"
 PARTS = ("fprop", "dgrad", "wgrad")
 _TE, _AO, _MSAMP = ({"fp8_backend": (name,)} for name in ("TE", "AO", "MSAMP"))
+
+
+def choose_backend(backend: str | None) -> str:
+    """Return the library for 8-bit floats: the one asked for, else the first that is installed.
+
+    Args:
+        backend: the value of ``fp8_backend``; None or ``NO`` leaves the choice open.
+
+    Where none is installed, it is the one to install.
+    """
+    if backend not in (None, "NO"):
+        return backend
+    first = next(iter(PACKAGES))
+    return next((name for name, package in PACKAGES.items() if packages.is_installed(package)), first)
+
+
+def require_library(backend: str, need: str) -> None:
+    """Raise MissingExtraError when the package of a library for 8-bit floats is not installed."""
+    if not packages.is_installed(PACKAGES[backend]):
+        raise MissingExtraError(PACKAGES[backend], need)
 
 
 @mutable_dataclass
@@ -32,21 +56,21 @@ class TEOptions:
         None,
         fallback="HYBRID",
         help="the 8-bit format; HYBRID: E4M3 forward, E5M2 backward (TE)",
-        question="Which format?",
+        question="fp8 format?",
         when=_TE,
     )
     amax_history_len: PositiveInt | None = setting(
         None,
         fallback=1024,
         help="steps of the history of largest values (TE)",
-        question="How long a history?",
+        question="Length of the amax history?",
         when=_TE,
     )
     amax_compute_algo: Literal["max", "most_recent"] | None = setting(
         None,
         fallback="most_recent",
         help="what of that history makes the scaling factor (TE)",
-        question="What of the history counts?",
+        question="What of the amax history counts?",
         when=_TE,
     )
     override_linear_precision: tuple[bool, bool, bool] | None = setting(
@@ -83,7 +107,14 @@ class AOOptions:
         switch=False,
         fallback=True,
         help="gather sharded weights in 8 bits (AO)",
-        question="Gather sharded weights in 8 bits?",
+        question="All-gather sharded weights in fp8?",
+        when=_AO,
+    )
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = setting(
+        None,
+        fallback=TENSORWISE,
+        help="a scale for each tensor or for each row; gw_hp: weight gradients in high precision (AO)",
+        question="Scale for each tensor, or for each row?",
         when=_AO,
     )
 
@@ -99,7 +130,7 @@ class MSAMPOptions:
         None,
         fallback="O2",
         help="O1: weights and gradients in 8 bits; O2: optimizer state too (MSAMP)",
-        question="Which level?",
+        question="MS-AMP optimization level?",
         when=_MSAMP,
     )
 
@@ -126,7 +157,7 @@ class FP8Settings(MSAMPOptions, AOOptions, TEOptions):
         None,
         choices=BACKENDS,
         help="the library that does it: TransformerEngine, torchao or MS-AMP",
-        question="Which library?",
+        question="Library for fp8?",
     )
     override_fprop: bool | None = setting(
         None, flag=None, in_file=False, help="the first of fp8_override_linear_precision"
@@ -151,6 +182,28 @@ class FP8Settings(MSAMPOptions, AOOptions, TEOptions):
                 f"{origin.where} has {len(origin.value)} values, but {len(PARTS)} are needed",
                 fix="give one each for forward, data gradient and weight gradient: true,false,true",
             )
+
+    @staticmethod
+    def check_library(precision: SettingOrigin, origins: Origins) -> None:
+        """Refuse a launch whose script would find no library for 8-bit floats.
+
+        Raises:
+            SettingError: none is installed, or not the one that ``fp8_backend`` names.
+        """
+        asked = origins("fp8_backend")[0]
+        package = PACKAGES.get(choose_backend(asked.value), "")
+        if package and packages.is_installed(package):
+            return
+        if asked.value == "MSAMP":
+            raise SettingError(
+                f"{precision.where} is fp8, and {asked.where} MSAMP is no longer maintained",
+                why="no package index has it",
+                fix="use --fp8_backend AO: pip install torchao",
+            )
+        missing = f"and {asked.where} {asked.value} needs the package {package!r}"
+        if asked.value in (None, "NO"):
+            missing = f"but none of its libraries is installed: {', '.join(PACKAGES.values())}"
+        raise SettingError(f"{precision.where} is fp8, {missing}", fix=f"pip install {package}, or use bf16")
 
     @staticmethod
     def launch_variables(origins: Origins) -> Mapping[str, str]:

@@ -54,9 +54,13 @@ class DeepSpeedEngineCheckpointer:
         self.handle.engine.save_checkpoint(str(folder), tag=self.name, **self.options)
         tag_folder = folder / self.name
         if self.world.rank == 0:
-            facts = {"stage": self.handle.stage, "processes": self.world.size}
+            facts = {**self._layout, "optimizer": _describe_optimizer(self.handle)}
             (tag_folder / _MARK).write_text(json.dumps(facts), encoding="utf-8")
         return self._own_file_names(folder)
+
+    @property
+    def _layout(self) -> dict[str, int]:
+        return {"stage": self.handle.stage, "processes": self.world.size}
 
     def _own_file_names(self, folder: Path) -> list[str]:
         """Return this rank's files: its shards; on rank 0 also the files without a rank."""
@@ -84,7 +88,25 @@ class DeepSpeedEngineCheckpointer:
         ]
         wrong += [f"{name} was not saved" for name in own.keys() - saved.keys() if strict]
         wrong += [f"{name} is not in the model" for name in saved.keys() - own.keys() if strict]
-        return "; ".join(sorted(wrong)[:6])
+        return "; ".join(sorted(wrong)[:6]) or self._compare_optimizer(_read_mark(folder / self.name))
+
+    def _compare_optimizer(self, facts: dict[str, Any] | None) -> str:
+        """Return why the saved optimizer state does not fit; empty where that was not recorded."""
+        saved, own = (facts or {}).get("optimizer"), _describe_optimizer(self.handle)
+        only = self.options.get("load_module_only") or not self.options.get("load_optimizer_states", True)
+        if saved is None or own is None or only:
+            return ""
+        lacking = sorted(set(own["options"]) - set(saved["options"]))
+        surplus = sorted(set(saved["options"]) - set(own["options"]))
+        if lacking and surplus:
+            return (
+                f"it has the state of {saved['class']} ({', '.join(surplus[:5])}), and the optimizer is "
+                f"{own['class']} ({', '.join(lacking[:5])})"
+            )
+        same_layout = facts is not None and self._layout.items() <= facts.items()
+        if same_layout and saved["groups"] != own["groups"]:
+            return f"it has groups of {saved['groups']} parameters, and the optimizer has {own['groups']}"
+        return ""
 
     def load(self, folder: Path, /) -> None:
         """Load a DeepSpeed checkpoint; collective.
@@ -97,14 +119,9 @@ class DeepSpeedEngineCheckpointer:
         """
         _check_options(self.options, _LOADS, "load_state")
         tag_folder = folder / self.name
-        mark = tag_folder / _MARK
-        current_layout = {"stage": self.handle.stage, "processes": self.world.size}
-        facts = (
-            json.loads(mark.read_text(encoding="utf-8"))
-            if mark.is_file()
-            else _written_layout(tag_folder, current_layout)
-        )
-        if facts == current_layout:
+        mark = _read_mark(tag_folder)
+        facts = _written_layout(tag_folder, self._layout) if mark is None else mark
+        if self._layout.items() <= facts.items():
             path, _ = self.handle.engine.load_checkpoint(str(folder), tag=self.name, **self.options)
             if path is None:
                 raise CheckpointError(f"DeepSpeed found nothing to load in {tag_folder}")
@@ -146,6 +163,21 @@ class DeepSpeedEngineCheckpointer:
             names.setdefault(id(parameter), []).append(name)
         groups = [[names.get(id(p), []) for p in group] for group in self.handle.groups]
         return groups, [{} for _ in groups]
+
+
+def _describe_optimizer(handle: EngineHandle) -> dict[str, Any] | None:
+    """Return the class of the optimizer, its options, and the numbers of parameters of its groups."""
+    if handle.optimizer is None:
+        return None
+    options = sorted({name for group in handle.optimizer.param_groups for name in group} - {"params"})
+    groups = [len(group) for group in handle.groups]
+    return {"class": type(handle.optimizer).__name__, "options": options, "groups": groups}
+
+
+def _read_mark(folder: Path) -> dict[str, Any] | None:
+    """Return the layout and the optimizer of a saved engine; None for a folder of DeepSpeed alone."""
+    mark = folder / _MARK
+    return json.loads(mark.read_text(encoding="utf-8")) if mark.is_file() else None
 
 
 def _written_layout(folder: Path, here: dict[str, int]) -> dict[str, int]:

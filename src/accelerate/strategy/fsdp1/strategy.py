@@ -108,7 +108,7 @@ class FSDP1Strategy(ShardedStrategy):
         from accelerate.strategy.fsdp1.wrap import make_layout
         from accelerate.strategy.sharding.plugin import precision_policy
 
-        return make_layout(model, self.plugin, precision_policy(self.request.precision, 1))
+        return make_layout(model, self.plugin, precision_policy(self.request.compute_format, 1))
 
     def _is_sharded(self, model: nn.Module) -> bool:
         """Return whether ``model`` is wrapped already.
@@ -202,6 +202,12 @@ class FSDP1Strategy(ShardedStrategy):
                 check_param_groups(optimizer, [params for _, params in self._plan_layout(model).units])
 
     # --- the loop
+
+    def late_parameters(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the trained parameters that no flat parameter holds."""
+        units = (unit for wrapped_model in self._wrapped_models() for unit in wrapped_model.flat_params)
+        flat = {p for unit in units for p in unit.parameters}
+        return [p for p in parameters if p.requires_grad and p.grad is not None and p not in flat]
 
     def _wrapped_models(self) -> list[FSDP1WrappedModel]:
         from accelerate.strategy.fsdp1.wrap import wrapped_model_of

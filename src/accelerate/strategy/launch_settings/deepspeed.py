@@ -42,6 +42,7 @@ class UseDeepSpeedSetting:
 
     __topic__ = "DeepSpeed"
     __distributed_type__ = "DEEPSPEED"
+    __common__ = ("use_deepspeed",)
 
     use_deepspeed: bool = setting(False, in_file=False, help="train by DeepSpeed")
 
@@ -65,7 +66,7 @@ class DeepSpeedOptions:
         name="deepspeed_config_file",
         type=str,
         variable="ACCELERATE_DEEPSPEED_CONFIG_FILE",
-        question="Its own JSON file? (empty: none)",
+        question="DeepSpeed's JSON file? (empty: none)",
     )
     gradient_accumulation_steps: PositiveInt | Literal["auto"] | None = None
     gradient_clipping: Any = _option(
@@ -74,7 +75,7 @@ class DeepSpeedOptions:
         fallback="auto",
         key="gradient_clipping",
         variable="ACCELERATE_GRADIENT_CLIPPING",
-        question="The largest norm of gradients? (empty: any)",
+        question="Gradient clipping by norm? (empty: none)",
         when={"deepspeed_config_file": (None,)},
     )
     zero_stage: int | None = _option(
@@ -83,7 +84,7 @@ class DeepSpeedOptions:
         fallback=2,
         key="zero_optimization.stage",
         absent=0,
-        question="What is sharded?",
+        question="ZeRO stage?",
         when={"deepspeed_config_file": (None,)},
     )
     is_train_batch_min: bool = True
@@ -93,7 +94,7 @@ class DeepSpeedOptions:
         fallback="none",
         key="zero_optimization.offload_optimizer.device",
         absent="none",
-        question="Where is optimizer state kept?",
+        question="Offload of optimizer state?",
         when={"deepspeed_config_file": (None,)},
     )
     offload_param_device: str | None = _option(
@@ -102,27 +103,27 @@ class DeepSpeedOptions:
         fallback="none",
         key="zero_optimization.offload_param.device",
         absent="none",
-        question="Where are parameters kept?",
+        question="Offload of parameters?",
         when={"zero_stage": (3,)},
     )
     offload_optimizer_nvme_path: str | None = _option(
         "the folder of optimizer state that is offloaded to NVMe",
         fallback="none",
         key="zero_optimization.offload_optimizer.nvme_path",
-        question="In which folder?",
+        question="NVMe folder of optimizer state?",
         when={"offload_optimizer_device": ("nvme",)},
     )
     offload_param_nvme_path: str | None = _option(
         "the folder of parameters that are offloaded to NVMe",
         fallback="none",
         key="zero_optimization.offload_param.nvme_path",
-        question="In which folder?",
+        question="NVMe folder of parameters?",
         when={"offload_param_device": ("nvme",)},
     )
     zero3_init_flag: bool | None = _option(
         "shard models of libraries while they are made (stage 3, by default there)",
         variable="ACCELERATE_DEEPSPEED_ZERO3_INIT",
-        question="Shard models while they are made?",
+        question="Shard models at construction (zero.Init)?",
         when={"zero_stage": (3,)},
     )
     zero3_save_16bit_model: bool | None = _option(
@@ -130,7 +131,7 @@ class DeepSpeedOptions:
         fallback=False,
         key="zero_optimization.stage3_gather_16bit_weights_on_model_save",
         absent=False,
-        question="Gather 16-bit weights when a model is saved?",
+        question="Gather 16-bit weights of ZeRO-3 when a model is saved?",
         when={"zero_stage": (3,)},
     )
     transformer_moe_cls_names: Any = _option(
@@ -138,7 +139,7 @@ class DeepSpeedOptions:
         name="deepspeed_moe_layer_cls_names",
         type=str | tuple[str, ...],
         variable="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
-        question="Class names of layers with experts? (empty: none)",
+        question="Class names of MoE layers? (empty: none)",
     )
 
 
@@ -163,28 +164,28 @@ class DeepSpeedSettings(DeepSpeedOptions):
         choices=LAUNCHERS,
         help="what starts the other machines: DeepSpeed's own launcher by pdsh (the default), MPI, "
         "a scheduler or without ssh; standard: this launcher, once on each",
-        question="What starts the machines?",
+        question="Multi-node launcher?",
         when=_SEVERAL_MACHINES,
     )
     deepspeed_hostfile: FilledPath | None = setting(
         None,
         variable=None,
         help="a file with a line per machine, like 'worker-1 slots=8'",
-        question="Which machines? A hostfile",
+        question="DeepSpeed hostfile?",
         when=_SEVERAL_MACHINES,
     )
     deepspeed_inclusion_filter: str | None = setting(
         None,
         variable=None,
         help="machines and devices of the hostfile to use, like worker-1@worker-2:0,2",
-        question="Which of them to use?",
+        question="Inclusion filter of its machines? (empty: all)",
         when=_SEVERAL_MACHINES,
     )
     deepspeed_exclusion_filter: str | None = setting(
         None,
         variable=None,
         help="machines and devices of the hostfile to leave out, like worker-2:0",
-        question="Which of them to leave out?",
+        question="Exclusion filter of its machines? (empty: none)",
         when=_SEVERAL_MACHINES,
     )
 

@@ -30,6 +30,7 @@ class UseFSDPSetting:
 
     __topic__ = "Sharding"
     __distributed_type__ = "FSDP"
+    __common__ = ("use_fsdp",)
 
     use_fsdp: bool = setting(
         False, in_file=False, help="shard parameters, gradients and optimizer state over the processes"
@@ -62,7 +63,7 @@ class FSDPSettings:
         choices=(1, 2),
         fallback=2,
         help="2, the default, is FSDP2 (fully_shard); 1 is FSDP1 (FullyShardedDataParallel)",
-        question="Which version?",
+        question="FSDP version?",
     )
     sharding_strategy: Any = setting(
         None,
@@ -79,7 +80,7 @@ class FSDPSettings:
         fallback=True,
         help="free unsharded parameters after the forward and all-gather them again in the backward (true); "
         "false takes more memory and less communication",
-        question="Free unsharded parameters after the forward? true or false",
+        question="Reshard parameters after the forward? true or false",
     )
     backward_prefetch: Any = setting(
         None,
@@ -96,7 +97,8 @@ class FSDPSettings:
         choices=POLICIES,
         fallback="NO_WRAP",
         help="which modules are FSDP units: layers by class, modules by size, or none",
-        question="Which modules are FSDP units?",
+        question="Auto wrap policy?",
+        offered="TRANSFORMER_BASED_WRAP",
     )
     cpu_offload: Any = setting(
         None,
@@ -105,7 +107,7 @@ class FSDPSettings:
         switch=False,
         fallback=False,
         help="keep parameters, gradients and optimizer state in the memory of the host",
-        question="Keep parameters in the memory of the host?",
+        question="CPU offload of parameters?",
     )
     ignored_modules: Any = setting(
         None,
@@ -120,7 +122,7 @@ class FSDPSettings:
         aliases=_BY_NUMBER[STATES],
         help="checkpoints hold SHARDED_STATE_DICT, a shard per rank, or FULL_STATE_DICT; in FSDP1 also "
         "LOCAL_STATE_DICT",
-        question="What do checkpoints hold?",
+        question="State dict type of checkpoints?",
     )
     state_dict_config: Any = None
     optim_state_dict_config: Any = None
@@ -153,7 +155,7 @@ class FSDPSettings:
         switch=False,
         fallback=False,
         help="recompute the activations of each FSDP unit in the backward",
-        question="Recompute activations in the backward?",
+        question="Activation checkpointing?",
     )
     activation_checkpointing_offload: Any = setting(
         None,
@@ -168,7 +170,7 @@ class FSDPSettings:
         switch=False,
         fallback=False,
         help="only rank 0 reads the weights of a pretrained model, and broadcasts them",
-        question="Read pretrained weights on rank 0 only?",
+        question="Read pretrained weights on rank 0 only (CPU RAM efficient loading)?",
     )
     transformer_cls_names_to_wrap: Any = setting(
         None,
@@ -176,13 +178,13 @@ class FSDPSettings:
         type=str | tuple[str, ...],
         variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
         help="class names of the layers, with commas; by default those that the model names itself",
-        question="Class names of the layers?",
+        question="Class names of the transformer layers to wrap?",
         when={"fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP",)},
     )
     min_num_params: NonNegativeInt | None = setting(
         None,
         help="least parameters of an FSDP unit, if units are chosen by size",
-        question="Least parameters of an FSDP unit?",
+        question="Least number of parameters of a wrapped module?",
         when={"fsdp_auto_wrap_policy": ("SIZE_BASED_WRAP",)},
     )
     replicate_size: Count | None = setting(

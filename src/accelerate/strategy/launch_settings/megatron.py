@@ -44,6 +44,7 @@ class UseMegatronSetting:
 
     __topic__ = "Megatron-LM"
     __distributed_type__ = "MEGATRON_LM"
+    __common__ = ("use_megatron_lm",)
 
     use_megatron_lm: bool = setting(False, in_file=False, help="train by Megatron-LM")
 
@@ -122,13 +123,13 @@ class MegatronSettings:
         "positions by rotation", nominal=True, unread="the model's configuration says how positions are told"
     )
     num_micro_batches: Count = _option(
-        "micro-batches of a step in the pipeline", fallback=1, question="How many micro-batches?"
+        "micro-batches of a step in the pipeline", fallback=1, question="Number of micro-batches?"
     )
     gradient_clipping: NonNegativeNumber = _option(
         "the largest norm of all gradients together; 0: any; clip_grad_norm_ in the loop takes its place",
         fallback=1.0,
         argument="clip_grad",
-        question="The largest norm of gradients? (0: any)",
+        question="Gradient clipping by norm? (0: none)",
     )
     sequence_parallelism: bool = _option(
         "sequence parallelism: shard activations between layers along the sequence; needs Apex",
@@ -140,12 +141,12 @@ class MegatronSettings:
         "compute activations of attention again in the backward",
         fallback=False,
         argument=None,
-        question="Compute activations again in the backward?",
+        question="Activation recomputation?",
     )
     use_distributed_optimizer: bool = _option(
         "shard optimizer state over the data parallel ranks",
         fallback=False,
-        question="Shard optimizer state?",
+        question="Shard optimizer state (distributed optimizer)?",
     )
 
 

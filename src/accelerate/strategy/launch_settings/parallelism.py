@@ -18,6 +18,7 @@ class UseParallelismConfigSetting:
     """The switch for a device mesh of several dimensions."""
 
     __topic__ = "Degrees of parallelism"
+    __common__ = ("use_parallelism_config",)
 
     use_parallelism_config: bool = setting(
         False, help="use a device mesh: data, tensor, context and sequence parallel"
@@ -36,13 +37,13 @@ class MeshSettings:
         None,
         help="data parallel replicas of the model",
         fallback=1,
-        question="How many replicas of the model?",
+        question="Data parallel replicas?",
     )
     dp_shard_size: Count | None = setting(
         None,
         help="processes that shard each replica, on different data",
         fallback=1,
-        question="How many processes shard each replica?",
+        question="Data parallel shards of each replica (FSDP)?",
     )
     tp_size: Count | None = setting(
         None, help="tensor parallel size", fallback=1, question="Tensor parallel size?"

@@ -122,6 +122,11 @@ class DeviceMeshStrategy(FSDP2Strategy, DataSharding):
                 dimensions[-1].strategy = self
         return dimensions
 
+    @property
+    def gathers_tensor_subclasses(self) -> bool:
+        """Return whether parameters are sharded by FSDP2 alone: other dimensions distribute plain tensors."""
+        return all(size == 1 for name, size in self.config._sizes.items() if not name.startswith("dp"))
+
     def check(self) -> None:
         """Refuse what a dimension or the sharding of parameters cannot do."""
         super().check()

@@ -158,18 +158,17 @@ class GradientSync:
 
 
 class ReductionMonitor:
-    """A capability: replicas whose gradients a backward reduces by itself, unless a program goes around it.
+    """A capability: a backward reduces gradients by itself, unless a program goes around it.
 
     Attributes:
         unreduced: the parameters with a gradient that should have been reduced, and was not; always the same
-            set, which ``optimizer.step`` reads.
+            set, which ``optimizer.step`` reads. It stays empty where such a gradient cannot be.
     """
 
     unreduced: set[torch.Tensor]
 
     def report_unreduced(self, parameters: Iterable[torch.Tensor]) -> None:
         """Say once which of ``parameters`` are stepped with a gradient that was not reduced; forget all."""
-        raise NotImplementedError
 
     def late_parameters(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return the trained ones whose gradients will never be reduced: they came after ``prepare``."""

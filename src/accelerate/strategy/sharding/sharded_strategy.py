@@ -18,6 +18,7 @@ from accelerate.strategy.base import (
     OpenGradients,
     PrepareBundle,
     PrepareStep,
+    ReductionMonitor,
     Strategy,
     StrategyRequest,
     StrategySelection,
@@ -46,7 +47,7 @@ def watch_mesh(mesh: DeviceMesh) -> None:
             watch.track_group(group)
 
 
-class ShardedStrategy(OpenGradients, Strategy):
+class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor):
     """Parameters, gradients and optimizer state sharded over ranks.
 
     Attributes:
@@ -70,6 +71,7 @@ class ShardedStrategy(OpenGradients, Strategy):
         # New parameters by the replaced ones, which optimizers may still hold.
         self._replaced_params: Any = WeakIdKeyDictionary()
         self._has_unreduced = False
+        self.unreduced = set()
 
     def check(self) -> None:
         """Refuse a number of HSDP replicas that does not divide the world size."""

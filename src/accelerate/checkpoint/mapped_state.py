@@ -1,0 +1,325 @@
+"""Large optimizer states: memory-mapped from their file at first, and in memory of their own soon after.
+
+Filling fresh memory is most of the time that a load takes. A private mapping is there at once; a thread
+copies its pages to fresh memory meanwhile. Then, between two steps, that memory takes the place of the
+mapping, at the same addresses (``mremap``): pages that training has written to meanwhile, which the kernel
+knows, are copied once more just before. From then on the file does not matter, and nothing of it stays open:
+its disk space is free when it is removed, and its file system can be unmounted.
+
+Should somebody change the file in place before, the next save, load or wait raises it: no training goes on
+unnoticed with a state that changed under it.
+
+Source: mremap(2); madvise(2), "MADV_POPULATE_READ" (Linux 5.14); proc(5), "mountinfo" and "pagemap".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from accelerate.checkpoint import torch_files
+from accelerate.checkpoint.errors import file_errors
+from accelerate.core import tree
+from accelerate.core.errors import CheckpointError
+
+LARGE = 64 * 2**20  # bytes; less is read at once
+_CHUNK = 16 * 2**20
+_POPULATE_READ = 22
+_MAY_MOVE, _AT_ADDRESS = 1, 2
+_PAGEMAP = Path("/proc/self/pagemap")
+# Bits of an entry: the page is in memory, is swapped out, belongs to a file.
+_PRESENT, _SWAPPED, _OF_FILE = 1 << 63, 1 << 62, 1 << 61
+# A network file system that does not answer would end the process when a page is read.
+_LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs"}
+_Stamp = tuple[int, int]
+
+
+class MemoryRange(NamedTuple):
+    """Whole pages: from ``start`` to ``end``."""
+
+    start: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """The number of bytes."""
+        return self.end - self.start
+
+
+class MappedOptimizerState:
+    """The optimizer state in a torch file, mapped until its pages are copied.
+
+    Args:
+        path: the file.
+        kwargs: arguments of ``torch_files.read``.
+
+    Attributes:
+        state: what the file holds, until it is loaded.
+        open_states: those that are still mapped.
+    """
+
+    open_states: ClassVar[list[MappedOptimizerState]] = []
+    _step_hook: ClassVar[Any] = None
+
+    def __init__(self, path: Path, **kwargs: Any) -> None:
+        self.path, self.failure = path, ""
+        with file_errors("read", path):
+            self._file = path.open("rb")  # keeps this file, whatever is renamed to its name
+        self._stamp = _stamp(self._file.fileno())
+        self.state: Any = torch_files.read(path, mmap=True, **kwargs)
+        self._storages: list[StorageWeakRef] = []
+        self._thread: threading.Thread | None = None
+        self._mapping, self._copy = MemoryRange(0, 0), 0
+
+    def load_into(self, load: Callable[[Any], Any]) -> None:
+        """Pass the state to ``load``; a thread copies the pages of the tensors that it keeps."""
+        state, self.state = self.state, None
+        references = [
+            StorageWeakRef(leaf.untyped_storage())
+            for _, leaf in tree.iterate_leaves(state)
+            if _has_memory(leaf)
+        ]
+        load(state)
+        del state
+        self._storages = references
+        storages = self._kept_storages()
+        if not storages:
+            self._file.close()
+            return
+        self._mapping = _find_mapping(storages[0].data_ptr())
+        MappedOptimizerState.open_states.append(self)
+        if MappedOptimizerState._step_hook is None:
+            MappedOptimizerState._step_hook = register_optimizer_step_pre_hook(_detach_copied)
+        self._thread = threading.Thread(
+            target=self._copy_pages, args=(storages,), name="accelerate-own", daemon=True
+        )
+        self._thread.start()
+
+    def _kept_storages(self) -> list[torch.UntypedStorage]:
+        """Return the storages of tensors that are still in use: the mapping stays while they are held."""
+        refs = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._storages)
+        return [storage for storage in refs if storage is not None]
+
+    def _copy_pages(self, storages: list[torch.UntypedStorage]) -> None:
+        try:
+            self._copy = allocate_pages(self._mapping.size)
+            for pages in page_ranges(storages):
+                for start in range(pages.start, pages.end, _CHUNK):
+                    size = min(_CHUNK, pages.end - start)
+                    populate_pages(start, size)
+                    copy_memory(self._copy + start - self._mapping.start, start, size)
+        except OSError as error:
+            self.failure = f"its pages cannot be copied: {error.strerror}"
+        if _stamp(self._file.fileno()) != self._stamp:
+            self.failure = "the file was changed while the state was taken from it"
+        self._file.close()
+
+    @property
+    def is_copied(self) -> bool:
+        """Return whether the thread has ended."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def detach(self) -> None:
+        """Put the copy in the place of the mapping; nothing may write to the state meanwhile."""
+        storages, copy, self._copy = self._kept_storages(), self._copy, 0
+        if not copy:
+            return
+        if self.failure or not storages:  # an address that is free may have another use by now
+            free_pages(copy, self._mapping.size)
+            return
+        for pages in page_ranges(storages):
+            for written in written_pages(pages):
+                copy_memory(copy + written.start - self._mapping.start, written.start, written.size)
+        move_pages(copy, self._mapping)
+
+    @classmethod
+    def wait_copied(cls) -> None:
+        """Wait until the pages of all states are copied, and detach these from their files.
+
+        Raises:
+            CheckpointError: the file of one was changed before.
+        """
+        while cls.open_states:
+            mapped = cls.open_states.pop()
+            if mapped._thread is not None:
+                mapped._thread.join()
+            mapped.detach()
+            if mapped.failure:
+                raise CheckpointError(
+                    f"the optimizer state that was loaded from {mapped.path} cannot be trusted",
+                    why=mapped.failure,
+                    fix="load the checkpoint again, and leave its files alone for some seconds",
+                )
+
+    @classmethod
+    def detach_copied(cls) -> None:
+        """Detach the states that are copied; a failure is raised by ``wait_copied``."""
+        for mapped in [each for each in cls.open_states if each.is_copied]:
+            mapped.detach()
+            if not mapped.failure:
+                cls.open_states.remove(mapped)
+        if all(mapped.failure for mapped in cls.open_states) and cls._step_hook is not None:
+            cls._step_hook.remove()
+            cls._step_hook = None
+
+
+def _detach_copied(*_: Any) -> None:
+    MappedOptimizerState.detach_copied()
+
+
+def can_map(path: Path, location: Any) -> bool:
+    """Return True if a torch file may be mapped: large, on a local disk, for use in host memory."""
+    on_host = str(location) == "cpu"
+    return on_host and path.stat().st_size >= LARGE and can_detach() and _file_system(path) in _LOCAL
+
+
+@cache
+def can_detach() -> bool:
+    """Return True if this system has what takes a mapping's place without losing a write."""
+    if sys.platform != "linux":
+        return False
+    page = mmap.PAGESIZE
+    try:
+        place, copy = allocate_pages(page), allocate_pages(page)
+        populate_pages(place, page)
+        copy_memory(copy, place, 1)  # writes
+        written = list(written_pages(MemoryRange(copy, copy + page)))
+        move_pages(copy, MemoryRange(place, place + page))
+        free_pages(place, page)
+    except OSError:
+        return False
+    return len(written) == 1
+
+
+# --- memory
+
+
+@cache
+def _libc() -> Any:
+    libc: Any = ctypes.CDLL(None, use_errno=True)  # which releases the GIL in its calls
+    address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.mmap.argtypes, libc.mmap.restype = (address, size, number, number, number, ctypes.c_long), address
+    libc.mremap.argtypes, libc.mremap.restype = (address, size, size, number, address), address
+    libc.munmap.argtypes, libc.madvise.argtypes = (address, size), (address, size, number)
+    libc.memcpy.argtypes, libc.memcpy.restype = (address, address, size), address
+    return libc
+
+
+def _check_address(address: int | None) -> int:
+    if address is None or address == ctypes.c_void_p(-1).value:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return address
+
+
+def allocate_pages(size: int) -> int:
+    """Return the address of fresh memory.
+
+    Raises:
+        OSError: memory is short.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return _check_address(_libc().mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0))
+
+
+def free_pages(address: int, size: int) -> None:
+    """Give memory back."""
+    _libc().munmap(address, size)
+
+
+def move_pages(address: int, target: MemoryRange) -> None:
+    """Move memory of the same size to the place of ``target``, which is unmapped in the same step."""
+    flags = _MAY_MOVE | _AT_ADDRESS
+    _check_address(_libc().mremap(address, target.size, target.size, flags, target.start))
+
+
+def copy_memory(target: int, source: int, size: int) -> None:
+    """Copy bytes."""
+    _libc().memcpy(target, source, size)
+
+
+def populate_pages(address: int, size: int) -> None:
+    """Read every page of a mapping into memory.
+
+    Raises:
+        OSError: the system does not know this, memory is short, or the file ends before.
+    """
+    while _libc().madvise(address, size, _POPULATE_READ):
+        code = ctypes.get_errno()
+        if code not in (errno.EAGAIN, errno.EINTR):
+            raise OSError(code, os.strerror(code))
+
+
+def written_pages(pages: MemoryRange) -> Iterable[MemoryRange]:
+    """Yield the pages of a private mapping that this process has written to: they are not the file's."""
+    page = mmap.PAGESIZE
+    with _PAGEMAP.open("rb", buffering=0) as file:
+        file.seek(pages.start // page * 8)
+        entries = torch.frombuffer(bytearray(file.read(pages.size // page * 8)), dtype=torch.int64)
+    in_use = (entries & _signed(_PRESENT | _SWAPPED)) != 0
+    written = (in_use & ((entries & _OF_FILE) == 0)).nonzero().flatten()
+    runs = written.tensor_split((written.diff() != 1).nonzero().flatten() + 1)
+    for first, last in ((int(run[0]), int(run[-1])) for run in runs if len(run)):
+        yield MemoryRange(pages.start + first * page, pages.start + (last + 1) * page)
+
+
+def _signed(bits: int) -> int:
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
+def _find_mapping(address: int) -> MemoryRange:
+    """Return the mapping of a file that holds an address; the kernel may list it in several pieces."""
+    pieces: list[tuple[MemoryRange, tuple[str, str]]] = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, _, _, device, inode = line.split()[:5]
+        start, end = (int(number, 16) for number in addresses.split("-"))
+        if pieces and pieces[-1] == (MemoryRange(pieces[-1][0].start, start), (device, inode)):
+            start = pieces.pop()[0].start
+        pieces.append((MemoryRange(start, end), (device, inode)))
+    return next(piece for piece, _ in pieces if piece.start <= address < piece.end)
+
+
+def _file_system(path: Path) -> str:
+    """Return the type of the file system of a file; empty if unknown."""
+    device = path.stat().st_dev
+    device_numbers = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        if before.split()[2] == device_numbers:
+            return after.split()[0]
+    return ""
+
+
+def _stamp(handle: int) -> _Stamp:
+    stat = os.fstat(handle)
+    return stat.st_mtime_ns, stat.st_size
+
+
+def _has_memory(leaf: Any) -> bool:
+    return (
+        isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.untyped_storage().nbytes() > 0
+    )
+
+
+def page_ranges(storages: Sequence[torch.UntypedStorage]) -> list[MemoryRange]:
+    """Return the pages of storages; adjacent ranges are merged."""
+    page, ranges = mmap.PAGESIZE, list[MemoryRange]()
+    for start, size in sorted((storage.data_ptr(), storage.nbytes()) for storage in storages):
+        first, last = start // page * page, -(-(start + size) // page) * page
+        if ranges and first <= ranges[-1].end:
+            last_range = ranges.pop()
+            first, last = last_range.start, max(last, last_range.end)
+        ranges.append(MemoryRange(first, last))
+    return ranges

@@ -1,0 +1,1 @@
+"""Matrix products in 8-bit floats: a file for each library, behind ``Float8Library``."""

@@ -1,0 +1,24 @@
+"""8-bit floats by MS-AMP: its recipe; training by it is refused, for the library is no longer maintained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accelerate.core.argument_checks import check_arguments
+from accelerate.core.kwargs_handler import KwargsHandler
+from accelerate.core.setting import describe_fields, load_fields
+from accelerate.precision.recipes.fp8 import MSAMPOptions
+
+
+@check_arguments
+@describe_fields
+@dataclass
+class MSAMPRecipeKwargs(MSAMPOptions, KwargsHandler):
+    """A recipe for MS-AMP.
+
+    Raises:
+        UnknownNameError: another level.
+    """
+
+    def __post_init__(self) -> None:
+        load_fields(self, MSAMPOptions)

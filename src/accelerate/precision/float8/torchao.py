@@ -1,0 +1,238 @@
+"""8-bit floats by torchao: linear layers whose products scale their operands as they come (dynamic scaling).
+
+Run here: torchao 0.18 by emulation, which rounds as the hardware does. Source: torchao's ``float8`` module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from accelerate.core.argument_checks import check_arguments
+from accelerate.core.errors import SettingError
+from accelerate.core.kwargs_handler import KwargsHandler
+from accelerate.core.setting import describe_fields, load_fields
+from accelerate.precision.float8.library import FITTING_SHAPE, MULTIPLE, Float8Library, tied_parameters
+from accelerate.precision.recipes.fp8 import TENSORWISE, AOOptions, require_library
+
+LayerFilter = Callable[[nn.Module, str], bool]
+
+
+@check_arguments
+@describe_fields
+@dataclass
+class AORecipeKwargs(AOOptions, KwargsHandler):
+    """A recipe for torchao.
+
+    Attributes:
+        config: a ``torchao.float8.Float8LinearConfig``; None makes one from the other fields.
+        module_filter_func: ``(module, name) -> bool`` says which linear layers are converted; None takes all
+            but the first and the last.
+
+    Raises:
+        MissingExtraError: torchao is not installed.
+        SettingError: ``config`` is given together with fields that would be put into it, or two fields
+            contradict each other.
+    """
+
+    def __post_init__(self) -> None:
+        require_library("AO", "AORecipeKwargs")
+        fields = (self.recipe_name, self.pad_inner_dim, self.enable_fsdp_float8_all_gather)
+        if self.config is not None:
+            if any(field is not None for field in fields):
+                raise SettingError(
+                    "config is given, and so are fields that belong into it", fix="set them in config"
+                )
+            return
+        from torchao.float8 import Float8LinearConfig
+
+        load_fields(self)
+        if self.recipe_name != TENSORWISE:
+            if fields[2]:
+                raise SettingError(
+                    f"recipe_name={self.recipe_name!r} and enable_fsdp_float8_all_gather=True",
+                    why="an all-gather in 8 bits needs one scale for the whole weight",
+                    fix=f"leave one of them out; the all-gather goes with recipe_name={TENSORWISE!r}",
+                )
+            self.enable_fsdp_float8_all_gather = False
+        self.config = dataclasses.replace(
+            Float8LinearConfig.from_recipe_name(self.recipe_name or TENSORWISE),
+            pad_inner_dim=bool(self.pad_inner_dim),
+            enable_fsdp_float8_all_gather=bool(self.enable_fsdp_float8_all_gather),
+        )
+
+
+class TorchAO(Float8Library):
+    """Layers of torchao, which keep the weights in their dtype and cast them at each product."""
+
+    backend: ClassVar[str] = "AO"
+
+    @property
+    def emulates(self) -> bool:
+        """Return whether the config asks for it, or the device is a CPU."""
+        return bool(self.recipe.config.emulate) or self.device.type == "cpu"
+
+    def describe(self) -> str:
+        """Return the recipe, and whether it is emulated."""
+        recipe = f" {self.recipe.recipe_name}" if self.recipe.recipe_name else ""
+        emulated = f", emulated on {self.device.type}: no faster" if self.emulates else ""
+        return f"torchao{recipe}{emulated}"
+
+    def is_converted(self, module: nn.Module) -> bool:
+        """Return whether a module is a ``Float8Linear``."""
+        return is_ao_layer(module)
+
+    def explain_skipped(self, model: nn.Module, name: str, module: nn.Module) -> str:
+        """Return why a layer is not converted: by its shape, by what else uses it, or by the filter."""
+        return explain_skipped(model, name, module, self.recipe.module_filter_func)
+
+    def explain_unused(self, option: str) -> str:
+        """Return why weights are not all-gathered in 8 bits, where that was asked for."""
+        asked = option == "enable_fsdp_float8_all_gather" and self.recipe.enable_fsdp_float8_all_gather
+        return "no weights are all-gathered by FSDP2 alone" if asked and not self.gathers_float8 else ""
+
+    def convert_layers(self, model: nn.Module, names: frozenset[str]) -> None:
+        """Convert the layers in place; parameters stay the same objects."""
+        gathers = self.gathers_float8 and self.recipe.config.enable_fsdp_float8_all_gather
+        config = dataclasses.replace(
+            self.recipe.config, emulate=self.emulates, enable_fsdp_float8_all_gather=gathers
+        )
+        for name in names:
+            _convert_layer(model.get_submodule(name), config)
+
+
+def convert_model_to_fp8_ao(
+    model: nn.Module, config: Any = None, module_filter_func: LayerFilter | None = None
+) -> nn.Module:
+    """Convert linear layers of a model to 8-bit floats of torchao, in place.
+
+    Args:
+        model: the model.
+        config: a ``torchao.float8.Float8LinearConfig``; None takes torchao's default.
+        module_filter_func: ``(module, name) -> bool`` says which linear layers are converted; None takes all
+            but the first and the last whose sides are multiples of 16.
+
+    Returns:
+        The model.
+
+    Raises:
+        MissingExtraError: torchao is not installed.
+    """
+    require_library("AO", "convert_model_to_fp8_ao()")
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    ends = find_first_last_linear_layers(model)
+    default: LayerFilter = partial(filter_linear_layers, layers_to_filter=[*filter(None, ends)])
+    return convert_to_float8_training(
+        model, config=config or Float8LinearConfig(), module_filter_fn=module_filter_func or default
+    )
+
+
+def has_ao_layers(model: nn.Module) -> bool:
+    """Return whether a model has layers of torchao for 8-bit floats.
+
+    Raises:
+        MissingExtraError: torchao is not installed.
+    """
+    require_library("AO", "has_ao_layers()")
+    return any(map(is_ao_layer, model.modules()))
+
+
+def is_ao_layer(module: nn.Module) -> bool:
+    """Return whether a module is a ``Float8Linear``."""
+    from torchao.float8.float8_linear import Float8Linear
+
+    return isinstance(module, Float8Linear)
+
+
+def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
+    """Return the names of the first and the last linear layer, in the order of ``named_modules``."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return (names[0], names[-1]) if names else (None, None)
+
+
+def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: list[str]) -> bool:
+    """Return whether a layer is to be converted: not among ``layers_to_filter``, and of a fitting shape."""
+    fits = not isinstance(module, nn.Linear) or not _is_misfit(module)
+    return fits and fqn not in layers_to_filter
+
+
+def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
+    """Return whether ``fqn`` is a linear layer in ``module`` of a fitting shape, not the first or last one.
+
+    A layer itself, as torchao passes it to a filter, has no others to be the first of: its shape decides.
+    """
+    if isinstance(module, nn.Linear):
+        return not _is_misfit(module)
+    return filter_linear_layers(
+        module.get_submodule(fqn), fqn, [*filter(None, find_first_last_linear_layers(module))]
+    )
+
+
+def explain_skipped(model: nn.Module, name: str, module: nn.Module, chosen: LayerFilter | None) -> str:
+    """Return why a linear layer is not converted; empty when it is to be.
+
+    Args:
+        model: the model.
+        name: the name of the layer in it.
+        module: the layer.
+        chosen: the user's filter; None skips the first and the last layer.
+    """
+    if type(module) is not nn.Linear:
+        return f"a {type(module).__name__} may compute otherwise than torch.nn.Linear"
+    if _is_misfit(module):
+        return f"{module.in_features} x {module.out_features}, and {FITTING_SHAPE}"
+    if id(module.weight) in tied_parameters(model):
+        return "its weight is tied"
+    if chosen is not None:
+        return "" if chosen(module, name) else "module_filter_func leaves it out"
+    return "the first or last layer" if name in find_first_last_linear_layers(model) else ""
+
+
+def _is_misfit(layer: nn.Linear) -> bool:
+    return bool(layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)
+
+
+def _convert_layer(layer: Any, config: Any) -> None:
+    """Make ``layer`` a layer of torchao in place: plans, hooks and other modules refer to it already."""
+    from torchao.float8 import convert_to_float8_training
+
+    weight = layer.weight
+    converted: Any = convert_to_float8_training(layer, config=config)
+    if converted.weight is not weight:
+        # The parameter stays the same object, which optimizers hold: it becomes the subclass.
+        converted.weight._tensor = weight.detach()
+        torch.utils.swap_tensors(weight, converted.weight)
+        layer.register_state_dict_post_hook(_unwrap_weight)
+    layer.__class__ = type(converted)
+    vars(layer).update({name: value for name, value in vars(converted).items() if name not in vars(layer)})
+    layer.register_forward_pre_hook(_cast_input)
+
+
+def _unwrap_weight(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Put the shard itself into a state dict, not the subclass that all-gathers it in 8 bits."""
+    value = state.get(name := f"{prefix}weight")
+    local: Any = getattr(value, "_local_tensor", value)
+    if hasattr(local, "_linear_mm_config"):
+        local = local._tensor
+        state[name] = (
+            local
+            if not isinstance(value, DTensor)
+            else DTensor.from_local(
+                local, value.device_mesh, value.placements, shape=value.shape, stride=value.stride()
+            )
+        )
+
+
+def _cast_input(module: nn.Module, args: Any) -> Any:
+    """Cast the input to the dtype of autocast: torchao's layer does that for CUDA only."""
+    (value,) = args
+    kind = value.device.type
+    return (value.to(torch.get_autocast_dtype(kind)),) if torch.is_autocast_enabled(kind) else None

@@ -1,0 +1,63 @@
+"""Conversion of logged values and configurations to types that libraries take."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import types
+from collections.abc import Mapping
+from typing import Any
+
+
+def unwrap_scalar(value: Any) -> Any:
+    """Return the number of a one-element tensor or array; any other value unchanged."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) and math.prod(getattr(value, "shape", (0,))) == 1 else value
+
+
+def unwrap_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``values`` with one-element tensors and arrays as numbers, also in nested mappings."""
+    return {
+        key: unwrap_scalars(value) if isinstance(value, Mapping) else unwrap_scalar(value)
+        for key, value in values.items()
+    }
+
+
+def flatten_mappings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten logged values: ``{"a": {"b": 1}}`` becomes ``{"a/b": 1}``."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        flat |= flatten_mappings(value, f"{name}/") if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
+def to_json_types(value: Any) -> Any:
+    """Convert a configuration to the types of JSON: other values, such as paths and dtypes, become text.
+
+    Namespaces and dataclasses become dicts of their fields.
+    """
+    value = unwrap_scalar(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_json_types(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_json_types(each) for each in value]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    return next((kind(value) for kind in (int, float) if isinstance(value, kind)), str(value))
+
+
+def flatten_config(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Flatten a configuration: ``{"a": {"b": 1}}`` becomes ``{"a.b": 1}``; lists become text."""
+    flat: dict[str, Any] = {}
+    for key, value in to_json_types(values).items():
+        if isinstance(value, dict) and value:
+            flat |= flatten_config(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, bool | int | float | str) else str(value)
+    return flat

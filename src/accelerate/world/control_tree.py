@@ -1,0 +1,309 @@
+"""The control tree: every rank learns what all ranks say, in at most 2 log2(world size) messages of a rank.
+
+Rank r has the children r + 1, r + 2, r + 4, ... of a binomial tree, so each subtree is a range of ranks. On
+the way up a rank joins what its children say with what it says itself: equal headers of neighbours become one
+run. Rank 0 sends the runs down again. Where all ranks agree that is a single one, however large the world is;
+where they do not, the table of ranks for the error has come with the same messages.
+
+The connections are plain TCP sockets, since a wait of gloo that ends early closes its connections. Each wait
+is cut into slices, so that one that cannot end is noticed (``watchdog.py``).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from accelerate.world.ports import LOOPBACK
+from accelerate.world.process_group import StoreClient
+from accelerate.world.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+WAIT_SLICE = 0.25  # seconds
+CONNECT_TIMEOUT = 5.0  # seconds until the parent is tried again
+_READ_SIZE = 1 << 12
+_FRAME = struct.Struct("<QII")  # bytes that follow, runs, 1 if rank 0 has merged the values
+_RUN = struct.Struct("<II")  # ranks, bytes of their header
+_GREETING = struct.Struct("<32sI")  # token of the parent, rank of the child
+
+
+class HeaderRun(NamedTuple):
+    """Neighbouring ranks that sent equal headers."""
+
+    ranks: int
+    header: bytes
+
+
+class TreeMessage(NamedTuple):
+    """The messages of a range of ranks.
+
+    Attributes:
+        runs: their headers, in rank order.
+        values: their values, in rank order, or what rank 0 has made of those of all ranks.
+        is_merged: rank 0 has merged the values.
+    """
+
+    runs: Sequence[HeaderRun]
+    values: bytearray
+    is_merged: bool = False
+
+    def encode(self) -> bytes:
+        """Return the bytes of a frame."""
+        parts: list[Any] = [b""]
+        for count, header in self.runs:
+            parts += (_RUN.pack(count, len(header)), header)
+        parts.append(self.values)
+        parts[0] = _FRAME.pack(sum(map(len, parts)), len(self.runs), self.is_merged)
+        return b"".join(parts)
+
+    @staticmethod
+    def decode(frame: bytes | bytearray) -> TreeMessage:
+        """Parse the bytes of a frame."""
+        _, count, is_merged = _FRAME.unpack_from(frame)
+        start, runs = _FRAME.size, list[HeaderRun]()
+        for _ in range(count):
+            ranks, length = _RUN.unpack_from(frame, start)
+            start += _RUN.size + length
+            runs.append(HeaderRun(ranks, bytes(frame[start - length : start])))
+        # Its own memory, aligned and writable: tensors view it.
+        return TreeMessage(runs, bytearray(memoryview(frame)[start:]), bool(is_merged))
+
+
+# Makes of the messages of all ranks what rank 0 sends down.
+Merge = Callable[[TreeMessage], TreeMessage]
+
+
+class _Connection:
+    """A connection to the parent or to a child; at most one frame is on its way in each direction.
+
+    An exception inside of ``send`` or ``receive`` leaves it whole: the next call goes on.
+
+    Attributes:
+        unsent: the rest of the frame that ``send`` sends.
+    """
+
+    def __init__(self, endpoint: socket.socket) -> None:
+        self._socket = endpoint
+        endpoint.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Timeouts of the system: one system call for each message, where Python's own poll first.
+        endpoint.settimeout(None)
+        wait = struct.pack("ll", 0, int(WAIT_SLICE * 1e6))
+        endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
+        endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
+        self.unsent = memoryview(b"")
+        self._received, self._filled, self._size = bytearray(_READ_SIZE), 0, _FRAME.size
+
+    def send(self, check: Callable[[], None]) -> None:
+        """Send what is unsent; call ``check`` after each slice of the wait."""
+        while self.unsent:
+            try:
+                self.unsent = self.unsent[self._socket.send(self.unsent) :]
+            except BlockingIOError:  # noqa: PERF203 - waiting is what it does
+                check()
+
+    def receive(self, check: Callable[[], None]) -> bytearray:
+        """Return a frame; call ``check`` after each slice of the wait."""
+        while self._filled < self._size:
+            try:
+                count = self._socket.recv_into(memoryview(self._received)[self._filled :])
+            except BlockingIOError:
+                check()
+                continue
+            if not count:
+                raise ConnectionError("connection closed by peer")
+            self._filled += count
+            if self._size == _FRAME.size <= self._filled:
+                self._size += _FRAME.unpack_from(self._received)[0]
+                self._received += bytes(max(0, self._size - len(self._received)))
+        frame = self._received
+        del frame[self._size :]
+        self._received, self._filled, self._size = bytearray(_READ_SIZE), 0, _FRAME.size
+        return frame
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+
+@dataclass
+class _ExchangeProgress:
+    """How far an exchange is.
+
+    Attributes:
+        merge: applied on rank 0.
+        received: the messages of this rank and of its children so far.
+        is_sent_up: the message to the parent is on its way.
+        answer: the frame that came from rank 0.
+        answered: children that have it.
+    """
+
+    merge: Merge | None
+    received: list[TreeMessage]
+    is_sent_up: bool = False
+    answer: bytes | bytearray = b""
+    answered: int = 0
+
+
+class ControlTree:
+    """The connections of this rank to its parent and children in the tree of all ranks.
+
+    Attributes:
+        parent_rank: the rank of the parent; None on rank 0.
+        child_ranks: the ranks of the children, ascending.
+        message_count: messages that this rank has sent or received.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.parent_rank = rank & (rank - 1) if rank else None
+        lowest_bit = rank & -rank if rank else size
+        steps = [1 << bit for bit in range(size.bit_length()) if 1 << bit < lowest_bit]
+        self.child_ranks = [rank + step for step in steps if rank + step < size]
+        self.message_count = 0
+        self._parent: _Connection | None = None
+        self._children: list[_Connection] = []
+        self._unfinished: _ExchangeProgress | None = None
+        self.is_open = False
+
+    def exchange(
+        self,
+        header: bytes,
+        values: bytearray,
+        merge: Merge | None,
+        check: Callable[[], None],
+    ) -> TreeMessage:
+        """Return the messages of all ranks, as rank 0 has merged them.
+
+        An exception leaves the exchange unfinished, and the next one ends it first.
+
+        Args:
+            header, values: the message of this rank.
+            merge: applied on rank 0 to the message of all.
+            check: called after each slice of a wait; raises if the wait cannot end.
+
+        Raises:
+            OSError: a connection broke.
+        """
+        begun = _ExchangeProgress(merge, [TreeMessage([HeaderRun(1, header)], values)])
+        for state in (self._unfinished, begun):
+            if state is None:
+                continue
+            self._unfinished = state
+            for child in self._children[len(state.received) - 1 :]:
+                state.received.append(TreeMessage.decode(child.receive(check)))
+                self.message_count += 1
+            if not state.is_sent_up:
+                runs: list[HeaderRun] = []
+                for message in state.received:
+                    for run in message.runs:
+                        if runs and runs[-1].header == run.header:
+                            runs[-1] = HeaderRun(runs[-1].ranks + run.ranks, run.header)
+                        else:
+                            runs.append(run)
+                message = TreeMessage(runs, bytearray().join([each.values for each in state.received]))
+                if self._parent is None:
+                    state.answer = (state.merge(message) if state.merge else message).encode()
+                else:
+                    self._parent.unsent = memoryview(message.encode())
+                state.is_sent_up = True
+            if self._parent is not None and not state.answer:
+                self._parent.send(check)
+                state.answer = self._parent.receive(check)
+                self.message_count += 2
+            # The largest subtree first.
+            for child in self._children[::-1][state.answered :]:
+                child.unsent = child.unsent or memoryview(state.answer)
+                child.send(check)
+                state.answered += 1
+                self.message_count += 1
+        self._unfinished = None
+        return TreeMessage.decode(begun.answer)
+
+    # --- connections
+
+    def open(self, store: StoreClient, watch: Watchdog) -> None:
+        """Connect to the parent and the children; every rank calls it.
+
+        Args:
+            store: all ranks publish their addresses in it.
+            watch: ends the wait for a rank that does not come.
+        """
+        until = time.monotonic() + watch.timeout
+
+        def check() -> None:
+            watch.check_store_wait(until)
+
+        store_host, host = _find_route(store.group_store)
+        token, accepted = secrets.token_hex(16), dict[int, _Connection]()
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        with socket.create_server(
+            ("", 0), family=family, dualstack_ipv6=family == socket.AF_INET6
+        ) as listener:
+            if self.child_ranks:
+                store.put(f"tree/{self.rank}", json.dumps([token, host, listener.getsockname()[1]]))
+            if self.parent_rank is not None:
+                self._parent = self._connect(store, store_host, check)
+            listener.settimeout(WAIT_SLICE)
+            while len(accepted) < len(self.child_ranks):
+                try:
+                    endpoint, _ = listener.accept()
+                    connection = _Connection(endpoint)
+                    greeting = endpoint.recv(_GREETING.size, socket.MSG_WAITALL)
+                except (TimeoutError, BlockingIOError, ConnectionError):
+                    check()
+                    continue
+                shown, rank = _GREETING.unpack(greeting.ljust(_GREETING.size))
+                if rank in self.child_ranks and secrets.compare_digest(shown, token.encode()):
+                    accepted[rank] = connection
+                else:
+                    connection.close()
+        self._children = [accepted[rank] for rank in self.child_ranks]
+        self.is_open = True
+
+    def _connect(self, store: StoreClient, store_host: str, check: Callable[[], None]) -> _Connection:
+        """Connect to the parent, once it has published where."""
+        key = f"tree/{self.parent_rank}"
+        while (published := store.get(key)) is None:
+            if not store.wait([key], WAIT_SLICE):
+                check()
+        token, host, port = json.loads(published)
+        # The machine of rank 0 may know itself by a loopback address only.
+        host = store_host if ipaddress.ip_address(host.partition("%")[0]).is_loopback else host
+        while True:
+            try:
+                endpoint = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT)
+                endpoint.sendall(_GREETING.pack(token.encode(), self.rank))
+                return _Connection(endpoint)
+            except OSError as error:
+                logger.debug("rank %d does not answer at %s:%d: %s", self.parent_rank, host, port, error)
+            check()
+            time.sleep(WAIT_SLICE)
+
+    def close(self) -> None:
+        """Close the connections."""
+        for each in (*self._children, *([self._parent] if self._parent else [])):
+            each.close()
+        self._parent, self._children, self.is_open = None, [], False
+
+
+def _find_route(store: Any) -> tuple[str, str]:
+    """Return the host of the group's store, and the address of this machine on the route to it."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host = str(getattr(store, "host", socket.gethostname()))
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0]
+    except socket.gaierror:  # a store without a host, on a machine whose own name nobody knows
+        return LOOPBACK, LOOPBACK
+    with socket.socket(family, kind) as probe:
+        probe.connect((target[0], 9, *target[2:]))  # sends nothing
+        return host, str(probe.getsockname()[0])

@@ -1,0 +1,81 @@
+"""B4: 8-bit floats by torchao on several processes: replicas, shards, tensor parallelism; resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.laws.test_7_parity import accelerator_of, loop, whole
+from tests.support.numbers import same
+from tests.support.parity import ROWS, adamw, decoder, loader, plain
+from tests.support.ranks import RankServer
+
+PROCESSES = {"one process": 1, "layers x shards": 4}
+WAYS = [
+    *((way, "tensorwise") for way in ("copies", "shards", "shards, version 1", "layers x shards")),
+    *((way, "rowwise_with_gw_hp") for way in ("shards", "layers")),
+]
+
+
+def prepared(way: str, recipe: str, seed: int) -> tuple[Any, Any, Any, Any]:
+    from accelerate.utils import AORecipeKwargs
+
+    handlers = [AORecipeKwargs(recipe_name=recipe)]  # type: ignore[arg-type]
+    accelerator = accelerator_of(way, mixed_precision="fp8", kwargs_handlers=handlers)
+    model = decoder(seed)
+    batches = loader(ROWS // accelerator.strategy.data_shard.count)
+    return accelerator, *accelerator.prepare(model, adamw(model), batches)
+
+
+def train(way: str, recipe: str, folder: str) -> tuple[list[float], dict[str, torch.Tensor], set[str]]:
+    """Train and save in the middle; (losses, weights, the classes of gathered weights)."""
+    from accelerate.state import PartialState
+
+    rank = PartialState(cpu=True).process_index
+    accelerator, model, optimizer, batches = prepared(way, recipe, rank)
+
+    def save(number: int) -> None:
+        if number == 4:
+            accelerator.save_state(folder)
+
+    losses, _ = loop(accelerator, model, optimizer, batches, save)
+    weight = accelerator.unwrap_model(model).get_submodule("layers.1.up").weight
+    local = weight.to_local() if hasattr(weight, "to_local") else weight
+    return losses, whole(accelerator, model), {type(local).__name__}
+
+
+def resume(way: str, recipe: str, folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    accelerator, model, optimizer, batches = prepared(way, recipe, 5)
+    accelerator.load_state(folder)
+    losses, _ = loop(accelerator, model, optimizer, accelerator.skip_first_batches(batches, 4))
+    return losses, whole(accelerator, model)
+
+
+@pytest.mark.parametrize(("way", "recipe"), WAYS)
+def test_it_trains_as_bf16_does_and_goes_on(ranks: RankServer, tmp_path: Path, way: str, recipe: str) -> None:
+    """The losses are those of bfloat16 on one process within the noise; a resumed run ends where it did."""
+    folder, count = str(tmp_path / "middle"), PROCESSES.get(way, 2)
+    results = ranks(count, train, way, recipe, folder, timeout=110)
+    losses, weights, classes = results[0]
+    theirs = plain(1, half=True)[0]
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(theirs), rtol=2e-2, atol=2e-2)
+    assert losses != theirs
+    assert all(result[0] == pytest.approx(losses, abs=1e-6) for result in results)
+    # Weights travel in 8 bits where one scale serves the whole weight, and are saved as they are.
+    gathers = way == "shards" and recipe == "tensorwise"
+    assert (classes == {"WeightWithDynamicFloat8CastTensor"}) == gathers
+    assert {type(value) for value in weights.values()} == {torch.Tensor}
+    rest, end = ranks(count, resume, way, recipe, folder, timeout=110)[0]
+    assert rest == pytest.approx(losses[4:], abs=1e-5)
+    same(end, weights, 1e-5)
+
+
+def test_shards_in_8_bits_are_read_by_one_process(ranks: RankServer, tmp_path: Path) -> None:
+    """A checkpoint holds float32 weights under the user's names, whatever travels."""
+    folder = str(tmp_path / "middle")
+    losses = ranks(2, train, "shards", "tensorwise", folder, timeout=110)[0][0]
+    rest, _ = ranks(1, resume, "one process", "tensorwise", folder, timeout=110)[0]
+    torch.testing.assert_close(torch.tensor(rest), torch.tensor(losses[4:]), rtol=2e-2, atol=2e-2)

@@ -1,0 +1,66 @@
+"""The types that an editor shows for what a training script writes, told by pyright."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+from typing import Any
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from accelerate import Accelerator
+from accelerate.utils import broadcast, gather, pad_across_processes, reduce
+
+dataset: Any = None
+
+class Net(nn.Module):
+    def loss(self) -> torch.Tensor: ...
+
+accelerator = Accelerator()
+net = Net()
+sgd = torch.optim.SGD(net.parameters())
+loader: DataLoader[dict[str, torch.Tensor]] = DataLoader(dataset)
+schedule = torch.optim.lr_scheduler.StepLR(sgd, 1)
+objects: list[Any] = [net]
+tensor, tree = torch.ones(1), {"loss": torch.ones(1)}
+
+reveal_type(accelerator.prepare(net))  # Net
+reveal_type(accelerator.prepare(net, sgd))  # tuple[Net, SGD]
+reveal_type(accelerator.prepare(net, sgd, loader))  # tuple[Net, SGD, DataLoader[dict[str, Tensor]]]
+reveal_type(accelerator.prepare(net, None, device_placement=[True, False]))  # tuple[Net, None]
+six = accelerator.prepare(net, net, sgd, sgd, schedule, schedule)
+reveal_type(six)  # tuple[Net, Net, SGD, SGD, StepLR, StepLR]
+reveal_type(accelerator.prepare_model(net))  # Net
+reveal_type(accelerator.prepare_data_loader(loader))  # DataLoader[dict[str, Tensor]]
+reveal_type(accelerator.unwrap_model(net))  # Net
+reveal_type(accelerator.skip_first_batches(loader, 2))  # DataLoader[dict[str, Tensor]]
+reveal_type(accelerator.gather(tensor))  # Tensor
+reveal_type(accelerator.gather_for_metrics((tensor, tensor)))  # tuple[Tensor, Tensor]
+reveal_type(accelerator.gather_for_metrics(["a"], use_gather_object=True))  # list[str]
+reveal_type(accelerator.reduce(tree))  # dict[str, Tensor]
+reveal_type(accelerator.pad_across_processes(tensor))  # Tensor
+reveal_type((gather(tensor), reduce(tree)))  # tuple[Tensor, dict[str, Tensor]]
+reveal_type((broadcast(tensor), pad_across_processes(tensor)))  # tuple[Tensor, Tensor]
+first, *rest = accelerator.prepare(*objects)
+"""
+
+
+@pytest.mark.timeout(300)
+def test_prepared_and_gathered_objects_keep_their_types(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    (tmp_path / "pyrightconfig.json").write_text("{}")
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "-p"]
+    result = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=False)
+    said = json.loads(result.stdout)["generalDiagnostics"]
+    assert [each["message"] for each in said if each["severity"] == "error"] == []
+    shown = {each["range"]["start"]["line"]: each["message"] for each in said}
+    lines = {n: line.partition("  # ")[2] for n, line in enumerate(SCRIPT.splitlines()) if "  # " in line}
+    assert len(lines) == 16
+    assert {n: shown.get(n, "").partition(" is ")[2].strip('"') for n in lines} == lines

@@ -1,0 +1,53 @@
+"""Control trees whose ranks are threads of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from accelerate.world.control_tree import ControlTree, TreeMessage
+from accelerate.world.process_group import StoreClient
+from accelerate.world.watchdog import Watchdog
+
+
+class PatientWatchdog:
+    """The part of a watchdog that a tree needs while it opens."""
+
+    timeout = 30.0
+
+    def check_store_wait(self, until: float) -> None:
+        """Never end a wait."""
+
+
+def check_nothing() -> None:
+    """Never end a wait."""
+
+
+def keep(message: TreeMessage) -> TreeMessage:
+    return message
+
+
+@contextmanager
+def open_trees(size: int) -> Iterator[Callable[..., list[Any]]]:
+    """Yield a function that runs a function of each rank's tree in a thread of its own."""
+    trees = [ControlTree(rank, size) for rank in range(size)]
+    root = StoreClient(dist.HashStore())  # pyright: ignore[reportPrivateImportUsage]
+
+    def connect(tree: ControlTree) -> None:
+        tree.open(root.open_prefix("tree-test"), cast("Watchdog", PatientWatchdog()))
+
+    with ThreadPoolExecutor(size) as pool:
+
+        def on_all(function: Callable[[ControlTree], Any]) -> list[Any]:
+            return list(pool.map(function, trees))
+
+        on_all(connect)
+        try:
+            yield on_all
+        finally:
+            for tree in trees:
+                tree.close()
