@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 
-from accelerate.checkpoint import commit, discovery, layout, load, rank_group, save
+from accelerate.checkpoint import discovery, layout, load, rank_group, save
 from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.checkpoint.layout import CheckpointContents, StatefulAdapter
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
@@ -438,7 +438,7 @@ def nodes(size: int) -> list[CheckpointRankGroup]:
 
 def test_machines_that_share_a_folder_may_not_each_commit_it(tmp_path: Path) -> None:
     stages = [
-        commit.CommitTransaction(LocalCheckpointStorage(tmp_path), "c", "aa", ranks, each_node=True)
+        save.CommitTransaction(LocalCheckpointStorage(tmp_path), "c", "aa", ranks, each_node=True)
         for ranks in nodes(2)
     ]
     for stage in stages:
@@ -452,8 +452,7 @@ def test_machines_that_share_a_folder_may_not_each_commit_it(tmp_path: Path) -> 
 
 def test_a_file_that_another_machine_wrote_elsewhere_is_named(tmp_path: Path) -> None:
     here, there = (
-        commit.CommitTransaction(LocalCheckpointStorage(tmp_path / str(r.rank)), "c", "aa", r)
-        for r in nodes(2)
+        save.CommitTransaction(LocalCheckpointStorage(tmp_path / str(r.rank)), "c", "aa", r) for r in nodes(2)
     )
     for stage in (here, there):
         stage.open()

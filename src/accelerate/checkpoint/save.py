@@ -1,33 +1,60 @@
-"""Saving: from the objects' states to a committed checkpoint."""
+"""Saving: from the objects' states to a committed checkpoint, which is whole and on the disk, or not there.
+
+    0. the rank that commits takes the lock of the place, and gives it back at the end.
+    1. rank 0 draws an id; all ranks write into a folder of that id (``CheckpointStorage.temp``), which is no
+       checkpoint yet. Every file is made durable and its digest taken as soon as it is written.
+    2. the ranks gather their reports. If one failed, all raise the same error and the folder is removed.
+    3. rank 0 checks that it sees all files, and writes the manifest, last.
+    4. all agree; then one step of the store makes the folder the checkpoint.
+    5. only now older checkpoints may go.
+
+On a file system step 4 is a rename, see ``storage.py``; in a remote store it writes the manifest under
+the checkpoint's name, see ``remote.py``.
+
+With ``each_node`` every machine does this on its own disk, and step 4 waits for all machines.
+
+Of two trainings that save to one place at once, the second is refused by name, see ``save_lock.py``.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import socket
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import torch
 
-from accelerate.checkpoint import async_save, discovery, layout, state_dict_files, storage, torch_files
-from accelerate.checkpoint.commit import CommitTransaction, WrittenFilesReport, remove_old_checkpoints
-from accelerate.checkpoint.discovery import Address, ProjectConfiguration, open_store, split_address
+from accelerate.checkpoint import async_save, discovery, state_dict_files, torch_files
+from accelerate.checkpoint.discovery import (
+    Address,
+    ProjectConfiguration,
+    automatic_number,
+    inspect_folder,
+    open_store,
+    split_address,
+)
 from accelerate.checkpoint.layout import (
+    AUTOMATIC_NAME,
     KINDS,
+    MANIFEST_NAME,
     CheckpointContents,
     Manifest,
     ManifestEntry,
     ShardedState,
     StatefulAdapter,
     StateWriter,
+    encode_manifest,
+    file_name,
     to_plain,
 )
 from accelerate.checkpoint.rank_group import CheckpointRankGroup, CheckpointStoreChannel, open_channel
-from accelerate.checkpoint.storage import CheckpointStorage, FileRecord
+from accelerate.checkpoint.storage import CheckpointStorage, FileRecord, new_id, parse_working_name
 from accelerate.core.errors import CheckpointError
 from accelerate.core.value_types import PathText
 
@@ -81,11 +108,11 @@ def save(
             root, name = split_address(address)
             if numbered and ranks.is_writer(each_node):
                 discovery.refuse_existing_number(store(root), name)
-            section.value = address, root, name, storage.new_id(), project.iteration
+            section.value = address, root, name, new_id(), project.iteration
     address, root, name, *_ = section.values[ranks.rank if each_node else 0]
     *_, id_, iteration = section.values[0]
     ranks.log("accelerator", "saving a checkpoint in %s", address)
-    lock_name = layout.AUTOMATIC_NAME if numbered else name
+    lock_name = AUTOMATIC_NAME if numbered else name
     transaction = CommitTransaction(store(root), name, id_, ranks, each_node, lock_name)
     run = _SaveRun(transaction, contents, action, iteration if numbered else None, project.total_limit)
     channel = _open_channel(transaction) if in_background else None
@@ -95,7 +122,7 @@ def save(
     if copy_states:
         if channel is not None:
             transaction.ranks = replace(ranks, channel=channel.all_gather)
-        async_save.start(address, run.finish, channel or nullcontext())
+        async_save.start(address, run.finish, channel or contextlib.nullcontext())
     else:
         run.finish()
     if numbered:
@@ -166,7 +193,7 @@ def whole_state_writer(
     if category == "loaders":
         return None
     file_kind = "torch_models" if category == "models" and not safe else category
-    file = layout.file_name(file_kind, index, rank)
+    file = file_name(file_kind, index, rank)
     log_name = f"{file} ({class_name})" if KINDS[category].is_users else ""
     return WholeStateFile(category, file, ManifestEntry(file, class_name), [state], log_name, safe)
 
@@ -289,8 +316,8 @@ class _SaveRun:
                 saved = writer.category, writer.entry.kind, f"{transaction.target}/{writer.file}"
                 transaction.ranks.log("checkpointing", "saved %s (%s) in %s", *saved)
         if self.iteration is not None and transaction.is_committer:
-            _remove_old(transaction, self.limit)
-        transaction.close()
+            self._remove_old_checkpoints()
+        transaction.lock.release()
 
     def _manifest(self, files: dict[str, FileRecord]) -> Manifest:
         """Return the manifest; all shards of an object are one entry of its table of objects."""
@@ -314,13 +341,194 @@ class _SaveRun:
             torch=str(torch.__version__),
         )
 
+    def _remove_old_checkpoints(self) -> None:
+        """Remove the oldest numbered checkpoints beyond the limit, and leftovers of interrupted saves.
 
-def _remove_old(transaction: CommitTransaction, limit: int | None) -> None:
-    """Remove old checkpoints; a failure must not stop the training, since the new one is committed."""
-    try:
-        for name in remove_old_checkpoints(transaction.store, transaction.name, limit):
-            transaction.ranks.log("accelerator", "removed %s: total_limit is %s", name, limit)
-    except CheckpointError as error:
-        logger.warning(
-            "%s is committed, but an older one could not be removed: %s", transaction.target, error
-        )
+        A failure must not stop the training, since the new one is committed.
+        """
+        store, transaction = self.transaction.store, self.transaction
+        newest = automatic_number(transaction.name)
+        assert newest is not None
+        try:
+            if self.limit is not None:
+                numbered = sorted(
+                    (n, name) for name in store.entries() if (n := automatic_number(name)) is not None
+                )
+                complete = [
+                    name for _, name in numbered if (c := inspect_folder(store, name)) and not c.problem
+                ]
+                for name in complete[: max(0, len(complete) - self.limit)]:
+                    if name != transaction.name:
+                        store.retire(name, new_id())
+                        transaction.ranks.log(
+                            "accelerator", "removed %s: total_limit is %s", name, self.limit
+                        )
+            for leftover in store.leftovers():
+                number = automatic_number(leftover.name)
+                if number is not None and number <= newest and leftover.role != "old":
+                    store.remove(leftover.folder)
+        except CheckpointError as error:
+            logger.warning(
+                "%s is committed, but an older one could not be removed: %s", transaction.target, error
+            )
+
+
+@dataclass(frozen=True)
+class WrittenFilesReport:
+    """The files that one rank wrote, its machine, and what its shard writers returned, by folder."""
+
+    node: int
+    host: str
+    files: dict[str, FileRecord]
+    shard_infos: dict[str, Any] = field(default_factory=dict)
+
+
+class CommitTransaction:
+    """One save that is not committed yet, as one rank sees it.
+
+    Args:
+        store, name: the target.
+        id: the same on all ranks.
+        ranks: those that save together.
+        each_node: every machine has a target of its own.
+        lock_name: what is locked; the same for all checkpoints of automatic naming, since they go together.
+
+    Attributes:
+        temp: the folder that is written to.
+        target: the final address of the checkpoint, for errors.
+        is_committer: True on the rank that commits: one per target.
+        records: what this rank wrote.
+        lock: on the place; taken by the committer, and given back after the last change of the place.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStorage,
+        name: str,
+        id: str,
+        ranks: CheckpointRankGroup,
+        each_node: bool = False,
+        lock_name: str = "",
+    ) -> None:
+        self.store, self.name, self.id, self.ranks, self.each_node = store, name, id, ranks, each_node
+        self.temp = store.temp(name, id) + (f"-n{ranks.node}" if each_node else "")
+        self.target = store.label(name)
+        self.is_committer = ranks.is_writer(each_node)
+        self.records: dict[str, FileRecord] = {}
+        self.lock = store.lock(lock_name or name, id)
+
+    @property
+    def folder(self) -> Path:
+        """The path of ``temp``, for code that writes files of its own; such files are committed too."""
+        return self.store.path(self.temp)
+
+    def open(self) -> None:
+        """Make the folder to write to; the rank that commits locks, recovers and clears the target first."""
+        store = self.store
+        if self.each_node and store.is_shared:
+            raise CheckpointError(
+                f"save_on_each_node=True, but {store.label()} is one place for all machines",
+                why="each would replace the other's checkpoint",
+                fix="leave out save_on_each_node",
+            )
+        if self.is_committer:
+            for part in PurePosixPath(self.target.replace("\\", "/")).parts:
+                if working_folder := parse_working_name(part):
+                    raise CheckpointError(
+                        f"{self.target} cannot be a checkpoint",
+                        why=f"{part} is a working folder's name; the next save of {working_folder[0]} "
+                        "removes it",
+                        fix="choose another name",
+                    )
+            store.refuse_target(self.name)
+            store.make_folder(self.temp)  # and the folders above, which it flushes
+            self.lock.acquire()
+            store.recover(self.name)
+            for leftover in store.leftovers(self.name):
+                if leftover.role != "old" and leftover.id != self.id:
+                    store.remove(leftover.folder)
+        store.make_folder(self.temp)
+
+    def write(self, name: str, fill: Callable[[BinaryIO], Any]) -> Any:
+        """Write one file of the checkpoint; return what ``fill`` returns."""
+        folder = Path(name).parent
+        if folder.name:
+            self.store.make_folder(f"{self.temp}/{folder.as_posix()}")
+        returned: list[Any] = []
+        record = self.store.write(f"{self.temp}/{name}", lambda file: returned.append(fill(file)))
+        self.records[name] = replace(record, rank=self.ranks.rank)
+        return returned[0]
+
+    def report(
+        self, own_files: Iterable[str] = (), shard_infos: dict[str, Any] | None = None
+    ) -> WrittenFilesReport:
+        """Return this rank's report for the others, after it has written all of its files.
+
+        Args:
+            own_files: files that other code has written to ``folder``; they are made durable here.
+            shard_infos: see ``WrittenFilesReport``.
+        """
+        unsealed = self.store.unsealed_files(self.temp) if self.store.is_shared else ()
+        for name in dict.fromkeys((*own_files, *unsealed)):
+            record = self.store.seal(f"{self.temp}/{name}")
+            self.records[name] = replace(record, rank=self.ranks.rank)
+        return WrittenFilesReport(self.ranks.node, socket.gethostname(), self.records, shard_infos or {})
+
+    def write_manifest(
+        self, reports: Iterable[WrittenFilesReport], describe: Callable[[dict[str, FileRecord]], Manifest]
+    ) -> None:
+        """Check that all files are there and write the manifest; nothing is visible yet."""
+        reports_here = [r for r in reports if not self.each_node or r.node == self.ranks.node]
+        sizes = self.store.files(self.temp)
+        records: dict[str, FileRecord] = {}
+        for report in reports_here:
+            for name, record in report.files.items():
+                if sizes.get(name) != record.size:
+                    seen = f"sees {sizes[name]} bytes" if name in sizes else "does not see it"
+                    raise CheckpointError(
+                        f"rank {record.rank} wrote {name} ({record.size} bytes) on {report.host}, but rank "
+                        f"{self.ranks.rank} on {socket.gethostname()} {seen} in "
+                        f"{self.store.label(self.temp)}",
+                        why="the machines do not share this folder, or its file system is late",
+                        fix="save to a folder that all machines share, or use "
+                        "ProjectConfiguration(save_on_each_node=True)",
+                    )
+                other = records.setdefault(name, record)
+                if other.digest != record.digest:
+                    raise CheckpointError(
+                        f"rank {other.rank} and rank {record.rank} both wrote {name}, with different content",
+                        why="only one of the two is in the checkpoint",
+                        fix="write it on the main process only, or under a name with the rank in it",
+                    )
+            records.update(report.files)
+        # Hooks and objects that write files of their own do not report: their files are sealed here.
+        for name in sizes.keys() - records.keys():
+            records[name] = replace(self.store.seal(f"{self.temp}/{name}"), rank=self.ranks.rank)
+        if self.each_node:
+            self._refuse_shared_folder()
+        data = encode_manifest(describe(dict(sorted(records.items()))))
+        self.store.write(f"{self.temp}/{MANIFEST_NAME}", lambda file: file.write(data))
+        for folder in {Path(name).parent.as_posix() for name in records} | {"."}:
+            self.store.sync(self.temp if folder == "." else f"{self.temp}/{folder}")
+
+    @contextlib.contextmanager
+    def discarded_on_error(self) -> Generator[None]:
+        """Remove all files if the block fails. What cannot be removed is left for the next save."""
+        try:
+            yield
+        except BaseException:
+            if self.is_committer:
+                with contextlib.suppress(CheckpointError):
+                    self.store.remove(self.temp)
+            self.lock.release()
+            raise
+
+    def _refuse_shared_folder(self) -> None:
+        of_this_save = [leftover for leftover in self.store.leftovers(self.name) if leftover.id == self.id]
+        others = [leftover for leftover in of_this_save if leftover.folder != self.temp]
+        if others:
+            raise CheckpointError(
+                f"save_on_each_node=True, but the machines share {self.store.label()}",
+                why="each would replace the other's checkpoint",
+                fix="leave out save_on_each_node, or save to a disk of each machine",
+            )
