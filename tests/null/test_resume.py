@@ -29,7 +29,7 @@ from torch.utils.data import (
 
 from accelerate.core.errors import PrepareError
 from accelerate.data.batch_sampler_shard import slicer_for
-from accelerate.data.data_order_rng import RNGSnapshot
+from accelerate.data.epoch_order import RNGSnapshot
 from accelerate.data.loader import make_stateful
 from accelerate.data.sample_order import draw, draw_seed, finish, mark_last, single_steps, skip_items
 from accelerate.data_loader import BatchSamplerShard, prepare_data_loader, skip_first_batches

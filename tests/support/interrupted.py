@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
-from accelerate.data.data_order_rng import RNGSnapshot
+from accelerate.data.epoch_order import RNGSnapshot
 from accelerate.data.loader import skip_first_batches
 from accelerate.data.prepare import prepare_data_loader
 

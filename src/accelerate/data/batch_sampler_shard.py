@@ -15,8 +15,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader
 
 from accelerate.core.errors import PrepareError
-from accelerate.data.data_order_rng import find_generators
-from accelerate.data.epoch_order import finish_at_end, open_order, open_walk
+from accelerate.data.epoch_order import find_generators, finish_at_end, open_order, open_walk
 from accelerate.data.iterable_dataset import IterableDatasetShard
 from accelerate.data.sample_order import (
     RankSampleOrderSlicer,

@@ -17,20 +17,18 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from accelerate.data.batch_sampler_shard import BatchSamplerShard, slicer_for
-from accelerate.data.data_order_rng import (
-    RNGSnapshot,
-    capture_generators,
-    find_generators,
-    restore_generators,
-)
 from accelerate.data.epoch_order import (
     Broadcast,
     OrderState,
+    RNGSnapshot,
+    capture_generators,
+    find_generators,
     finish_at_end,
     has_known_seed,
     open_order,
     open_walk,
     opened_by_loader,
+    restore_generators,
 )
 from accelerate.data.position import Epoch, FetchedBatch
 from accelerate.data.sample_order import (

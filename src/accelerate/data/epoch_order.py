@@ -1,29 +1,238 @@
-"""The order of an epoch: a new one, or the one of a saved checkpoint."""
+"""The order of an epoch, a new one or that of a saved checkpoint, and the random states behind it.
+
+A sampler or a stream that draws while the program draws too (dropout, augmentation) cannot be reproduced: its
+numbers depend on what ran in between. So its first draws use the global generators, as in torch's loader, and
+all later ones use isolated generators that are seeded from the first state.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import base64
+import hashlib
+import random
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from itertools import islice
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
-from torch.utils.data import RandomSampler
+from torch.utils.data import BatchSampler, RandomSampler
 
 from accelerate.data import sample_order as orders
-from accelerate.data.data_order_rng import (
-    RNGSnapshot,
-    capture_generators,
-    from_plain,
-    restore_generators,
-    to_plain,
-    torch_digest,
-)
-from accelerate.data.sample_order import SeedableRandomSampler
+from accelerate.data.sample_order import END, SeedableRandomSampler
 from accelerate.world import collective
 from accelerate.world.rng import derive
 
+T = TypeVar("T")
+
+# The two functions that exchange its generator are public, and missing in its stubs.
+_numpy: Any = np.random
+
 # Broadcasts a value that one rank draws; None: this process draws for itself.
 Broadcast = Callable[[Any], Any] | None
+
+
+@dataclass(frozen=True)
+class RNGSnapshot:
+    """The states of torch's CPU generator, Python's and numpy's at one moment."""
+
+    torch: torch.Tensor
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def capture(cls) -> RNGSnapshot:
+        """Capture the current states."""
+        return cls(torch.default_generator.get_state(), random.getstate(), np.random.get_state())
+
+    def restore(self) -> None:
+        """Restore the states."""
+        torch.default_generator.set_state(self.torch)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+    def digest(self) -> int:
+        """Return 63 bits that depend on all three states."""
+        text = hashlib.blake2b(self.torch.numpy().tobytes(), digest_size=8)
+        text.update(array("Q", self.python[1]).tobytes())
+        text.update(self.numpy[1].tobytes() + repr(self.numpy[2:]).encode())
+        return int.from_bytes(text.digest(), "big") >> 1
+
+    def is_same(self, other: RNGSnapshot) -> bool:
+        """Return True if both would draw the same numbers."""
+        return self.digest() == other.digest()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states as JSON types."""
+        return {
+            "torch": to_plain(self.torch),
+            "python": to_plain([self.python[0], np.array(self.python[1], np.uint64), self.python[2]]),
+            "numpy": to_plain(list(self.numpy)),
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> RNGSnapshot:
+        """Restore the object from ``state_dict``."""
+        version, state_words, gauss = from_plain(state["python"])
+        return cls(
+            from_plain(state["torch"]),
+            (version, tuple(state_words.tolist()), gauss),
+            tuple(from_plain(state["numpy"])),
+        )
+
+
+def torch_digest() -> int:
+    """Return 63 bits that depend on the state of torch's CPU generator; draw nothing."""
+    state = torch.default_generator.get_state().numpy().tobytes()
+    return int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "big") >> 1
+
+
+class IsolatedRNG:
+    """Runs calls under isolated random generators, whose states persist between calls.
+
+    numpy's generator is swapped as a whole, since reading and writing its state takes thirty times as long.
+    That loses the cached second number of ``np.random.randn``, in every run alike.
+
+    Args:
+        snapshot: the states that seed the isolated generators.
+    """
+
+    def __init__(self, snapshot: RNGSnapshot) -> None:
+        seed = derive(snapshot.digest(), "order")
+        self._torch = torch.Generator().manual_seed(seed).get_state()
+        self._python = random.Random(seed).getstate()
+        self._numpy: Any = np.random.MT19937(seed)
+
+    def __call__(self, call: Callable[[], T]) -> T:
+        cpu = torch.default_generator
+        outside = cpu.get_state(), random.getstate(), _numpy.get_bit_generator()
+        cpu.set_state(self._torch)
+        random.setstate(self._python)
+        _numpy.set_bit_generator(self._numpy)
+        try:
+            return call()
+        finally:
+            self._torch, self._python = cpu.get_state(), random.getstate()
+            cpu.set_state(outside[0])
+            random.setstate(outside[1])
+            _numpy.set_bit_generator(outside[2])
+
+
+def begin_order(
+    call: Callable[[], T], start: RNGSnapshot | None, broadcast: Callable[[Any], Any] | None
+) -> tuple[T, RNGSnapshot, IsolatedRNG]:
+    """Make the first draws of an order; return ``call()``, its initial states, and the runner of later draws.
+
+    Args:
+        call: makes the draws.
+        start: the states to begin with; the global generators then stay as they are. None: begin with the
+            global generators, which advance.
+        broadcast: makes all ranks begin with the same states, those of rank 0 for example. The generators of
+            a rank that has these states advance, those of other ranks stay as they are.
+    """
+    local_states = RNGSnapshot.capture()
+    first = start or local_states
+    if broadcast and collective.world_size() > 1:
+        first = broadcast(first)
+    uses_other_state = start is not None or not first.is_same(local_states)
+    if uses_other_state:
+        first.restore()
+    try:
+        value = call()
+        isolated_rng = IsolatedRNG(RNGSnapshot.capture())
+    finally:
+        if uses_other_state:
+            local_states.restore()
+    return value, first, isolated_rng
+
+
+def find_generators(*holders: Any) -> list[Any]:
+    """Find the generators that are attributes of ``holders``: torch's, Python's and numpy's, each once."""
+    generators: list[Any] = []
+    for holder in holders:
+        for value in list(getattr(holder, "__dict__", {}).values()):
+            kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+            if isinstance(value, kinds) and not any(value is other for other in generators):
+                generators.append(value)
+    return generators
+
+
+def capture_generators(generators: Iterable[Any]) -> list[Any]:
+    """Capture the state of each generator, as JSON types."""
+    return [to_plain(_state(generator)) for generator in generators]
+
+
+def restore_generators(generators: Sequence[Any], states: Sequence[Any]) -> None:
+    """Restore the states of ``capture_generators``.
+
+    Raises:
+        ValueError: the number of generators differs from the saved one.
+    """
+    if len(generators) != len(states):
+        raise ValueError(
+            f"the loader and its samplers hold {len(generators)} random generators, but {len(states)} were "
+            "saved"
+        )
+    for generator, state in zip(generators, states, strict=True):
+        _set_state(generator, from_plain(state))
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        version, state_words, gauss = generator.getstate()
+        return [version, np.array(state_words, np.uint64), gauss]
+    if isinstance(generator, np.random.RandomState):
+        return list(generator.get_state())
+    return generator.bit_generator.state
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate((state[0], tuple(state[1].tolist()), state[2]))
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(tuple(state))
+    else:
+        generator.bit_generator.state = state
+
+
+def to_plain(value: Any) -> Any:
+    """Convert ``value`` to JSON types: arrays become base64, and long integers text."""
+    if isinstance(value, torch.Tensor):
+        return {"dtype": "torch", "base64": _encode_base64(value.numpy())}
+    if isinstance(value, np.ndarray):
+        return {"dtype": str(value.dtype), "base64": _encode_base64(value)}
+    if isinstance(value, dict):
+        return {"dict": {key: to_plain(item) for key, item in value.items()}}
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    return {"int": str(value)} if isinstance(value, int) and abs(value) >= 2**53 else value
+
+
+def from_plain(value: Any) -> Any:
+    """Restore the value of ``to_plain``; tuples have become lists."""
+    if isinstance(value, list):
+        return [from_plain(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "int" in value:
+        return int(value["int"])
+    if "dict" in value:
+        return {key: from_plain(item) for key, item in value["dict"].items()}
+    data = base64.b64decode(value["base64"])
+    if value["dtype"] == "torch":
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return np.frombuffer(data, dtype=value["dtype"]).copy()
+
+
+def _encode_base64(values: np.ndarray[Any, Any]) -> str:
+    return base64.b64encode(values.tobytes()).decode()
 
 
 @dataclass(frozen=True)
@@ -133,7 +342,7 @@ def open_walk(
     order_state: OrderState | None = None,
     isolate: bool = True,
 ) -> tuple[Iterator[Any], OrderState]:
-    """Iterate a sampler of any kind, or a loader; the arguments are those of ``open_order``.
+    """Iterate a sampler of any kind, or a loader; its first sample is drawn at once. See ``open_order``.
 
     Args:
         isolate: it draws in this process, so use isolated random numbers after its first item.
@@ -142,15 +351,55 @@ def open_walk(
     if broadcast and generators and collective.world_size() > 1:
         generator_states = broadcast(generator_states)
     restore_generators(generators, generator_states)
-    iterator, rng_snapshot = orders.walk_sampler(
-        items, None if order_state is None else order_state.rng_snapshot, broadcast, isolate
-    )
-    return iterator, OrderState(
+    # Of torch's batch sampler the first sample is drawn, not the first batch: a sampler that draws for each
+    # sample gives the same order to batches of any size.
+    batches = items if type(items) is BatchSampler else None
+
+    def open_iterator() -> tuple[Iterator[Any], Any]:
+        iterator = iter(items if batches is None else batches.sampler)
+        return iterator, next(iterator, END)
+
+    saved_snapshot = None if order_state is None else order_state.rng_snapshot
+    (iterator, first), rng_snapshot, isolated_rng = begin_order(open_iterator, saved_snapshot, broadcast)
+    later_rng = isolated_rng if isolate else None
+    if batches is None:
+        walk = _iterate_items(first, iterator, later_rng)
+    else:
+        walk = _iterate_batches(batches, first, iterator, later_rng)
+    return walk, OrderState(
         worker_seed=rng_snapshot.digest(),
         rng_snapshot=rng_snapshot,
         generator_states=generator_states,
         loader=None if order_state is None else order_state.loader,
     )
+
+
+def _iterate_items(first: Any, samples: Iterator[Any], isolated_rng: IsolatedRNG | None) -> Iterator[Any]:
+    """Yield the first item and the others."""
+    item, fetch = first, partial(next, samples, END)
+    while item is not END:
+        yield item
+        item = fetch() if isolated_rng is None else isolated_rng(fetch)
+
+
+def _iterate_batches(
+    sampler: BatchSampler, first: Any, samples: Iterator[Any], isolated_rng: IsolatedRNG | None
+) -> Iterator[list[Any]]:
+    """Yield what a batch sampler of torch yields, from the first sample and the others."""
+    batch = [] if first is END else [first]
+    while True:
+        missing = sampler.batch_size - len(batch)
+        fetch = partial(_take, samples, missing)
+        batch += fetch() if isolated_rng is None else isolated_rng(fetch)
+        if len(batch) == sampler.batch_size or (batch and not sampler.drop_last):
+            yield batch
+        if len(batch) < sampler.batch_size:
+            return
+        batch = []
+
+
+def _take(items: Iterator[Any], count: int) -> list[Any]:
+    return list(islice(items, count))
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from accelerate.data.data_order_rng import capture_generators, restore_generators
-from accelerate.data.epoch_order import DataShard, OrderState
+from accelerate.data.epoch_order import DataShard, OrderState, capture_generators, restore_generators
 from accelerate.world import collective
 
 

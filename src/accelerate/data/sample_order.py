@@ -9,16 +9,13 @@ are broadcast. So the order on N processes is the one that rank 0 alone would se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
-
-from accelerate.data.data_order_rng import IsolatedRNG, RNGSnapshot, begin_order
+from torch.utils.data import RandomSampler, SequentialSampler
 
 END: Any = object()
 # Samples converted to Python numbers at a time.
@@ -204,61 +201,6 @@ class RankSampleOrderSlicer:
 
 def _slice_order(order: torch.Tensor | range, start: int, stop: int) -> torch.Tensor:
     return torch.arange(start, stop) if isinstance(order, range) else order[start:stop]
-
-
-def walk_sampler(
-    items: Any, start: RNGSnapshot | None, broadcast: Callable[[Any], Any] | None, isolate: bool = True
-) -> tuple[Iterator[Any], RNGSnapshot]:
-    """Iterate a sampler of any kind in a reproducible order; the first sample is drawn at once.
-
-    It is the first sample also where torch's batch sampler makes batches: a sampler that draws for each
-    sample gives the same order to batches of any size.
-
-    Args:
-        items: the sampler, of batches or of single indices.
-        start, broadcast: see ``rng_states.begin_order``.
-        isolate: draw later items under isolated random numbers.
-    """
-    batches = items if type(items) is BatchSampler else None
-
-    def open_iterator() -> tuple[Iterator[Any], Any]:
-        iterator = iter(items if batches is None else batches.sampler)
-        return iterator, next(iterator, END)
-
-    (iterator, first), snapshot, isolated_rng = begin_order(open_iterator, start, broadcast)
-    if batches is not None:
-        return _iterate_batches(batches, first, iterator, isolated_rng if isolate else None), snapshot
-    return iterate_from(first, lambda: next(iterator, END), isolated_rng if isolate else None), snapshot
-
-
-def _iterate_batches(
-    sampler: BatchSampler, first: Any, samples: Iterator[Any], isolated_rng: IsolatedRNG | None
-) -> Iterator[list[Any]]:
-    """Yield what a batch sampler of torch yields, from the first sample and the others."""
-    batch = [] if first is END else [first]
-    while True:
-        missing = sampler.batch_size - len(batch)
-        batch += (
-            take(samples, missing) if isolated_rng is None else isolated_rng(partial(take, samples, missing))
-        )
-        if len(batch) == sampler.batch_size or (batch and not sampler.drop_last):
-            yield batch
-        if len(batch) < sampler.batch_size:
-            return
-        batch = []
-
-
-def take(items: Iterator[Any], count: int) -> list[Any]:
-    """Return the next items, up to ``count``."""
-    return list(islice(items, count))
-
-
-def iterate_from(first: Any, fetch: Callable[[], Any], isolated_rng: IsolatedRNG | None) -> Iterator[Any]:
-    """Yield ``first`` and then the results of ``fetch``, until one of them is ``END``."""
-    item = first
-    while item is not END:
-        yield item
-        item = fetch() if isolated_rng is None else isolated_rng(fetch)
 
 
 def count_samples(item: Any) -> int:

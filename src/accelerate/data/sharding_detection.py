@@ -21,7 +21,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate.core.errors import CollectiveError, PrepareError
-from accelerate.data.data_order_rng import capture_generators, find_generators
+from accelerate.data.epoch_order import capture_generators, find_generators
 from accelerate.world import collective
 
 _logger = logging.getLogger(__name__)

@@ -34,8 +34,7 @@ from accelerate.data.batch_source import (
     uses_torch_iterator,
     with_index_sampler,
 )
-from accelerate.data.data_order_rng import RNGSnapshot, capture_generators, restore_generators
-from accelerate.data.epoch_order import open_walk
+from accelerate.data.epoch_order import RNGSnapshot, capture_generators, open_walk, restore_generators
 from accelerate.data.iterable_dataset import STATE_METHODS, IterableDatasetShard
 from accelerate.data.position import Epoch, FetchLayout
 from accelerate.data.sample_order import END, StepSampleIndices
