@@ -154,15 +154,20 @@ def option_statuses(
         models: the sharded models.
         implied: the mixed precision policy that follows from the precision, where the plugin has none.
     """
+    sharded = sum(len(group.fsdp_params) for model in models for group in fsdp_param_groups(model))
     for option in switch:
         if option.value is not True:  # the plugin itself
             continue
-        yield (
-            option.report_applied(_sharded_clause(models))
-            if models
-            else option.report_pending(NO_TRAINED_MODEL)
-        )
-    for option in _fsdp2_options(plugin):
+        if models:
+            yield option.report_applied(f"{sharded} parameters are sharded")
+        else:
+            yield option.report_pending(NO_TRAINED_MODEL)
+    objects = {"mixed_precision_policy": plugin.mixed_precision_policy, "buffer_dtype": plugin._buffer_dtype}
+    given = ((name, value) for name, value in objects.items() if value is not None)
+    for option in (
+        *plugin_options(plugin),
+        *(RequestedOption(name, value, type(plugin).__name__) for name, value in given),
+    ):
         look = READ_BACKS.get(option.name)
         if option.name.removeprefix("fsdp_") in plugin._ignored_options:
             yield option.report_not_applied(_IGNORED)
@@ -198,23 +203,9 @@ def plugin_options(plugin: Any) -> Iterator[RequestedOption]:
         yield RequestedOption("fsdp_auto_wrap_policy", "a policy", origin)
 
 
-def _fsdp2_options(plugin: Any) -> Iterator[RequestedOption]:
-    yield from plugin_options(plugin)
-    origin = type(plugin).__name__
-    if plugin.mixed_precision_policy is not None:
-        yield RequestedOption("mixed_precision_policy", plugin.mixed_precision_policy, origin)
-    if plugin._buffer_dtype is not None:
-        yield RequestedOption("buffer_dtype", plugin._buffer_dtype, origin)
-
-
 def _unit_count(models: Sequence[nn.Module]) -> int:
     """Return the number of FSDP units, without the root modules."""
     return sum(isinstance(part, FSDPModule) for model in models for part in model.modules()) - len(models)
-
-
-def _sharded_clause(models: Sequence[nn.Module]) -> str:
-    sharded = sum(len(group.fsdp_params) for model in models for group in fsdp_param_groups(model))
-    return f"{sharded} parameters are sharded"
 
 
 def wrap_status(option: RequestedOption, parts: int) -> OptionStatus:
