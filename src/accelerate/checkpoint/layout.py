@@ -493,10 +493,13 @@ class CheckpointContents:
             CheckpointError: one has no ``state_dict`` and ``load_state_dict``.
         """
         objects: dict[str, CheckpointObject] = {}
+        random_states, rng = None, self.rng
+        if rng is not None:
+            random_states = StatefulAdapter(
+                "random states", lambda: {"step": self.step, **rng.capture()}, rng.restore
+            )
         for category, kind in KINDS.items():
-            items = getattr(self, category)
-            if category == "rng" and items is not None:
-                items = StatefulAdapter("random states", self._random_states, items.restore)
+            items = random_states if category == "rng" else getattr(self, category)
             if not isinstance(items, list):
                 items = [] if items is None else [items]
             for index, item in enumerate(items):
@@ -512,7 +515,3 @@ class CheckpointContents:
                         fix="give the class these two methods",
                     )
         return objects
-
-    def _random_states(self) -> dict[str, Any]:
-        assert self.rng is not None
-        return {"step": self.step, **self.rng.capture()}
