@@ -8,6 +8,7 @@ of the plain loop.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -104,6 +105,11 @@ RESUME_PAIRS = (
 )
 
 
+def positions_in_window(way: str) -> tuple[int, ...]:
+    """The micro-batches of ``IN_WINDOW`` after which the way saves: by default one, others for other ways."""
+    return IN_WINDOW if LONG_RUN else (IN_WINDOW[list(WAYS).index(way) % len(IN_WINDOW)],)
+
+
 def do_nothing(number: int) -> None:
     """The default of ``after``."""
 
@@ -142,7 +148,7 @@ def trained(
     model, optimizer, batches = accelerator.prepare(model, adamw(model), batches)
 
     def save(number: int) -> None:
-        if number in (IN_WINDOW if window > 1 else (MIDDLE,)):
+        if number in (positions_in_window(way) if window > 1 else (MIDDLE,)):
             accelerator.save_state(str(folder / f"{window}-{number}"))
 
     losses, norms = loop(accelerator, model, optimizer, batches, do_nothing if folder is None else save)
@@ -160,6 +166,11 @@ def train_in_each_setting(way: str, folder: str, workers: int) -> list[Numbers]:
     ]
 
 
+def can_run(way: str) -> bool:
+    """Tell whether the package that the way needs is installed."""
+    return WAYS[way][1] != "deepspeed" or is_deepspeed_available()
+
+
 class Runs(Protocol):
     """The numbers of every rank under a way, and the folder of its checkpoints."""
 
@@ -174,7 +185,7 @@ def runs(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     known: dict[tuple[str, int], tuple[list[list[Numbers]], Path]] = {}
 
     def run(way: str, workers: int = 0) -> tuple[list[list[Numbers]], Path]:
-        if WAYS[way][1] == "deepspeed" and not is_deepspeed_available():
+        if not can_run(way):
             pytest.skip("deepspeed is not installed: pip install deepspeed")
         if (way, workers) not in known:
             folder = tmp_path_factory.mktemp("middle")
@@ -224,46 +235,87 @@ def second_part(way: str, folder: str, window: int, workers: int) -> Numbers:
     return losses, norms, whole(accelerator, model)
 
 
-@pytest.mark.parametrize(("one", "other"), RESUME_PAIRS)
-def test_it_goes_on_under_another_strategy(ranks: RankServer, runs: Runs, one: str, other: str) -> None:
-    """Saved on four processes and loaded on two, and from one strategy to another; the optimizer too."""
-    runs(other)  # skips where it cannot run
-    goes_on(ranks, runs, one, other, MIDDLE, 1)
+def second_parts(way: str, checkpoints: list[tuple[str, int]]) -> list[Numbers]:
+    """Resume from each (folder, window), one after the other, in the processes of one launch."""
+    numbers = []
+    for folder, window in checkpoints:
+        print("resuming from", folder)  # which one failed
+        numbers.append(second_part(way, folder, window, 0))
+    return numbers
 
 
-def goes_on(
-    ranks: RankServer,
-    runs: Runs,
-    one: str,
-    other: str,
-    begin: int,
-    window: int,
-    workers: tuple[int, int] = (0, 0),
-) -> None:
-    """Check the rest of the epoch against the plain loop; ``workers`` of the loader that is saved, loaded."""
-    folder = runs(one, workers[0])[1] / f"{window}-{begin}"
-    losses, norms, values = plain(window)
-    ours = ranks(WAYS[other][0], second_part, other, str(folder), window, workers[1], timeout=100)[0]
-    close(ours, (losses[begin:], norms[begin // window :], values), 1e-5)
+@dataclass(frozen=True)
+class Resume:
+    """A run that was saved under one way, after ``begin`` micro-batches, and goes on under another."""
+
+    one: str
+    other: str
+    begin: int
+    window: int
 
 
-IN_WINDOW_PAIRS = [
+IN_WINDOW_PAIRS = (
     *(("copies", "copies"), ("shards", "shards"), ("shards, version 1", "shards, version 1")),
     *(("stages x shards", "stages x shards"), ("layers x shards", "copies"), ("copies", "stages")),
     *(("sequences, keys x shards", "shards, version 1"), ("stages x shards", "layers x copies")),
+)
+BETWEEN_STEPS = [Resume(one, other, MIDDLE, 1) for one, other in RESUME_PAIRS]
+IN_A_WINDOW = [
+    Resume(one, other, begin, 4) for one, other in IN_WINDOW_PAIRS for begin in positions_in_window(one)
 ]
 
 
-@pytest.mark.parametrize(("one", "other"), IN_WINDOW_PAIRS)
-def test_an_open_window_goes_on(ranks: RankServer, runs: Runs, one: str, other: str) -> None:
+class ResumedRuns(Protocol):
+    """The numbers of the second part, on rank 0."""
+
+    def __call__(self, resume: Resume) -> Numbers:
+        """Resume, unless that was done before; skip where one of the two ways cannot run."""
+        ...
+
+
+@pytest.fixture(scope="module")
+def resumed(ranks: RankServer, runs: Runs) -> ResumedRuns:
+    """One launch of a way resumes all that is to go on under it."""
+    known: dict[Resume, Numbers] = {}
+
+    def run(resume: Resume) -> Numbers:
+        if resume not in known:
+            for way in (resume.one, other := resume.other):
+                runs(way)  # skips where it cannot run
+            every = (*BETWEEN_STEPS, *IN_A_WINDOW)
+            same_launch = [each for each in every if each.other == other and can_run(each.one)]
+            folders = [
+                (str(runs(each.one)[1] / f"{each.window}-{each.begin}"), each.window) for each in same_launch
+            ]
+            numbers = ranks(WAYS[other][0], second_parts, other, folders, timeout=100 * len(folders))[0]
+            known.update(zip(same_launch, numbers, strict=True))
+        return known[resume]
+
+    return run
+
+
+def check_second_part(ours: Numbers, begin: int, window: int) -> None:
+    """Compare with the rest of the plain loop."""
+    losses, norms, values = plain(window)
+    close(ours, (losses[begin:], norms[begin // window :], values), 1e-5)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("resume", BETWEEN_STEPS, ids=lambda each: f"{each.one}-{each.other}")
+def test_it_goes_on_under_another_strategy(resumed: ResumedRuns, resume: Resume) -> None:
+    """Saved on four processes and loaded on two, and from one strategy to another; the optimizer too."""
+    check_second_part(resumed(resume), resume.begin, resume.window)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("resume", IN_A_WINDOW, ids=lambda each: f"{each.one}-{each.other}-{each.begin}")
+def test_an_open_window_goes_on(resumed: ResumedRuns, resume: Resume) -> None:
     """G2: saved after any micro-batch of a window, on the same ranks or others."""
-    number = IN_WINDOW_PAIRS.index((one, other))
-    for begin in IN_WINDOW if LONG_RUN else (IN_WINDOW[number % len(IN_WINDOW)],):
-        goes_on(ranks, runs, one, other, begin, 4)
+    check_second_part(resumed(resume), resume.begin, resume.window)
 
 
-def save_in_background(way: str, folder: str) -> list[float]:
-    """Train, from the first step on under ``async_save``; the losses."""
+def save_in_background(way: str, folder: str) -> tuple[list[float], Numbers]:
+    """Train, from the first step on under ``async_save``; the losses, and the numbers of a resumed run."""
     from accelerate.utils import ProjectConfiguration
 
     accelerator = accelerator_of(way, project_config=ProjectConfiguration(folder, async_save=True))
@@ -277,7 +329,7 @@ def save_in_background(way: str, folder: str) -> list[float]:
 
     losses, _ = loop(accelerator, model, optimizer, batches, save)
     accelerator.wait_for_checkpoint()
-    return losses
+    return losses, second_part(way, f"{folder}/1-{MIDDLE}", 1, 0)
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if LONG_RUN or WAYS[way][1] != "parallelism"])
@@ -285,13 +337,11 @@ def test_a_save_in_the_background_is_the_state_at_its_call(
     ranks: RankServer, way: str, tmp_path: Path
 ) -> None:
     """D10, under every strategy: training goes on as without, and so does a resumed run."""
-    if WAYS[way][1] == "deepspeed" and not is_deepspeed_available():
+    if not can_run(way):
         pytest.skip("deepspeed is not installed: pip install deepspeed")
-    losses, norms, values = plain(1)
-    ours = ranks(WAYS[way][0], save_in_background, way, str(tmp_path), timeout=100)[0]
-    assert ours == pytest.approx(losses, rel=1e-5)
-    resumed = ranks(WAYS[way][0], second_part, way, str(tmp_path / f"1-{MIDDLE}"), 1, 0, timeout=100)[0]
-    close(resumed, (losses[MIDDLE:], norms[MIDDLE:], values), 1e-5)
+    losses, numbers = ranks(WAYS[way][0], save_in_background, way, str(tmp_path), timeout=100)[0]
+    assert losses == pytest.approx(plain(1)[0], rel=1e-5)
+    check_second_part(numbers, MIDDLE, 1)
 
 
 def has_open_gradients(way: str) -> bool:
@@ -304,16 +354,18 @@ def has_open_gradients(way: str) -> bool:
 @given(
     st.sampled_from([*WAYS]),
     st.sampled_from([*WAYS]),
-    st.sampled_from((0, *IN_WINDOW)),
+    st.sampled_from((None, 0, 1, 2)),
     st.tuples(st.sampled_from((0, 2)), st.sampled_from((0, 2))),
 )
 def test_any_way_goes_on_under_any_other(
-    ranks: RankServer, runs: Runs, one: str, other: str, position: int, workers: tuple[int, int]
+    ranks: RankServer, runs: Runs, one: str, other: str, position: int | None, workers: tuple[int, int]
 ) -> None:
     """D11, G2, G9: any strategy, world size and workers, between steps or in a window, then any others."""
-    for way in (one, other):
-        assume(is_deepspeed_available() or has_open_gradients(way))
-    if position and has_open_gradients(one) and has_open_gradients(other):
-        goes_on(ranks, runs, one, other, position, 4, workers)
-    else:
-        goes_on(ranks, runs, one, other, MIDDLE, 1, workers)
+    assume(can_run(one) and can_run(other))
+    begin, window = MIDDLE, 1
+    if position is not None and has_open_gradients(one) and has_open_gradients(other):
+        in_window = positions_in_window(one)
+        begin, window = in_window[position % len(in_window)], 4
+    folder = runs(one, workers[0])[1] / f"{window}-{begin}"
+    ours = ranks(WAYS[other][0], second_part, other, str(folder), window, workers[1], timeout=100)[0]
+    check_second_part(ours, begin, window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -128,8 +129,9 @@ def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["shift_labels"].flatten())
 
 
+@cache
 def plain(window: int, half: bool = False) -> Numbers:
-    """Losses, norms and weights of the loop without this package, on one process."""
+    """Losses, norms and weights of the loop without this package, on one process; not to be changed."""
     model = decoder()
     losses, norms = plainly(model, adamw(model), loader(), loss_of, window, half)
     return losses, norms, {name: value.detach().clone() for name, value in model.state_dict().items()}
