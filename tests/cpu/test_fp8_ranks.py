@@ -54,11 +54,18 @@ def resume(way: str, recipe: str, folder: str) -> tuple[list[float], dict[str, t
     return losses, whole(accelerator, model)
 
 
+def train_and_resume(way: str, recipe: str, folder: str) -> tuple[Any, Any]:
+    """The results of ``train``, and of ``resume`` with new objects in the same processes."""
+    trained = train(way, recipe, folder)
+    return trained, resume(way, recipe, folder)
+
+
 @pytest.mark.parametrize(("way", "recipe"), WAYS)
 def test_it_trains_as_bf16_does_and_goes_on(ranks: RankServer, tmp_path: Path, way: str, recipe: str) -> None:
     """The losses are those of bfloat16 on one process within the noise; a resumed run ends where it did."""
     folder, count = str(tmp_path / "middle"), PROCESSES.get(way, 2)
-    results = ranks(count, train, way, recipe, folder, timeout=110)
+    outcomes = ranks(count, train_and_resume, way, recipe, folder, timeout=110)
+    results, (rest, end) = [trained for trained, _ in outcomes], outcomes[0][1]
     losses, weights, classes = results[0]
     theirs = plain(1, half=True)[0]
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(theirs), rtol=2e-2, atol=2e-2)
@@ -68,7 +75,6 @@ def test_it_trains_as_bf16_does_and_goes_on(ranks: RankServer, tmp_path: Path, w
     gathers = way == "shards" and recipe == "tensorwise"
     assert (classes == {"WeightWithDynamicFloat8CastTensor"}) == gathers
     assert {type(value) for value in weights.values()} == {torch.Tensor}
-    rest, end = ranks(count, resume, way, recipe, folder, timeout=110)[0]
     assert rest == pytest.approx(losses[4:], abs=1e-5)
     same(end, weights, 1e-5)
 
