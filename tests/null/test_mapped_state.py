@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accelerate import Accelerator
 from accelerate.checkpoint import mapped_state
@@ -192,13 +193,117 @@ def test_nothing_of_the_file_stays_open(
     assert not maps(path)
     if by == "a step":
         assert not mapped_state.MappedOptimizerState.open_states
-        assert mapped_state.MappedOptimizerState._step_hook is None
         after = moments(optimizer)
         again, model, optimizer = training()
         step(again, model, optimizer)
         step(again, model, optimizer, 2.0)
         assert same(moments(optimizer), after)
     mapped_state.MappedOptimizerState.wait_copied()
+
+
+class SlowAdamW(torch.optim.AdamW):
+    """Writes to its state in a step, when ``may_write`` is set."""
+
+    def __init__(self, params: Any, **kwargs: Any) -> None:
+        super().__init__(params, **kwargs)
+        self.entered, self.may_write, self.written = (threading.Event() for _ in range(3))
+        self.slow = self.fails = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise RuntimeError("a step that fails")
+        if not self.slow:
+            return super().step(closure)
+        self.entered.set()
+        assert self.may_write.wait(60)
+        for values in self.state.values():
+            values["exp_avg"].add_(1)
+        self.written.set()
+        return None
+
+
+def two_trainings() -> tuple[Accelerator, list[torch.nn.Module], list[Any]]:
+    torch.manual_seed(0)
+    accelerator, models = Accelerator(cpu=True), [torch.nn.Linear(SIZE, 1) for _ in range(2)]
+    optimizers = [SlowAdamW(model.parameters()) for model in models]
+    models, optimizers = (
+        list(each) for each in (accelerator.prepare(*models), accelerator.prepare(*optimizers))
+    )
+    return accelerator, models, optimizers
+
+
+@pytest.mark.parametrize("by", ["a step", "a wait", "a step after one that failed"])
+def test_a_write_of_another_thread_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """An optimizer steps in a thread while another one steps, or a save waits, here."""
+    accelerator, models, optimizers = two_trainings()
+    for model, optimizer in zip(models, optimizers, strict=True):
+        step(accelerator, model, optimizer)
+    folder = Path(accelerator.save_state(tmp_path / "a"))
+    expected = moments(optimizers[1])
+
+    ready, go = hold_copying(monkeypatch)
+    accelerator, models, optimizers = two_trainings()
+    accelerator.load_state(folder)
+    mapped = list(mapped_state.MappedOptimizerState.open_states)
+    assert len(mapped) == 2
+    assert ready.wait(60)
+    slow, whole = optimizers[1].optimizer, mapped_state.move_pages
+    address = next(iter(slow.state.values()))["exp_avg"].data_ptr()
+
+    def move(copy: int, target: mapped_state.MemoryRange) -> None:
+        """Let the thread write where a write would be lost: after the last copy, before the move."""
+        if target.start <= address < target.end and not slow.written.is_set():
+            slow.may_write.set()
+            assert slow.written.wait(60)
+        whole(copy, target)
+
+    monkeypatch.setattr(mapped_state, "move_pages", move)
+    if by == "a step after one that failed":
+        slow.fails = True
+        with pytest.raises(RuntimeError, match="a step that fails"):
+            slow.step()
+        slow.fails = False
+    slow.slow = True
+    thread = threading.Thread(target=slow.step)
+    thread.start()
+    assert slow.entered.wait(60)
+    go.set()
+    for each in mapped:
+        assert each._thread is not None
+        each._thread.join(60)
+    if by == "a wait":
+        mapped_state.MappedOptimizerState.wait_copied()
+    else:
+        step(accelerator, models[0], optimizers[0], 2.0)
+    assert maps(folder / "optimizer.bin") == 0, "what no thread writes to is detached"
+    slow.may_write.set()
+    thread.join(60)
+    overwrite(folder)
+    mapped_state.MappedOptimizerState.wait_copied()
+    assert maps(folder / "optimizer_1.bin") == 0
+    names = [name for state in optimizers[1].state.values() for name in state]
+    written = [value + 1 if name == "exp_avg" else value for name, value in zip(names, expected, strict=True)]
+    assert same(moments(optimizers[1]), written)
+
+
+def test_hooks_of_the_user_run_while_states_are_detached(
+    saved_training: tuple[Path, list[torch.Tensor]],
+) -> None:
+    """torch walks through the hooks of all optimizers: none may go meanwhile."""
+    accelerator, model, optimizer = training()
+    accelerator.load_state(saved_training[0])
+    (mapped,) = mapped_state.MappedOptimizerState.open_states
+    assert mapped._thread is not None
+    mapped._thread.join(60)
+    calls: list[str] = []
+    hook = register_optimizer_step_pre_hook(lambda *_: calls.append("user's"))
+    step(accelerator, model, optimizer, 2.0)
+    hook.remove()
+    assert calls == ["user's"]
+    assert not mapped_state.MappedOptimizerState.open_states
 
 
 def test_what_the_optimizer_does_not_keep_is_not_copied(

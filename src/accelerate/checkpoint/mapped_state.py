@@ -6,6 +6,9 @@ mapping, at the same addresses (``mremap``): pages that training has written to 
 knows, are copied once more just before. From then on the file does not matter, and nothing of it stays open:
 its disk space is free when it is removed, and its file system can be unmounted.
 
+A write between that last copy and the move would be lost. So a state stays where it is while another thread
+is inside a step of an optimizer that holds a part of it, and a step does not start during a move.
+
 Should somebody change the file in place before, the next save, load or wait raises it: no training goes on
 unnoticed with a state that changed under it.
 
@@ -20,14 +23,20 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelerate.checkpoint import torch_files
 from accelerate.checkpoint.errors import file_errors
@@ -71,7 +80,7 @@ class MappedOptimizerState:
     """
 
     open_states: ClassVar[list[MappedOptimizerState]] = []
-    _step_hook: ClassVar[Any] = None
+    _lock: ClassVar[threading.RLock] = threading.RLock()  # of ``open_states`` and of ``RunningSteps``
 
     def __init__(self, path: Path, **kwargs: Any) -> None:
         self.path, self.failure = path, ""
@@ -87,9 +96,9 @@ class MappedOptimizerState:
         """Pass the state to ``load``; a thread copies the pages of the tensors that it keeps."""
         state, self.state = self.state, None
         references = [
-            StorageWeakRef(leaf.untyped_storage())
+            StorageWeakRef(tensor.untyped_storage())
             for _, leaf in tree.iterate_leaves(state)
-            if _has_memory(leaf)
+            for tensor in _host_tensors(leaf)
         ]
         load(state)
         del state
@@ -99,9 +108,9 @@ class MappedOptimizerState:
             self._file.close()
             return
         self._mapping = _find_mapping(storages[0].data_ptr())
-        MappedOptimizerState.open_states.append(self)
-        if MappedOptimizerState._step_hook is None:
-            MappedOptimizerState._step_hook = register_optimizer_step_pre_hook(_detach_copied)
+        with self._lock:
+            _watch_steps()
+            self.open_states.append(self)
         self._thread = threading.Thread(
             target=self._copy_pages, args=(storages,), name="accelerate-own", daemon=True
         )
@@ -131,6 +140,19 @@ class MappedOptimizerState:
         """Return whether the thread has ended."""
         return self._thread is None or not self._thread.is_alive()
 
+    def is_held_by(self, optimizer: Optimizer) -> bool:
+        """Return whether a tensor of an optimizer's state lies in the mapping."""
+        tensors = (
+            tensor
+            for values in optimizer.state.values()
+            for _, leaf in tree.iterate_leaves(values)
+            for tensor in _host_tensors(leaf)
+        )
+        return any(
+            self._mapping.start <= tensor.untyped_storage().data_ptr() < self._mapping.end
+            for tensor in tensors
+        )
+
     def detach(self) -> None:
         """Put the copy in the place of the mapping; nothing may write to the state meanwhile."""
         storages, copy, self._copy = self._kept_storages(), self._copy, 0
@@ -148,35 +170,91 @@ class MappedOptimizerState:
     def wait_copied(cls) -> None:
         """Wait until the pages of all states are copied, and detach these from their files.
 
+        A state that another thread steps with at this moment is detached by a later step.
+
         Raises:
             CheckpointError: the file of one was changed before.
         """
-        while cls.open_states:
-            mapped = cls.open_states.pop()
+        for mapped in list(cls.open_states):
             if mapped._thread is not None:
                 mapped._thread.join()
-            mapped.detach()
-            if mapped.failure:
-                raise CheckpointError(
-                    f"the optimizer state that was loaded from {mapped.path} cannot be trusted",
-                    why=mapped.failure,
-                    fix="load the checkpoint again, and leave its files alone for some seconds",
-                )
+        with cls._lock:
+            RunningSteps.of_this_thread().held.clear()  # left by steps that raised
+            cls.detach_copied()
+            failed = next((mapped for mapped in cls.open_states if mapped.failure), None)
+            if failed is not None:
+                cls.open_states.remove(failed)
+        if failed is not None:
+            raise CheckpointError(
+                f"the optimizer state that was loaded from {failed.path} cannot be trusted",
+                why=failed.failure,
+                fix="load the checkpoint again, and leave its files alone for some seconds",
+            )
 
     @classmethod
     def detach_copied(cls) -> None:
-        """Detach the states that are copied; a failure is raised by ``wait_copied``."""
-        for mapped in [each for each in cls.open_states if each.is_copied]:
-            mapped.detach()
-            if not mapped.failure:
-                cls.open_states.remove(mapped)
-        if all(mapped.failure for mapped in cls.open_states) and cls._step_hook is not None:
-            cls._step_hook.remove()
-            cls._step_hook = None
+        """Detach the states that are copied and in no step of another thread; failures wait."""
+        with cls._lock:
+            held = RunningSteps.held_by_others()
+            for mapped in [each for each in cls.open_states if each.is_copied and each not in held]:
+                mapped.detach()
+                if not mapped.failure:
+                    cls.open_states.remove(mapped)
 
 
-def _detach_copied(*_: Any) -> None:
-    MappedOptimizerState.detach_copied()
+class RunningSteps:
+    """The optimizer steps that one thread is in, and the mapped states that they write to.
+
+    Attributes:
+        held: the optimizer of each step, by its id, and its states that are mapped; innermost last.
+    """
+
+    _here: ClassVar[threading.local] = threading.local()
+    _of_threads: ClassVar[WeakSet[RunningSteps]] = WeakSet()  # one goes with its thread
+
+    def __init__(self) -> None:
+        self.held: list[tuple[int, list[MappedOptimizerState]]] = []
+
+    @classmethod
+    def of_this_thread(cls) -> RunningSteps:
+        """Return those of the thread that asks, which holds the lock."""
+        if not hasattr(cls._here, "steps"):
+            cls._here.steps = cls()
+            cls._of_threads.add(cls._here.steps)
+        return cls._here.steps
+
+    @classmethod
+    def held_by_others(cls) -> list[MappedOptimizerState]:
+        """Return the states that steps of other threads may write to."""
+        others = cls._of_threads - {cls.of_this_thread()}
+        return [state for steps in others for _, states in steps.held for state in states]
+
+
+def _start_step(optimizer: Optimizer, *_: Any) -> None:
+    if not MappedOptimizerState.open_states:
+        return
+    with MappedOptimizerState._lock:
+        MappedOptimizerState.detach_copied()
+        states = [each for each in MappedOptimizerState.open_states if each.is_held_by(optimizer)]
+        if states:
+            RunningSteps.of_this_thread().held.append((id(optimizer), states))
+
+
+def _end_step(optimizer: Optimizer, *_: Any) -> None:
+    steps = getattr(RunningSteps._here, "steps", None)
+    if steps is None:
+        return
+    held = steps.held
+    numbers = [number for number, (of, _) in enumerate(held) if of == id(optimizer)]
+    if numbers:
+        del held[numbers[-1] :]  # with steps inside this one that raised
+
+
+@cache
+def _watch_steps() -> None:
+    """Register the hooks of steps, once: torch walks through them, so none may be removed by one."""
+    register_optimizer_step_pre_hook(_start_step)
+    register_optimizer_step_post_hook(_end_step)
 
 
 def can_map(path: Path, location: Any) -> bool:
@@ -307,10 +385,15 @@ def _stamp(handle: int) -> _Stamp:
     return stat.st_mtime_ns, stat.st_size
 
 
-def _has_memory(leaf: Any) -> bool:
-    return (
-        isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.untyped_storage().nbytes() > 0
-    )
+def _host_tensors(leaf: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors with host memory of a leaf; of a tensor that wraps others, those."""
+    if not isinstance(leaf, torch.Tensor):
+        return
+    if is_traceable_wrapper_subclass(leaf):
+        for name in leaf.__tensor_flatten__()[0]:
+            yield from _host_tensors(getattr(leaf, name))
+    elif leaf.device.type == "cpu" and leaf.untyped_storage().nbytes() > 0:
+        yield leaf
 
 
 def page_ranges(storages: Sequence[torch.UntypedStorage]) -> list[MemoryRange]:
