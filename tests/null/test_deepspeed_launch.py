@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +209,8 @@ def test_variables_reach_other_machines_in_a_file(
     """And only those: 1.15 writes the whole environment, secrets too, into a file that stays."""
     run(asks(zero_stage="2", mixed_precision="bf16"))
     found = said(capfd)
-    assert found["file"].splitlines() == [
+    lines = [line for line in found["file"].splitlines() if not line.startswith("ACCELERATE_ASKED=")]
+    assert lines == [
         "ACCELERATE_MIXED_PRECISION=bf16",
         "ACCELERATE_USE_DEEPSPEED=true",
         "ACCELERATE_DEEPSPEED_ZERO_STAGE=2",
@@ -217,6 +220,38 @@ def test_variables_reach_other_machines_in_a_file(
     assert (found["stage"], found["use"], found["python"]) == ("2", "true", str(tmp_path))
     assert not Path(found["path"]).exists()
     assert not (tmp_path / ".deepspeed_env").exists()
+
+
+REPORT = """
+from accelerate.facade.option_report import _parse_launched
+import json, os
+print(json.dumps(_parse_launched(os.environ["ACCELERATE_ASKED"])))
+"""
+
+
+def test_requested_options_reach_other_machines_as_deepspeed_hands_them_on(
+    asks: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each process reports them: through the shell of pdsh, and to MPI without one."""
+    from deepspeed.launcher.multinode_runner import MultiNodeRunner
+
+    capfd.readouterr()  # what the import says
+    run(asks(zero_stage="2", file="mixed_precision: bf16\n"))
+    runner: Any = types.SimpleNamespace(exports={})
+    for line in said(capfd)["file"].splitlines():
+        MultiNodeRunner.add_export(runner, *line.split("=", maxsplit=1))
+    name = "ACCELERATE_ASKED"
+    by_shell = subprocess.check_output(["sh", "-c", f"export {name}={runner.exports[name]}; printenv {name}"])
+    answers = [
+        json.loads(
+            subprocess.check_output([sys.executable, "-c", REPORT], env={**os.environ, name: value.strip()})
+        )
+        for value in (by_shell.decode(), runner.exports[name])
+    ]
+    assert answers[0] == answers[1]
+    assert answers[0]["zero_stage"] == ["--zero_stage", 2]
+    assert answers[0]["mixed_precision"][1] == "bf16"
+    assert "accelerate.yaml" in answers[0]["mixed_precision"][0]
 
 
 @pytest.mark.parametrize("named", [None, "mine.env"])

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import Any
+from urllib.parse import unquote
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError
@@ -86,7 +87,7 @@ class OptionReporter:
         asked = environ.get("ACCELERATE_ASKED")
         self._launched: dict[str, RequestedOption] = {
             name: RequestedOption(name, value, str(origin))
-            for name, (origin, value) in (json.loads(asked) if asked else {}).items()
+            for name, (origin, value) in _parse_launched(asked).items()
         }
         given = constructor_options.get
         self._run_options = list(self._find_requests(given("mixed_precision"), bool(given("cpu"))))
@@ -309,3 +310,10 @@ def _to_json(effects: Iterable[OptionStatus]) -> str:
 def _from_json(text: str) -> Iterator[OptionStatus]:
     rows: list[list[str]] = json.loads(text)
     return (OptionStatus(option, value, origin, False, reason) for option, value, origin, reason in rows)
+
+
+def _parse_launched(asked: str | None) -> dict[str, Any]:
+    """Return the options requested of the launcher; DeepSpeed's hands them on percent-encoded."""
+    if not asked:
+        return {}
+    return json.loads(asked if asked.startswith("{") else unquote(asked))

@@ -10,10 +10,11 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar
+from urllib.parse import quote
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, MissingExtraError, SettingError
-from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand
+from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, origin_variables
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
 
@@ -78,7 +79,7 @@ class DeepSpeedLaunch(LaunchKind[LaunchPlan]):
         with rank_reports.report_folder() as folder:
             variables = dict(plan.variables)
             if _needs_env_file(request):
-                variables[ENV_FILE_VARIABLE] = str(_write_env_file(folder, _job_variables(request)))
+                variables[ENV_FILE_VARIABLE] = str(_write_env_file(folder, _file_variables(request)))
             command = rank_reports.ProcessSpec(
                 plan.commands[0].program, environ.make_child_environment(variables)
             )
@@ -97,6 +98,15 @@ def _job_variables(request: LaunchRequest) -> dict[str, str]:
     """Return the variables of the job that processes on all machines get."""
     threads = request.settings.num_cpu_threads_per_process
     return {**request.script_variables(), **({} if threads is None else {"OMP_NUM_THREADS": str(threads)})}
+
+
+def _file_variables(request: LaunchRequest) -> dict[str, str]:
+    """Return those of the file; the requested options, which are JSON, percent-encoded.
+
+    DeepSpeed puts other values than plain words between quotes, that a shell removes, or that stay.
+    """
+    origins = {name: quote(value, safe="") for name, value in origin_variables(request).items()}
+    return {**_job_variables(request), **origins}
 
 
 def _needs_env_file(request: LaunchRequest) -> bool:
