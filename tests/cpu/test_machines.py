@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -70,6 +71,40 @@ def test_two_hosts_are_one_world(named: bool) -> None:
         assert result.returncode == 0, result.output
         assert result.stdout == f"rank {rank} on {NAMES[rank]} sees 3\n"
         assert "accelerate launch" not in result.stderr
+
+
+# An accelerator's ranks, as srun or mpirun start them: no launcher has told them of an interface.
+ALONE = """
+import socket, sys
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+seen = torch.full((100_000,), accelerator.process_index + 1.0)
+total = accelerator.reduce(seen, "sum")[0].item()
+sys.stdout.write(f"rank {accelerator.process_index} on {socket.gethostname()} sees {total:g}\\n")
+accelerator.end_training()
+"""
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_ranks_without_a_launcher_use_the_route_to_rank_0(by_name: bool) -> None:
+    """Their own names are loopback addresses, where gloo would wait for the others."""
+    with Hosts(own_loopback=True) as hosts:
+        main = "hosta" if by_name else hosts.addresses["hosta"]
+        common = {"WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "OMP_NUM_THREADS": 1}
+        jobs = [
+            Running(
+                hosts.command(name, [sys.executable]),
+                script_text=ALONE,
+                env={key: str(value) for key, value in common.items()}
+                | {"RANK": str(rank), "MASTER_ADDR": main, "MASTER_PORT": "29511"},
+            )
+            for rank, name in enumerate(NAMES)
+        ]
+        results = ends(hosts, jobs)
+    for rank, result in enumerate(results):
+        assert result.returncode == 0, result.output
+        assert result.stdout == f"rank {rank} on {NAMES[rank]} sees 3\n"
 
 
 CRASH_ONCE = """

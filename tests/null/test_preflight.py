@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 
 import pytest
 
 from accelerate.core.errors import LaunchError
 from accelerate.launch.elastic import rendezvous
-from accelerate.launch.elastic.rendezvous import (
-    find_gloo_interface,
-    find_local_address,
-    is_this_machine,
-)
-from accelerate.world import ports
+from accelerate.launch.elastic.rendezvous import find_gloo_interface, is_this_machine
+from accelerate.world import network, ports
+from accelerate.world.network import find_interface, find_local_address, find_rank_interface
 from accelerate.world.ports import DEFAULT_PORT
 
 SAME = {"accelerate": "1.0", "torch": "2.13.0", "Python": "3.11", "device": "cpu", "devices": "2 x cpu"}
@@ -153,9 +153,43 @@ def test_the_default_is_torchs_own_port(monkeypatch: pytest.MonkeyPatch) -> None
     assert asked == [DEFAULT_PORT] == [29500]
 
 
+OPENS_WORLD = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (300, 900))
+from accelerate import PartialState
+PartialState(cpu=True)
+print(resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+def test_a_world_may_open_as_many_files_as_the_system_allows() -> None:
+    """A gloo group of 512 ranks has more sockets than the 1,024 files of a usual soft limit."""
+    numbers = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports.free_port())}
+    done = subprocess.run(
+        [sys.executable, "-c", OPENS_WORLD],
+        env={**os.environ, **numbers, **place},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.splitlines()[-1:] == ["(900, 900)"], done.stderr
+
+
 def test_own_addresses() -> None:
     assert find_local_address("127.0.0.1", 9) == "127.0.0.1"
     assert is_this_machine("localhost")
     assert not is_this_machine("192.0.2.1")  # kept for documentation by RFC 5737: nobody has it
     assert find_local_address("no-such-host.invalid", 9) is None
     assert find_gloo_interface("127.0.0.1") is None
+    assert find_interface("192.0.2.1") is None
+
+
+def test_ranks_use_the_interface_of_the_route_to_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    routes = {"10.1.0.1": "10.1.0.7", "debian": "127.0.1.1", "192.0.2.1": "10.2.0.7"}
+    monkeypatch.setattr(network, "find_local_address", lambda host, port: routes.get(host))
+    monkeypatch.setattr(network, "find_interface", {"10.1.0.7": "ib0", "10.2.0.7": "eth0"}.get)
+    assert find_rank_interface("10.1.0.1") == "ib0"
+    assert find_rank_interface("debian") == "eth0"
+    assert find_rank_interface("no-such-host.invalid") is None
+    del routes["192.0.2.1"]
+    assert find_rank_interface("debian") is None  # no network

@@ -38,13 +38,14 @@ class Hosts:
 
     Args:
         named: whether the hosts know each other's names, and their own; without, only ``localhost``.
+        own_loopback: a host's own name is a loopback address, as Debian's installer has it.
     """
 
-    def __init__(self, *, named: bool = True) -> None:
+    def __init__(self, *, named: bool = True, own_loopback: bool = False) -> None:
         tag = os.getpid() % 250
         self.spaces = {name: f"acc{os.getpid()}{name[-1]}" for name in NAMES}
         self.addresses = {name: f"10.213.{tag}.{end}" for end, name in enumerate(NAMES, 1)}
-        self.named = named
+        self.named, self.own_loopback = named, own_loopback
 
     def __enter__(self) -> Hosts:
         try:
@@ -58,8 +59,9 @@ class Hosts:
         self.down()
 
     def _up(self) -> None:
-        known = [f"{address} {name}" for name, address in self.addresses.items()] if self.named else []
-        for space in self.spaces.values():
+        for host, space in self.spaces.items():
+            addresses = self.addresses | ({host: "127.0.1.1"} if self.own_loopback else {})
+            known = [f"{address} {name}" for name, address in addresses.items()] if self.named else []
             _ip("netns", "add", space)
             table = Path("/etc/netns", space, "hosts")
             table.parent.mkdir(parents=True, exist_ok=True)
@@ -72,6 +74,7 @@ class Hosts:
             _ip("-n", space, "addr", "add", f"{self.addresses[name]}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 _ip("-n", space, "link", "set", device, "up")
+            _ip("-n", space, "route", "add", "default", "dev", "eth0")
 
     def command(self, name: str, command: Sequence[str]) -> list[str]:
         """A command that runs on a host, in place of itself."""

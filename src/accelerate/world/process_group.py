@@ -35,7 +35,26 @@ _CONNECTION_ERRORS = (
     "ncclRemote",
 )
 
+# More than any world needs: programs that look at every possible descriptor would take long.
+MAX_OPEN_FILES = 1 << 20
+
 _group_sockets: set[str] = set()
+
+
+def raise_open_file_limit() -> None:
+    """Raise the soft limit of open files of this process to the hard one.
+
+    A gloo group has two sockets for each other rank, and many systems allow 1,024 files only.
+    """
+    try:
+        import resource
+    except ImportError:  # on Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # RLIM_INFINITY is -1 in Python.
+    target = MAX_OPEN_FILES if hard < 0 else min(hard, MAX_OPEN_FILES)
+    if 0 <= soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
 def group_backends(group: Any) -> list[Any]:
@@ -128,6 +147,11 @@ def _store_port(store: Any) -> int | None:
 # --- its key-value store
 
 _PREFIX = "accelerate"
+# Seconds after which a read is made again; the store of a large world, or of a busy machine, may be slow.
+REQUEST_TIMEOUT = 5.0
+MAX_KEYS = 256  # of one request
+LARGE_WORLD = 32  # ranks; in larger worlds each asks less often, so that the load of the store stays the same
+WAIT_SLICE = 0.25  # seconds between two calls of the check of a wait
 # Worlds opened one after the other may share a store; every rank opens the same number of them.
 _client_count = 0
 
@@ -148,12 +172,19 @@ class _StoreConnection:
 class StoreClient:
     """Reads and writes short texts in the store that all ranks share.
 
+    A request that the store answers late is made again. The store is lost when its connection breaks.
+
+    Args:
+        store: the store of the process group.
+        size: ranks that use it.
+
     Attributes:
         store: the store under this client's prefix, for torch.
         group_store: the store of the process group, without a prefix.
+        pace: how many times rarer than in a small world a rank asks the store while it waits.
     """
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, size: int = 1) -> None:
         from torch.distributed.distributed_c10d import PrefixStore
 
         global _client_count
@@ -161,6 +192,7 @@ class StoreClient:
         self._prefix = f"{_PREFIX}/{_client_count}"
         self.group_store = store
         self.store: Any = PrefixStore(self._prefix, store)
+        self.pace = max(1.0, size / LARGE_WORLD)
         self._connection = _StoreConnection()
 
     @property
@@ -177,6 +209,8 @@ class StoreClient:
         return other
 
     def _request(self, method: str, *arguments: Any) -> Any:
+        """Return what the store answers; None where it answers too late or is lost."""
+        from torch.distributed import DistStoreError  # pyright: ignore[reportPrivateImportUsage] - documented
         from torch.distributed.distributed_c10d import PrefixStore
 
         connection = self._connection
@@ -187,10 +221,12 @@ class StoreClient:
                 if connection.clone is None:  # torch before 2.10 cannot clone a store
                     has_clone = hasattr(self.group_store, "clone")
                     connection.clone = self.group_store.clone() if has_clone else self.group_store
-                    connection.clone.set_timeout(timedelta(seconds=5))
+                    connection.clone.set_timeout(timedelta(seconds=REQUEST_TIMEOUT))
             return getattr(PrefixStore(self._prefix, connection.clone), method)(*arguments)
-        except RuntimeError:  # torch's DistNetworkError and DistStoreError, by version
-            connection.is_lost = True
+        except RuntimeError as error:  # torch's DistNetworkError and DistStoreError, by version
+            # Only reads have a timeout; after one the connection is whole, and the store has answered since.
+            is_late = isinstance(error, DistStoreError) and "timeout" in str(error).lower()
+            connection.is_lost = connection.is_lost or not is_late
             return None
 
     def put(self, key: str, text: str) -> None:
@@ -207,8 +243,11 @@ class StoreClient:
 
     def get(self, key: str) -> str | None:
         """Return the text of a key, None if it is not set."""
-        value = self._request("get", key) if self.has(key) else None
-        return None if value is None else value.decode()
+        while self.has(key):  # again, where the answer was late or the key was deleted meanwhile
+            value = self._request("get", key)
+            if value is not None:
+                return value.decode()
+        return None
 
     def add(self, key: str) -> int | None:
         """Add one to a counter and return it; None if the store is lost."""
@@ -221,20 +260,42 @@ class StoreClient:
 
     def read(self, keys: Sequence[str]) -> dict[str, str]:
         """Return the texts of those keys that are set."""
-        available = list(keys) if self.has(*keys) else [key for key in keys if self.has(key)]
-        values = self._request("multi_get", available) if available else None
-        return (
-            {}
-            if values is None
-            else {key: text.decode() for key, text in zip(available, values, strict=True)}
-        )
+        if len(keys) > MAX_KEYS:
+            chunks = (keys[start : start + MAX_KEYS] for start in range(0, len(keys), MAX_KEYS))
+            return {key: text for chunk in chunks for key, text in self.read(chunk).items()}
+        while keys and self.has(*keys):
+            values = self._request("multi_get", list(keys))
+            if values is not None:
+                return {key: text.decode() for key, text in zip(keys, values, strict=True)}
+        half = len(keys) // 2
+        return self.read(keys[:half]) | self.read(keys[half:]) if half else {}
 
-    def wait(self, keys: Sequence[str], seconds: float) -> bool:
-        """Wait until all keys are set; return False after ``seconds`` or if the store is lost."""
-        until, pause = time.monotonic() + seconds, 0.0005
-        while not self.has(*keys):
-            if self._connection.is_lost or time.monotonic() > until:
-                return False
-            time.sleep(pause)
-            pause = min(pause * 2, 0.05)
+    def find_missing(self, keys: Sequence[str]) -> list[str]:
+        """Return those keys that are not set, in order; few requests where few are missing."""
+        if not keys or (len(keys) <= MAX_KEYS and self.has(*keys)):
+            return []
+        half = len(keys) // 2
+        return [*self.find_missing(keys[:half]), *self.find_missing(keys[half:])] if half else list(keys)
+
+    def wait(self, keys: Sequence[str], seconds: float, check: Callable[[], None] | None = None) -> bool:
+        """Wait until all keys are set; return False after ``seconds`` or if the store is lost.
+
+        The pauses between requests grow with the time waited, up to 0.05 s times ``pace``.
+
+        Args:
+            keys: to wait for.
+            seconds: how long.
+            check: called several times a second; raises if the wait cannot end.
+        """
+        until, pause = time.monotonic() + seconds, 0.0005 * self.pace
+        for start in range(0, len(keys), MAX_KEYS):
+            while not self.has(*keys[start : start + MAX_KEYS]):
+                resume = min(time.monotonic() + pause, until)
+                while (rest := resume - time.monotonic()) > 0:
+                    time.sleep(min(rest, WAIT_SLICE))
+                    if check is not None:
+                        check()
+                if self._connection.is_lost or time.monotonic() >= until:
+                    return False
+                pause = min(pause * 2, 0.05 * self.pace)
         return True

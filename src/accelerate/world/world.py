@@ -24,7 +24,7 @@ from accelerate.core.errors import PeerError, WorldError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.setting import load_settings
 from accelerate.core.value_types import Timeout
-from accelerate.world import clusters, process_group, rendezvous, watchdog
+from accelerate.world import clusters, network, process_group, rendezvous, watchdog
 from accelerate.world.settings import ProcessDeviceSettings
 
 if TYPE_CHECKING:
@@ -338,6 +338,10 @@ def _open_group(
     arguments: dict[str, Any] = {"backend": backend, "timeout": timeout, **group}
     arguments = {name: value for name, value in arguments.items() if value is not None}
     meets_here = not arguments.keys() & {"init_method", "store"}
+    process_group.raise_open_file_limit()
+    if meets_here and cluster.size > cluster.local_size and environ.get("GLOO_SOCKET_IFNAME") is None:
+        # Else gloo takes what the name of this machine resolves to, which others may not reach.
+        environ.set_variables({"GLOO_SOCKET_IFNAME": network.find_rank_interface(cluster.address)})
     meeting: rendezvous.Rendezvous | None = None
     try:
         if meets_here and _store is not None:

@@ -11,13 +11,14 @@ import ipaddress
 import platform
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from accelerate.core.errors import LaunchError
+from accelerate.world.network import find_interface, find_local_address, find_routes, is_loopback
 
 POLL_SECONDS = 0.05  # seconds between looks for machines that are not there yet
 RESOLVE_PAUSE = 0.2  # seconds between looks for a name
@@ -118,7 +119,7 @@ class DynamicRendezvous:
     def __init__(self, job: dict[str, Any]) -> None:
         self.job, self.host, self.port = job, job["host"], job["port"]
         self.address = find_local_address(self.host, self.port)
-        if self.address is None or (_is_loopback(self.address) and not _is_loopback(self.host)):
+        if self.address is None or (is_loopback(self.address) and not is_loopback(self.host)):
             self.address = self.host
         from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
@@ -205,39 +206,12 @@ def _create_tcp_store(host: str, port: int, *, serve: bool, seconds: float) -> A
         ) from error
 
 
-def find_local_address(host: str, port: int) -> str | None:
-    """The address of this machine on its way to another one; None when there is no way."""
-    return next((local for local, _ in _find_routes(host, port)), None)
-
-
 def is_this_machine(host: str) -> bool:
     """Return whether a host is this machine: the route to it starts at its own address."""
     return any(
-        local == remote or (_is_loopback(local) and _is_loopback(remote))
-        for local, remote in _find_routes(host, 1)
+        local == remote or (is_loopback(local) and is_loopback(remote))
+        for local, remote in find_routes(host, 1)
     )
-
-
-def _find_routes(host: str, port: int) -> Iterator[tuple[str, str]]:
-    """(own address, address) for each address of a host that can be reached. Datagrams: nothing is sent."""
-    try:
-        infos = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-    except socket.gaierror:
-        return
-    for family, kind, protocol, _, target in infos:
-        with closing(socket.socket(family, kind, protocol)) as end:
-            if end.connect_ex(target) == 0:
-                yield str(end.getsockname()[0]), str(target[0])
-
-
-def _is_loopback(host: str) -> bool:
-    """Return whether a name or an address is a loopback address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def find_gloo_interface(address: str | None) -> str | None:
@@ -247,12 +221,9 @@ def find_gloo_interface(address: str | None) -> str | None:
     loopback, no other machine would reach its ranks: then it is the interface of ``address``.
     """
     local = find_local_address(socket.gethostname(), 1)
-    if address is None or _is_loopback(address) or (local is not None and not _is_loopback(local)):
+    if address is None or is_loopback(address) or (local is not None and not is_loopback(local)):
         return None
-    import psutil
-
-    those = psutil.net_if_addrs().items()
-    return next((name for name, ends in those if any(end.address == address for end in ends)), None)
+    return find_interface(address)
 
 
 # --- before they meet
