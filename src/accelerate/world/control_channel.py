@@ -236,6 +236,7 @@ class ControlChannel:
         self.lock = threading.RLock()
         self.tree = ControlTree(self.rank, self.size)
         self._group: Any = None
+        self._has_arrived = False  # the others know that this rank is about to open the group
         watch.add_shutdown_action(self.close)
 
     def close(self) -> None:
@@ -403,10 +404,12 @@ class ControlChannel:
         if self._group is None:
             watch = self.watchdog
             client, until = watch.store, time.monotonic() + watch.timeout
-            client.put(f"here/{self.rank}", "")
-            everyone = [f"here/{rank}" for rank in range(self.size)]
             # The constructor waits for all ranks and cannot be interrupted, so wait for them here first.
-            while not client.wait(everyone, WAIT_SLICE.total_seconds()):
+            if not self._has_arrived:
+                self._has_arrived = True
+                if client.add("arrived") == self.size:
+                    client.put("all_arrived", "")
+            while not client.wait(["all_arrived"], watch.timeout, lambda: watch.check_store_wait(until)):
                 watch.check_store_wait(until)
             # Gloo's own timeout applies only if this process is stopped.
             limit = timedelta(seconds=watch.timeout + 30)

@@ -273,8 +273,7 @@ class ControlTree:
         """Connect to the parent, once it has published where."""
         key = f"tree/{self.parent_rank}"
         while (published := store.get(key)) is None:
-            if not store.wait([key], WAIT_SLICE):
-                check()
+            store.wait([key], CONNECT_TIMEOUT, check)
         token, host, port = json.loads(published)
         # The machine of rank 0 may know itself by a loopback address only.
         host = store_host if ipaddress.ip_address(host.partition("%")[0]).is_loopback else host

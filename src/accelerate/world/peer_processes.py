@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -41,30 +41,28 @@ class PeerProcesses:
     def __init__(self, store: StoreClient, rank: int, thread: int) -> None:
         self.store, self.rank, self.thread = store, rank, thread
         self._answered_question = ""
-        self._found: dict[int, tuple[int, str]] = {}
+        self._known: dict[int, tuple[int, str]] = {}
 
     def publish(self) -> None:
         """Tell the others the process of this rank."""
         self.store.put(f"process/{self.rank}", f"{os.getpid()} {_namespace()}")
 
-    def _find(self, rank: int) -> tuple[int, str]:
-        """Return the process of a rank and where its number means something; (0, "") if it is unknown."""
-        if rank not in self._found:
-            pid, _, namespace = (self.store.get(f"process/{rank}") or "0").partition(" ")
-            if not int(pid):
-                return 0, ""
-            self._found[rank] = int(pid), namespace
-        return self._found[rank]
+    def _find(self, ranks: Sequence[int]) -> dict[int, tuple[int, str]]:
+        """Return the processes of ranks and where their numbers mean something; (0, "") if unknown."""
+        keys = {f"process/{rank}": rank for rank in ranks if rank not in self._known}
+        for key, text in (self.store.read(list(keys)) if keys else {}).items():
+            pid, _, namespace = text.partition(" ")
+            self._known[keys[key]] = int(pid), namespace
+        return {rank: self._known.get(rank, (0, "")) for rank in ranks}
 
-    def find_gone(self, ranks: Iterable[int]) -> tuple[int, int] | None:
+    def find_gone(self, ranks: Sequence[int]) -> tuple[int, int] | None:
         """Return a rank whose process, on this machine, is gone, and that process; None without one."""
-        for rank in list(ranks)[:MAX_RANKS]:
-            pid, namespace = self._find(rank)
+        for rank, (pid, namespace) in self._find(ranks[:MAX_RANKS]).items():
             if namespace == _namespace() and not _process_exists(pid):
                 return rank, pid
         return None
 
-    def ask(self, ranks: Iterable[int], question: str, seconds: float) -> list[str]:
+    def ask(self, ranks: Sequence[int], question: str, seconds: float) -> list[str]:
         """Return where ranks are, by their own stacks; or why one does not answer.
 
         Args:
@@ -73,7 +71,7 @@ class PeerProcesses:
             seconds: to wait for answers.
         """
         self.store.put("question", question)
-        keys = {f"answer/{question}/{rank}": rank for rank in list(ranks)[:MAX_RANKS]}
+        keys = {f"answer/{question}/{rank}": rank for rank in ranks[:MAX_RANKS]}
         self.store.wait(list(keys), seconds)
         answers = self.store.read(list(keys))
         return [
@@ -91,7 +89,7 @@ class PeerProcesses:
             self.store.put(f"answer/{question}/{self.rank}", format_thread(self.thread))
 
     def _describe_silent(self, rank: int) -> str:
-        pid, namespace = self._find(rank)
+        pid, namespace = self._find([rank])[rank]
         if not pid:
             return ""
         here = namespace == _namespace()

@@ -6,6 +6,9 @@ that polls the store; when it sees the request, it writes how many boundaries it
 then on the rank waits at the next boundary. When the counts of all ranks are there, each knows where all
 stop: one boundary after the greatest count. A rank that waits in a collective does not delay this, since its
 thread writes the count; and the other ranks still pass every boundary below the agreed one.
+
+In a large world the counts are read by the rank that wrote the last of them, or by one at a time when a rank
+has ended without any; the others read the decision only.
 """
 
 from __future__ import annotations
@@ -143,6 +146,9 @@ class StopConsensus:
         self.includes_all_ranks = True
         self._ended_ranks: frozenset[int] = frozenset()
         self._last_check = 0.0
+        # In large worlds.
+        self._is_counted = self._was_last = False
+        self._turn, self._last_turn = 0, time.monotonic()
 
     def poll(self, caught: str) -> None:
         """Advance the consensus by one poll. ``caught``: the signal that this process received, or empty."""
@@ -153,15 +159,44 @@ class StopConsensus:
             else:
                 self.request = self.store.get("stop/asked") or ""
             if self.request:
-                self.store.put(f"stop/{self.rank}", str(self.step_counter.freeze()))
+                self._publish_count(str(self.step_counter.freeze()))
         if self.request and not self.step_counter.decided.is_set():
             self._decide()
 
     def withdraw(self) -> None:
         """Announce that this rank ends: the others neither wait for it nor count on it."""
-        self.store.put(f"stop/{self.rank}", f"{self.step_counter.freeze()} {_ENDED}")
+        self._publish_count(f"{self.step_counter.freeze()} {_ENDED}")
+        if self._was_last and self.request:
+            self._read_counts()
+
+    def _publish_count(self, text: str) -> None:
+        self.store.put(f"stop/{self.rank}", text)
+        if self.size > LARGE_WORLD and not self._is_counted:
+            self._is_counted = True
+            self._was_last = self.store.add("stop/published") == self.size
 
     def _decide(self) -> None:
+        if self.size <= LARGE_WORLD or self._takes_turn():
+            self._read_counts()
+        elif (decision := self.store.get("stop/at")) is not None:
+            self._accept(decision)
+
+    def _takes_turn(self) -> bool:
+        """Return whether this rank reads the counts of all ranks now; in a large world one at a time does."""
+        if self._was_last:
+            self._was_last = False
+            return True
+        if time.monotonic() - self._last_turn < ENDED_CHECK_INTERVAL * self.store.pace:
+            return False
+        self._turn, self._last_turn = self._turn + 1, time.monotonic()
+        return self.store.put_if_absent(f"stop/turn/{self._turn}", str(self.rank)) == str(self.rank)
+
+    def _accept(self, decision: str) -> None:
+        self.includes_all_ranks = _ENDED not in decision
+        self.step_counter.decide(int(decision.split()[0]))
+
+    def _read_counts(self) -> None:
+        """Decide where all stop, if all counts are there but those of ranks that have ended."""
         client = self.store
         ranks = [rank for rank in range(self.size) if rank not in self._ended_ranks]
         keys = [f"stop/{rank}" for rank in ranks]
@@ -171,14 +206,21 @@ class StopConsensus:
                 whole = len(counts) == self.size and not any(_ENDED in tokens for tokens in counts)
                 decision = f"{max(int(tokens[0]) for tokens in counts) + 1} {'' if whole else _ENDED}"
                 # The first decision counts for all: ranks may differ in which others they saw end.
-                decision = client.put_if_absent("stop/at", decision) or decision
-                self.includes_all_ranks = _ENDED not in decision
-                self.step_counter.decide(int(decision.split()[0]))
+                self._accept(client.put_if_absent("stop/at", decision) or decision)
         elif time.monotonic() - self._last_check > ENDED_CHECK_INTERVAL:
             self._last_check = time.monotonic()
-            self.silent_ranks = [rank for rank in ranks if not client.has(f"stop/{rank}")]
+            silent = {f"ended/{rank}": rank for rank in ranks if not client.has(f"stop/{rank}")}
+            self.silent_ranks = list(silent.values())
             # A rank that ended normally before it knew of the signal takes no part.
-            self._ended_ranks |= {rank for rank in self.silent_ranks if client.has(f"ended/{rank}")}
+            ended = {silent[key] for key in client.read(list(silent))}
+            self._ended_ranks |= ended
+            if len(ended) == len(silent):
+                self._read_counts()
+
+
+def poll_delay(consensus: StopConsensus, watch: Watchdog) -> float:
+    """Return the seconds between two polls of a rank: shorter once a signal has come."""
+    return CONSENSUS_INTERVAL * watch.store.pace if consensus.request else watch.poll_interval
 
 
 class PreemptionMonitor:
@@ -283,11 +325,7 @@ class PreemptionMonitor:
     def _poll_delay(self) -> float | None:
         if self.watchdog is None or self.consensus is None or not self._needs_consensus():
             return None
-        return (
-            CONSENSUS_INTERVAL * max(1.0, self.watchdog.size / LARGE_WORLD)
-            if self.consensus.request
-            else self.watchdog.poll_interval
-        )
+        return poll_delay(self.consensus, self.watchdog)
 
     def _poll_consensus(self) -> None:
         assert self.consensus is not None

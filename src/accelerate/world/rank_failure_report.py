@@ -6,6 +6,7 @@ import json
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 
 from accelerate.core.errors import UNKNOWN_RANK, CollectiveError, PeerError, find_consequence
 
@@ -64,8 +65,9 @@ class RankStatus:
         return json.dumps(asdict(self))
 
     @staticmethod
+    @lru_cache(maxsize=256)
     def from_json(text: str) -> RankStatus:
-        """Parse the text of ``to_json``."""
+        """Parse the text of ``to_json``; many ranks write the same one."""
         return RankStatus(**json.loads(text))
 
     def describe(self) -> str:

@@ -22,6 +22,7 @@ from accelerate.world.peer_processes import PeerProcesses
 from accelerate.world.process_group import StoreClient, close_store_connections
 
 SLICE = 0.5  # seconds between two looks at the processes
+MAX_SLICE = 5.0  # ... in large worlds
 GRACE = 2.0  # seconds that torch has to notice by itself that a rank is gone
 
 
@@ -58,7 +59,7 @@ class Rendezvous:
                 "found no store of the process group",
                 f"rank 0 does not host it: {str(error).splitlines()[0]}",
             ) from error
-        client = StoreClient(self.tcp_store)
+        client = StoreClient(self.tcp_store, cluster.size)
         self._client, self._processes = client, PeerProcesses(client, cluster.rank, threading.get_ident())
         first = cluster.rank - cluster.local_rank
         self._local_ranks = [
@@ -82,9 +83,10 @@ class Rendezvous:
         """
         self._processes.publish()
         until = time.monotonic() + self.timeout.total_seconds()
+        interval = min(SLICE * self._client.pace, MAX_SLICE)
         if self._client.add("came") == self.cluster.size:
             self._client.put("complete", "")
-        while not self._client.wait(["complete"], min(SLICE, max(0.0, until - time.monotonic()))):
+        while not self._client.wait(["complete"], min(interval, max(0.0, until - time.monotonic()))):
             self._look()
             if self._gone or self._client.is_lost:
                 raise self._peer_error()

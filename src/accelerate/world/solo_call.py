@@ -62,9 +62,12 @@ class SoloCallDetector:
     def _wait_for_peers(self) -> bool:
         keys = {f"at/{rank}/{self._next_call(rank)}": rank for rank in range(1, self.size)}
         until = time.monotonic() + self.watchdog.timeout
-        while not self._store.wait(list(keys), _CHECK_INTERVAL):
+        # Rank 0 alone asks for all, so its intervals do not grow as much as those of the others.
+        interval, missing_keys = _CHECK_INTERVAL * min(10.0, self._store.pace), list(keys)
+        while not self._store.wait(missing_keys, interval):
             self.watchdog.check_store_wait(until)
-            missing = [rank for key, rank in keys.items() if not self._store.has(key)]
+            missing_keys = self._store.find_missing(missing_keys)
+            missing = [keys[key] for key in missing_keys]
             if missing and len(self.watchdog.find_ahead(missing)) == len(missing):
                 arrived = [rank for rank in keys.values() if rank not in missing]
                 for rank in arrived:
@@ -83,8 +86,9 @@ class SoloCallDetector:
         self._store.put(f"at/{own}", "")
         self._own_calls += 1
         until = time.monotonic() + self.watchdog.timeout
+        interval = _CHECK_INTERVAL * self._store.pace
         try:
-            while not self._store.wait([joint], _CHECK_INTERVAL):
+            while not self._store.wait([joint], interval, lambda: self.watchdog.check_wait(until)):
                 # Rank 0 answers before it goes on, so look where it is first.
                 is_ahead = bool(self.watchdog.find_ahead([0]))
                 if self._store.has(solo):

@@ -9,7 +9,8 @@ report, and all ranks raise the same error.
 A rank inside a wait of torch itself (a backward, a forward under FSDP) is noticed by its stack, which stays
 the same. It is freed when its peers end, and then shows the stored report. Whoever waits long asks the ranks
 that it waits for where they are, and logs their stacks. While no rank waits, each watchdog makes one store
-request per poll interval.
+request per poll interval; while they wait, each makes a few, whatever the size of the world
+(``peer_statuses.py``).
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ from accelerate.world.call_site import (
     waiting_place,
 )
 from accelerate.world.peer_processes import MAX_RANKS, PeerProcesses, write_stack_on_signal
+from accelerate.world.peer_statuses import PeerStatuses
 from accelerate.world.process_group import (
+    LARGE_WORLD,
     StoreClient,
     backend_timeouts,
     group_backends,
@@ -57,13 +60,15 @@ from accelerate.world.rank_failure_report import (
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL = 0.5  # seconds between polls of the store; more in large worlds
-LARGE_WORLD = 32  # ranks; in larger worlds polls are rarer, so that the load of the store stays the same
+MAX_WAIT_POLL = 30.0  # ... of a rank that waits in a large world
 WAIT_REPORT_DELAY = 1.5  # seconds in one collective until a rank publishes that it waits
 TORCH_WAIT_DELAY = 5.0  # ... in one call of torch, which may compute that long
 HINT_DELAY = 10.0  # seconds until it also logs a warning
 ANSWER_TIMEOUT = 3.0  # seconds that other ranks have to say where they are
 EXIT_GRACE = 2.0  # seconds that rank 0, which may host the store, waits for the others to read it
 DIAGNOSIS_TIMEOUT = 3.0  # seconds to find out which rank closed a connection
+DIAGNOSIS_INTERVAL = 0.1  # seconds between polls meanwhile; up to ten times that in large worlds
+REPORT_TIMEOUT = 10.0  # seconds in which the rank that writes the report of a large world does so
 
 _current: Watchdog | None = None
 _hooks_installed = False
@@ -97,8 +102,10 @@ def start(rank: int, size: int, timeout: timedelta | None) -> None:
         return
     if _current is not None:
         shut_down()
-    _current = Watchdog(rank, size, timeout.total_seconds(), StoreClient(store), counters)
+    _current = Watchdog(rank, size, timeout.total_seconds(), StoreClient(store, size), counters)
     _current.group = dist.group.WORLD
+    # Early: a rank that never calls a collective of this package may wait for others in torch.
+    _current.start_thread()
     if not _hooks_installed:
         _hooks_installed = True
         os.register_at_fork(after_in_child=_forget_in_child)
@@ -169,21 +176,20 @@ class Watchdog:
         self.report: FailureReport | None = None
         self.was_interrupted = False
         self.caller_thread = threading.get_ident()
-        self.poll_interval = POLL_INTERVAL * max(1.0, size / LARGE_WORLD)
+        self.poll_interval = POLL_INTERVAL * store.pace
+        # In a large world the others may not have written where they are before the second poll of a wait.
+        self._hint_delay = HINT_DELAY if size <= LARGE_WORLD else max(HINT_DELAY, 2 * self.poll_interval)
+        self.peers = PeerStatuses(store, rank, size, self.poll_interval)
         self._wake_event, self._stop_event = threading.Event(), threading.Event()
         self._report_event = threading.Event()
         self._poll_lock = threading.Lock()
         self._counters = list(counters)
         self.group: object = None
         self._shutdown_actions: list[Callable[[], None]] = []
-        self._published_status: RankStatus | None = None
         self._last_activity: object = None
         self._waits_since, self._hint_logged, self._inside = time.monotonic(), False, ""
-        self._seen_statuses: dict[int, RankStatus] = {}
         self._alarm_raised = self._failure_announced = self._has_failed = self._has_ended = False
-        # Started early: a rank that never calls a collective of this package may wait for others in torch.
         self._thread = threading.Thread(target=self._run, name="accelerate-watchdog", daemon=True)
-        self._thread.start()
 
     @cached_property
     def processes(self) -> PeerProcesses:
@@ -236,7 +242,7 @@ class Watchdog:
             CollectiveError: a rank has failed, or the process of one of them, on this machine, is gone.
         """
         self._raise_alarm()
-        own, statuses = self._own_status(), self._read_statuses(ranks)
+        own, statuses = self._own_status(), self.peers.read(ranks)
         text = self.store.get("report")
         if text is not None:
             raise self._accept_report(FailureReport.from_json(text)).error(self.rank)
@@ -248,7 +254,7 @@ class Watchdog:
 
     def describe_peers(self, ranks: Sequence[int]) -> str:
         """Return where other ranks are, in words."""
-        statuses = self._read_statuses(ranks)
+        statuses = self.peers.read(ranks)
         return "; ".join(
             f"rank {rank} {statuses[rank].describe() if rank in statuses else 'is silent'}" for rank in ranks
         )
@@ -256,12 +262,10 @@ class Watchdog:
     def timeout_error(self) -> CollectiveError:
         """Return the error for a collective that lasted longer than the timeout."""
         self._poll_peers(waiting=True)
-        if self.report is None:
-            statuses = self._peer_statuses()
-            statuses[self.rank] = self._own_status()
-            self._publish_report(timeout_report(self.rank, self.size, statuses, self.timeout))
-        assert self.report is not None
-        return self.report.error(self.rank)
+        report = self._write_report(
+            lambda statuses: timeout_report(self.rank, self.size, statuses, self.timeout)
+        )
+        return report.error(self.rank)
 
     def explain(self, error: BaseException) -> BaseException:
         """Return the error to show in place of torch's: about a peer that failed, or about wrong use."""
@@ -276,11 +280,12 @@ class Watchdog:
     def _explain_torch_error(self, error: BaseException) -> FailureReport | None:
         """Report an error of torch about a peer of which nothing is known."""
         text = str(error)
-        statuses = {**self._peer_statuses(), self.rank: self._own_status()}
         if "NCCL" in text or "nccl" in text:
             return None  # it may be a mistake of this rank
         if "Timed out" in text:
-            return self._publish_report(timeout_report(self.rank, self.size, statuses, self.timeout))
+            return self._write_report(
+                lambda statuses: timeout_report(self.rank, self.size, statuses, self.timeout)
+            )
         return self._publish_report(lost_peer_report(self.rank, self._inside, error))
 
     def announce_failure(self, error: BaseException) -> None:
@@ -336,10 +341,10 @@ class Watchdog:
         until = time.monotonic() + DIAGNOSIS_TIMEOUT
         while self.report is None and not self.store.is_lost and time.monotonic() < until:
             self._poll_peers(waiting=True)
-            self._report_event.wait(0.1)
+            self._report_event.wait(DIAGNOSIS_INTERVAL * min(10.0, self.store.pace))
         if self.report is None and self.store.is_lost:
             # Rank 0 may have announced its end before it took the store with it.
-            statuses = {**self._seen_statuses, self.rank: self._own_status()}
+            statuses = {**self.peers.seen, self.rank: self._own_status()}
             self.report = find_deadlock(self.rank, self.size, statuses)
         if self.report is None and self.store.is_lost:
             return self._publish_report(
@@ -355,26 +360,38 @@ class Watchdog:
 
     # --- the watchdog thread
 
+    def start_thread(self) -> None:
+        """Start to watch."""
+        self._thread.start()
+
     def _run(self) -> None:
         self.processes.publish()
         pause = self.poll_interval
-        while not self._stop_event.is_set():
+        while True:
             self._wake_event.wait(pause)
             if self._stop_event.is_set() or self.store.is_lost:
                 return
-            waited = self._measure_wait()
-            waiting = waited >= (WAIT_REPORT_DELAY if self.active_call else TORCH_WAIT_DELAY)
-            if waiting:
-                self._raise_alarm()
-            self._alarm_raised = self._alarm_raised or self.store.has("alarm")
-            if self._alarm_raised and self.report is None:
-                self._poll_peers(waiting)
-                self.processes.answer()
-            if waited >= HINT_DELAY and not self._hint_logged:
-                self._hint_logged = True
-                self._log_hint(waited)
-            # A waiting rank reads the statuses of all ranks: less and less often in a large world.
-            pause = self.poll_interval if self.size <= LARGE_WORLD or not waiting else min(30.0, pause * 1.5)
+            pause = self.next_pause(self.poll(), pause)
+
+    def next_pause(self, waiting: bool, pause: float) -> float:
+        """Return the seconds to the next poll, after a pause of ``pause``: more and more in a long wait."""
+        is_patient = waiting and self.size > LARGE_WORLD
+        return min(MAX_WAIT_POLL, pause * 1.5) if is_patient else self.poll_interval
+
+    def poll(self) -> bool:
+        """Do what the thread does once in each interval; return whether this rank waits for others."""
+        waited = self._measure_wait()
+        waiting = waited >= (WAIT_REPORT_DELAY if self.active_call else TORCH_WAIT_DELAY)
+        if waiting:
+            self._raise_alarm()
+        self._alarm_raised = self._alarm_raised or self.store.has("alarm")
+        if self._alarm_raised and self.report is None:
+            self._poll_peers(waiting)
+            self.processes.answer()
+        if waited >= self._hint_delay and not self._hint_logged:
+            self._hint_logged = True
+            self._log_hint(waited)
+        return waiting
 
     def _measure_wait(self) -> float:
         """Return the seconds in the present collective, of this package or of torch; 0 outside."""
@@ -402,9 +419,7 @@ class Watchdog:
         """Publish the status of this rank, and read whether a rank failed, ended or is deadlocked."""
         with self._poll_lock:
             status = self._own_status()
-            if status != self._published_status:
-                self._published_status = status
-                self.store.put(f"at/{self.rank}", status.to_json())
+            self.peers.publish(status)
             text = self.store.get("report")
             if text is not None:
                 self._accept_report(FailureReport.from_json(text))
@@ -413,17 +428,29 @@ class Watchdog:
                 self.store.put("left", status.to_json())
             is_stuck = self._is_left_alone(status) and not self._interrupt()
             if is_stuck or waiting or status.inside or self.size <= LARGE_WORLD:
-                statuses = {**self._peer_statuses(), self.rank: status}
-                report = find_deadlock(self.rank, self.size, statuses)
-                if report is None and is_stuck:
-                    report = deadlock_report(self.rank, self.size, statuses)
-                if report is None and waiting:
-                    behind = [
-                        r for r in range(self.size) if r not in statuses or statuses[r].is_behind(status)
-                    ]
-                    report = self._find_lost_rank(behind, status.place)
+                report = self._find_report(status, waiting, is_stuck)
                 if report is not None:
                     self._publish_report(report)
+
+    def _find_report(self, status: RankStatus, waiting: bool, is_stuck: bool) -> FailureReport | None:
+        """Return the report for a wait that cannot end; None without one, or while another rank writes it."""
+
+        def judge(statuses: dict[int, RankStatus]) -> FailureReport | None:
+            statuses[self.rank] = status
+            report = find_deadlock(self.rank, self.size, statuses)
+            return deadlock_report(self.rank, self.size, statuses) if report is None and is_stuck else report
+
+        statuses = self.peers.read_window()
+        report = judge(statuses)
+        if report is not None and self.size > LARGE_WORLD:
+            if not self.peers.is_settled or not self.peers.claim("report"):
+                return None
+            return judge(self.peers.read_all())
+        if report is None and waiting:
+            window = self.peers.window
+            behind = [rank for rank in window if rank not in statuses or statuses[rank].is_behind(status)]
+            report = self._find_lost_rank(behind, status.place)
+        return report
 
     def _find_lost_rank(self, ranks: Sequence[int], place: str) -> FailureReport | None:
         """Report a rank of this machine whose process is gone, of those which this one waits for.
@@ -459,6 +486,15 @@ class Watchdog:
         winner = self.store.put_if_absent("report", report.to_json())
         return self._accept_report(report if winner is None else FailureReport.from_json(winner))
 
+    def _write_report(self, make: Callable[[dict[int, RankStatus]], FailureReport]) -> FailureReport:
+        """Publish the report that is made of the statuses of all ranks, unless another rank has or does."""
+        while self.report is None:
+            if self.peers.claim("report"):
+                self._publish_report(make({**self.peers.read_all(), self.rank: self._own_status()}))
+            elif self.store.wait(["report"], REPORT_TIMEOUT):
+                self._accept_report(FailureReport.from_json(self.store.get("report") or "{}"))
+        return self.report
+
     def _accept_report(self, report: FailureReport) -> FailureReport:
         if self.report is None:
             self.report = report
@@ -466,15 +502,6 @@ class Watchdog:
             self.store.put(f"heard/{self.rank}", "")
             self._report_event.set()
         return self.report
-
-    def _peer_statuses(self) -> dict[int, RankStatus]:
-        self._seen_statuses |= self._read_statuses([r for r in range(self.size) if r != self.rank])
-        return dict(self._seen_statuses)
-
-    def _read_statuses(self, ranks: Sequence[int]) -> dict[int, RankStatus]:
-        names = {f"at/{rank}": rank for rank in ranks}
-        texts = self.store.read(list(names))
-        return {names[key]: RankStatus.from_json(text) for key, text in texts.items()}
 
     def _own_status(self) -> RankStatus:
         doing = self.active_call
@@ -496,7 +523,10 @@ class Watchdog:
     def _log_hint(self, waited: float) -> None:
         """Log for whom this rank waits. The first one that waits asks them for their stacks."""
         own = self._own_status()
-        statuses = self._peer_statuses()
+        question = f"{self.exchange_count}.{self._count_torch_calls()}"
+        if not self.peers.claim(f"hint/{question}"):
+            return  # in a large world one rank does
+        statuses = self.peers.read_all()
         others = [rank for rank in range(self.size) if rank != self.rank]
         missing = [rank for rank in others if rank not in statuses or statuses[rank].is_behind(own)]
         if not own.place or not missing:
@@ -508,8 +538,7 @@ class Watchdog:
         ]
         details: list[str] = []
         if self.rank < min(waiting, default=self.size):
-            question = f"{self.rank}.{self.exchange_count}.{self._count_torch_calls()}"
-            details = self.processes.ask(missing, question, ANSWER_TIMEOUT)
+            details = self.processes.ask(missing, f"{self.rank}.{question}", ANSWER_TIMEOUT)
         logger.warning(
             "rank %d has waited %.0f s in %s: %s. Every rank must make this call.%s",
             self.rank, waited, own.place, shown, "".join(f"\n{each}" for each in details),
