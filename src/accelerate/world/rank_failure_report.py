@@ -185,6 +185,28 @@ def lost_peer_report(me: int, place: str, error: BaseException) -> FailureReport
     )
 
 
+def lost_store_report(me: int, place: str) -> FailureReport:
+    """Return the report for a store of the group that is gone, with the process that hosts it."""
+    return FailureReport(
+        me,
+        f"rank 0, or the launcher, is gone while rank {me} was in {place}",
+        why="the connection to the store of the group is closed",
+        fix="the first error in the output of the other ranks says why",
+        lost_rank=UNKNOWN_RANK,
+    )
+
+
+def gone_process_report(me: int, place: str, rank: int, process: int) -> FailureReport:
+    """Return the report for a rank whose process, on this machine, is gone."""
+    return FailureReport(
+        me,
+        f"rank {rank} is gone while rank {me} was in {place}",
+        why=f"its process {process} was killed, or ended without a word",
+        fix=SYSTEM_KNOWS,
+        lost_rank=rank,
+    )
+
+
 def _missing_rank_report(
     me: int, size: int, positions: Mapping[int, RankStatus], doing: str
 ) -> FailureReport:

@@ -28,7 +28,7 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any
 
-from accelerate.core.errors import UNKNOWN_RANK, CollectiveError, explain_error
+from accelerate.core.errors import CollectiveError, explain_error
 from accelerate.world.call_site import (
     CallSite,
     blocking_call,
@@ -48,12 +48,13 @@ from accelerate.world.process_group import (
     is_disconnect,
 )
 from accelerate.world.rank_failure_report import (
-    SYSTEM_KNOWS,
     FailureReport,
     RankStatus,
     deadlock_report,
     find_deadlock,
+    gone_process_report,
     lost_peer_report,
+    lost_store_report,
     timeout_report,
 )
 
@@ -105,7 +106,7 @@ def start(rank: int, size: int, timeout: timedelta | None) -> None:
     _current = Watchdog(rank, size, timeout.total_seconds(), StoreClient(store, size), counters)
     _current.group = dist.group.WORLD
     # Early: a rank that never calls a collective of this package may wait for others in torch.
-    _current.start_thread()
+    _current._thread.start()
     if not _hooks_installed:
         _hooks_installed = True
         os.register_at_fork(after_in_child=_forget_in_child)
@@ -262,10 +263,10 @@ class Watchdog:
     def timeout_error(self) -> CollectiveError:
         """Return the error for a collective that lasted longer than the timeout."""
         self._poll_peers(waiting=True)
-        report = self._write_report(
-            lambda statuses: timeout_report(self.rank, self.size, statuses, self.timeout)
-        )
-        return report.error(self.rank)
+        return self._write_report(self._timeout_report).error(self.rank)
+
+    def _timeout_report(self, statuses: dict[int, RankStatus]) -> FailureReport:
+        return timeout_report(self.rank, self.size, statuses, self.timeout)
 
     def explain(self, error: BaseException) -> BaseException:
         """Return the error to show in place of torch's: about a peer that failed, or about wrong use."""
@@ -283,9 +284,7 @@ class Watchdog:
         if "NCCL" in text or "nccl" in text:
             return None  # it may be a mistake of this rank
         if "Timed out" in text:
-            return self._write_report(
-                lambda statuses: timeout_report(self.rank, self.size, statuses, self.timeout)
-            )
+            return self._write_report(self._timeout_report)
         return self._publish_report(lost_peer_report(self.rank, self._inside, error))
 
     def announce_failure(self, error: BaseException) -> None:
@@ -347,22 +346,10 @@ class Watchdog:
             statuses = {**self.peers.seen, self.rank: self._own_status()}
             self.report = find_deadlock(self.rank, self.size, statuses)
         if self.report is None and self.store.is_lost:
-            return self._publish_report(
-                FailureReport(
-                    self.rank,
-                    f"rank 0, or the launcher, is gone while rank {self.rank} was in {self._describe_call()}",
-                    why="the connection to the store of the group is closed",
-                    fix="the first error in the output of the other ranks says why",
-                    lost_rank=UNKNOWN_RANK,
-                )
-            )
+            return self._publish_report(lost_store_report(self.rank, self._describe_call()))
         return self.report
 
     # --- the watchdog thread
-
-    def start_thread(self) -> None:
-        """Start to watch."""
-        self._thread.start()
 
     def _run(self) -> None:
         self.processes.publish()
@@ -458,15 +445,7 @@ class Watchdog:
         It has no connection that would break before the control channel is open.
         """
         gone = self.processes.find_gone(ranks)
-        if gone is None:
-            return None
-        return FailureReport(
-            self.rank,
-            f"rank {gone[0]} is gone while rank {self.rank} was in {place}",
-            why=f"its process {gone[1]} was killed, or ended without a word",
-            fix=SYSTEM_KNOWS,
-            lost_rank=gone[0],
-        )
+        return None if gone is None else gone_process_report(self.rank, place, *gone)
 
     def _is_left_alone(self, status: RankStatus) -> bool:
         """Return whether a rank has left the attempt, and this one began a collective of torch without it."""
@@ -510,11 +489,9 @@ class Watchdog:
         status = RankStatus(self.exchange_count, "", self._count_torch_calls(), "", site, self._has_ended)
         if self._has_ended:
             return status
-        return (
-            replace(status, doing=f"{doing[0]} at {doing[1]}")
-            if doing
-            else replace(status, inside=self._inside)
-        )
+        if doing:
+            return replace(status, doing=f"{doing[0]} at {doing[1]}")
+        return replace(status, inside=self._inside)
 
     def _count_torch_calls(self) -> int:
         """Count the collectives that this process has started on torch's groups."""
