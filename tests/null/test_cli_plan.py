@@ -26,6 +26,8 @@ from accelerate.offload.estimate.parallel_layouts import (
     recommend_layout,
 )
 from accelerate.offload.estimate.skeleton import build_skeleton
+from accelerate.offload.module_sizes import build_module_tree
+from accelerate.offload.placement_planner import plan_placement
 from tests.null.test_cli_estimate import LLAMA, write
 from tests.support.environment import ROOT
 
@@ -90,17 +92,17 @@ def test_every_part_is_the_sum_that_it_says(facts: ModelSizes) -> None:
     found = named(list_layouts(facts, MemoryEstimateConfig(mixed_precision="bf16"), on))
     n = facts.parameters
     buffers = facts.buffers
-    copies, sharded = found["DDP"].estimate, found["FSDP"].estimate
+    copies, sharded = found["DDP"].estimate, found["FSDP2"].estimate
     assert (copies.weights, copies.gradients, copies.optimizer) == (4 * n + buffers, 4 * n, 8 * n)
     assert sharded.weights == -(-4 * n // 8) + buffers
-    inside = found["HSDP"].estimate
+    inside = found["FSDP2, HSDP"].estimate
     assert inside.optimizer == 8 * n // 4
     # Around the blocks 16 bits all the time; two blocks; the gradients of one in 16 and 32 bits.
     assert sharded.copies == 2 * (facts.outside_blocks + 2 * BLOCK) + 6 * BLOCK
-    assert found["FSDP SHARD_GRAD_OP"].estimate.copies == 2 * n + 6 * BLOCK
-    tensor = found["FSDP x TP=2, activation checkpointing"].estimate
+    assert found["FSDP2, reshard_after_forward=false"].estimate.copies == 2 * n + 6 * BLOCK
+    tensor = found["FSDP2 x TP 2, activation checkpointing"].estimate
     assert tensor.gradients == pytest.approx((4 * n - 2 * facts.tensor_parallel_numbers) / 4, abs=1)
-    host = found["FSDP, activation checkpointing, CPU offload"].estimate
+    host = found["FSDP2, activation checkpointing, CPU offload"].estimate
     assert (host.weights, host.gradients, host.optimizer) == (buffers, 0, 0)
     assert host.host == sharded.weights - buffers + sharded.gradients + sharded.optimizer
 
@@ -113,17 +115,17 @@ def test_whole_gradients_wait_for_the_last_micro_batch(facts: ModelSizes) -> Non
     for name, way in after.items():
         more = way.estimate.total - before[name].estimate.total
         assert more == way.estimate.unreduced == way.estimate.gradients - before[name].estimate.gradients
-        assert bool(more) == ("FSDP" in name or "HSDP" in name), name
+        assert bool(more) == ("FSDP2" in name), name
     # In float32, in which they are reduced; layers over 2 have a part of them.
     n = 4 * facts.parameters
-    assert after["FSDP"].estimate.gradients == n
-    assert after["HSDP"].estimate.unreduced == n - n // 4
-    tensor = after["FSDP x TP=2, activation checkpointing"].estimate
+    assert after["FSDP2"].estimate.gradients == n
+    assert after["FSDP2, HSDP"].estimate.unreduced == n - n // 4
+    tensor = after["FSDP2 x TP 2, activation checkpointing"].estimate
     assert tensor.gradients == pytest.approx(n - 2 * facts.tensor_parallel_numbers, abs=1)
-    host = after["FSDP, activation checkpointing, CPU offload"].estimate
+    host = after["FSDP2, activation checkpointing, CPU offload"].estimate
     assert (host.gradients, host.host) == (
         n,
-        before["FSDP, activation checkpointing, CPU offload"].estimate.host,
+        before["FSDP2, activation checkpointing, CPU offload"].estimate.host,
     )
     with pytest.raises(SettingError, match="accumulation is 0"):
         MemoryEstimateConfig(accumulation=0)
@@ -131,7 +133,7 @@ def test_whole_gradients_wait_for_the_last_micro_batch(facts: ModelSizes) -> Non
 
 def test_layers_are_divided_only_where_heads_allow(facts: ModelSizes) -> None:
     found = named(list_layouts(facts, MemoryEstimateConfig(), ClusterDeviceMemory(1, 8, 10**9)))
-    assert [name for name in found if "TP" in name] == ["FSDP x TP=2, activation checkpointing"]
+    assert [name for name in found if "TP" in name] == ["FSDP2 x TP 2, activation checkpointing"]
     plain = replace(facts, tensor_parallel_numbers=0)
     assert not [
         way
@@ -202,9 +204,19 @@ def test_it_prints_a_table_bars_and_a_reason(cli: Run, folder: Path) -> None:
     result = cli(folder, "--gpus", "4x1GB", "--length", "64")
     assert result.code == 0
     assert "What each of 4 devices holds" in result.out
-    assert "yes, take it" in result.out
+    assert "│take│" in result.out
+    assert max(map(len, result.out.splitlines())) <= 100
     assert "█ weights   ▓ gradients   ▒ optimizer   ░ copies   # activations" in result.out
     assert result.out.rstrip().splitlines()[-1].startswith("Take: DDP. It fits with ")
+
+
+def test_sizes_are_printed_in_the_units_in_which_they_are_typed(cli: Run, folder: Path) -> None:
+    """80 GB are 80 GB, in both plans, and both say what a GB is."""
+    result = cli(folder, "--gpus", "8x80GB", "--length", "64")
+    assert "on 8 devices with 80.00 GB." in result.out
+    assert "so 72.00 GB count as fitting; 1 GB is 1000^3 bytes." in result.out
+    placed = plan_placement(build_module_tree(build_skeleton(str(folder))), {0: "80GB"})
+    assert "\n0       80.00 GB  " in str(placed)
 
 
 def test_json_has_every_number(cli: Run, folder: Path) -> None:
@@ -218,10 +230,10 @@ def test_json_has_every_number(cli: Run, folder: Path) -> None:
 def test_accumulation_is_said_and_written(cli: Run, folder: Path, tmp_path: Path) -> None:
     asked = (folder, "--gpus", "4x1GB", "--accumulation", "8")
     result = cli(*asked, "--take", "5", "--write", tmp_path / "a.yaml")
-    assert "keep whole gradients until the last micro-batch: up to " in result.out
+    assert "keep unsharded gradients until the last micro-batch: up to" in " ".join(result.out.split())
     assert yaml.safe_load((tmp_path / "a.yaml").read_text())["gradient_accumulation_steps"] == 8
     waiting = {way["name"]: way["waiting"] for way in cli(*asked, "--json").found["ways"]}
-    assert waiting["FSDP"] > 0 == waiting["ZeRO 3"] == waiting["DDP"]
+    assert waiting["FSDP2"] > 0 == waiting["ZeRO 3"] == waiting["DDP"]
     assert "until the last micro-batch" not in cli(folder, "--gpus", "4x1GB").out
 
 

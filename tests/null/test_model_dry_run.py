@@ -101,10 +101,10 @@ def test_a_plan_says_what_a_dry_run_counts() -> None:
     }
     (part,) = dry_run_model(llama, 8, plugins=(layers(),)).parts
     for name in ("weights", "gradients", "optimizer"):
-        assert getattr(part, name) == pytest.approx(getattr(bill["FSDP"], name), rel=0.001)
+        assert getattr(part, name) == pytest.approx(getattr(bill["FSDP2"], name), rel=0.001)
     config = ParallelismConfig(dp_shard_size=4, tp_size=2)
     (part,) = dry_run_model(llama, 8, plugins=(layers(),), parallelism=config).parts
-    told = bill["FSDP x TP=2, activation checkpointing"]
+    told = bill["FSDP2 x TP 2, activation checkpointing"]
     for name in ("weights", "gradients", "optimizer"):
         assert getattr(part, name) == pytest.approx(getattr(told, name), rel=0.001)
 

@@ -286,22 +286,22 @@ def test_caches_lie_where_a_block_is_computed():
 
 
 def test_the_plan_is_a_table():
-    head = ModuleNode("9", "Linear", (WeightSize("9.weight", 100 * 2**20, 0, False),), ())
-    tree = layers(*[100 * 2**20] * 4)
+    head = ModuleNode("9", "Linear", (WeightSize("9.weight", 100 * 10**6, 0, False),), ())
+    tree = layers(*[100 * 10**6] * 4)
     tree = tree._replace(children=(*tree.children, head))
-    text = str(plan_placement(tree, {0: "350MiB", "cpu": "100GiB"}, PlacementRules(reserve={0: 1})))
+    text = str(plan_placement(tree, {0: "350MB", "cpu": "100GB"}, PlacementRules(reserve={0: 1})))
     assert text == TABLE, text
 
 
 TABLE = """\
-modules      device  weights     why
-0 ... 1 (2)  0       200.00 MiB
-2 ... 3 (2)  cpu     200.00 MiB  0 is full
+modules      device  weights    why
+0 ... 1 (2)  0       200.00 MB
+2 ... 3 (2)  cpu     200.00 MB  0 is full
 
-device  budget      weights     activations  for the largest block  left
-0       350.00 MiB  200.00 MiB  1 bytes      100.00 MiB             50.00 MiB
-cpu     100.00 GiB  200.00 MiB  -            -                      99.80 GiB
-disk    no limit    -           -            -                      no limit
+device  budget     weights    activations  for the largest block  left
+0       350.00 MB  200.00 MB  1 bytes      100.00 MB              50.00 MB
+cpu     100.00 GB  200.00 MB  -            -                      99.80 GB
+disk    no limit   -          -            -                      no limit
 tied: 0.weight = 9.weight"""
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from accelerate.core.errors import MissingExtraError, SettingError
 from accelerate.core.units import show_bytes
 
-WIDTH = 60  # columns of the longest bar
+WIDTH = 60  # columns of the longest bar, where a line of LINE columns has room for it
+LINE = 100
 # Signs, so that bars can be read without colours; colours, so that they are read at a glance.
 SIGNS = "█▓▒░#"
 COLOURS = ("blue", "cyan", "yellow", "magenta", "green")
@@ -62,28 +63,37 @@ def size_text(size: float) -> str:
     return f"{float(number)} {unit}" if "." in number else f"{number} {unit}"
 
 
-def draw_bars(rows: Mapping[str, Mapping[str, int]], *, colour: bool = False) -> str:
-    """Stacked bars, the longest as wide as ``WIDTH`` columns, each with its sum; below them what is what.
+def draw_bars(
+    rows: Mapping[str, Mapping[str, int]],
+    *,
+    colour: bool = False,
+    show: Callable[[float], str] = size_text,
+) -> str:
+    """Stacked bars, the longest as wide as the line allows, each with its sum; below them what is what.
 
     Args:
         rows: title -> part -> bytes; the same parts in each.
         colour: paint them for a terminal.
+        show: formats a sum.
     """
     longest = max((sum(parts.values()) for parts in rows.values()), default=0) or 1
     names = list(next(iter(rows.values()), {}))
     wide = max(map(len, rows), default=0)
+    sums = [show(sum(parts.values())) for parts in rows.values()]
+    width = min(WIDTH, LINE - wide - 4 - max(map(len, sums), default=0))
     lines: list[str] = []
-    for title, parts in rows.items():
-        columns = _bar_widths(list(parts.values()), longest)
+    for (title, parts), total in zip(rows.items(), sums, strict=True):
+        columns = _bar_widths(list(parts.values()), longest, width)
         drawn = "".join(_color_text(SIGNS[i] * n, i, colour) for i, n in enumerate(columns))
-        lines.append(f"{title.ljust(wide)}  {drawn}  {size_text(sum(parts.values()))}")
+        lines.append(f"{title.ljust(wide)}  {drawn}  {total}")
     legend = "   ".join(f"{_color_text(SIGNS[i], i, colour)} {name}" for i, name in enumerate(names))
-    return "\n".join([*lines, f"{' ' * wide}  {legend}"])
+    indent = min(wide + 2, LINE - len("   ".join(f"# {name}" for name in names)))
+    return "\n".join([*lines, f"{' ' * indent}{legend}"])
 
 
-def _bar_widths(sizes: list[int], longest: int) -> list[int]:
+def _bar_widths(sizes: list[int], longest: int, width: int) -> list[int]:
     """Columns for each size: their sum is the bar's own length, rounded once."""
-    ends = [round(WIDTH * sum(sizes[: index + 1]) / longest) for index in range(len(sizes))]
+    ends = [round(width * sum(sizes[: index + 1]) / longest) for index in range(len(sizes))]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
@@ -93,8 +103,22 @@ def _color_text(text: str, index: int, colour: bool) -> str:
     return click.style(text, fg=COLOURS[index]) if colour and text else text
 
 
-def plot_bars(file: Path, rows: Mapping[str, Mapping[str, int]], title: str) -> None:
+def plot_bars(
+    file: Path,
+    rows: Mapping[str, Mapping[str, int]],
+    title: str,
+    *,
+    show: Callable[[float], str] = size_text,
+    base: int = 1024,
+) -> None:
     """Draws the stacked bars into a picture, PNG or what the end of the name says.
+
+    Args:
+        file: the picture.
+        rows: title -> part -> bytes; the same parts in each.
+        title: of the picture.
+        show: formats a sum.
+        base: bytes of a KB.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -109,7 +133,8 @@ def plot_bars(file: Path, rows: Mapping[str, Mapping[str, int]], title: str) -> 
     axes: Any = figure.add_subplot()
     totals = {name: sum(parts.values()) for name, parts in rows.items()}
     longest = max(totals.values(), default=0) or 1
-    unit, size = next(((u, s) for u, s in (("GB", 2**30), ("MB", 2**20)) if longest >= s), ("KB", 2**10))
+    units = (("GB", base**3), ("MB", base**2))
+    unit, size = next(((u, s) for u, s in units if longest >= s), ("KB", base))
     left = dict.fromkeys(rows, 0.0)
     for index, part in enumerate(next(iter(rows.values()), {})):
         widths = [parts[part] / size for parts in rows.values()]
@@ -117,9 +142,9 @@ def plot_bars(file: Path, rows: Mapping[str, Mapping[str, int]], title: str) -> 
         axes.barh(list(rows), widths, left=starts, label=part, color=f"C{index}", height=0.6)
         left = {name: left[name] + width for name, width in zip(left, widths, strict=True)}
     for place, name in enumerate(rows):
-        axes.text(left[name] + 0.01 * longest / size, place, size_text(totals[name]), va="center")
+        axes.text(left[name] + 0.01 * longest / size, place, show(totals[name]), va="center")
     axes.set_xlim(0, 1.18 * longest / size)
-    axes.set_xlabel(f"{unit} of one device (1 GB = 1024 MB)")
+    axes.set_xlabel(f"{unit} of one device (1 GB = {base} MB)")
     axes.set_title(title)
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)

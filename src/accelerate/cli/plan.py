@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from accelerate.cli.bar_charts import create_ascii_table, draw_bars, plot_bars, size_text
+from accelerate.cli.bar_charts import LINE, create_ascii_table, draw_bars, plot_bars
 from accelerate.core.errors import SettingError
-from accelerate.core.units import show_count
+from accelerate.core.units import show_count, show_decimal_bytes
 
 if TYPE_CHECKING:
-    from accelerate.offload.estimate.memory_estimate import MemoryEstimateConfig, RankMemoryEstimate
+    from accelerate.offload.estimate.memory_estimate import MemoryEstimateConfig
     from accelerate.offload.estimate.parallel_layouts import ClusterDeviceMemory, ParallelLayoutEstimate
 
 _HELP = """Show what each device holds under every way to spread a training, and which way to take.
@@ -79,13 +80,14 @@ def _plan(model: str, gpus: str, **given: Any) -> None:
     chosen = _select_layout(layouts, best, given["take"])
     if given["plot"]:
         title = f"{facts.kind}, {show_count(facts.parameters)} parameters, {gpus}"
-        plot_bars(Path(given["plot"]), {way.name: way.estimate.parts for way in layouts}, title)
+        bars = {way.name: way.estimate.parts for way in layouts}
+        plot_bars(Path(given["plot"]), bars, title, show=show_decimal_bytes, base=1000)
     if given["as_json"]:
         click.echo(json.dumps(plan_as_json(layouts, cluster, best, explanation), indent=1))
     else:
         click.echo(f"{facts.kind}, {show_count(facts.parameters)} parameters, on {cluster}.")
         print_layouts(layouts, cluster, best)
-        click.echo(f"\n{explanation}")
+        click.echo(f"\n{_wrap(explanation)}")
     if given["write"]:
         if chosen is None:
             raise SettingError("nothing fits, so there is nothing to write", fix="--take NUMBER of a row")
@@ -127,39 +129,63 @@ def _select_layout(
 # ---------------------------------------------------------------- what is shown
 
 
+# The columns of the table, each as wide as its title or its largest number of GB.
+_COLUMNS = {
+    "peak": "total",
+    "weights": "weights",
+    "grads": "gradients",
+    "optim": "optimizer",
+    "copies": "copies",
+    "activ": "activations",
+    "host": "host",
+}
+_NAME_WIDTH = 38
+
+
 def print_layouts(
     layouts: Sequence[ParallelLayoutEstimate],
     cluster: ClusterDeviceMemory,
     best: ParallelLayoutEstimate | None,
 ) -> None:
-    """Prints the table and the bars."""
-    from accelerate.offload.estimate.memory_estimate import PARTS
-
-    headers = ["", "", "peak", "fits", *PARTS, "on the host"]
-    rows = [[str(n), way.name, *_layout_cells(way, cluster, best)] for n, way in enumerate(layouts, 1)]
-    title = "What the device holds" if cluster.count == 1 else f"What each of {cluster.count} devices holds"
-    click.echo(create_ascii_table(headers, rows, title))
+    """Print the table, the bars and the notes, in at most ``LINE`` columns."""
+    rows: list[list[Any]] = []
+    for number, layout in enumerate(layouts, 1):
+        name, *rest = textwrap.wrap(layout.name, _NAME_WIDTH)
+        fits = "take" if layout is best else "yes" if layout.fits(cluster) else "no"
+        sizes = [_gigabytes(getattr(layout.estimate, part)) for part in _COLUMNS.values()]
+        rows.append([f"{number:>2}", name.ljust(_NAME_WIDTH), fits, *sizes])
+        rows += [["", f"  {more}".ljust(_NAME_WIDTH), *[""] * (len(_COLUMNS) + 1)] for more in rest]
+    # Numbers of one width are aligned by their decimal point.
+    wide = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    cells = [[*row[:3], *(cell.rjust(w) for cell, w in zip(row[3:], wide[3:], strict=True))] for row in rows]
+    devices = f"each of {cluster.count} devices" if cluster.count > 1 else "the device"
+    click.echo(create_ascii_table(["", "", "fits", *_COLUMNS], cells, f"What {devices} holds, in GB"))
     click.echo("")
-    click.echo(draw_bars({way.name: way.estimate.parts for way in layouts}, colour=sys.stdout.isatty()))
-    for note in dict.fromkeys(note for way in layouts for note in way.estimate.notes):
-        click.echo(f"note: {note}.")
-    waiting = max(way.estimate.unreduced for way in layouts)
+    bars = {layout.name: layout.estimate.parts for layout in layouts}
+    click.echo(draw_bars(bars, colour=sys.stdout.isatty(), show=show_decimal_bytes))
+    for note in _notes(layouts, cluster):
+        click.echo(_wrap(f"note: {note}."))
+
+
+def _notes(layouts: Sequence[ParallelLayoutEstimate], cluster: ClusterDeviceMemory) -> Iterator[str]:
+    yield from dict.fromkeys(note for layout in layouts for note in layout.estimate.notes)
+    waiting = max(layout.estimate.unreduced for layout in layouts)
     if waiting:
-        click.echo(
-            "note: ways that divide weights keep whole gradients until the last micro-batch: up to "
-            f"{size_text(waiting)} more; GradientAccumulationPlugin(sync_each_batch=True) reduces each."
+        yield (
+            "layouts that shard weights keep unsharded gradients until the last micro-batch: up to "
+            f"{show_decimal_bytes(waiting)} more; GradientAccumulationPlugin(sync_each_batch=True) reduces "
+            "each"
         )
-    free = f"a tenth of each device is kept free, so {size_text(cluster.usable)} count as fitting"
-    click.echo(f"note: {free}; in all that is printed, 1 GB is 1024^3 bytes.")
+    usable = show_decimal_bytes(cluster.usable)
+    yield f"a tenth of each device is kept free, so {usable} count as fitting; 1 GB is 1000^3 bytes"
 
 
-def _layout_cells(
-    layout: ParallelLayoutEstimate, cluster: ClusterDeviceMemory, best: ParallelLayoutEstimate | None
-) -> list[str]:
-    bill: RankMemoryEstimate = layout.estimate
-    fits = "yes, take it" if layout is best else "yes" if layout.fits(cluster) else "no"
-    host = size_text(bill.host) if bill.host else "-"
-    return [size_text(bill.total), fits, *map(size_text, bill.parts.values()), host]
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.2f}" if size else "-"
+
+
+def _wrap(text: str) -> str:
+    return textwrap.fill(text, LINE, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def plan_as_json(

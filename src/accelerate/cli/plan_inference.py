@@ -75,7 +75,7 @@ def _plan_inference(model: str, **given: Any) -> None:
     empty = build_skeleton(model, library=given["library"], trust_remote_code=given["trust"])
     plan, notes = plan_placement(empty, limits, **{name: given[name] for name in _PLAN_OPTIONS})
     click.echo(json.dumps(plan_as_json(plan, notes), indent=2) if given["as_json"] else plan)
-    for note in () if given["as_json"] else notes:
+    for note in () if given["as_json"] else (*notes, "1 GB is 1000^3 bytes, as budgets are typed"):
         click.echo(f"note: {note}")
 
 

@@ -31,11 +31,20 @@ def parse_bytes(text: str | int) -> int:
 
 def show_bytes(size: float) -> str:
     """Format bytes: ``1610612736`` -> ``"1.50 GB"`` (powers of 1024, as memory tools print them)."""
+    return _format_bytes(size, 1024)
+
+
+def show_decimal_bytes(size: float) -> str:
+    """Format bytes as ``parse_bytes`` reads them: ``80000000000`` -> ``"80.00 GB"`` (powers of 1000)."""
+    return _format_bytes(size, 1000)
+
+
+def _format_bytes(size: float, base: int) -> str:
     amount = float(size)
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
-        if abs(amount) < 1024 or unit == "TB":
+        if abs(amount) < base or unit == "TB":
             return f"{int(amount)} bytes" if unit == "bytes" else f"{amount:.2f} {unit}"
-        amount /= 1024
+        amount /= base
     raise AssertionError
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
+from accelerate.core.units import show_decimal_bytes
+
 Device: TypeAlias = "int | str"
 CPU, DISK = "cpu", "disk"
 
@@ -101,15 +103,8 @@ class ModelPlacement:
 
 
 def format_size(count: float) -> str:
-    """Format bytes in powers of 1024: ``24e9`` is ``"22.35 GiB"``; budgets are often typed as ``24GB``."""
-    if math.isinf(count):
-        return "no limit"
-    amount, units = float(count), ("bytes", "KiB", "MiB", "GiB", "TiB")
-    for unit in units:
-        if abs(amount) < 1024 or unit == units[-1]:
-            return f"{int(amount)} bytes" if unit == "bytes" else f"{amount:.2f} {unit}"
-        amount /= 1024
-    raise AssertionError
+    """Format bytes as budgets are typed: ``24e9`` is ``"24.00 GB"``; an infinite budget is no limit."""
+    return "no limit" if math.isinf(count) else show_decimal_bytes(count)
 
 
 def _format_lines(plan: ModelPlacement) -> Iterator[str]:

@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accelerate.core.errors import SettingError, UnknownNameError
-from accelerate.core.units import show_bytes
 from accelerate.offload.estimate.activation_formula import (
     RECOMPUTE,
     TransformerShape,
@@ -419,7 +418,9 @@ def _estimate_whole_activations(
     if layers is not None:
         formula = activation_bytes(layers, how.batch, how.length, size, how.recompute, how.attention)
     if kept is not None and not isinstance(kept, str):
-        formula_note = f"; the formula of {PAPER} says {show_bytes(formula)}" if formula is not None else ""
+        formula_note = ""
+        if formula is not None and how.recompute != "full" and kept.activations:
+            formula_note = f" (the formula of {PAPER} gives {100 * formula / kept.activations:.0f} %)"
         again = "recomputed " if how.recompute == "full" else ""
         note = f"{again}activations: what a forward on empty tensors saves for the backward{formula_note}"
         if how.recompute != "full":

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from accelerate.core.errors import SettingError
-from accelerate.core.units import parse_bytes, show_bytes
+from accelerate.core.units import parse_bytes
+from accelerate.core.units import show_decimal_bytes as show_bytes
 from accelerate.offload.estimate.memory_estimate import (
     MemoryEstimateConfig,
     ModelSizes,
@@ -170,7 +171,7 @@ def _sharded_layouts(estimate: Estimator, on: ClusterDeviceMemory) -> Iterator[P
     job = {"distributed_type": "FSDP", "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     keeps = {**job, "fsdp_reshard_after_forward": False}
     yield ParallelLayoutEstimate(
-        "FSDP SHARD_GRAD_OP",
+        "FSDP2, reshard_after_forward=false",
         estimate(strategy="fsdp", keeps=True),
         "weights are all-gathered once per step",
         keeps,
@@ -178,13 +179,13 @@ def _sharded_layouts(estimate: Estimator, on: ClusterDeviceMemory) -> Iterator[P
     if on.nodes > 1:
         copies = {**job, **_mesh_settings(dp_replicate=on.nodes, dp_shard=on.each)}
         yield ParallelLayoutEstimate(
-            "HSDP",
+            "FSDP2, HSDP",
             estimate(strategy="fsdp", shard=on.each),
             "only gradients are all-reduced between machines",
             copies,
         )
     again = "weights are all-gathered twice per step"
-    yield ParallelLayoutEstimate("FSDP", estimate(strategy="fsdp"), again, job)
+    yield ParallelLayoutEstimate("FSDP2", estimate(strategy="fsdp"), again, job)
     yield ParallelLayoutEstimate(
         "ZeRO 3",
         estimate(strategy="zero3"),
@@ -194,7 +195,7 @@ def _sharded_layouts(estimate: Estimator, on: ClusterDeviceMemory) -> Iterator[P
     )
     full = {**job, "fsdp_activation_checkpointing": True}
     yield ParallelLayoutEstimate(
-        "FSDP, activation checkpointing",
+        "FSDP2, activation checkpointing",
         estimate(strategy="fsdp", recompute="full"),
         "activations are recomputed: a third more to compute",
         full,
@@ -212,7 +213,7 @@ def _tensor_parallel_layouts(
             continue
         grid = _mesh_settings(dp_shard=on.count // tensor, tp=tensor)
         yield ParallelLayoutEstimate(
-            f"FSDP x TP={tensor}, activation checkpointing",
+            f"FSDP2 x TP {tensor}, activation checkpointing",
             estimate(strategy="fsdp", tensor=tensor, recompute="full"),
             f"tensor parallel over {tensor} devices: activations are all-reduced in every block",
             {**job, **grid, "fsdp_activation_checkpointing": True},
@@ -224,7 +225,7 @@ def _host_offload_layouts(estimate: Estimator) -> Iterator[ParallelLayoutEstimat
     job = {"distributed_type": "FSDP", "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     job |= {"fsdp_offload_params": True, "fsdp_activation_checkpointing": True}
     yield ParallelLayoutEstimate(
-        "FSDP, activation checkpointing, CPU offload",
+        "FSDP2, activation checkpointing, CPU offload",
         estimate(strategy="fsdp", recompute="full", offload=True),
         "everything crosses the bus in every step, and the host runs the optimizer",
         job,
