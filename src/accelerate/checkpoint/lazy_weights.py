@@ -250,7 +250,7 @@ def _open_torch_file(path: Path) -> LazyWeights:
     else:  # before torch 1.6: can only be read whole
         state = torch_files.read(path, "cpu", trust)
     state = _unwrap_state_dict(path, state)
-    if any(map(_is_tensor_subclass, state.values())):
+    if any(_is_tensor_subclass(value) or _lacks_data(value) for value in state.values()):
         state = _unwrap_state_dict(path, torch_files.read(path, "cpu", trust, mmap=True))
     saved_tensors = {str(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
     first: dict[Any, str] = {}
@@ -283,6 +283,14 @@ def _is_tensor_subclass(value: object) -> bool:
     """Return True for tensor subclasses, which may hold other tensors and must be read to know."""
     plain = (torch.Tensor, torch.nn.Parameter, FakeTensor)
     return isinstance(value, torch.Tensor) and type(value) not in plain
+
+
+def _lacks_data(value: object) -> bool:
+    """Return True for a tensor that was read without its data, by a torch that does not say where that is.
+
+    Torch 2.6 does not.
+    """
+    return isinstance(value, FakeTensor) and value.numel() > 0 and _storage_start(value) is None
 
 
 def _storage_start(value: torch.Tensor) -> int | None:

@@ -272,6 +272,12 @@ INTERNALS = (
         },
     ),
     Internals(
+        "where the data of fake tensors is in their file",
+        ("checkpoint/lazy_weights.py",),
+        {"torch": "UntypedStorage._checkpoint_offset>=2.7"},
+        "the file is mapped, and read as it is used",
+    ),
+    Internals(
         "tensors that are offloaded",
         ("offload/",),
         {
