@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import types
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from accelerate.core.errors import MissingExtraError, SettingError, UnknownNameE
 from accelerate.track import base
 from accelerate.tracking import (
     LOGGER_TYPE_TO_CLASS,
+    CometMLTracker,
     GeneralTracker,
     JSONLTracker,
     filter_trackers,
@@ -255,6 +257,26 @@ def test_a_second_init_ends_runs_and_keeps_the_users_objects(tmp_path: Path) -> 
 
 def _kind(line: dict[str, Any]) -> str:
     return next(key for key in ("start", "config", "values", "table", "end") if key in line)
+
+
+@pytest.mark.parametrize("mode", [None, "offline"])
+def test_comet_without_an_account_says_what_to_type(
+    monkeypatch: pytest.MonkeyPatch, mode: str | None
+) -> None:
+    """Also to a user who sets the mode as it is set for other trackers: comet_ml reads no such variable."""
+
+    def start(**options: Any) -> None:
+        raise ValueError("Comet.ml requires an API key. Please provide as the first argument")
+
+    module = types.ModuleType("comet_ml")
+    module.start = start  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "comet_ml", module)
+    if mode:
+        monkeypatch.setenv("COMET_MODE", mode)
+    with pytest.raises(SettingError) as caught:
+        CometMLTracker("project").start()
+    assert "export COMET_START_ONLINE=false" in str(caught.value)
+    assert ("no variable COMET_MODE" in str(caught.value)) == bool(mode)
 
 
 def test_every_run_is_ended_whatever_one_raises() -> None:

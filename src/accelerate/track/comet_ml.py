@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
+from accelerate.core import environ
 from accelerate.core.errors import SettingError
 from accelerate.track.base import GeneralTracker, on_main_process, to_json_types
 from accelerate.track.protocol.media import join_name, to_images, to_pil, to_table
@@ -14,8 +15,8 @@ class CometMLTracker(GeneralTracker):
     """An experiment of the project ``run_name``. Run here: comet_ml 3.58, offline, archive read back.
 
     Online: ``COMET_API_KEY``, or ``comet login``.
-    Offline: ``init_kwargs={"comet_ml": {"online": False}}``; ``comet upload FILE.zip`` sends the file
-        later.
+    Offline: ``COMET_START_ONLINE=false``, or ``init_kwargs={"comet_ml": {"online": False}}``;
+        ``comet upload FILE.zip`` sends the file later.
     Files: ``EXPERIMENT-*.zip`` in the folder of ``COMET_OFFLINE_DIRECTORY``; one for each part of a
         resumed run.
     Resume: ``{"experiment_key": KEY, "mode": "get"}``, with
@@ -28,11 +29,12 @@ class CometMLTracker(GeneralTracker):
 
     name = "comet_ml"
     requires_logging_directory = False
-    packages = ("comet_ml",)
+    packages: ClassVar[tuple[str, ...]] = ("comet_ml",)
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__()
-        self.run_name, self.init_kwargs = run_name, kwargs
+        self.run_name = run_name
+        self.init_kwargs: dict[str, Any] = kwargs
 
     @property
     def tracker(self) -> Any:
@@ -53,11 +55,14 @@ class CometMLTracker(GeneralTracker):
         except ValueError as error:
             if "API key" not in str(error):
                 raise
+            mode = environ.get("COMET_MODE")
             raise SettingError(
                 "comet_ml has no API key",
-                why="it sends what is logged to an account, unless it is told to write a file",
-                fix='export COMET_API_KEY=..., or init_kwargs={"comet_ml": {"online": False}} to write '
-                "a file that `comet upload` sends later",
+                why=f"it knows no variable COMET_MODE (it is {mode!r})"
+                if mode
+                else "it sends what is logged to an account, unless it is told to write a file",
+                fix="comet login, or export COMET_START_ONLINE=false to write a file that `comet upload` "
+                "sends later",
             ) from error
 
     @on_main_process
