@@ -153,6 +153,7 @@ def main() -> None:
         accelerator.print(f"{title}: loss {loss:.4f}, test accuracy {accuracy:.4f} ({correct} of {seen})")
         history.loss.append(loss)
         history.accuracy.append(accuracy)
+        accelerator.log({"loss": loss, "test accuracy": accuracy}, step=epoch)
         accelerator.save_state()
 
     if accelerator.is_main_process:

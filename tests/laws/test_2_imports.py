@@ -20,7 +20,7 @@ FLOORS = (
     ("core",),
     ("device",),
     ("world", "stages"),
-    ("data", "precision", "strategy", "checkpoint", "offload", "outer", "track", "watch"),
+    ("data", "precision", "strategy", "checkpoint", "offload", "outer", "track", "watch", "report"),
     ("facade", "launch"),
     ("check", "cli"),
 )

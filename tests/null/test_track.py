@@ -487,7 +487,7 @@ def test_a_full_disk_is_said_and_the_training_goes_on(tmp_path: Path) -> None:
     acc.log({"a": 1})
     (tracker,) = acc.trackers
     full = os.open("/dev/full", os.O_WRONLY)
-    os.dup2(full, tracker._file)  # type: ignore[attr-defined]
+    os.dup2(full, tracker._file._file)  # type: ignore[attr-defined]
     os.close(full)
     with pytest.warns(UserWarning, match="No space left(.|\n)*free some space"):
         acc.log({"a": 2})

@@ -16,6 +16,7 @@ from accelerate.facade.launch_settings import (
     GradientAccumulationSettings,
     OptionReportSettings,
     PrecisionSettings,
+    RecordSettings,
     ResumeSettings,
 )
 from accelerate.launch.launch_request import all_settings
@@ -32,6 +33,7 @@ SCRIPT_SETTINGS: tuple[type[Any], ...] = (
     *(cls for classes in SETTINGS for cls in classes),
     CompileSettings,
     ResumeSettings,
+    RecordSettings,
     OptionReportSettings,
 )
 

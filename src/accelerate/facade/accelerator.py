@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -39,6 +40,7 @@ from accelerate.facade.option_report import OptionReporter
 from accelerate.facade.preemption import Preemption
 from accelerate.facade.preparer import PreparedObjects, PrepareOptions, PreparePlan, Preparer, is_dispatched
 from accelerate.facade.processes import ProcessMixin
+from accelerate.facade.run_recorder import start_recorder
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.facade.state import AcceleratorState
 from accelerate.facade.tracker_set import TrackerSet
@@ -210,6 +212,8 @@ class Accelerator(ProcessMixin):
         self.gradient_state = runtime.gradients
         prepared = self._prepared = PreparedObjects()
         self._trackers = TrackerSet(log_with, project.logging_dir, runtime.world.rank == 0)
+        self._recorder = self._trackers.recorder = start_recorder(runtime.world)
+        prepared.on_add = self._recorder and self._recorder.watch
         self._loop = TrainLoop(runtime, prepared)
         self._checkpoints = CheckpointManager(runtime, prepared, project)
         self._option_reporter = OptionReporter(
@@ -887,7 +891,8 @@ class Accelerator(ProcessMixin):
                 failed in the background: this one has not begun then.
             CheckpointPeerError: another process than the main one called it alone; a ``CheckpointError``.
         """
-        return self._checkpoints.save(
+        start = time.perf_counter()
+        checkpoint = self._checkpoints.save(
             output_dir,
             safe_serialization=safe_serialization,
             sharded=sharded,
@@ -895,6 +900,9 @@ class Accelerator(ProcessMixin):
             metadata=metadata,
             engine_options=save_model_func_kwargs,
         )
+        if self._recorder is not None:
+            self._recorder.record_checkpoint(checkpoint, time.perf_counter() - start)
+        return checkpoint
 
     def wait_for_checkpoint(self, release: bool = False) -> Path | str | None:
         """Wait until the checkpoint that is written in the background is committed; each process for itself.

@@ -65,6 +65,19 @@ class ResumeSettings:
 
 
 @frozen_dataclass
+class RecordSettings:
+    """The settings of the record of a run."""
+
+    __topic__ = "Output"
+
+    record: str | None = setting(
+        None,
+        help="folder in which each process records its steps: time, waiting for data, memory, learning rate, "
+        "what the script logs; 'accelerate report FOLDER' draws them",
+    )
+
+
+@frozen_dataclass
 class OptionReportSettings:
     """The settings of the report on requested options, printed after ``prepare``."""
 

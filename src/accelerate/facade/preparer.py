@@ -46,18 +46,22 @@ class PreparedObjects:
     Attributes:
         models: as ``prepare`` returned them.
         optimizers, schedulers, loaders: the wrappers.
+        on_add: is called with the kind of each object that is added, and the object.
     """
 
     models: list[nn.Module] = field(default_factory=list)
     optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
     schedulers: list[AcceleratedScheduler] = field(default_factory=list)
     loaders: list[Any] = field(default_factory=list)
+    on_add: Callable[[ObjectKind, Any], None] | None = None
 
     def add(self, kind: ObjectKind, item: Any) -> None:
         """Add one object, unless it is there."""
         items: list[Any] = getattr(self, f"{kind}s")
         if not any(item is other for other in items):
             items.append(item)
+            if self.on_add is not None:
+                self.on_add(kind, item)
 
     def add_bundle(self, bundle: PrepareBundle) -> None:
         """Add the objects of one ``prepare``, and mark them as prepared."""
@@ -72,7 +76,7 @@ class PreparedObjects:
 
     def snapshot(self) -> Callable[[], None]:
         """Return a function that restores the present contents."""
-        lists = {name: list(items) for name, items in vars(self).items()}
+        lists = {name: list(items) for name, items in vars(self).items() if name != "on_add"}
 
         def restore() -> None:
             vars(self).update({name: list(items) for name, items in lists.items()})

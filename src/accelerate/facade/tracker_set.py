@@ -12,6 +12,7 @@ from accelerate import track
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.core.user_warning import warn_user
 from accelerate.facade.enums import LoggerType
+from accelerate.facade.run_recorder import RunRecorder
 from accelerate.track.base import BlankTracker, GeneralTracker
 
 Options = Mapping[str, Mapping[str, Any]]
@@ -28,6 +29,7 @@ class TrackerSet:
     Attributes:
         log_with: the requested trackers: names, and objects that the user made.
         trackers: those whose run is open; empty on the other processes.
+        recorder: of ``accelerate launch --record``; it takes what is logged, with or without trackers.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class TrackerSet:
         self.trackers: list[GeneralTracker] = []
         self._logging_dir, self._is_main = logging_dir, is_main_process
         self._uses_all = track.ALL in (log_with if isinstance(log_with, list | tuple) else [log_with])
+        self.recorder: RunRecorder | None = None
         self._has_warned_log = False
         # Trackers that have logged once, and how many calls failed after that.
         self._logged: set[GeneralTracker] = set()
@@ -48,6 +51,8 @@ class TrackerSet:
         self._check_options(options, "init_kwargs")
         if not self._is_main:
             return
+        if self.recorder is not None and config is not None:
+            self.recorder.store_init_configuration(config)
         track.finish_runs(tracker for tracker in self.trackers if not self._is_users_tracker(tracker))
         self.trackers = []
         if self._uses_all:
@@ -83,6 +88,8 @@ class TrackerSet:
         """Log to every tracker; see ``Accelerator.log``."""
         if options:
             self._check_options(options, "log_kwargs")
+        if self.recorder is not None and self._is_main:
+            self.recorder.log(values, step)
         if self.log_with and not self.trackers and self._is_main and not self._has_warned_log:
             self._has_warned_log = True
             warn_user("log() has no effect: no run is open; call init_trackers() first")

@@ -151,6 +151,11 @@ def is_open(tracker: GeneralTracker) -> bool:
     return any(tracker is run for run in _open)
 
 
+def open_trackers() -> list[GeneralTracker]:
+    """Return the trackers that were started here and are not finished."""
+    return list(_open)
+
+
 def start_run(tracker: GeneralTracker) -> None:
     """Begin a run; do nothing if it has begun."""
     global _owner

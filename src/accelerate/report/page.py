@@ -1,0 +1,223 @@
+"""The page of one or several runs: one HTML file that needs no network."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from accelerate.core.units import show_bytes, show_seconds
+from accelerate.report.records import RankSteps, RunRecord, Series, downsample
+
+# Wider than a screen has pixels for one chart; ten runs of twenty numbers stay under 5 MB.
+POINTS = 1000
+
+
+def render_page(runs: Sequence[RunRecord], *, refresh_seconds: float | None = None) -> str:
+    """Return the page.
+
+    Args:
+        runs: what is drawn; the first decides the order of the charts.
+        refresh_seconds: how often the page asks ``data.json`` beside it for newer data; None: never.
+
+    Returns:
+        HTML. Styles, scripts and data are inside; the plotting library is uPlot (MIT License).
+    """
+    assets = files("accelerate.report")
+    parts = {
+        "uplot_css": assets.joinpath("uplot/uPlot.min.css").read_text(encoding="utf-8"),
+        "uplot_js": assets.joinpath("uplot/uPlot.iife.min.js").read_text(encoding="utf-8"),
+        "css": assets.joinpath("page.css").read_text(encoding="utf-8"),
+        "js": assets.joinpath("page.js").read_text(encoding="utf-8"),
+        "data": page_data(runs),
+        "refresh": json.dumps(refresh_seconds),
+    }
+    page = assets.joinpath("page.html").read_text(encoding="utf-8")
+    for name, text in parts.items():
+        page = page.replace(f"/*{name}*/", text, 1)
+    return page
+
+
+def page_data(runs: Sequence[RunRecord]) -> str:
+    """Return what the page draws, as JSON that may stand inside a ``script`` element."""
+    data = {
+        "runs": [_describe_run(run) for run in runs],
+        "charts": [*_charts(runs), *_rank_charts(runs)],
+        "config": _config_rows(runs),
+        "tables": [
+            {"title": f"{name} ({run.name})" if len(runs) > 1 else name, "columns": columns, "rows": rows}
+            for run in runs
+            for name, (columns, rows) in run.tables.items()
+        ],
+        "ranks": [row for run in runs for row in _rank_rows(run)],
+        "checkpoints": [_checkpoint_row(run, record) for run in runs for record in run.checkpoints],
+        "environment": [[run.name, run.environment] for run in runs if run.environment],
+    }
+    # A text of a run may hold the end of a script element.
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("</", "<\\/")
+
+
+def _describe_run(run: RunRecord) -> dict[str, Any]:
+    facts = {
+        "status": run.status,
+        "lasted": show_seconds(max(run.end - run.start, 0)),
+        "file": str(run.path),
+        **{name: text[:200] for name, text in run.texts.items()},
+    }
+    if run.unreadable:
+        facts["unreadable lines"] = str(run.unreadable)
+    if run.artifacts:
+        facts["files"] = ", ".join(
+            f"{each['artifact']} ({show_bytes(each['bytes'])})" for each in run.artifacts
+        )
+    return {"name": run.name, "start": run.start, "facts": facts}
+
+
+def _charts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Return one chart for each logged number, with a curve for each run that has it."""
+    names = dict.fromkeys(name for run in runs for name in run.series)
+    return [
+        {
+            "title": name,
+            "unit": "",
+            "curves": [
+                _curve(run.name, index, run.series[name])
+                for index, run in enumerate(runs)
+                if name in run.series
+            ],
+        }
+        for name in names
+    ]
+
+
+def _curve(name: str, color: int, series: Series) -> dict[str, Any]:
+    """Return one curve: its points, and what the table below the chart says."""
+    steps, times, values = (
+        np.asarray(each, dtype=float) for each in (series.steps, series.times, series.values)
+    )
+    finite = np.flatnonzero(np.isfinite(values))
+    order = finite[np.argsort(steps[finite], kind="stable")]
+    kept = order[downsample(steps[order], values[order], POINTS)] if len(order) else order
+    numbers = values[finite]
+    return {
+        "name": name,
+        "color": color,
+        "step": _rounded(steps[kept]),
+        "time": _rounded(times[kept]),
+        "value": _rounded(values[kept]),
+        "points": len(series),
+        "last": _number(numbers[-1]) if len(numbers) else None,
+        "min": _number(numbers.min()) if len(numbers) else None,
+        "max": _number(numbers.max()) if len(numbers) else None,
+        "not_finite": len(values) - len(finite),
+        "first_not_finite": series.first_not_finite(),
+    }
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    """Return numbers with six digits, more than a screen shows, in few characters."""
+    return [_number(value) for value in values]
+
+
+def _number(value: float) -> float:
+    short = float(f"{value:.6g}")
+    return int(short) if short.is_integer() and abs(short) < 1e15 else short
+
+
+def _rank_charts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Return the charts of recorded runs: throughput of a run; step time, waiting and memory of each rank."""
+    recorded = [(index, run) for index, run in enumerate(runs) if run.ranks]
+    if not recorded:
+        return []
+    throughput = [_curve(run.name, index, _throughput(run)) for index, run in recorded]
+    per_rank = [
+        (f"{run.name}, rank {rank}" if len(recorded) > 1 else f"rank {rank}", steps)
+        for _, run in recorded
+        for rank, steps in sorted(run.ranks.items())
+    ]
+    charts = [{"title": "throughput", "unit": "samples/s", "curves": throughput}]
+    for title, unit, attribute in (
+        ("time of a step", "s", "seconds"),
+        ("time waiting for data", "s", "data_wait"),
+        ("peak memory", "B", "memory"),
+    ):
+        curves = [
+            _curve(name, color, Series(steps.steps, steps.times, getattr(steps, attribute)))
+            for color, (name, steps) in enumerate(per_rank)
+        ]
+        charts.append({"title": title, "unit": unit, "curves": curves})
+    return charts
+
+
+def _throughput(run: RunRecord) -> Series:
+    """Return the samples of all ranks per second, at each step that all ranks have made."""
+    shortest = min(run.ranks.values(), key=lambda steps: len(steps.steps))
+    result = Series()
+    for index, (step, time) in enumerate(zip(shortest.steps, shortest.times, strict=True)):
+        seconds = max(steps.seconds[index] for steps in run.ranks.values())
+        if seconds > 0:
+            result.add(step, time, max(steps.samples[index] for steps in run.ranks.values()) / seconds)
+    return result
+
+
+def _rank_rows(run: RunRecord) -> list[dict[str, Any]]:
+    """Return a row of the table of ranks for each rank, the slowest marked."""
+    medians = {rank: median(steps.seconds) for rank, steps in run.ranks.items() if steps.seconds}
+    slowest = max(medians, key=lambda rank: medians[rank], default=None)
+    return [
+        {
+            "run": run.name,
+            "rank": rank,
+            "steps": len(steps.steps),
+            "median step": show_seconds(medians[rank]),
+            "95 % of steps under": show_seconds(_quantile(steps.seconds, 0.95)),
+            "waiting for data": _share(steps),
+            "peak memory": show_bytes(round(max(steps.memory, default=0))),
+            "slowest": rank == slowest and len(medians) > 1,
+        }
+        for rank, steps in sorted(run.ranks.items())
+        if steps.seconds
+    ]
+
+
+def _quantile(values: Iterable[float], share: float) -> float:
+    return float(np.quantile(np.asarray(list(values)), share))
+
+
+def _share(steps: RankSteps) -> str:
+    total = fmean(steps.seconds)
+    return f"{100 * fmean(steps.data_wait) / total:.0f} %" if total > 0 else "-"
+
+
+def _checkpoint_row(run: RunRecord, record: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "run": run.name,
+        "step": record.get("step"),
+        "checkpoint": str(record["checkpoint"]),
+        "size": show_bytes(record.get("bytes") or 0),
+        "took": show_seconds(record.get("seconds") or 0),
+    }
+
+
+def _config_rows(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Return a row for each hyperparameter: its value in each run, and whether they differ."""
+    flat = [dict(_flatten(run.config)) for run in runs]
+    rows = []
+    for name in dict.fromkeys(name for config in flat for name in config):
+        values = [config.get(name) for config in flat]
+        rows.append({"name": name, "values": values, "differs": len(set(map(repr, values))) > 1})
+    return rows
+
+
+def _flatten(config: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            not_finite = isinstance(value, float) and not math.isfinite(value)
+            yield f"{prefix}{key}", str(value) if not_finite else json.dumps(value).strip('"')

@@ -1,0 +1,288 @@
+"""Runs read back from the files of the jsonl tracker and of ``accelerate launch --record``."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from accelerate.core.errors import SettingError
+
+_RANK_FILE = re.compile(r"rank_(\d+)\.jsonl")
+# JSON has no such numbers: the tracker writes them as protocol buffers do.
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+@dataclass
+class Series:
+    """One logged number over a run.
+
+    Attributes:
+        steps: the step of each value; the count of values before it where none was given.
+        times: seconds since the run began.
+        values: what was logged; may be NaN or infinite.
+    """
+
+    steps: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def add(self, step: float | None, seconds: float, value: float) -> None:
+        """Append one value."""
+        self.steps.append(len(self.steps) if step is None else step)
+        self.times.append(seconds)
+        self.values.append(value)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def first_not_finite(self) -> float | None:
+        """Return the step of the first NaN or infinity, or None."""
+        return next(
+            (step for step, value in zip(self.steps, self.values, strict=True) if not math.isfinite(value)),
+            None,
+        )
+
+
+@dataclass
+class RankSteps:
+    """The optimizer steps of one rank, each list as long as the others.
+
+    Attributes:
+        steps: the number of each step.
+        times: seconds since the run began, at its end.
+        seconds: from the end of the step before.
+        data_wait: seconds of these in which the training waited for a batch.
+        memory: bytes of the device's memory that were reserved at most; of the process without a device.
+        samples: of the batches of the step, of all ranks.
+    """
+
+    steps: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    data_wait: list[float] = field(default_factory=list)
+    memory: list[float] = field(default_factory=list)
+    samples: list[float] = field(default_factory=list)
+
+
+@dataclass
+class RunRecord:
+    """One run of a training.
+
+    Attributes:
+        name: the tracker's ``run_name``; with a number where a file holds several runs.
+        path: the file, or the folder of the files of its ranks.
+        start: seconds since 1970.
+        end: of its last record.
+        status: ``finished``, ``failed`` or ``not ended``.
+        config: hyperparameters that the script gave.
+        series: what the script logged, by name; nested names are joined by ``/``.
+        texts: the last text of each name.
+        tables: tables by name: columns and rows.
+        artifacts: paths and sizes in bytes.
+        ranks: the steps of each rank, of a run that was recorded.
+        checkpoints: step, path, bytes and seconds of each save, of a run that was recorded.
+        environment: versions, devices, settings with their origins, of a run that was recorded.
+        unreadable: lines that are no record: the run was killed in the middle of one.
+    """
+
+    name: str
+    path: Path
+    start: float = 0.0
+    end: float = 0.0
+    status: str = "not ended"
+    config: dict[str, Any] = field(default_factory=dict)
+    series: dict[str, Series] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    tables: dict[str, tuple[list[Any], list[list[Any]]]] = field(default_factory=dict)
+    artifacts: list[dict[str, Any]] = field(default_factory=list)
+    ranks: dict[int, RankSteps] = field(default_factory=dict)
+    checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=dict)
+    unreadable: int = 0
+
+    def add(self, record: Mapping[str, Any], rank: int = 0) -> None:
+        """Take one record of the file of a rank."""
+        time = float(record.get("time", self.end))
+        self.start = self.start or time
+        self.end = max(self.end, time)
+        if "values" in record:
+            self._add_values(record["values"], record.get("step"), time - self.start)
+        elif "optimizer_step" in record:
+            self._add_step(record, rank, time - self.start)
+        elif "config" in record:
+            self.config |= record["config"]
+        elif "environment" in record:
+            self.environment |= record["environment"] if rank == 0 else {}
+        elif "checkpoint" in record:
+            self.checkpoints.append(dict(record))
+        elif "table" in record:
+            self.tables[str(record["table"])] = (list(record["columns"]), list(record["rows"]))
+        elif "artifact" in record:
+            self.artifacts.append(dict(record))
+        elif "end" in record and rank == 0:
+            self.status = str(record["end"])
+
+    def _add_values(
+        self, values: Mapping[str, Any], step: float | None, seconds: float, prefix: str = ""
+    ) -> None:
+        for key, value in values.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, Mapping):
+                self._add_values(value, step, seconds, f"{name}/")
+            elif isinstance(value, int | float):
+                self.series.setdefault(name, Series()).add(step, seconds, float(value))
+            elif value in _NOT_FINITE:
+                self.series.setdefault(name, Series()).add(step, seconds, _NOT_FINITE[value])
+            else:
+                self.texts[name] = value if isinstance(value, str) else json.dumps(value)
+
+    def _add_step(self, record: Mapping[str, Any], rank: int, seconds: float) -> None:
+        number = float(record["optimizer_step"])
+        steps = self.ranks.setdefault(rank, RankSteps())
+        steps.steps.append(number)
+        steps.times.append(seconds)
+        for name in ("seconds", "data_wait", "memory", "samples"):
+            getattr(steps, name).append(float(record.get(name) or 0))
+        for group, rate in enumerate(record.get("lr", ()) if rank == 0 else ()):
+            name = f"learning rate, group {group}" if len(record["lr"]) > 1 else "learning rate"
+            self.series.setdefault(name, Series()).add(number, seconds, float(rate))
+
+
+def read_runs(paths: Iterable[str | Path]) -> list[RunRecord]:
+    """Read every run of some files and folders.
+
+    Args:
+        paths: a file of the jsonl tracker; a folder of ``accelerate launch --record``; a folder of such.
+
+    Raises:
+        SettingError: a path is missing, or holds no records.
+    """
+    runs: list[RunRecord] = []
+    for path in map(Path, paths):
+        read = list(_read_path(path))
+        if not read:
+            raise SettingError(
+                f"{path} holds no records of a run",
+                why="a run is recorded in files that end in .jsonl",
+                fix='train with Accelerator(log_with="jsonl", project_dir="runs"), '
+                "or accelerate launch --record runs/name",
+            )
+        runs += read
+    _tell_apart(runs)
+    return runs
+
+
+def _read_path(path: Path) -> Iterator[RunRecord]:
+    if not path.exists():
+        raise SettingError(f"there is no {path}", fix="give a .jsonl file, or the folder of a recorded run")
+    if path.is_file():
+        yield from _read_file(path)
+        return
+    files = sorted(path.rglob("*.jsonl"))
+    for folder in dict.fromkeys(file.parent for file in files if _RANK_FILE.fullmatch(file.name)):
+        yield from _read_recorded(folder)
+    for file in files:
+        if not _RANK_FILE.fullmatch(file.name):
+            yield from _read_file(file)
+
+
+def _read_file(path: Path) -> Iterator[RunRecord]:
+    """Yield the runs of one file: runs of one name follow each other."""
+    run: RunRecord | None = None
+    torn = 0
+    for record in _read_records(path):
+        if record is None:
+            torn += 1
+            continue
+        if "start" in record:
+            if run is not None:
+                yield run
+            run = RunRecord(str(record["start"]), path)
+        if run is None:
+            run = RunRecord(path.stem, path)
+        run.unreadable, torn = run.unreadable + torn, 0
+        run.add(record)
+    if run is not None:
+        run.unreadable += torn
+        yield run
+
+
+def _read_recorded(folder: Path) -> list[RunRecord]:
+    """Read the runs of the files of some ranks; the n-th start of each rank is one run."""
+    runs: list[RunRecord] = []
+    files = {int(match[1]): file for file in folder.iterdir() if (match := _RANK_FILE.fullmatch(file.name))}
+    for rank, file in sorted(files.items()):
+        number = -1
+        for record in _read_records(file):
+            number += record is not None and "start" in record
+            while len(runs) <= max(number, 0):
+                runs.append(RunRecord(folder.name, folder))
+            run = runs[max(number, 0)]
+            if record is None:
+                run.unreadable += 1
+            else:
+                run.add(record, rank)
+    return runs
+
+
+def _read_records(path: Path) -> Iterator[dict[str, Any] | None]:
+    """Yield the records of a file; None for a line that is none."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            if line.strip():
+                yield record if isinstance(record, dict) else None
+
+
+def _tell_apart(runs: list[RunRecord]) -> None:
+    """Add the name of the file to names that several runs have, and a number where that is the same too."""
+    names = Counter(run.name for run in runs)
+    for run in runs:
+        if names[run.name] > 1 and run.path.stem != run.name:
+            run.name = f"{run.name} ({run.path.stem})"
+    total, seen = Counter(run.name for run in runs), Counter[str]()
+    for run in runs:
+        name = run.name
+        seen[name] += 1
+        if total[name] > 1:
+            run.name = f"{name} ({seen[name]} of {total[name]})"
+
+
+def downsample(x: np.ndarray, y: np.ndarray, count: int) -> np.ndarray:
+    """Choose the points of a curve that keep its shape: largest triangle three buckets (LTTB).
+
+    S. Steinarsson, "Downsampling Time Series for Visual Representation", 2013, section 4.2: the first and
+    the last point stay; of each bucket between them the one stays that spans the largest triangle with the
+    point chosen before and the mean of the next bucket.
+
+    Args:
+        x: shape ``(n,)``, ascending.
+        y: shape ``(n,)``, finite.
+        count: how many points stay, 3 or more.
+
+    Returns:
+        Indices, shape ``(min(n, count),)``, ascending.
+    """
+    if len(x) <= count:
+        return np.arange(len(x))
+    edges = np.linspace(1, len(x) - 1, count - 1).astype(int)
+    chosen = [0]
+    for start, end, after in zip(edges[:-1], edges[1:], [*edges[2:], len(x)], strict=True):
+        next_x, next_y = x[end:after].mean(), y[end:after].mean()
+        last = chosen[-1]
+        areas = np.abs(
+            (x[last] - next_x) * (y[start:end] - y[last]) - (x[last] - x[start:end]) * (next_y - y[last])
+        )
+        chosen.append(int(start + areas.argmax()))
+    return np.array([*chosen, len(x) - 1])

@@ -1,0 +1,79 @@
+"""The page of runs that go on, served on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+import click
+
+from accelerate.core.errors import SettingError
+from accelerate.report.page import page_data, render_page
+from accelerate.report.records import read_runs
+
+REFRESH_SECONDS = 2.0
+
+
+def make_server(runs: Sequence[str], port: int) -> ThreadingHTTPServer:
+    """Return a server of the page on the loopback interface; ``serve_forever`` runs it.
+
+    Args:
+        runs: files and folders, read anew at each request.
+        port: 0 is a free one.
+
+    Raises:
+        SettingError: the port is in use.
+    """
+
+    class _Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            """Answer with the page at ``/``, with its data at ``/data.json``."""
+            # Another page of the browser may reach this port under a name of its own (DNS rebinding).
+            host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+            if host not in ("localhost", "127.0.0.1"):
+                self.send_error(403)
+                return
+            pages = {
+                "/": ("text/html", lambda: render_page(read_runs(runs), refresh_seconds=REFRESH_SECONDS)),
+                "/data.json": ("application/json", lambda: page_data(read_runs(runs))),
+            }
+            if self.path not in pages:
+                self.send_error(404)
+                return
+            kind, render = pages[self.path]
+            try:
+                body = render().encode()
+            except SettingError as error:  # the folder was removed while the page was open
+                self.send_error(503, str(error).splitlines()[0])
+                return
+            self.send_response(200)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Print nothing for a request."""
+
+    try:
+        return ThreadingHTTPServer(("127.0.0.1", port), _Handler)
+    except OSError as error:
+        raise SettingError(
+            f"cannot serve on port {port}", why=error.strerror or str(error), fix="give another --port"
+        ) from error
+
+
+def serve_page(runs: Sequence[str], port: int) -> None:
+    """Serve the page until Ctrl-C.
+
+    Raises:
+        SettingError: a run cannot be read, or the port is in use.
+    """
+    read_runs(runs)
+    with make_server(runs, port) as server:
+        click.echo(f"http://127.0.0.1:{server.server_address[1]}/ shows the runs; Ctrl-C ends it")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            click.echo("")

@@ -1,0 +1,159 @@
+"""A file of records: one line of JSON for each, whole whatever happens to the process."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from accelerate.core.errors import AccelerateError, SettingError
+from accelerate.core.user_warning import warn_user
+from accelerate.track.protocol.values import to_json_types
+
+if sys.platform != "win32":
+    import fcntl
+
+_FIXES = {
+    errno.ENOSPC: "free some space on the disk",
+    errno.EDQUOT: "free some of your quota",
+    errno.EACCES: "give another project_dir=, or the right to write there",
+    errno.EROFS: "give another project_dir=: this file system is read-only",
+}
+# Errors of file systems without locks: there, two runs of one name at one time share the file.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
+
+
+class TrackerFileError(AccelerateError, OSError):
+    """The file of a run cannot be written."""
+
+
+class JSONLinesFile:
+    """A file to which one process appends records.
+
+    A line is given to the system when the call returns, by one write, so that a crash loses none. The
+    numbers that JSON does not have are the texts "NaN", "Infinity" and "-Infinity", as protocol buffers write
+    them. While another run writes the file, this one takes ``name-2.jsonl``, and says so.
+
+    Args:
+        path: of the file; its folder is made.
+
+    Attributes:
+        path: of the file that is written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: int | None = None
+
+    def open(self) -> None:
+        """Open the file and lock it.
+
+        Raises:
+            TrackerFileError: it cannot be made.
+        """
+        requested = self.path
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            number = 1
+            while (file := _open_locked(self.path)) is None:
+                number += 1
+                self.path = requested.with_name(f"{requested.stem}-{number}{requested.suffix}")
+            self._file = file
+            if not _ends_with_newline(file):  # a run that was killed in the middle of a line
+                os.write(file, b"\n")
+        except OSError as error:
+            raise self._file_error(error) from error
+        if self.path != requested:
+            warn_user(f"another run writes {requested} now: this one writes {self.path}")
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether records can be written."""
+        return self._file is not None
+
+    def write(self, **record: Any) -> None:
+        """Write one line: the record, and its ``time`` in seconds since 1970.
+
+        Raises:
+            SettingError: the file is not open.
+            TrackerFileError: the disk is full, or gone. The lines before stay whole.
+        """
+        if self._file is None:
+            raise SettingError(f"the run {self.path.stem!r} is not open", fix="call start() first")
+        line = _encode({"time": time.time(), **record}).encode() + b"\n"
+        try:
+            written = os.write(self._file, line)
+            if written < len(line):  # the disk is full: what is in the file stays whole lines
+                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise self._file_error(error) from error
+
+    def close(self) -> None:
+        """Unlock the file and close it."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            _set_lock(file, locked=False)
+            os.close(file)
+
+    def _file_error(self, error: OSError) -> TrackerFileError:
+        return TrackerFileError(
+            f"cannot write {self.path}",
+            why=error.strerror or str(error),
+            fix=_FIXES.get(error.errno or 0, "give another project_dir="),
+        )
+
+
+def _open_locked(path: Path) -> int | None:
+    """Open a file to append to it; return None when another run has it open."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        # The lock belongs to the open file and ends with it, also when the process is killed.
+        _set_lock(file, locked=True)
+    except BlockingIOError:
+        os.close(file)
+        return None
+    return file
+
+
+def _set_lock(file: int, locked: bool) -> None:
+    """Lock or unlock an open file. Closing it does not unlock it while a forked worker has it open."""
+    if sys.platform != "win32":
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB if locked else fcntl.LOCK_UN)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+
+
+def _ends_with_newline(file: int) -> bool:
+    size = os.fstat(file).st_size
+    if size > 0:
+        os.lseek(file, size - 1, os.SEEK_SET)
+    return size == 0 or os.read(file, 1) == b"\n"
+
+
+def _encode(record: dict[str, Any]) -> str:
+    """Return one line of JSON; numbers that are not finite become text."""
+    try:
+        return _ENCODER.encode(record)
+    except (ValueError, TypeError):  # NaN or infinity somewhere; a key that JSON does not have
+        return _ENCODER.encode(_finite(to_json_types(record)))
+
+
+_ENCODER = json.JSONEncoder(allow_nan=False, default=to_json_types)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value

@@ -1,0 +1,113 @@
+"""``accelerate launch --record``: what each rank writes, and what is drawn of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate.report.records import read_runs
+
+SCRIPT = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from accelerate import Accelerator
+
+accelerator = Accelerator(gradient_accumulation_steps=2)
+accelerator.init_trackers("script", config={"lr": 0.1})
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+loader = DataLoader(TensorDataset(torch.rand(30, 4)), batch_size=4)
+model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+for epoch in range(2):
+    for (batch,) in loader:
+        with accelerator.accumulate(model):
+            loss = model(batch).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    accelerator.log({"loss": loss.item()}, step=epoch)
+accelerator.save_state("checkpoint")
+"""
+
+
+def launch(folder: Path, script: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(script)
+    command = [sys.executable, "-m", "accelerate", "launch", "--cpu", *flags, "script.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_each_rank_records_its_steps_and_rank_0_what_was_logged(tmp_path: Path) -> None:
+    ended = launch(tmp_path, SCRIPT, "--num_processes", "2", "--record", "runs/one")
+    assert ended.returncode == 0, ended.stderr
+    folder = tmp_path / "runs" / "one"
+    assert sorted(path.name for path in folder.iterdir()) == ["rank_0.jsonl", "rank_1.jsonl"]
+    (run,) = read_runs([folder])
+    assert (run.name, run.status, run.config) == ("one", "finished", {"lr": 0.1})
+    # 30 samples in steps of 8: 4 batches of each rank and epoch, 2 of them in an optimizer step.
+    for rank in (0, 1):
+        steps = run.ranks[rank]
+        assert steps.steps == [1, 2, 3, 4]
+        assert steps.samples == [16, 14, 16, 14]
+        assert all(0 <= wait <= whole for wait, whole in zip(steps.data_wait, steps.seconds, strict=True))
+        assert all(memory > 2**20 for memory in steps.memory)
+    assert run.series["learning rate"].values[0] == pytest.approx(0.1 / 3)
+    assert run.series["loss"].steps == [0, 1]
+    (save,) = run.checkpoints
+    assert save["step"] == 4
+    assert save["bytes"] == sum(f.stat().st_size for f in (tmp_path / "checkpoint").rglob("*") if f.is_file())
+    assert run.environment["Environment"]["processes"] == 2
+
+
+def test_a_second_launch_into_the_folder_is_a_run_of_its_own_and_a_failed_one_says_so(tmp_path: Path) -> None:
+    assert launch(tmp_path, SCRIPT, "--record", "runs").returncode == 0
+    assert launch(tmp_path, SCRIPT + "raise ValueError('no')\n", "--record", "runs").returncode != 0
+    first, second = read_runs([tmp_path / "runs"])
+    assert (first.status, second.status) == ("finished", "failed")
+    assert len(first.ranks[0].steps) == len(second.ranks[0].steps) > 0
+
+
+def test_a_run_that_is_killed_keeps_its_steps(tmp_path: Path) -> None:
+    script = SCRIPT + "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    assert launch(tmp_path, script, "--record", "runs").returncode != 0
+    (run,) = read_runs([tmp_path / "runs"])
+    assert run.status == "not ended"
+    assert len(run.ranks[0].steps) == 8 // 2 * 2
+
+
+def test_a_full_disk_ends_the_record_and_not_the_training(tmp_path: Path) -> None:
+    limit = f"""
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+{SCRIPT.replace('accelerator.save_state("checkpoint")', 'print("trained to the end")')}
+"""
+    limit = limit.replace(
+        "for epoch",
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, (1200, {resource.RLIM_INFINITY}))\nfor epoch",
+        1,
+    )
+    ended = launch(tmp_path, limit, "--record", "runs")
+    assert ended.returncode == 0, ended.stderr
+    assert "trained to the end" in ended.stdout
+    assert ended.stderr.count("the run is not recorded any more") == 1
+    assert all(isinstance(each, dict) for each in records(tmp_path / "runs" / "rank_0.jsonl"))
+    assert signal.SIGXFSZ  # the limit of the size of a file raises it
+
+
+def test_nothing_is_written_without_the_flag(tmp_path: Path) -> None:
+    assert launch(tmp_path, SCRIPT).returncode == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "script.py"]
