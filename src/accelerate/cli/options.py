@@ -14,10 +14,9 @@ from accelerate.core.value_types import plain_type
 from accelerate.facade.launch_settings import (
     CompileSettings,
     GradientAccumulationSettings,
-    OptionReportSettings,
     PrecisionSettings,
-    RecordSettings,
     ResumeSettings,
+    RunReportSettings,
 )
 from accelerate.launch.launch_request import all_settings
 from accelerate.precision.recipes import RECIPES
@@ -33,8 +32,7 @@ SCRIPT_SETTINGS: tuple[type[Any], ...] = (
     *(cls for classes in SETTINGS for cls in classes),
     CompileSettings,
     ResumeSettings,
-    RecordSettings,
-    OptionReportSettings,
+    RunReportSettings,
 )
 
 _TYPED_FLAGS = "accelerate.cli.options.typed"

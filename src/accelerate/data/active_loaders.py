@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -84,6 +84,15 @@ class DataLoaderStateMixin:
         self.real, self.batch_samples, self.has_fillers = fetched.real, fetched.size, fetched.remainder != 0
         if fetched.last:
             self.end_of_dataloader, self.remainder = True, fetched.remainder
+
+    def time_fetches(self, batches: Iterator[FetchedBatch], samples: int) -> Iterator[FetchedBatch]:
+        """Return the batches; the record of a run replaces this by one that measures how long each took.
+
+        Args:
+            batches: of one epoch.
+            samples: of a batch that does not tell, of all processes.
+        """
+        return batches
 
     def begin(self) -> None:
         """Begin an epoch."""

@@ -152,8 +152,6 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self._prefetch_state: dict[str, Any] | None = None
         # What this process computes of a batch, where processes share sequences.
         self.slice_batch: Callable[[Any], Any] | None = None
-        # Measures how long the loop waits for each batch; is given the samples of a step of all ranks.
-        self.time_fetches: Callable[[Iterator[FetchedBatch], int], Iterator[FetchedBatch]] | None = None
         # How the data are sharded, if the strategy has set it.
         self.data_shard: Any = None
         # A collective check, once, when the first batch of all is requested.
@@ -278,8 +276,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         device, non_blocking, step = self.device, self._non_blocking, self.total_batch_size
         epoch.samples = epoch.skip.batches * step if epoch.skip.samples is None else epoch.skip.samples
         empty = True
-        batches = self._fetch(epoch.skip)
-        for fetched in batches if self.time_fetches is None else self.time_fetches(batches, step):
+        for fetched in self.time_fetches(self._fetch(epoch.skip), step):
             empty, batch = False, fetched.batch
             self.active.touch(self)
             if device is not None:

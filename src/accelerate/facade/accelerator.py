@@ -212,8 +212,6 @@ class Accelerator(ProcessMixin):
         self.gradient_state = runtime.gradients
         prepared = self._prepared = PreparedObjects()
         self._trackers = TrackerSet(log_with, project.logging_dir, runtime.world.rank == 0)
-        self._recorder = self._trackers.recorder = start_recorder(runtime.world)
-        prepared.on_add = self._recorder and self._recorder.watch
         self._loop = TrainLoop(runtime, prepared)
         self._checkpoints = CheckpointManager(runtime, prepared, project)
         self._option_reporter = OptionReporter(
@@ -229,6 +227,9 @@ class Accelerator(ProcessMixin):
             gradient_accumulation_plugin=gradient_accumulation_plugin,
         )
         options.strict = self._option_reporter.strict
+        if self._option_reporter.record_folder is not None:
+            self._trackers.recorder = start_recorder(self._option_reporter.record_folder, runtime.world)
+            prepared.on_add = self._trackers.recorder.watch
         first_step_checks = self._loop.check_first_step, self._option_reporter.report_first_step
         self._preparer = Preparer(runtime, prepared, options, first_step_checks)
         reference = weakref.proxy(self)
@@ -900,8 +901,8 @@ class Accelerator(ProcessMixin):
             metadata=metadata,
             engine_options=save_model_func_kwargs,
         )
-        if self._recorder is not None:
-            self._recorder.record_checkpoint(checkpoint, time.perf_counter() - start)
+        if self._trackers.recorder is not None:
+            self._trackers.recorder.record_checkpoint(checkpoint, time.perf_counter() - start)
         return checkpoint
 
     def wait_for_checkpoint(self, release: bool = False) -> Path | str | None:

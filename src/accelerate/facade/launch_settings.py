@@ -65,21 +65,8 @@ class ResumeSettings:
 
 
 @frozen_dataclass
-class RecordSettings:
-    """The settings of the record of a run."""
-
-    __topic__ = "Output"
-
-    record: str | None = setting(
-        None,
-        help="folder in which each process records its steps: time, waiting for data, memory, learning rate, "
-        "what the script logs; 'accelerate report FOLDER' draws them",
-    )
-
-
-@frozen_dataclass
-class OptionReportSettings:
-    """The settings of the report on requested options, printed after ``prepare``."""
+class RunReportSettings:
+    """The settings of what a run reports: on requested options, after ``prepare``, and on its steps."""
 
     __topic__ = "Output"
 
@@ -93,6 +80,11 @@ class OptionReportSettings:
     )
     explain: bool = setting(
         False, help="print a table of the requested options: which were applied, and why others were not"
+    )
+    record: str | None = setting(
+        None,
+        help="folder in which each process records its steps: time, waiting for data, memory, learning rate, "
+        "what the script logs; 'accelerate report FOLDER' draws them",
     )
 
 

@@ -33,8 +33,8 @@ from accelerate.data.loader import DataLoaderShard
 from accelerate.facade import compilation
 from accelerate.facade.launch_settings import (
     GradientAccumulationSettings,
-    OptionReportSettings,
     PrecisionSettings,
+    RunReportSettings,
 )
 from accelerate.facade.option_read_backs import READ_BACKS, ReportedRun
 from accelerate.facade.preparer import PreparedObjects, PrepareOptions
@@ -66,6 +66,7 @@ class OptionReporter:
 
     Attributes:
         strict: an option that cannot be applied is an error.
+        record_folder: where the steps of the run are recorded; None: nowhere.
     """
 
     def __init__(
@@ -79,8 +80,8 @@ class OptionReporter:
     ) -> None:
         self._run = ReportedRun(runtime, prepared, tracker_set)
         self._options, self._constructor_options = options, constructor_options
-        settings = load_settings(OptionReportSettings, code={"strict": strict}).value
-        self.strict = settings.strict
+        settings = load_settings(RunReportSettings, code={"strict": strict}).value
+        self.strict, self.record_folder = settings.strict, settings.record
         self._style = settings.effects or (
             "table" if settings.explain else "line" if settings.strict else "none"
         )

@@ -13,10 +13,8 @@ from typing import Any
 import torch
 
 from accelerate import track
-from accelerate.core.setting import load_settings
 from accelerate.core.user_warning import warn_user
 from accelerate.data.position import FetchedBatch
-from accelerate.facade.launch_settings import RecordSettings
 from accelerate.track.base import GeneralTracker, to_json_types
 from accelerate.track.protocol.json_lines import JSONLinesFile, TrackerFileError
 from accelerate.world.world import World
@@ -161,19 +159,15 @@ def _is_host_number(value: Any) -> bool:
     return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.device.type == "cpu")
 
 
-def start_recorder(world: World) -> RunRecorder | None:
-    """Return the recorder of this process, open, if the launch asked for one.
+def start_recorder(folder: str, world: World) -> RunRecorder:
+    """Return the recorder of this process, open; several ``Accelerator`` of a process share one.
 
     Raises:
         TrackerFileError: its file cannot be made.
     """
-    folder = load_settings(RecordSettings).value.record
-    if folder is None:
-        return None
-    name = f"rank_{world.rank}"
     for tracker in track.open_trackers():
-        if isinstance(tracker, RunRecorder) and tracker.run_name == name:
-            return tracker  # another Accelerator of this process
+        if isinstance(tracker, RunRecorder):
+            return tracker
     recorder = RunRecorder(Path(folder), world)
     track.start_run(recorder)
     return recorder

@@ -243,7 +243,8 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
     def backward(self, loss: torch.Tensor, *, sync_gradients: bool = True, **kwargs: Any) -> None:
         """Run the backward; note the parameters that get a gradient which no reducer waits for."""
         if self._zeroed:
-            self._forget_zeroed(set(self._zeroed))
+            self._unreduced -= self._zeroed
+            self._zeroed.clear()
         for progress in self._progress:
             if progress.is_armed:
                 break
