@@ -155,60 +155,6 @@ def test_each_mistake_is_named_at_its_first_step_and_once(ranks: RankServer) -> 
     assert "extra.weight, extra.bias, whose gradients are not reduced" in notes["added"]
 
 
-def assign_gradients() -> dict[str, list[list[str]]]:
-    """What is said of gradients that are assigned: at the first step, after others, by two optimizers."""
-    case = Case()
-    rank = case.accelerator.process_index
-
-    def assign(names: tuple[str, ...] = ("head.weight", "head.bias"), scale: float = 1.0) -> list[str]:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for name, parameter in case.model.named_parameters():
-                if name in names:
-                    parameter.grad = torch.full_like(parameter, (1.0 + rank) * scale)
-            case.optimizer.step()
-            case.optimizer.zero_grad()
-        return [str(each.message) for each in caught]
-
-    said = {"first": [assign(), assign()]}
-    case = Case()
-    said["later"] = [case.step(case.forward), case.step(), assign(scale=0), assign(), assign(("body.bias",))]
-    case = Case()
-    said["user's backward"] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        halves = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (case.user.body, case.user.head)]
-        halves = [case.accelerator.prepare(half) for half in halves]
-        for _ in range(2):
-            case.forward().backward()
-            for half in halves:
-                half.step()
-                half.zero_grad()
-        for _ in range(2):
-            case.accelerator.backward(case.forward())
-            for half in halves:
-                half.step()
-                half.zero_grad()
-        said["user's backward"].append([str(each.message) for each in caught])
-    assert not case.drifted()
-    return said
-
-
-def test_gradients_that_are_assigned_are_named_at_their_first_step(ranks: RankServer) -> None:
-    """G5: no backward has reduced them."""
-    said, silent = ranks(2, assign_gradients)
-    assert not any(any(each) for each in silent.values()), "rank 0 speaks for all"
-    assert said["user's backward"] == [[]]
-    ((first,), again) = said["first"]
-    assert again == []
-    assert "optimizer.step() with gradients of head.weight, head.bias that come from no backward" in first
-    forward, empty, zeros, (later,), (other,) = said["later"]
-    assert forward == empty == zeros == []
-    assert "gradients of head.weight, head.bias that come from no backward" in later
-    assert "gradients of body.bias that come from no backward" in other
-    assert 'p.grad = accelerator.reduce(p.grad, "mean")' in other
-
-
 def right() -> list[str]:
     """What must stay silent: windows, two models, discarded gradients, retained graphs, frozen later."""
     case = Case()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from torch import nn
 
 from accelerate import DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.cli.options import SCRIPT_SETTINGS, SettingFlag
@@ -89,7 +90,7 @@ def test_the_row_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
         READ_BACKS, "fsdp_gather_format", lambda option, models: option.report_not_applied("it is float32")
     )
-    (status,) = option_statuses((), plugin, [object()])  # type: ignore[list-item]
+    (status,) = option_statuses((), plugin, [nn.Linear(1, 1)])
     assert (status.not_applied, status.why) == (True, "it is float32")
     assert not list(option_statuses((), Plugin(), []))
 

@@ -163,9 +163,6 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
         self._progress: list[ReplicaProgress] = []
         self._unreduced_backward = ""
         self._reported: set[str] = set()
-        # Parameters that stand for their group from its zero_grad, or prepare, to the next backward. They are
-        # in `unreduced` too: a step before that backward looks at gradients.
-        self._zeroed: set[torch.Tensor] = set()
 
     def check(self) -> None:
         """Refuse a torch whose ``DistributedDataParallel`` lacks what this file uses of it.
@@ -212,8 +209,6 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
             self.handler.register_comm_hook(view)
         self._progress = [each for each in self._progress if each.replica() is not None]
         self._progress.append(view._progress)  # type: ignore[arg-type]
-        self._zeroed.update(view._progress.params)  # type: ignore[arg-type]
-        self._unreduced |= self._zeroed
         worlds.add_group_user(view, self._renew_replica)
         return view
 
@@ -242,9 +237,6 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
 
     def backward(self, loss: torch.Tensor, *, sync_gradients: bool = True, **kwargs: Any) -> None:
         """Run the backward; note the parameters that get a gradient which no reducer waits for."""
-        if self._zeroed:
-            self._unreduced -= self._zeroed
-            self._zeroed.clear()
         for progress in self._progress:
             if progress.is_armed:
                 break
@@ -267,11 +259,8 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
 
     def report_unreduced(self, parameters: Iterable[torch.Tensor]) -> None:
         """Say once which of ``parameters`` are stepped with a gradient that was not reduced; forget all."""
-        if self._zeroed:
-            parameters = list(parameters)
-            self._report_assigned(parameters)
         stepped = {p for p in parameters if p in self._unreduced and p.grad is not None and p.grad.any()}
-        self._unreduced.intersection_update(self._zeroed)
+        self._unreduced.clear()
         if self.world.rank != 0 or not stepped or self.local_training:
             return
         reduced = {p for progress in self._progress for p in progress.params}
@@ -295,28 +284,6 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
                 "each backward; not a submodule, nor the object that was given to prepare"
             )
 
-    def _report_assigned(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Say once which of ``parameters`` have a gradient, with no backward since their ``zero_grad``."""
-        zeroed = self._zeroed.intersection(parameters)
-        self._forget_zeroed(zeroed)
-        # Another backward than the one above, loss.backward(), has reached the reducer, or is not seen by it.
-        has_backward = any(progress.is_armed or progress.reached for progress in self._progress)
-        if not zeroed or has_backward or self.world.rank != 0 or self.local_training:
-            return
-        assigned = {p for p in parameters if p.grad is not None and p.grad.any()}
-        names = _names_of(assigned, self._progress).values()
-        if new := [name for name in names if name not in self._reported]:
-            self._reported.update(new)
-            warn_user(
-                f"optimizer.step() with gradients of {shorten(new)} that come from no backward of the "
-                f"prepared model. Unless your code averages them, the copies of {self.world.size} processes "
-                'drift apart: for each, p.grad = accelerator.reduce(p.grad, "mean")'
-            )
-
-    def _forget_zeroed(self, parameters: set[torch.Tensor]) -> None:
-        self._zeroed -= parameters
-        self._unreduced -= parameters
-
     def late_parameters(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return the trained parameters that no reducer has, and that were not frozen either."""
         if self.local_training:
@@ -327,15 +294,9 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, zero: Callable[[], None]) -> None:
         """Clear gradients; what was not reduced is not stepped either."""
-        if len(self._unreduced) > len(self._zeroed):
+        if self._unreduced:
             self._unreduced.difference_update(p for group in optimizer.param_groups for p in group["params"])
         zero()
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if any(p in progress.params for progress in self._progress):
-                    self._zeroed.add(p)
-                    break
-        self._unreduced |= self._zeroed
 
     def accumulation_context(self, models: Iterable[nn.Module], *, sync: bool) -> AbstractContextManager[Any]:
         """Return torch's ``no_sync`` where ``sync`` is False."""
@@ -365,7 +326,6 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
         if not any(replica.find_unused_parameters for replica in replicas):
             zero = dataclasses.replace(zero, graph_params=set(zero.parameters))
         super().backward_zero(zero)
-        self._forget_zeroed(set(self._zeroed))
         for progress in self._progress:
             if progress.reached:
                 progress.reached.clear()

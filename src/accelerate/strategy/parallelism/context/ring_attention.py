@@ -106,7 +106,8 @@ def check_ring_support(kind: str) -> None:
     if not any(kernel.runs_on(kind) for kernel in KERNELS):
         reason = f"torch {torch.__version__} has no attention kernel for {kind} that a ring could be made of"
     elif not _has_ring_template():
-        reason = f"torch {torch.__version__} has no ring attention that is known here; torch 2.10 has it"
+        known = "no ring attention that is known here; torch 2.10 or newer has it"
+        reason = f"torch {torch.__version__} has {known}"
     else:
         return
     raise SettingError("cp_comm_strategy='alltoall' cannot work here", why=reason, fix=ALTERNATIVE)
