@@ -106,7 +106,7 @@ def start(rank: int, size: int, timeout: timedelta | None) -> None:
     _current = Watchdog(rank, size, timeout.total_seconds(), StoreClient(store, size), counters)
     _current.group = dist.group.WORLD
     # Early: a rank that never calls a collective of this package may wait for others in torch.
-    _current._thread.start()
+    _current.thread.start()
     if not _hooks_installed:
         _hooks_installed = True
         os.register_at_fork(after_in_child=_forget_in_child)
@@ -160,6 +160,7 @@ class Watchdog:
         was_interrupted: a rank has left the attempt that the ranks make together (``DEPARTURES``) while this
             one was in a collective of torch; the default group is closed.
         group: the default process group.
+        thread: the one that polls.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class Watchdog:
         self._last_activity: object = None
         self._waits_since, self._hint_logged, self._inside = time.monotonic(), False, ""
         self._alarm_raised = self._failure_announced = self._has_failed = self._has_ended = False
-        self._thread = threading.Thread(target=self._run, name="accelerate-watchdog", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="accelerate-watchdog", daemon=True)
 
     @cached_property
     def processes(self) -> PeerProcesses:
@@ -321,7 +322,7 @@ class Watchdog:
         self._stop_event.set()
         self._wake_event.set()
         # The thread must not be inside torch while the interpreter shuts down.
-        self._thread.join(10.0)
+        self.thread.join(10.0)
         for action in self._shutdown_actions:
             action()
         self._shutdown_actions, self._counters, self.group = [], [], None
