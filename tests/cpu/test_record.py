@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -86,7 +85,7 @@ def test_a_run_that_is_killed_keeps_its_steps(tmp_path: Path) -> None:
     assert launch(tmp_path, script, "--record", "runs").returncode != 0
     (run,) = read_runs([tmp_path / "runs"])
     assert run.status == "not ended"
-    assert len(run.ranks[0].steps) == 8 // 2 * 2
+    assert len(run.ranks[0].steps) == 8  # 8 batches, 2 of them in a step, 2 epochs
 
 
 def test_a_full_disk_ends_the_record_and_not_the_training(tmp_path: Path) -> None:
@@ -105,7 +104,6 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     assert "trained to the end" in ended.stdout
     assert ended.stderr.count("the run is not recorded any more") == 1
     assert all(isinstance(each, dict) for each in records(tmp_path / "runs" / "rank_0.jsonl"))
-    assert signal.SIGXFSZ  # the limit of the size of a file raises it
 
 
 def test_nothing_is_written_without_the_flag(tmp_path: Path) -> None:
