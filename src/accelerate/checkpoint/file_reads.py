@@ -73,6 +73,9 @@ def read_parallel(path: Path, at: int, target: memoryview, pool: ThreadPoolExecu
         OSError: it cannot be read.
     """
     starts = range(0, len(target), CHUNK)
+    if len(starts) == 1:  # to hand it to another thread costs more
+        read_exactly(path, at, target)
+        return
     for _ in pool.map(lambda start: read_exactly(path, at + start, target[start : start + CHUNK]), starts):
         pass
 

@@ -267,6 +267,7 @@ class StatefulAdapter:
         compare: returns why a full state cannot be loaded, empty if it can; takes the state and the name of
             the class that was saved. It changes nothing. None if that is known only by loading.
         module: for a model, the user's own module.
+        optimizer: for an optimizer, the torch optimizer that takes the state.
     """
 
     name: str
@@ -277,6 +278,7 @@ class StatefulAdapter:
     check: Callable[[], None] | None = None
     compare: Callable[[Any, str], str] | None = None
     module: Any = None
+    optimizer: Any = None
 
 
 class FolderStateful(Protocol):

@@ -24,6 +24,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -40,6 +41,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelerate.checkpoint import torch_files
 from accelerate.checkpoint.errors import file_errors
+from accelerate.checkpoint.owned_state import MappedFile
 from accelerate.core import tree
 from accelerate.core.errors import CheckpointError
 
@@ -92,15 +94,27 @@ class MappedOptimizerState:
         self._thread: threading.Thread | None = None
         self._mapping, self._copy = MemoryRange(0, 0), 0
 
-    def load_into(self, load: Callable[[Any], Any]) -> None:
-        """Pass the state to ``load``; a thread copies the pages of the tensors that it keeps."""
+    def load_into(self, load: Callable[[Any], Any], optimizer: Optimizer | None = None) -> None:
+        """Pass the state to ``load``; a thread copies the pages of the tensors that it keeps.
+
+        Args:
+            load: takes the state.
+            optimizer: the one that ``load`` gives it to. The tensors of its present state are filled, where
+                it alone has them; so there is nothing left to copy.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
         state, self.state = self.state, None
-        references = [
-            StorageWeakRef(tensor.untyped_storage())
-            for _, leaf in tree.iterate_leaves(state)
-            for tensor in _host_tensors(leaf)
-        ]
-        load(state)
+        tensors = [tensor for _, leaf in tree.iterate_leaves(state) for tensor in _host_tensors(leaf)]
+        references = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+        with ExitStack() as hooks:
+            if optimizer is not None and tensors:
+                mapping = _find_mapping(tensors[0].data_ptr())
+                mapped = MappedFile(self.path, self._file.fileno(), mapping.start, mapping.end)
+                hooks.callback(optimizer.register_load_state_dict_pre_hook(mapped.fill_owned_tensors).remove)
+            tensors.clear()
+            load(state)
         del state
         self._storages = references
         storages = self._kept_storages()
@@ -359,13 +373,15 @@ def _signed(bits: int) -> int:
 
 def _find_mapping(address: int) -> MemoryRange:
     """Return the mapping of a file that holds an address; the kernel may list it in several pieces."""
-    pieces: list[tuple[MemoryRange, tuple[str, str]]] = []
+    # With the device, the inode, and the address at which the file would begin.
+    pieces: list[tuple[MemoryRange, tuple[str, str, int]]] = []
     for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, _, _, device, inode = line.split()[:5]
+        addresses, _, offset, device, inode = line.split()[:5]
         start, end = (int(number, 16) for number in addresses.split("-"))
-        if pieces and pieces[-1] == (MemoryRange(pieces[-1][0].start, start), (device, inode)):
+        file = (device, inode, start - int(offset, 16))
+        if pieces and pieces[-1] == (MemoryRange(pieces[-1][0].start, start), file):
             start = pieces.pop()[0].start
-        pieces.append((MemoryRange(start, end), (device, inode)))
+        pieces.append((MemoryRange(start, end), file))
     return next(piece for piece, _ in pieces if piece.start <= address < piece.end)
 
 

@@ -273,7 +273,8 @@ class TrainingStateReader:
             and mapped_state.can_map(path, kwargs["map_location"])
         ):
             mapped = mapped_state.MappedOptimizerState(path, **kwargs)
-            state, load = mapped.state, partial(mapped.load_into, item.load_state_dict)
+            inner = item.optimizer if isinstance(item, StatefulAdapter) else None
+            state, load = mapped.state, partial(mapped.load_into, item.load_state_dict, inner)
         else:
             state = torch_files.read(path, **kwargs)
             load = partial(item.load_state_dict, state)

@@ -91,6 +91,7 @@ def optimizer_adapter(strategy: Strategy, optimizer: Any, models: Sequence[nn.Mo
         if not isinstance(strategy, EngineStrategy)
         else None,
         compare=partial(compare_optimizer_state, strategy, inner, models),
+        optimizer=inner,
     )
 
 
