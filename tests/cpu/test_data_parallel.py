@@ -461,3 +461,32 @@ def hooked(kind: str) -> list[float]:
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
 def test_gradients_may_travel_in_half_precision(ranks: RankServer, kind: str) -> None:
     assert same_on_all(ranks(2, hooked, kind)) == pytest.approx([3.0] * 4, rel=1e-2)
+
+
+class ModelWithPart(torch.nn.Module):
+    """Calls a model that is prepared by itself, as a frozen encoder or a teacher is."""
+
+    def __init__(self, part: torch.nn.Module) -> None:
+        super().__init__()
+        self.head, self.part, self.seen = torch.nn.Linear(2, 1), (part,), list[bool]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        active = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+        hidden = self.part[0](x)
+        self.seen.append(torch.nn.parallel.DistributedDataParallel._active_ddp_module is active is not None)
+        return self.head(hidden)
+
+
+def call_nested_models() -> list[bool]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    part = accelerator.prepare(torch.nn.Linear(2, 2))
+    model = accelerator.prepare(ModelWithPart(part))
+    accelerator.backward(model(torch.ones(3, 2)).sum())
+    return model.seen
+
+
+def test_a_prepared_part_leaves_the_outer_model_active(ranks: RankServer) -> None:
+    """torch.compile reads which DDP module is active: its graphs end where buckets do."""
+    assert ranks(2, call_nested_models) == [[True], [True]]

@@ -473,3 +473,38 @@ def test_saves_and_loads_are_logged_where_1_x_logs_them(
         ("accelerator", f"[RANK 0] exported weights to {tmp_path}/b: model.safetensors"),
     ]
     assert {record.levelno for record in caplog.records} == {logging.INFO}
+
+
+def test_compiled_models_in_float32_use_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in 1.15, where the device has it; the plan says so."""
+    allowed: list[bool] = []
+    processor = "accelerate.device.cpu.Cpu"
+    monkeypatch.setattr(f"{processor}.has_tf32", True)
+    monkeypatch.setattr(f"{processor}.allow_tf32", lambda device: allowed.append(True))
+    accelerator = Accelerator(cpu=True, dynamo_backend="eager")
+    assert "TF32" in str(accelerator.plan(torch.nn.Linear(2, 2)))
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    assert allowed == [True]
+    AcceleratorState._reset_state()
+    other = Accelerator(cpu=True, dynamo_backend="eager", mixed_precision="bf16")
+    assert "TF32" not in str(other.plan(torch.nn.Linear(2, 2)))
+    other.prepare(torch.nn.Linear(2, 2))
+    assert allowed == [True]
+
+
+def test_a_device_adds_arguments_of_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OpenedError(Exception):
+        pass
+
+    def refuse(**arguments: object) -> None:
+        raise OpenedError(arguments)
+
+    processor = "accelerate.device.cpu.Cpu"
+    monkeypatch.setattr(f"{processor}.group_arguments", lambda _, device: {"device_id": device})
+    monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
+    place = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 1}
+    for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "a"}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(OpenedError) as error:
+        PartialState(cpu=True)
+    assert error.value.args[0]["device_id"] == torch.device("cpu")

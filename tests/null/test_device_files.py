@@ -8,6 +8,7 @@ import sys
 import types
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -91,7 +92,8 @@ def test_a_module_without_memory_questions_asks_torch(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mtia"))
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda index: (5, 9), raising=False)
     monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda index: 4, raising=False)
-    assert device.get_memory_info(1) == (5, 9)
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda index: 6, raising=False)
+    assert device.get_memory_info(1) == (5 + 6 - 4, 9)
     assert device.memory_allocated() == 4
 
 
@@ -166,6 +168,67 @@ def test_rocm_has_fp8_by_architecture(monkeypatch: pytest.MonkeyPatch, arch: str
         fake, "get_device_properties", lambda index: SimpleNamespace(gcnArchName=arch), raising=False
     )
     assert devices.get("cuda").supports("fp8") is has_fp8
+
+
+@pytest.mark.parametrize(("capability", "has_tf32"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_cuda_has_tf32_since_ampere(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], has_tf32: bool
+) -> None:
+    fake = install(monkeypatch, "cuda")
+    monkeypatch.setattr(fake, "get_device_capability", lambda index: capability, raising=False)
+    assert devices.get("cuda").has_tf32 is has_tf32
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not devices.get("cuda").has_tf32
+
+
+@pytest.mark.parametrize("chosen", [None, "none", "ieee"], ids=["before torch 2.9", "not chosen", "chosen"])
+def test_tf32_is_allowed_unless_the_script_has_chosen(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None
+) -> None:
+    switches = SimpleNamespace(allow_tf32=False, **({} if chosen is None else {"fp32_precision": chosen}))
+    monkeypatch.setattr(torch.backends.cuda, "matmul", switches)
+    devices.get("cuda").allow_tf32()
+    assert switches.allow_tf32 is (chosen != "ieee")
+
+
+def test_memory_that_the_allocator_keeps_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = install(monkeypatch, "cuda")
+    fake.take(3 * 2**20)
+    monkeypatch.setattr(fake, "memory_reserved", lambda index: 5 * 2**20 * (index == 0), raising=False)
+    assert devices.get("cuda").get_memory_info(0) == (TOTAL - 2**20, TOTAL)
+    assert devices.get("cuda").get_memory_info(1) == (TOTAL, TOTAL)
+
+
+def test_the_memory_of_other_cards_is_asked_of_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runtime would open a context there, of some 500 MB."""
+    fake = install(monkeypatch, "cuda")
+    asked: list[int] = []
+    monkeypatch.setattr(fake, "device_memory_used", lambda index: 2**20, raising=False)
+    facts = SimpleNamespace(total_memory=TOTAL)
+    monkeypatch.setattr(fake, "get_device_properties", lambda index: facts, raising=False)
+    monkeypatch.setattr(fake, "mem_get_info", lambda index: asked.append(index) or (1, TOTAL))
+    assert devices.get("cuda").get_memory_info(1) == (TOTAL - 2**20, TOTAL)
+    assert devices.get("cuda").get_memory_info(0) == (1, TOTAL)
+    assert asked == [0]
+
+    class NotSupportedError(Exception):
+        """On a part of a card (MIG), for one."""
+
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=NotSupportedError))
+    for error in (ModuleNotFoundError("No module named 'pynvml'"), NotSupportedError("Not Supported")):
+        monkeypatch.setattr(fake, "device_memory_used", Mock(side_effect=error))
+        assert devices.get("cuda").get_memory_info(1) == (1, TOTAL)
+
+
+def test_nccl_opens_its_communicator_on_the_card_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first collective opens it, and a barrier guesses the card."""
+    install(monkeypatch, "cuda")
+    card = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.distributed, "is_backend_available", {"nccl", "gloo"}.__contains__)
+    assert devices.get("cuda").group_arguments(card) == {"device_id": card}
+    monkeypatch.setattr(torch.distributed, "is_backend_available", {"gloo"}.__contains__)
+    assert devices.get("cuda").group_arguments(card) == {}
+    assert devices.get("cpu").group_arguments(torch.device("cpu")) == {}
 
 
 def test_cuda_deterministic_readies_cublas() -> None:

@@ -15,6 +15,7 @@ from accelerate.facade import driver_checks
 from accelerate.world import affinity
 from accelerate.world import world as worlds
 from accelerate.world.world import World
+from tests.support.devices import install
 
 
 @pytest.mark.parametrize("word", ["y", "YES", "t", "True", "on", "1"])
@@ -245,6 +246,9 @@ class Card:
 
     type = "toy"
 
+    def __init__(self, count: int = 2) -> None:
+        self.count = lambda: count
+
     class module:  # noqa: N801
         @staticmethod
         def get_device_properties(index: int):
@@ -255,6 +259,12 @@ def test_a_device_is_near_the_cores_that_its_bus_names(tmp_path):
     here = machine(tmp_path, {"sys/bus/pci/devices/0001:3c:00.0/local_cpulist": "8-9\n"})
     assert affinity.near_cores(Card(), 1, 2, here) == [8, 9]
     assert affinity.near_cores(Card(), 0, 2, here) == []
+
+
+def test_a_process_that_sees_only_its_own_device_is_near_that(tmp_path):
+    """As ``srun --gpus-per-task=1``: process 3 of the machine sees one device, whose index is 0."""
+    here = machine(tmp_path, {"sys/bus/pci/devices/0001:3b:00.0/local_cpulist": "4-5\n"})
+    assert affinity.near_cores(Card(count=1), 3, 4, here) == [4, 5]
 
 
 def test_only_allowed_cores_are_bound(monkeypatch, caplog):
@@ -274,3 +284,10 @@ def test_only_allowed_cores_are_bound(monkeypatch, caplog):
     assert bound == [{2, 3}] * 2
     with pytest.raises(WorldError, match="-1"):
         utils.override_numa_affinity(-1)
+
+
+def test_a_device_without_a_number_is_the_one_of_the_process(monkeypatch):
+    install(monkeypatch, "cuda")
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda")
+    settings = worlds.load_settings(worlds.ProcessDeviceSettings).value
+    assert worlds._select_device(settings, local_rank=1, local_size=2).index == 1

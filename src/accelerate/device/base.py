@@ -194,6 +194,18 @@ class Device:
         is_bf16_supported = getattr(self.module, "is_bf16_supported", None)
         return bool(is_bf16_supported()) if dtype == "bf16" and is_bf16_supported else True
 
+    @property
+    def has_tf32(self) -> bool:
+        """True if float32 matrix products can round their inputs to TF32 here."""
+        return False
+
+    def allow_tf32(self) -> None:
+        """Let float32 matrix products do so, unless the script has chosen their precision."""
+
+    def group_arguments(self, device: torch.device) -> dict[str, Any]:
+        """Return arguments of ``init_process_group`` for ``group_backend`` and the device of this process."""
+        return {}
+
     def group_backend(self) -> str:
         """Return the torch.distributed backend that works here: the preferred one, else the first fallback.
 
@@ -331,7 +343,9 @@ class Device:
     # --- memory, in bytes
 
     def get_memory_info(self, index: int | None = None) -> tuple[int, int]:
-        """Return (free, total) bytes of the device; memory of other processes is not free.
+        """Return (free, total) bytes of the device.
+
+        Memory of other processes is not free; what this process's allocator keeps for its next tensors is.
 
         Raises:
             DeviceError: the device does not report it.
@@ -343,7 +357,11 @@ class Device:
                 fix="give the sizes yourself, for example max_memory={0: '10GB'}",
             )
         free, total = get_info(self._index_or_current(index))
-        return int(free), int(total)
+        return min(int(free) + self._kept_memory(index), int(total)), int(total)
+
+    def _kept_memory(self, index: int | None) -> int:
+        """Return the bytes that torch's allocator has from the driver, and no tensor uses."""
+        return max(0, (self._statistic("memory_reserved", index) or 0) - (self.memory_allocated(index) or 0))
 
     def memory_allocated(self, index: int | None = None) -> int | None:
         """Return the bytes of live tensors of this process, or None when unknown."""

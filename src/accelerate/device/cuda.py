@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import sys
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from accelerate.core import environ
 from accelerate.device.base import Device
 from accelerate.device.machine import DeviceProbeHost, count_visible
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
 
 
 class Cuda(Device):
@@ -67,6 +75,51 @@ class Cuda(Device):
             arch = str(self.module.get_device_properties(self._index_or_current(None)).gcnArchName)
             return arch.startswith(("gfx94", "gfx95", "gfx12"))
         return self.module.get_device_capability(self._index_or_current(None)) >= (8, 9)
+
+    def get_memory_info(self, index: int | None = None) -> tuple[int, int]:
+        index = self._index_or_current(index)
+        # The runtime answers through a context on the card, which takes some 500 MB of it.
+        used = None if index == self.current() else self._ask_driver(index)
+        if used is None:
+            return super().get_memory_info(index)
+        total = int(self.module.get_device_properties(index).total_memory)
+        return min(max(0, total - used) + self._kept_memory(index), total), total
+
+    def _ask_driver(self, index: int) -> int | None:
+        """Return the bytes in use as NVML or AMD SMI tells them; None where neither does."""
+        ask = getattr(self.module, "device_memory_used", None)
+        if ask is None:
+            return None
+        try:
+            return int(ask(index))
+        except (
+            ImportError,
+            RuntimeError,
+            getattr(sys.modules.get("pynvml"), "NVMLError", ImportError),
+        ) as error:
+            logger.debug("the memory of card %d is asked of the CUDA runtime: %s", index, error)
+            return None
+
+    @property
+    def has_tf32(self) -> bool:
+        import torch
+
+        return not torch.version.hip and self.module.get_device_capability(self._index_or_current(None)) >= (
+            8,
+            0,
+        )
+
+    def allow_tf32(self) -> None:
+        import torch
+
+        # The newer name of the same switch, "none" as long as nobody has set it. TorchInductor reads the
+        # older one, which torch refuses to tell once both were set.
+        if getattr(torch.backends.cuda.matmul, "fp32_precision", "none") == "none":
+            torch.backends.cuda.matmul.allow_tf32 = True
+
+    def group_arguments(self, device: torch.device) -> dict[str, Any]:
+        # NCCL then opens its communicator at once, on the right card, and splits it for subgroups.
+        return {"device_id": device} if self.group_backend() == "nccl" else {}
 
     def make_deterministic(self) -> None:
         import torch

@@ -239,6 +239,8 @@ class Preparer:
                 strategy.check_compiler()
             scope = "block by block" if compiler.use_regional_compilation else "as a whole"
             reason = f"torch.compile, {str(compiler.backend).lower()}, {scope}, in place"
+            if self._uses_tf32:
+                reason += "; matrix products of float32 in TF32"
             steps.append(PrepareStep("compile", reason, self._compile_models))
         for kind, reason, wrap in (
             ("optimizer", "steps only when gradients are complete", self._wrap_optimizer),
@@ -284,9 +286,16 @@ class Preparer:
                 )
             precision.attach(model)
 
+    @property
+    def _uses_tf32(self) -> bool:
+        """True for compiled models in float32, as in 1.15."""
+        return self.runtime.precision.name == "no" and self.runtime.world.hardware.has_tf32
+
     def _compile_models(self, bundle: PrepareBundle) -> None:
         """Compile the models in place: class, names and state stay, and there is nothing to unwrap."""
         compiler = self.runtime.compiler
+        if self._uses_tf32:
+            self.runtime.world.hardware.allow_tf32()
         for model in map(self.runtime.strategy.unwrap, bundle.objects_of("model")):
             if compiler.use_regional_compilation:
                 compile_regions(model, **compiler.to_kwargs())

@@ -36,11 +36,12 @@ def parse_cpu_list(text: str) -> list[int]:
 def near_cores(device: Device, index: int, local_size: int, machine: DeviceProbeHost) -> list[int]:
     """Return the cores that process ``index`` of this machine should use; empty when unknown.
 
-    A process with a PCI device gets the cores near it. Without one, the processes of the machine are dealt
-    out over its NUMA nodes, neighbours to the same node.
+    A process with a PCI device gets the cores near it. Its device has the same index, unless the scheduler
+    shows each process its own devices only. Without one, the processes of the machine are dealt out over its
+    NUMA nodes, neighbours to the same node.
     """
     if device.type != "cpu":
-        address = _pci_address(device, index)
+        address = _pci_address(device, index % (device.count() or 1))
         return parse_cpu_list(machine.read(f"sys/bus/pci/devices/{address}/local_cpulist")) if address else []
     nodes = machine.find_device_nodes("sys/devices/system/node/node*")
     if len(nodes) < 2:

@@ -331,11 +331,12 @@ def _open_group(
             "MASTER_PORT": cluster.port,
         }
     )
-    hardware = devices.get(device.type)
+    hardware, of_device = devices.get(device.type), dict[str, Any]()
     if backend is None:
+        of_device = hardware.group_arguments(device)
         # Host tensors and objects go over gloo whatever the device, so that gathering them needs no copy.
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{hardware.group_backend()}"
-    arguments: dict[str, Any] = {"backend": backend, "timeout": timeout, **group}
+    arguments: dict[str, Any] = {"backend": backend, "timeout": timeout, **of_device, **group}
     arguments = {name: value for name, value in arguments.items() if value is not None}
     meets_here = not arguments.keys() & {"init_method", "store"}
     process_group.raise_open_file_limit()
@@ -365,7 +366,7 @@ def _open_group(
     if meets_here and _store is None:
         _store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
     _group_arguments.clear()
-    _group_arguments.update(backend=backend, timeout=timeout)
+    _group_arguments.update(of_device, backend=backend, timeout=timeout)
 
 
 def _next_group_store(rank: int, size: int) -> dict[str, Any]:
@@ -419,7 +420,8 @@ def _select_device(
                 f"and {fixed} (ACCELERATE_TORCH_DEVICE)",
                 fix="keep one of them",
             )
-        hardware, index = devices.get(kind), int(number) if number.isdecimal() else 0
+        hardware = devices.get(kind)
+        index = int(number) if number.isdecimal() else local_rank % (hardware.count() or 1)
     else:
         hardware, index = devices.get("cpu") if settings.use_cpu else devices.detect(), 0
         if hardware.type != "cpu":

@@ -106,11 +106,12 @@ class ReplicatedModule:
             if explained is None:
                 raise
             raise explained from error
+        outer = DistributedDataParallel._active_ddp_module  # of a model in which this one is a part
         DistributedDataParallel._active_ddp_module = replica
         try:
             output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         finally:
-            DistributedDataParallel._active_ddp_module = None
+            DistributedDataParallel._active_ddp_module = outer
         output = replica._post_forward(output)
         if replica.require_backward_grad_sync and torch.is_grad_enabled():
             progress.is_armed = True
