@@ -27,7 +27,8 @@ def staging() -> Iterator[async_save.SnapshotHostMemory]:
 def copy_of(value: Any) -> Any:
     """``value`` as a snapshot has it."""
     states = [value]
-    async_save.wait_for_copies(async_save.take_snapshot([states]))
+    for wait in async_save.take_snapshot([states]):
+        wait()
     return states[0]
 
 
@@ -150,6 +151,32 @@ def test_memory_can_be_ready_before_it_is_needed(staging: async_save.SnapshotHos
     assert staging.size == size  # whether or not it was ready in time
     staging.prepare(async_save.snapshot_sizes(values))
     assert staging.size == size
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_no_allocation_is_larger_than_a_slab(
+    staging: async_save.SnapshotHostMemory, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """Torch rounds pinned memory up to a power of two: a block of 70 GiB would take 128."""
+    monkeypatch.setattr(async_save, "SLAB", 2**16)
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.ones(int(n)) for n in torch.randint(1, 2**13, (60,), generator=generator)]
+    values.append(torch.ones(2**15))  # larger than a slab
+    total, ready = sum(value.nbytes for value in values), 0
+    if ahead:
+        staging.prepare(async_save.snapshot_sizes(values))
+        assert staging._prepare_thread is not None
+        staging._prepare_thread.join()
+        ready = staging.size
+    for copy, value in zip(copy_of(values), values, strict=True):
+        assert torch.equal(copy, value)
+    blocks = [block.numel() for each in staging._blocks.values() for block in each]
+    assert max(blocks) == 2**17
+    assert sorted(blocks)[-2] <= 2**16
+    assert len(blocks) <= 2 + 1.25 * (total - 2**17) / 2**16
+    assert staging.size < total + 64 * len(values)
+    if ahead:
+        assert staging.size == ready, "the storages lie where room was made for them"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")

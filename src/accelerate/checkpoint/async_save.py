@@ -20,9 +20,9 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -38,6 +38,9 @@ from accelerate.world import world as worlds
 _ALIGNED = 64  # bytes, a cache line
 _PAGE = 4096  # bytes, the smallest that a system has
 _PIECE = 64 * 2**20
+# Bytes of one allocation. torch rounds pinned memory up to a power of two, and the driver stops the device
+# while it pins: one block for a state of 70 GiB would take 128 GiB, in one go.
+SLAB = 512 * 2**20
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _Key = tuple[torch.device, int, int]
 _Storages = dict[_Key, tuple[torch.device, torch.UntypedStorage]]
@@ -203,8 +206,11 @@ class SnapshotHostMemory:
         """The bytes that are kept."""
         return sum(block.numel() for blocks in self._blocks.values() for block in blocks)
 
-    def prepare(self, sizes: Mapping[str, int]) -> None:
-        """Allocate memory in the background, by device type; a snapshot does not wait for it."""
+    def prepare(self, sizes: Mapping[str, Sequence[int]]) -> None:
+        """Allocate memory in the background for storages of these bytes, by device type.
+
+        A snapshot does not wait for it.
+        """
         if self._prepare_thread is None and not self._blocks:
             self._prepare_thread = threading.Thread(
                 target=self._prepare, args=(dict(sizes),), name="accelerate-staging", daemon=True
@@ -212,15 +218,15 @@ class SnapshotHostMemory:
             self._prepare_thread.start()
             atexit.register(self.stop_preparing)  # it must not be inside torch while the interpreter ends
 
-    def _prepare(self, sizes: dict[str, int]) -> None:
-        for kind, size in sizes.items():
+    def _prepare(self, sizes: dict[str, Sequence[int]]) -> None:
+        for kind, slab in ((kind, slab) for kind, each in sizes.items() for slab in _slab_sizes(each)):
             with self._lock:
-                if self._stop.is_set() or not size:
+                if self._stop.is_set():
                     return
-                block = devices.get(kind).host_memory(size)
+                block = devices.get(kind).host_memory(slab)
                 self._blocks.setdefault(kind, []).append(block)
             # So small a piece is written by one thread.
-            for start in range(0, size, _PIECE):
+            for start in range(0, slab, _PIECE):
                 if self._stop.is_set():
                     return
                 block[start : start + _PIECE : _PAGE].zero_()
@@ -249,26 +255,51 @@ class SnapshotHostMemory:
 
     def _allocate_from_blocks(self, kind: str, sizes: dict[int, int]) -> dict[int, torch.UntypedStorage]:
         blocks = self._blocks.setdefault(kind, [])
-        used = [0] * len(blocks)
-        unplaced: list[int] = []
-        places: dict[int, tuple[int, int]] = {}
-        for index in sorted(sizes, key=sizes.__getitem__, reverse=True):
-            aligned_size = _align_up(sizes[index])
-            block_index = next(
-                (b for b, block in enumerate(blocks) if used[b] + aligned_size <= block.numel()), None
-            )
-            if block_index is None:
-                unplaced.append(index)
-                continue
-            places[index] = block_index, used[block_index]
-            used[block_index] += aligned_size
+        places, unplaced = _place(sizes, [block.numel() for block in blocks])
         if unplaced:
-            blocks.append(devices.get(kind).host_memory(sum(_align_up(sizes[index]) for index in unplaced)))
-            end = 0
-            for index in unplaced:
-                places[index] = len(blocks) - 1, end
-                end += _align_up(sizes[index])
+            slabs = _slab_sizes(list(unplaced.values()))
+            more, _ = _place(unplaced, slabs)
+            places |= {index: (len(blocks) + slab, start) for index, (slab, start) in more.items()}
+            blocks += [devices.get(kind).host_memory(slab) for slab in slabs]
         return {index: _slice(blocks[b], start, sizes[index]) for index, (b, start) in places.items()}
+
+
+def _place(
+    sizes: Mapping[int, int], capacities: Sequence[int]
+) -> tuple[dict[int, tuple[int, int]], dict[int, int]]:
+    """Place storages in blocks: the largest first, each in the first block that has room for it.
+
+    Args:
+        sizes: index -> bytes.
+        capacities: of the blocks, in bytes.
+
+    Returns:
+        (index -> (block, first byte in it), the sizes that have no place).
+    """
+    used = [0] * len(capacities)
+    places: dict[int, tuple[int, int]] = {}
+    unplaced: dict[int, int] = {}
+    for index in sorted(sizes, key=sizes.__getitem__, reverse=True):
+        end = _align_up(sizes[index])
+        block = next((b for b, capacity in enumerate(capacities) if used[b] + end <= capacity), None)
+        if block is None:
+            unplaced[index] = sizes[index]
+        else:
+            places[index] = block, used[block]
+            used[block] += end
+    return places, unplaced
+
+
+def _slab_sizes(sizes: Sequence[int]) -> list[int]:
+    """Return the bytes of blocks that ``_place`` fills: each of at most ``SLAB``, or one larger storage."""
+    slabs: list[int] = []
+    for size in sorted(map(_align_up, sizes), reverse=True):
+        block = next((b for b, used in enumerate(slabs) if used + size <= SLAB), None)
+        if block is None:
+            slabs.append(size)
+        else:
+            slabs[block] += size
+    return [slab for slab in slabs if slab]
 
 
 def _align_up(size: int) -> int:
@@ -283,14 +314,14 @@ def _slice(block: torch.Tensor, start: int, size: int) -> torch.UntypedStorage:
 staging = SnapshotHostMemory()
 
 
-def take_snapshot(contents: list[list[Any]]) -> list[torch.device]:
+def take_snapshot(contents: list[list[Any]]) -> list[Callable[[], None]]:
     """Put copies in the place of states, after the work that their devices are doing now.
 
     Args:
         contents: lists of states, whose items are replaced; what they share, their copies share too.
 
     Returns:
-        The devices that may still be copying; ``wait_for_copies`` waits for them.
+        Functions that wait until a device has copied, for those that may be copying still.
 
     Raises:
         TypeError, RuntimeError: an object in the states cannot be copied.
@@ -298,21 +329,22 @@ def take_snapshot(contents: list[list[Any]]) -> list[torch.device]:
     tensor_copies = _TensorCopies(contents)
     for states, copies in zip(contents, copy.deepcopy(contents, tensor_copies.copies), strict=True):
         states[:] = copies
-    return tensor_copies.busy_devices
+    return tensor_copies.waits
 
 
-def wait_for_copies(busy_devices: Iterable[torch.device]) -> None:
-    """Wait until all is copied."""
-    for device in busy_devices:
-        devices.get(device.type).synchronize(device.index)
+def _wait_for_copies(device: torch.device) -> Callable[[], None]:
+    """Return a function that waits for the work of a device so far, and not for what is added meanwhile."""
+    hardware = devices.get(device.type)
+    event = hardware.record_event(hardware.current_stream(device.index))
+    return partial(hardware.synchronize, device.index) if event is None else event.synchronize
 
 
-def snapshot_sizes(tensors: Iterable[torch.Tensor]) -> dict[str, int]:
-    """Return the bytes that a snapshot of ``tensors`` takes, by device type."""
-    bytes_by_type: dict[str, int] = {}
+def snapshot_sizes(tensors: Iterable[torch.Tensor]) -> dict[str, list[int]]:
+    """Return the bytes of each storage that a snapshot of ``tensors`` copies, by device type."""
+    sizes: dict[str, list[int]] = {}
     for device, storage in _storages(tensors).values():
-        bytes_by_type[device.type] = bytes_by_type.get(device.type, 0) + _align_up(storage.nbytes())
-    return bytes_by_type
+        sizes.setdefault(device.type, []).append(storage.nbytes())
+    return sizes
 
 
 class _TensorCopies:
@@ -320,7 +352,7 @@ class _TensorCopies:
 
     Attributes:
         copies: by the ``id`` of the original.
-        busy_devices: devices that may still be copying.
+        waits: functions that wait for the devices that may still be copying.
     """
 
     def __init__(self, states: Any) -> None:
@@ -331,13 +363,14 @@ class _TensorCopies:
     def _copy_storages(self, storages: _Storages) -> dict[_Key, torch.UntypedStorage]:
         requests = [(device.type, storage.nbytes()) for device, storage in storages.values()]
         memory = dict(zip(storages, staging.allocate(requests), strict=True))
-        self.busy_devices: list[torch.device] = []
+        busy_devices = dict[torch.device, None]()
         for key, (device, storage) in storages.items():
             hardware = devices.get(device.type)
             # On the device's current stream: after pending changes of the tensor, before later ones.
             _as_tensor(memory[key]).copy_(_as_tensor(storage), non_blocking=hardware.pins_memory)
-            if hardware.pins_memory and device not in self.busy_devices:
-                self.busy_devices.append(device)
+            if hardware.pins_memory:
+                busy_devices[device] = None
+        self.waits = [_wait_for_copies(device) for device in busy_devices]
         return memory
 
     def _copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -212,7 +212,7 @@ class _SaveRun:
         positions: of the loaders, and
         metadata: of the caller, as plain values.
         own_files: names of the files that objects wrote on their own.
-        busy_devices: devices that may still be copying states.
+        waits: functions that wait for devices that may still be copying states.
     """
 
     transaction: CommitTransaction
@@ -224,7 +224,7 @@ class _SaveRun:
     positions: list[Any] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
     own_files: list[str] = field(default_factory=list)
-    busy_devices: list[torch.device] = field(default_factory=list)
+    waits: list[Callable[[], None]] = field(default_factory=list)
 
     def collect(
         self, before: Callable[[ModelStates, Path], None] | None, *, safe: bool, copy_states: bool
@@ -282,7 +282,7 @@ class _SaveRun:
             for own_files in contents.own_files:
                 self.own_files += own_files.save(transaction.folder)
             if copy_states:
-                self.busy_devices = async_save.take_snapshot([writer.content for writer in self.writers])
+                self.waits = async_save.take_snapshot([writer.content for writer in self.writers])
 
     def finish(self) -> None:
         """Write and commit the states; the objects are needed no more."""
@@ -290,8 +290,8 @@ class _SaveRun:
         shard_infos: dict[str, Any] = {}
         with transaction.discarded_on_error():
             with collective_section(self.action) as section:
-                if self.busy_devices:
-                    async_save.wait_for_copies(self.busy_devices)
+                for wait in self.waits:
+                    wait()
                 for writer in self.writers:
                     if writer.file:
                         shard_infos[writer.entry.file] = transaction.write(writer.file, writer.fill)
