@@ -63,6 +63,8 @@ def test_each_rank_records_its_steps_and_rank_0_what_was_logged(tmp_path: Path) 
         assert steps.steps == [1, 2, 3, 4]
         assert steps.samples == [16, 14, 16, 14]
         assert all(0 <= wait <= whole for wait, whole in zip(steps.data_wait, steps.seconds, strict=True))
+        own = zip(steps.own_seconds, steps.data_wait, steps.seconds, strict=True)
+        assert all(wait < each <= whole for each, wait, whole in own)
         assert all(memory > 2**20 for memory in steps.memory)
     assert run.series["learning rate"].values[0] == pytest.approx(0.1 / 3)
     assert run.series["loss"].steps == [0, 1]

@@ -149,6 +149,51 @@ def test_a_recorded_run_shows_its_ranks_throughput_and_checkpoints(tmp_path: Pat
     assert data["checkpoints"][0]["took"] == "500 ms"
 
 
+def stragglers(data: Any) -> list[tuple[int, float]]:
+    return [(row["rank"], row["step"]) for row in data["health"] if row["what"].startswith("slow")]
+
+
+@pytest.mark.parametrize(("steps", "named"), [(19, []), (20, [(2, 11)])])
+def test_a_rank_that_is_slow_for_20_steps_is_named(
+    tmp_path: Path, steps: int, named: list[tuple[int, float]]
+) -> None:
+    """The ranks wait for each other in a step: only what each does before its backward tells them apart."""
+    for rank in range(4):
+        slow = [rank == 2 and 10 <= n < 10 + steps for n in range(40)]
+        records = [
+            {"optimizer_step": n + 1, "seconds": 0.5, "data_wait": 0.1, "forward": 0.3 if late else 0.1}
+            for n, late in enumerate(slow)
+        ]
+        lines(tmp_path / f"rank_{rank}.jsonl", {"start": "a"}, *records)
+    data = data_of(render_page(read_runs([tmp_path])))
+    assert stragglers(data) == named
+    assert all("2.0 x the median of the ranks in 20 steps" in row["what"] for row in data["health"])
+
+
+def test_a_rank_without_own_times_is_compared_by_the_whole_step(tmp_path: Path) -> None:
+    for rank in range(2):
+        records = [{"optimizer_step": n + 1, "seconds": 0.1 * (1 + rank)} for n in range(30)]
+        lines(tmp_path / f"rank_{rank}.jsonl", {"start": "a"}, *records)
+    assert stragglers(data_of(render_page(read_runs([tmp_path])))) == [(1, 1)]
+
+
+def test_bad_numbers_are_in_a_table_with_the_first_of_each_kind(tmp_path: Path) -> None:
+    events = [
+        {"numerics": "not finite", "step": n, "what": "the loss is nan", "where": "", "samples": [n, 2]}
+        for n in (4, 5, 6)
+    ]
+    lines(tmp_path / "rank_1.jsonl", {"start": "a"}, *events)
+    (row,) = data_of(render_page(read_runs([tmp_path])))["health"]
+    assert row == {
+        "run": tmp_path.name,
+        "step": 4,
+        "rank": 1,
+        "what": "the loss is nan (2 more of this kind)",
+        "where": "-",
+        "samples": "4, 2",
+    }
+
+
 def test_a_folder_of_folders_is_read_whole(tmp_path: Path) -> None:
     recorded(tmp_path / "runs" / "a")
     recorded(tmp_path / "runs" / "b")

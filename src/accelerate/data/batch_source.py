@@ -193,8 +193,13 @@ def fetch_batches(
         if single:
             yield single_item(batch, step)
         else:
-            size = count_samples(step.indices)
-            yield FetchedBatch(batch, step.last, step.samples, step.remainder, step.real, size)
+            yield describe_batch(batch, step.last, step)
+
+
+def describe_batch(batch: Any, last: bool, step: StepSampleIndices) -> FetchedBatch:
+    """Describe a batch of the samples of ``step``."""
+    size = count_samples(step.indices)
+    return FetchedBatch(batch, last, step.samples, step.remainder, step.real, size, step.indices)
 
 
 def single_item(item: Any, step: StepSampleIndices) -> FetchedBatch:
@@ -203,7 +208,9 @@ def single_item(item: Any, step: StepSampleIndices) -> FetchedBatch:
     All of them count, or none.
     """
     remainder, size = -1 if step.remainder else 0, ignorant_find_batch_size(item) or 1
-    return FetchedBatch(item, step.last, step.samples, remainder, None if step.real else 0, size)
+    return FetchedBatch(
+        item, step.last, step.samples, remainder, None if step.real else 0, size, step.indices
+    )
 
 
 def _record_steps(

@@ -21,6 +21,7 @@ from accelerate.data.batch_sampler_shard import SkipBatchSampler, slicer_for
 from accelerate.data.batch_source import (
     PresetIndexSampler,
     copy_loader,
+    describe_batch,
     fetch_batches,
     fetches_by_index,
     loader_generators,
@@ -35,7 +36,7 @@ from accelerate.data.iterable_dataset import (
     PartialGlobalBatch,
 )
 from accelerate.data.position import Epoch, EpochSkip, FetchedBatch, FetchLayout, LoaderPosition
-from accelerate.data.sample_order import count_samples, inner_sampler, sampler_chain
+from accelerate.data.sample_order import inner_sampler, sampler_chain
 from accelerate.data.source_shard import SourceShard, with_saved_split
 from accelerate.data.stream_source import stream_batches
 from accelerate.world.local_tensor_trees import ignorant_find_batch_size, send_to_device
@@ -337,8 +338,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
                 item, real, total, size = batch
                 fetched = FetchedBatch(item, last, total, total, real, size)
             elif step is not None:
-                size = count_samples(step.indices)
-                fetched = FetchedBatch(batch, last, step.samples, step.remainder, step.real, size)
+                fetched = describe_batch(batch, last, step)
             elif last:
                 fetched = self._describe_last(batch, share)
             else:

@@ -48,6 +48,7 @@ class FetchedBatch(NamedTuple):
             Only that of the last batch is used.
         real: samples of this process's batch that are not fillers; None: unknown, or all.
         size: samples of this process's batch, with fillers; None: unknown.
+        indices: of its samples in the dataset; None where this process does not know them.
     """
 
     batch: Any
@@ -56,6 +57,7 @@ class FetchedBatch(NamedTuple):
     remainder: int = -1
     real: int | None = None
     size: int | None = None
+    indices: Any = None
 
 
 class StreamSplit(NamedTuple):

@@ -44,7 +44,8 @@ from accelerate.facade.run_recorder import start_recorder
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.facade.state import AcceleratorState
 from accelerate.facade.tracker_set import TrackerSet
-from accelerate.facade.train_loop import AccumulationContext, TrainLoop
+from accelerate.facade.train_loop import AccumulationContext
+from accelerate.facade.watched_train_loop import make_train_loop
 from accelerate.precision.autocast import AutocastKwargs
 from accelerate.precision.fp16 import GradScalerKwargs
 from accelerate.strategy import STRATEGIES
@@ -212,7 +213,6 @@ class Accelerator(ProcessMixin):
         self.gradient_state = runtime.gradients
         prepared = self._prepared = PreparedObjects()
         self._trackers = TrackerSet(log_with, project.logging_dir, runtime.world.rank == 0)
-        self._loop = TrainLoop(runtime, prepared)
         self._checkpoints = CheckpointManager(runtime, prepared, project)
         self._option_reporter = OptionReporter(
             runtime,
@@ -229,7 +229,8 @@ class Accelerator(ProcessMixin):
         options.strict = self._option_reporter.strict
         if self._option_reporter.record_folder is not None:
             self._trackers.recorder = start_recorder(self._option_reporter.record_folder, runtime.world)
-            prepared.on_add = self._trackers.recorder.watch
+        recorder, checks_numerics = self._trackers.recorder, self._option_reporter.checks_numerics
+        self._loop = make_train_loop(runtime, prepared, recorder, checks_numerics)
         first_step_checks = self._loop.check_first_step, self._option_reporter.report_first_step
         self._preparer = Preparer(runtime, prepared, options, first_step_checks)
         reference = weakref.proxy(self)

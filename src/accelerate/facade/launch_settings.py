@@ -86,6 +86,11 @@ class RunReportSettings:
         help="folder in which each process records its steps: time, waiting for data, memory, learning rate, "
         "what the script logs; 'accelerate report FOLDER' draws them",
     )
+    check_numerics: bool = setting(
+        False,
+        help="warn of losses and gradients that are NaN, infinite or a spike, with step, rank, samples and "
+        "module, and of slow ranks; each step then waits for the device",
+    )
 
 
 class DynamoBackend(BaseEnum):

@@ -67,6 +67,7 @@ class OptionReporter:
     Attributes:
         strict: an option that cannot be applied is an error.
         record_folder: where the steps of the run are recorded; None: nowhere.
+        checks_numerics: losses and gradients are watched.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class OptionReporter:
         self._options, self._constructor_options = options, constructor_options
         settings = load_settings(RunReportSettings, code={"strict": strict}).value
         self.strict, self.record_folder = settings.strict, settings.record
+        self.checks_numerics = settings.check_numerics
         self._style = settings.effects or (
             "table" if settings.explain else "line" if settings.strict else "none"
         )

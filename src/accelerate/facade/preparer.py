@@ -46,22 +46,22 @@ class PreparedObjects:
     Attributes:
         models: as ``prepare`` returned them.
         optimizers, schedulers, loaders: the wrappers.
-        on_add: is called with the kind of each object that is added, and the object.
+        on_add: are called with the kind of each object that is added, and the object.
     """
 
     models: list[nn.Module] = field(default_factory=list)
     optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
     schedulers: list[AcceleratedScheduler] = field(default_factory=list)
     loaders: list[Any] = field(default_factory=list)
-    on_add: Callable[[ObjectKind, Any], None] | None = None
+    on_add: list[Callable[[ObjectKind, Any], None]] = field(default_factory=list)
 
     def add(self, kind: ObjectKind, item: Any) -> None:
         """Add one object, unless it is there."""
         items: list[Any] = getattr(self, f"{kind}s")
         if not any(item is other for other in items):
             items.append(item)
-            if self.on_add is not None:
-                self.on_add(kind, item)
+            for watch in self.on_add:
+                watch(kind, item)
 
     def add_bundle(self, bundle: PrepareBundle) -> None:
         """Add the objects of one ``prepare``, and mark them as prepared."""

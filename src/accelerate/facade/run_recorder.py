@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
@@ -15,8 +16,11 @@ import torch
 from accelerate import track
 from accelerate.core.user_warning import warn_user
 from accelerate.data.position import FetchedBatch
+from accelerate.report import stragglers
 from accelerate.track.base import GeneralTracker, to_json_types
 from accelerate.track.protocol.json_lines import JSONLinesFile, TrackerFileError
+from accelerate.world import watchdog
+from accelerate.world.process_group import StoreClient
 from accelerate.world.world import World
 
 
@@ -26,12 +30,16 @@ class RunRecorder(GeneralTracker):
     Beside the records of ``accelerate.tracking.JSONLTracker``:
 
         {"environment": {title: {name: value}}}                  rank 0, once
-        {"optimizer_step": n, "seconds": s, "data_wait": s, "samples": n, "memory": bytes, "lr": [...]}
+        {"optimizer_step": n, "seconds": s, "data_wait": s, "forward": s, "samples": n, "memory": bytes,
+         "lr": [...]}
         {"checkpoint": path, "seconds": s, "bytes": n, "step": n}    rank 0
+        {"numerics": kind, "step": n, "what": text, "where": text, "samples": [...]}    --check_numerics
 
     ``seconds`` are from the end of the step before, ``data_wait`` those of them in which the loop waited for
-    a batch of a prepared loader. ``samples`` are those of all ranks. ``memory`` is the most that was
-    allocated on the device; of a CPU, the most that the process had resident. No step waits for a device.
+    a batch of a prepared loader, and ``forward`` those from a batch to its backward: under DDP no rank waits
+    there for another. On an accelerator that is the time in which the host launches it. ``samples`` are
+    those of all ranks. ``memory`` is the most that was allocated on the device; of a CPU, the most that the
+    process had resident. No step waits for a device.
 
     Args:
         folder: of the run; on several machines without a shared file system, each has its own.
@@ -50,11 +58,12 @@ class RunRecorder(GeneralTracker):
         self._optimizer: Any = None
         self._step = 0
         self._samples = 0
-        self._waited = 0.0
+        self._waited = self._forward = self._batch_start = 0.0
         self._step_end = 0.0
         self._peak: int | None = None
         self._next_lookup = 0.0
         self._has_failed = False
+        self._pace: PaceExchange | None = None
 
     def start(self) -> None:
         """Open the file; on rank 0, write what the run stands on."""
@@ -112,7 +121,20 @@ class RunRecorder(GeneralTracker):
             if fetched is None:
                 return
             self._samples += samples if fetched.samples is None else fetched.samples
+            self._batch_start = time.perf_counter()
             yield fetched
+
+    def begin_backward(self) -> None:
+        """Note that the rank has done its own work on a batch: the first backward of it begins."""
+        if self._batch_start:
+            self._forward += time.perf_counter() - self._batch_start
+            self._batch_start = 0.0
+
+    def compare_ranks(self) -> None:
+        """Begin to warn, on rank 0, of a rank that is slower than the others for 20 steps."""
+        watchdog_of_run = watchdog.current()
+        if watchdog_of_run is not None:
+            self._pace = PaceExchange(watchdog_of_run.store.open_prefix("pace"), self._world)
 
     def _record_step(self) -> None:
         now = time.perf_counter()
@@ -124,11 +146,14 @@ class RunRecorder(GeneralTracker):
             optimizer_step=self._step,
             seconds=now - (self._step_end or now),
             data_wait=self._waited,
+            forward=self._forward,
             samples=self._samples,
             memory=self._peak_memory(now),
             lr=rates,
         )
-        self._step_end, self._waited, self._samples = time.perf_counter(), 0.0, 0
+        if self._pace is not None:
+            self._pace.add(self._waited + self._forward)
+        self._step_end, self._waited, self._forward, self._samples = time.perf_counter(), 0.0, 0.0, 0
 
     def _peak_memory(self, now: float) -> int | None:
         """Return the peak, looked up once in a second: a lookup on a CPU takes longer than a small step."""
@@ -146,12 +171,54 @@ class RunRecorder(GeneralTracker):
             self._has_failed = True
             warn_user(f"the run is not recorded any more, and the training goes on: {error}")
 
+    def record_event(self, event: dict[str, Any]) -> None:
+        """Write what a watch on the numbers of this rank has noticed."""
+        self._write(**event)
+
     def record_checkpoint(self, path: Path | str, seconds: float) -> None:
         """Write one save; of a save in the background, ``seconds`` are those that the training waited."""
         if self._world.rank == 0:
             files = list(os.walk(path)) if isinstance(path, Path) else []
             size = sum(os.path.getsize(Path(folder, name)) for folder, _, names in files for name in names)
             self._write(checkpoint=str(path), seconds=seconds, bytes=size or None, step=self._step)
+
+
+class PaceExchange:
+    """Compares the ranks' own time in a step; each writes its last steps to the store of the process group.
+
+    Args:
+        store: for this purpose alone.
+        world: the ranks.
+    """
+
+    def __init__(self, store: StoreClient, world: World) -> None:
+        self._store, self._world = store, world
+        self._times: list[float] = []
+        self._block = 0
+        self._named = set[int]()
+
+    def add(self, seconds: float) -> None:
+        """Take the time of the next step."""
+        self._times.append(seconds)
+        if len(self._times) == stragglers.STEPS:
+            self._store.put(f"{self._world.rank}/{self._block}", json.dumps(self._times))
+            if self._world.rank == 0 and self._block:
+                self._compare(self._block - 1)  # of this block another rank may still be in the last step
+            elif self._block > 2:
+                self._store.delete(f"{self._world.rank}/{self._block - 3}")
+            self._times, self._block = [], self._block + 1
+
+    def _compare(self, block: int) -> None:
+        keys = {f"{rank}/{block}": rank for rank in range(self._world.size)}
+        times = {keys[key]: json.loads(text) for key, text in self._store.read(list(keys)).items()}
+        for rank, straggler in stragglers.find_stragglers(times).items():
+            if rank not in self._named:
+                self._named.add(rank)
+                first = block * stragglers.STEPS + straggler.first + 1
+                warn_user(
+                    f"rank {rank} is slow, and the others wait for it: reading its data and its forward took "
+                    f"{straggler.describe(first)}"
+                )
 
 
 def _is_host_number(value: Any) -> bool:

@@ -123,6 +123,7 @@ const drawTables = () => {
     data.ranks, (row) => row.slowest);
   const slow = data.ranks.filter((row) => row.slowest);
   if (slow.length) byId("tables").append(element("p", {}, "In bold: the rank whose median step is the longest."));
+  table("Health", ["run", "step", "rank", "what", "where", "samples"], data.health);
   table("Checkpoints", ["run", "step", "checkpoint", "size", "took"], data.checkpoints);
   table(data.runs.length > 1 ? "Configuration (in bold: differs)" : "Configuration",
     ["name", ...data.runs.map((run) => run.name)],

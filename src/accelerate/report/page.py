@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 from statistics import fmean, median
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 
 from accelerate.core.units import show_bytes, show_seconds
 from accelerate.report.records import RankSteps, RunRecord, Series, downsample
+from accelerate.report.stragglers import find_stragglers
 
 # Wider than a screen has pixels for one chart; ten runs of twenty numbers stay under 5 MB.
 POINTS = 1000
@@ -55,6 +57,7 @@ def page_data(runs: Sequence[RunRecord]) -> str:
             for name, (columns, rows) in run.tables.items()
         ],
         "ranks": [row for run in runs for row in _rank_rows(run)],
+        "health": [row for run in runs for row in _health_rows(run)],
         "checkpoints": [_checkpoint_row(run, record) for run in runs for record in run.checkpoints],
         "environment": [[run.name, run.environment] for run in runs if run.environment],
     }
@@ -143,6 +146,7 @@ def _rank_charts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     charts = [{"title": "throughput", "unit": "samples/s", "curves": throughput}]
     for title, unit, attribute in (
         ("time of a step", "s", "seconds"),
+        ("time from a batch to its backward", "s", "forward"),
         ("time waiting for data", "s", "data_wait"),
         ("peak memory", "B", "memory"),
     ):
@@ -150,7 +154,8 @@ def _rank_charts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
             _curve(name, color, Series(steps.steps, steps.times, getattr(steps, attribute)))
             for color, (name, steps) in enumerate(per_rank)
         ]
-        charts.append({"title": title, "unit": unit, "curves": curves})
+        if attribute != "forward" or any(any(steps.forward) for _, steps in per_rank):
+            charts.append({"title": title, "unit": unit, "curves": curves})
     return charts
 
 
@@ -192,6 +197,35 @@ def _quantile(values: Iterable[float], share: float) -> float:
 def _share(steps: RankSteps) -> str:
     total = fmean(steps.seconds)
     return f"{100 * fmean(steps.data_wait) / total:.0f} %" if total > 0 else "-"
+
+
+def _health_rows(run: RunRecord) -> Iterator[dict[str, Any]]:
+    """Yield the first bad number of each kind and rank with their count, and the ranks that were slow."""
+    counts = Counter((event["rank"], event["numerics"]) for event in run.events)
+    first: dict[tuple[int, str], dict[str, Any]] = {}
+    for event in sorted(run.events, key=lambda event: event["step"]):
+        first.setdefault((event["rank"], event["numerics"]), event)
+    for key, event in first.items():
+        more = counts[key] - 1
+        samples = event.get("samples")
+        yield {
+            "run": run.name,
+            "step": event["step"],
+            "rank": event["rank"],
+            "what": event["what"] + (f" ({more} more of this kind)" if more else ""),
+            "where": event.get("where") or "-",
+            "samples": "not known" if samples is None else ", ".join(map(str, samples[:32])),
+        }
+    for rank, straggler in find_stragglers(run.own_seconds).items():
+        first_step = run.ranks[rank].steps[straggler.first]
+        yield {
+            "run": run.name,
+            "step": first_step,
+            "rank": rank,
+            "what": f"slow: {straggler.describe(first_step)}",
+            "where": "reading data and forward",
+            "samples": "-",
+        }
 
 
 def _checkpoint_row(run: RunRecord, record: dict[str, Any]) -> dict[str, Any]:

@@ -60,6 +60,7 @@ class RankSteps:
         times: seconds since the run began, at its end.
         seconds: from the end of the step before.
         data_wait: seconds of these in which the training waited for a batch.
+        forward: seconds of these from a batch to its backward.
         memory: bytes of the device's memory that were reserved at most; of the process without a device.
         samples: of the batches of the step, of all ranks.
     """
@@ -68,8 +69,19 @@ class RankSteps:
     times: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     data_wait: list[float] = field(default_factory=list)
+    forward: list[float] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)
     samples: list[float] = field(default_factory=list)
+
+    @property
+    def own_seconds(self) -> list[float]:
+        """The time of each step in which the rank did not wait for others; all of it where that is not known.
+
+        Ranks that exchange gradients take the same time for a step: the fast ones wait for the slow one.
+        """
+        if not any(self.forward):
+            return self.seconds
+        return [wait + forward for wait, forward in zip(self.data_wait, self.forward, strict=True)]
 
 
 @dataclass
@@ -89,6 +101,7 @@ class RunRecord:
         artifacts: paths and sizes in bytes.
         ranks: the steps of each rank, of a run that was recorded.
         checkpoints: step, path, bytes and seconds of each save, of a run that was recorded.
+        events: of ``--check_numerics``: rank, step, what was noticed, where, and samples of the batch.
         environment: versions, devices, settings with their origins, of a run that was recorded.
         unreadable: lines that are no record: the run was killed in the middle of one.
     """
@@ -105,6 +118,7 @@ class RunRecord:
     artifacts: list[dict[str, Any]] = field(default_factory=list)
     ranks: dict[int, RankSteps] = field(default_factory=dict)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
     unreadable: int = 0
 
@@ -123,12 +137,22 @@ class RunRecord:
             self.environment |= record["environment"] if rank == 0 else {}
         elif "checkpoint" in record:
             self.checkpoints.append(dict(record))
+        elif "numerics" in record:
+            self.events.append({**record, "rank": rank})
         elif "table" in record:
             self.tables[str(record["table"])] = (list(record["columns"]), list(record["rows"]))
         elif "artifact" in record:
             self.artifacts.append(dict(record))
         elif "end" in record and rank == 0:
             self.status = str(record["end"])
+
+    @property
+    def own_seconds(self) -> dict[int, list[float]]:
+        """Rank -> its own time in each step; see ``RankSteps``. All ranks are compared by the same time."""
+        own = {rank: steps.own_seconds for rank, steps in self.ranks.items()}
+        if all(any(steps.forward) for steps in self.ranks.values()):
+            return own
+        return {rank: steps.seconds for rank, steps in self.ranks.items()}
 
     def _add_values(
         self, values: Mapping[str, Any], step: float | None, seconds: float, prefix: str = ""
@@ -149,7 +173,7 @@ class RunRecord:
         steps = self.ranks.setdefault(rank, RankSteps())
         steps.steps.append(number)
         steps.times.append(seconds)
-        for name in ("seconds", "data_wait", "memory", "samples"):
+        for name in ("seconds", "data_wait", "forward", "memory", "samples"):
             getattr(steps, name).append(float(record.get(name) or 0))
         for group, rate in enumerate(record.get("lr", ()) if rank == 0 else ()):
             name = f"learning rate, group {group}" if len(record["lr"]) > 1 else "learning rate"

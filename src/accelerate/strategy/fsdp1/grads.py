@@ -131,6 +131,22 @@ def clip_norm(
         p: of the p-norm; ``inf`` takes the greatest value.
         device: where the all-reduce runs.
     """
+    norm, gradients = grad_norm(wrapped_models, wanted, p, device)
+    # As torch does it: 1e-6 keeps the division defined.
+    scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale.to(gradient.device))
+    return norm
+
+
+@torch.no_grad()
+def grad_norm(
+    wrapped_models: Iterable[FSDP1WrappedModel],
+    wanted: Iterable[torch.Tensor],
+    p: float,
+    device: torch.device,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the global norm, and the gradients of this rank; the arguments are those of ``clip_norm``."""
     owner = {
         param: unit for wrapped_model in wrapped_models for param, unit in wrapped_model.flat_param_of.items()
     }
@@ -149,11 +165,7 @@ def clip_norm(
         dist.all_reduce(total, dist.ReduceOp.MAX if greatest else dist.ReduceOp.SUM, group=group)
     rest = _sum_of_powers(other, p, device)
     norm = torch.maximum(total, rest) if greatest else (total + rest) ** (1.0 / p)
-    # As torch does it: 1e-6 keeps the division defined.
-    scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    for gradient in (*cut, *other):
-        gradient.mul_(scale.to(gradient.device))
-    return norm
+    return norm, [*cut, *other]
 
 
 def _sum_of_powers(gradients: Iterable[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:

@@ -141,6 +141,10 @@ class GradientSync:
         """Scale gradients so that their global norm is at most ``max_norm``; return the norm before."""
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
+    def grad_norm(self, parameters: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """Return the global norm of reduced gradients; all ranks that share a gradient call it."""
+        return nn.utils.get_total_norm(self.gradients(parameters), norm_type)
+
     def clip_value(self, parameters: Iterable[torch.Tensor], limit: float) -> None:
         """Clamp each gradient element to ``[-limit, limit]``."""
         nn.utils.clip_grad_value_(parameters, limit)

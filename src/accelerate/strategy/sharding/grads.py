@@ -254,6 +254,25 @@ def clip_norm(
         stages: pipeline parallel groups, whose ranks have other parameters that count too.
         elsewhere: parameters that count on another rank of such a group, which has them too.
     """
+    parameters = list(parameters)
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = grad_norm(parameters, p, device, stages, elsewhere)
+    # As torch does it: 1e-6 keeps the division defined.
+    scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    for shards in _group_by_dtype(map(local_grad, grads)):
+        torch._foreach_mul_(shards, scale.to(shards[0].device))  # pyright: ignore[reportPrivateImportUsage]
+    return norm
+
+
+@torch.no_grad()
+def grad_norm(
+    parameters: Iterable[torch.Tensor],
+    p: float,
+    device: torch.device,
+    stages: Sequence[Any] = (),
+    elsewhere: Iterable[torch.Tensor] = (),
+) -> torch.Tensor:
+    """Return the global norm of gradients, equal on all ranks; the arguments are those of ``clip_norm``."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not grads and not stages:
         return torch.zeros((), device=device)
@@ -266,12 +285,7 @@ def clip_norm(
     total = total.max() if p == float("inf") else total.sum()
     for group in stages:
         dist.all_reduce(total, _reduce_op(p), group=group)
-    norm = total if p == float("inf") else total ** (1.0 / p)
-    # As torch does it: 1e-6 keeps the division defined.
-    scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    for shards in _group_by_dtype(map(local_grad, grads)):
-        torch._foreach_mul_(shards, scale.to(shards[0].device))  # pyright: ignore[reportPrivateImportUsage]
-    return norm
+    return total if p == float("inf") else total ** (1.0 / p)
 
 
 def _reduce_partial(gradient: Any) -> Any:

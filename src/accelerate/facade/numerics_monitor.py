@@ -1,0 +1,246 @@
+"""``--check_numerics``: losses and gradients that are NaN, infinite or a spike, and where they come from."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.core import tree
+from accelerate.core.user_warning import warn_user
+from accelerate.data.position import FetchedBatch
+from accelerate.facade.run_recorder import RunRecorder
+from accelerate.strategy.base import Strategy
+from accelerate.world.world import World
+
+# A spike is above the median of the last losses by so many standard deviations, which are estimated by the
+# median absolute deviation (1.4826 of it, for a normal distribution), and by a tenth of the median.
+WINDOW, LEAST_LOSSES, SPIKE_DEVIATIONS = 100, 20, 10.0
+# How many warnings of one kind a run gives; the record of the run has more.
+WARNINGS, RECORDS = 3, 1000
+_SHOWN_INDICES = 32
+
+
+class SpikeDetector:
+    """Tells a spike from the losses before it."""
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._is_high = False
+
+    def add(self, loss: float) -> float | None:
+        """Take the next loss; return the usual one if this one begins a spike."""
+        if not math.isfinite(loss):
+            return None
+        usual = None
+        if len(self._losses) >= LEAST_LOSSES:
+            usual = median(self._losses)
+            deviation = 1.4826 * median(abs(each - usual) for each in self._losses)
+            limit = usual + max(SPIKE_DEVIATIONS * deviation, 0.1 * abs(usual))
+            was_high, self._is_high = self._is_high, loss > limit
+            usual = usual if self._is_high and not was_high else None
+        self._losses.append(loss)
+        return usual
+
+
+class NumericsMonitor:
+    """Watches the numbers of one rank, and says of the first bad one where it comes from.
+
+    Outputs of modules are compared on the device; the host reads them with the loss, once in a backward, and
+    the norms of gradients once in a step. Modules inside of a compiled region are not seen.
+
+    Args:
+        world, strategy: of the run.
+        recorder: takes norms and events; None: they are warnings only.
+    """
+
+    def __init__(self, world: World, strategy: Strategy, recorder: RunRecorder | None) -> None:
+        self._world, self._strategy, self._recorder = world, strategy, recorder
+        self._step = 1
+        self._indices: Any = None
+        self._spikes = SpikeDetector()
+        self._counts: dict[str, int] = {}
+        self._has_optimizer = False
+        # Of the forwards since the last backward: a module, and whether its output was finite.
+        self._outputs: list[tuple[str, torch.Tensor]] = []
+        self._culprit = ""
+        self._modules: dict[str, nn.Module] = {}
+        # Ids of parameters and the norm of their gradients, of the clipping in this step.
+        self._clipped: list[tuple[set[int], torch.Tensor]] = []
+
+    # --- what is watched
+
+    def watch(self, kind: str, item: Any) -> None:
+        """Begin to watch a prepared model, loader or optimizer."""
+        if kind == "model":
+            model = self._strategy.unwrap(item)
+            model.register_forward_pre_hook(_InputCheck(self), with_kwargs=True)
+            for name, module in model.named_modules():
+                self._modules[name] = module
+                module.register_forward_hook(_OutputCheck(self, name))
+        elif kind == "loader" and hasattr(item, "time_fetches"):
+            timed = item.time_fetches
+            item.time_fetches = lambda batches, samples: self._note_batches(timed(batches, samples))
+        elif kind == "optimizer" and hasattr(item.optimizer, "register_step_pre_hook"):
+            groups_step = not self._strategy.owns_step
+            item.optimizer.register_step_pre_hook(lambda opt, *_: self.check_step(opt, groups_step))
+            if not self._has_optimizer:
+                self._has_optimizer = True
+                item.optimizer.register_step_post_hook(lambda *_: self._end_step())
+
+    def _note_batches(self, batches: Iterator[FetchedBatch]) -> Iterator[FetchedBatch]:
+        for fetched in batches:
+            self._indices = fetched.indices
+            yield fetched
+
+    def note_output(self, name: str, output: Any) -> None:
+        """Compare the output of a module with what is finite; nothing waits for it."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        for _, leaf in tree.iterate_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and not leaf.is_meta:
+                local = getattr(leaf, "to_local", lambda leaf=leaf: leaf)().detach()
+                self._outputs.append((name, torch.isfinite(local).all()))
+
+    # --- what is said
+
+    def check_loss(self, loss: torch.Tensor) -> None:
+        """Read the loss of a backward; the outputs of modules that led to it are forgotten.
+
+        Args:
+            loss: detached, as the script gave it.
+        """
+        value = loss.float().mean()
+        names = [name for name, _ in self._outputs]
+        flags = [flag.to(value.device, torch.float32) for _, flag in self._outputs]
+        number, *are_finite = torch.stack([value, *flags]).tolist()
+        self._outputs.clear()
+        bad = next((name for name, finite in zip(names, are_finite, strict=True) if not finite), None)
+        self._culprit = "" if bad is None else self._describe_module(bad)
+        if not math.isfinite(number):
+            self._tell("not finite", f"the loss is {number}", self._culprit, loss=number)
+        elif (usual := self._spikes.add(number)) is not None:
+            text = f"the loss is {number:.6g}, and its median before was {usual:.6g}"
+            self._tell("spike", text, "", loss=number)
+
+    def note_norm(self, parameters: Iterable[torch.Tensor], norm: torch.Tensor) -> None:
+        """Take the norm that was computed to clip the gradients of ``parameters``."""
+        self._clipped.append(({id(p) for p in parameters if p.requires_grad}, norm))
+
+    def check_step(self, optimizer: torch.optim.Optimizer, groups_step: bool) -> None:
+        """Record the norm of the gradients of each group, and say which gradient is not finite.
+
+        A norm that was computed to clip exactly the parameters of a group is not computed again.
+
+        Args:
+            optimizer: the user's, whose gradients are complete and unscaled.
+            groups_step: its groups have the gradients, and not an engine's own copies.
+        """
+        norms: list[torch.Tensor] = []
+        for group in optimizer.param_groups:
+            ids = {id(p) for p in group["params"] if p.requires_grad}
+            norm = next((norm for clipped, norm in reversed(self._clipped) if clipped == ids), None)
+            if norm is None and groups_step:
+                norm = self._strategy.grad_norm(group["params"], 2.0)
+            if norm is not None:
+                norms.append(norm.detach().to(self._world.device, torch.float32).reshape(()))
+        if not norms:
+            return
+        values = torch.stack(norms).tolist()
+        if self._recorder is not None and self._world.rank == 0:
+            names = [f"gradient norm, group {n}" for n in range(len(values))]
+            names = names if len(names) > 1 else ["gradient norm"]
+            self._recorder.log(dict(zip(names, values, strict=True)), self._step)
+        for number, value in enumerate(values):
+            if not math.isfinite(value):
+                where = self._describe_gradient(optimizer.param_groups[number]["params"])
+                text = f"the gradient norm of parameter group {number} is {value}"
+                self._tell("gradient", text, "; ".join(filter(None, (where, self._culprit))))
+
+    def _end_step(self) -> None:
+        self._step += 1
+        self._clipped.clear()
+
+    def _describe_module(self, name: str) -> str:
+        if name == _BATCH:
+            return "the batch itself holds a value that is not finite"
+        module = self._modules[name]
+        shown = f"{name or 'the model'} ({type(module).__name__})"
+        text = f"the first module whose output was not finite is {shown}"
+        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        bad = [each for each, values in own if _has_not_finite(values)]
+        return (
+            f"{text}, whose {', '.join(bad)} {'is' if len(bad) == 1 else 'are'} not finite" if bad else text
+        )
+
+    def _describe_gradient(self, parameters: Iterable[torch.Tensor]) -> str:
+        members = {id(p) for p in parameters}
+        for name, module in self._modules.items():
+            for each, parameter in module.named_parameters(recurse=False):
+                if (
+                    id(parameter) in members
+                    and parameter.grad is not None
+                    and _has_not_finite(parameter.grad)
+                ):
+                    return f"the first parameter with such a gradient here is {f'{name}.{each}'.lstrip('.')}"
+        return ""
+
+    def _tell(self, kind: str, what: str, where: str, **facts: Any) -> None:
+        self._counts[kind] = count = self._counts.get(kind, 0) + 1
+        indices = None if self._indices is None else [leaf for _, leaf in tree.iterate_leaves(self._indices)]
+        if self._recorder is not None and count <= RECORDS:
+            self._recorder.record_event(
+                {"numerics": kind, "step": self._step, "what": what, "where": where, "samples": indices}
+                | facts
+            )
+        if count > WARNINGS:
+            return
+        samples = "the samples of the batch are not known here"
+        if indices is not None:
+            more = f" and {len(indices) - _SHOWN_INDICES} more" if len(indices) > _SHOWN_INDICES else ""
+            samples = f"the batch has the samples {', '.join(map(str, indices[:_SHOWN_INDICES]))}{more}"
+        last = "; more of this kind is not said" if count == WARNINGS else ""
+        parts = "; ".join(filter(None, (what, where, samples)))
+        warn_user(f"step {self._step}, rank {self._world.rank}: {parts}{last}")
+
+
+_BATCH = "the batch"
+
+
+class _OutputCheck:
+    """The forward hook of one module; a copy of the model has one that does nothing."""
+
+    def __init__(self, monitor: NumericsMonitor, name: str) -> None:
+        self._monitor, self._name = monitor, name
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._monitor.note_output(self._name, output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _DisabledCheck, ()
+
+
+class _InputCheck(_OutputCheck):
+    """The forward pre-hook of a model."""
+
+    def __init__(self, monitor: NumericsMonitor) -> None:
+        super().__init__(monitor, _BATCH)
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._monitor.note_output(_BATCH, (args, kwargs))
+
+
+class _DisabledCheck:
+    def __call__(self, *args: Any) -> None:
+        """Do nothing."""
+
+
+@torch.no_grad()
+def _has_not_finite(values: torch.Tensor) -> bool:
+    local = getattr(values, "to_local", lambda: values)()
+    return local.is_floating_point() and not local.is_meta and not bool(torch.isfinite(local).all())

@@ -1,0 +1,71 @@
+"""The train loop of a run that is recorded, or whose numbers are watched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accelerate.facade.numerics_monitor import NumericsMonitor
+from accelerate.facade.preparer import PreparedObjects
+from accelerate.facade.run_recorder import RunRecorder
+from accelerate.facade.runtime import Runtime
+from accelerate.facade.train_loop import TrainLoop
+
+
+class WatchedTrainLoop(TrainLoop):
+    """A train loop whose backward a recorder times, and whose losses and norms a monitor sees.
+
+    Args:
+        runtime, prepared: as for ``TrainLoop``.
+        recorder: of the run, if it is recorded.
+        checks_numerics: losses and gradients are watched.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        prepared: PreparedObjects,
+        recorder: RunRecorder | None,
+        *,
+        checks_numerics: bool,
+    ) -> None:
+        super().__init__(runtime, prepared)
+        self._recorder = recorder
+        self._monitor: NumericsMonitor | None = None
+        if recorder is not None:
+            prepared.on_add.append(recorder.watch)
+            if checks_numerics:
+                recorder.compare_ranks()
+        if checks_numerics:
+            self._monitor = NumericsMonitor(runtime.world, runtime.strategy, recorder)
+            prepared.on_add.append(self._monitor.watch)
+
+    def backward(self, loss: torch.Tensor, num_items: Any, kwargs: dict[str, Any]) -> None:
+        """Run the backward pass, and check the loss; the mean of no items does not count."""
+        if self._recorder is not None:
+            self._recorder.begin_backward()
+        if self._monitor is None or not isinstance(loss, torch.Tensor):
+            super().backward(loss, num_items, kwargs)
+            return
+        seen = loss.detach().clone()  # an engine may scale the loss in place
+        super().backward(loss, num_items, kwargs)
+        if num_items is None or bool(num_items != 0):
+            self._monitor.check_loss(seen)
+
+    def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip, and keep the norm for the record of the step."""
+        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        norm = super().clip_grad_norm(params, max_norm, norm_type)
+        if self._monitor is not None and self.gradients.sync_gradients and norm_type == 2:
+            self._monitor.note_norm(params, norm)
+        return norm
+
+
+def make_train_loop(
+    runtime: Runtime, prepared: PreparedObjects, recorder: RunRecorder | None, checks_numerics: bool
+) -> TrainLoop:
+    """Return the train loop of a run: the plain one where nobody watches; see ``WatchedTrainLoop``."""
+    if recorder is None and not checks_numerics:
+        return TrainLoop(runtime, prepared)
+    return WatchedTrainLoop(runtime, prepared, recorder, checks_numerics=checks_numerics)
