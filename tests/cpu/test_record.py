@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from accelerate.report.records import read_runs
-
 SCRIPT = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -50,44 +48,57 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def runs(path: Path) -> list[list[dict[str, Any]]]:
+    """The records of each run in the file of a rank."""
+    lists: list[list[dict[str, Any]]] = []
+    for record in records(path):
+        if "start" in record:
+            lists.append([])
+        lists[-1].append(record)
+    return lists
+
+
+def column(run: list[dict[str, Any]], name: str) -> list[Any]:
+    return [record[name] for record in run if name in record]
+
+
 def test_each_rank_records_its_steps_and_rank_0_what_was_logged(tmp_path: Path) -> None:
     ended = launch(tmp_path, SCRIPT, "--num_processes", "2", "--record", "runs/one")
     assert ended.returncode == 0, ended.stderr
     folder = tmp_path / "runs" / "one"
     assert sorted(path.name for path in folder.iterdir()) == ["rank_0.jsonl", "rank_1.jsonl"]
-    (run,) = read_runs([folder])
-    assert (run.name, run.status, run.config) == ("one", "finished", {"lr": 0.1})
+    (run,) = runs(folder / "rank_0.jsonl")
+    assert (column(run, "end"), column(run, "config")) == (["finished"], [{"lr": 0.1}])
     # 30 samples in steps of 8: 4 batches of each rank and epoch, 2 of them in an optimizer step.
     for rank in (0, 1):
-        steps = run.ranks[rank]
-        assert steps.steps == [1, 2, 3, 4]
-        assert steps.samples == [16, 14, 16, 14]
-        assert all(0 <= wait <= whole for wait, whole in zip(steps.data_wait, steps.seconds, strict=True))
-        own = zip(steps.own_seconds, steps.data_wait, steps.seconds, strict=True)
-        assert all(wait < each <= whole for each, wait, whole in own)
-        assert all(memory > 2**20 for memory in steps.memory)
-    assert run.series["learning rate"].values[0] == pytest.approx(0.1 / 3)
-    assert run.series["loss"].steps == [0, 1]
-    (save,) = run.checkpoints
+        steps = [each for each in runs(folder / f"rank_{rank}.jsonl")[0] if "optimizer_step" in each]
+        assert [each["optimizer_step"] for each in steps] == [1, 2, 3, 4]
+        assert [each["samples"] for each in steps] == [16, 14, 16, 14]
+        for each in steps:
+            assert 0 <= each["data_wait"] < each["data_wait"] + each["forward"] <= each["seconds"]
+            assert each["memory"] > 2**20
+    assert column(run, "lr")[0] == [pytest.approx(0.1 / 3)]
+    assert [record["step"] for record in run if "loss" in record.get("values", {})] == [0, 1]
+    (save,) = [record for record in run if "checkpoint" in record]
     assert save["step"] == 4
     assert save["bytes"] == sum(f.stat().st_size for f in (tmp_path / "checkpoint").rglob("*") if f.is_file())
-    assert run.environment["Environment"]["processes"] == 2
+    assert column(run, "environment")[0]["Environment"]["processes"] == 2
 
 
 def test_a_second_launch_into_the_folder_is_a_run_of_its_own_and_a_failed_one_says_so(tmp_path: Path) -> None:
     assert launch(tmp_path, SCRIPT, "--record", "runs").returncode == 0
     assert launch(tmp_path, SCRIPT + "raise ValueError('no')\n", "--record", "runs").returncode != 0
-    first, second = read_runs([tmp_path / "runs"])
-    assert (first.status, second.status) == ("finished", "failed")
-    assert len(first.ranks[0].steps) == len(second.ranks[0].steps) > 0
+    first, second = runs(tmp_path / "runs" / "rank_0.jsonl")
+    assert (column(first, "end"), column(second, "end")) == (["finished"], ["failed"])
+    assert len(column(first, "optimizer_step")) == len(column(second, "optimizer_step")) > 0
 
 
 def test_a_run_that_is_killed_keeps_its_steps(tmp_path: Path) -> None:
     script = SCRIPT + "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
     assert launch(tmp_path, script, "--record", "runs").returncode != 0
-    (run,) = read_runs([tmp_path / "runs"])
-    assert run.status == "not ended"
-    assert len(run.ranks[0].steps) == 8  # 8 batches, 2 of them in a step, 2 epochs
+    (run,) = runs(tmp_path / "runs" / "rank_0.jsonl")
+    assert column(run, "end") == []
+    assert len(column(run, "optimizer_step")) == 8  # 8 batches, 2 of them in a step, 2 epochs
 
 
 def test_a_full_disk_ends_the_record_and_not_the_training(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from accelerate import Accelerator
 from accelerate.cli.main import run
 from accelerate.core.errors import SettingError
 from accelerate.report.page import POINTS, render_page
-from accelerate.report.records import downsample, read_runs
+from accelerate.report.records import downsample
+from accelerate.report.run_reader import RunReader, read_runs
 from accelerate.report.server import make_server
 
 HOSTILE = "</script><script>alert(1)</script>"
@@ -290,6 +291,37 @@ def test_the_served_page_has_what_was_logged_since_and_answers_no_other_host(tmp
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def test_a_reader_reads_only_what_was_appended(tmp_path: Path) -> None:
+    """What was read before is overwritten in place: a second look does not see it."""
+    path = lines(tmp_path / "rank_0.jsonl", {"start": "a"}, {"step": 0, "values": {"loss": 1.0}})
+    reader = RunReader([tmp_path])
+    (first,) = reader.update()
+    size, version = path.stat().st_size, reader.version
+    with path.open("r+b") as file:
+        file.write(b"x" * (size - 1))
+    assert (reader.update(), reader.version) == ([first], version)
+    with path.open("ab") as file:
+        file.write(b'{"time": 103, "step": 1, "values": {"lo')
+    assert reader.update()[0].unreadable == 1
+    with path.open("ab") as file:
+        file.write(b'ss": 0.5}}\n')
+    lines(tmp_path / "rank_1.jsonl", {"start": "a"}, {"optimizer_step": 1, "seconds": 0.1})
+    (again,) = reader.update()
+    assert again is first
+    assert again.series["loss"].values == [1.0, 0.5]
+    assert (again.unreadable, list(again.ranks)) == (0, [1])
+    assert reader.version > version
+
+
+def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
+    records = [{"step": n, "values": {"loss": 1.0}} for n in range(3)]
+    path = lines(tmp_path / "a.jsonl", {"start": "a"}, *records)
+    reader = RunReader([path])
+    reader.update()
+    lines(path, {"start": "b"})
+    assert [each.name for each in reader.update()] == ["b"]
 
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -31,7 +31,7 @@ def _report(runs: tuple[str, ...], output: Path, watch: bool, port: int) -> None
     The page opens without a network; each chart can be saved as a PNG.
     """
     from accelerate.report.page import render_page
-    from accelerate.report.records import read_runs
+    from accelerate.report.run_reader import read_runs
 
     if watch:
         from accelerate.report.server import serve_page

@@ -1,21 +1,16 @@
-"""Runs read back from the files of the jsonl tracker and of ``accelerate launch --record``."""
+"""The records of a run: its numbers, its ranks, and what it stands on."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from accelerate.core.errors import SettingError
-
-_RANK_FILE = re.compile(r"rank_(\d+)\.jsonl")
 # JSON has no such numbers: the tracker writes them as protocol buffers do.
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -89,7 +84,7 @@ class RunRecord:
     """One run of a training.
 
     Attributes:
-        name: the tracker's ``run_name``; with a number where a file holds several runs.
+        name: ``run_name``, with more where several runs that are read together have it.
         path: the file, or the folder of the files of its ranks.
         start: seconds since 1970.
         end: of its last record.
@@ -103,7 +98,9 @@ class RunRecord:
         checkpoints: step, path, bytes and seconds of each save, of a run that was recorded.
         events: of ``--check_numerics``: rank, step, what was noticed, where, and samples of the batch.
         environment: versions, devices, settings with their origins, of a run that was recorded.
-        unreadable: lines that are no record: the run was killed in the middle of one.
+        run_name: as the tracker or the folder calls it; ``name`` by default.
+        bad_lines: how many lines are no record.
+        torn_files: files whose last line is not whole: a run was killed in the middle of it.
     """
 
     name: str
@@ -120,7 +117,17 @@ class RunRecord:
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
-    unreadable: int = 0
+    run_name: str = ""
+    bad_lines: int = 0
+    torn_files: set[Path] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.run_name = self.run_name or self.name
+
+    @property
+    def unreadable(self) -> int:
+        """The number of lines that are no record."""
+        return self.bad_lines + len(self.torn_files)
 
     def add(self, record: Mapping[str, Any], rank: int = 0) -> None:
         """Take one record of the file of a rank."""
@@ -178,109 +185,6 @@ class RunRecord:
         for group, rate in enumerate(record.get("lr", ()) if rank == 0 else ()):
             name = f"learning rate, group {group}" if len(record["lr"]) > 1 else "learning rate"
             self.series.setdefault(name, Series()).add(number, seconds, float(rate))
-
-
-def read_runs(paths: Iterable[str | Path]) -> list[RunRecord]:
-    """Read every run of some files and folders.
-
-    Args:
-        paths: a file of the jsonl tracker; a folder of ``accelerate launch --record``; a folder of such.
-
-    Raises:
-        SettingError: a path is missing, or holds no records.
-    """
-    runs: list[RunRecord] = []
-    for path in map(Path, paths):
-        read = list(_read_path(path))
-        if not read:
-            raise SettingError(
-                f"{path} holds no records of a run",
-                why="a run is recorded in files that end in .jsonl",
-                fix='train with Accelerator(log_with="jsonl", project_dir="runs"), '
-                "or accelerate launch --record runs/name",
-            )
-        runs += read
-    _tell_apart(runs)
-    return runs
-
-
-def _read_path(path: Path) -> Iterator[RunRecord]:
-    if not path.exists():
-        raise SettingError(f"there is no {path}", fix="give a .jsonl file, or the folder of a recorded run")
-    if path.is_file():
-        yield from _read_file(path)
-        return
-    files = sorted(path.rglob("*.jsonl"))
-    for folder in dict.fromkeys(file.parent for file in files if _RANK_FILE.fullmatch(file.name)):
-        yield from _read_recorded(folder)
-    for file in files:
-        if not _RANK_FILE.fullmatch(file.name):
-            yield from _read_file(file)
-
-
-def _read_file(path: Path) -> Iterator[RunRecord]:
-    """Yield the runs of one file: runs of one name follow each other."""
-    run: RunRecord | None = None
-    torn = 0
-    for record in _read_records(path):
-        if record is None:
-            torn += 1
-            continue
-        if "start" in record:
-            if run is not None:
-                yield run
-            run = RunRecord(str(record["start"]), path)
-        if run is None:
-            run = RunRecord(path.stem, path)
-        run.unreadable, torn = run.unreadable + torn, 0
-        run.add(record)
-    if run is not None:
-        run.unreadable += torn
-        yield run
-
-
-def _read_recorded(folder: Path) -> list[RunRecord]:
-    """Read the runs of the files of some ranks; the n-th start of each rank is one run."""
-    runs: list[RunRecord] = []
-    files = {int(match[1]): file for file in folder.iterdir() if (match := _RANK_FILE.fullmatch(file.name))}
-    for rank, file in sorted(files.items()):
-        number = -1
-        for record in _read_records(file):
-            number += record is not None and "start" in record
-            while len(runs) <= max(number, 0):
-                runs.append(RunRecord(folder.name, folder))
-            run = runs[max(number, 0)]
-            if record is None:
-                run.unreadable += 1
-            else:
-                run.add(record, rank)
-    return runs
-
-
-def _read_records(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield the records of a file; None for a line that is none."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                record = None
-            if line.strip():
-                yield record if isinstance(record, dict) else None
-
-
-def _tell_apart(runs: list[RunRecord]) -> None:
-    """Add the name of the file to names that several runs have, and a number where that is the same too."""
-    names = Counter(run.name for run in runs)
-    for run in runs:
-        if names[run.name] > 1 and run.path.stem != run.name:
-            run.name = f"{run.name} ({run.path.stem})"
-    total, seen = Counter(run.name for run in runs), Counter[str]()
-    for run in runs:
-        name = run.name
-        seen[name] += 1
-        if total[name] > 1:
-            run.name = f"{name} ({seen[name]} of {total[name]})"
 
 
 def downsample(x: np.ndarray, y: np.ndarray, count: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
@@ -10,21 +11,44 @@ import click
 
 from accelerate.core.errors import SettingError
 from accelerate.report.page import page_data, render_page
-from accelerate.report.records import read_runs
+from accelerate.report.run_reader import RunReader
 
 REFRESH_SECONDS = 2.0
+
+
+class _RunPages:
+    """The page of some runs and its data, as they are now; made anew only where something was appended."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._reader, self._lock = RunReader(paths), threading.Lock()
+        self._data, self._version = "", -1
+
+    def data(self) -> str:
+        """Return the data of the page."""
+        with self._lock:  # each request has a thread
+            runs = self._reader.update()
+            if self._version != self._reader.version:
+                self._data, self._version = page_data(runs), self._reader.version
+            return self._data
+
+    def render(self) -> str:
+        """Return the page."""
+        with self._lock:
+            return render_page(self._reader.update(), refresh_seconds=REFRESH_SECONDS)
 
 
 def make_server(runs: Sequence[str], port: int) -> ThreadingHTTPServer:
     """Return a server of the page on the loopback interface; ``serve_forever`` runs it.
 
     Args:
-        runs: files and folders, read anew at each request.
+        runs: files and folders; a request reads what was appended since the one before.
         port: 0 is a free one.
 
     Raises:
         SettingError: the port is in use.
     """
+
+    pages = _RunPages(runs)
 
     class _Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -34,16 +58,13 @@ def make_server(runs: Sequence[str], port: int) -> ThreadingHTTPServer:
             if host not in ("localhost", "127.0.0.1"):
                 self.send_error(403)
                 return
-            pages = {
-                "/": ("text/html", lambda: render_page(read_runs(runs), refresh_seconds=REFRESH_SECONDS)),
-                "/data.json": ("application/json", lambda: page_data(read_runs(runs))),
-            }
-            if self.path not in pages:
+            answers = {"/": ("text/html", pages.render), "/data.json": ("application/json", pages.data)}
+            if self.path not in answers:
                 self.send_error(404)
                 return
-            kind, render = pages[self.path]
+            kind, answer = answers[self.path]
             try:
-                body = render().encode()
+                body = answer().encode()
             except SettingError as error:  # the folder was removed while the page was open
                 self.send_error(503, str(error).splitlines()[0])
                 return
@@ -70,7 +91,7 @@ def serve_page(runs: Sequence[str], port: int) -> None:
     Raises:
         SettingError: a run cannot be read, or the port is in use.
     """
-    read_runs(runs)
+    RunReader(runs).update()
     with make_server(runs, port) as server:
         click.echo(f"http://127.0.0.1:{server.server_address[1]}/ shows the runs; Ctrl-C ends it")
         try:
