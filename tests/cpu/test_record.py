@@ -85,6 +85,46 @@ def test_each_rank_records_its_steps_and_rank_0_what_was_logged(tmp_path: Path) 
     assert column(run, "environment")[0]["Environment"]["processes"] == 2
 
 
+TOKENS = """
+import torch
+from torch.utils.data import DataLoader
+from accelerate import Accelerator
+
+accelerator = Accelerator(mixed_precision="bf16")
+model = torch.nn.Embedding(10, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rows = [{"input_ids": torch.arange(n % 3 + 4)[:4]} for n in range(16)]
+model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=4))
+for batch in loader:
+    accelerator.backward(model(batch["input_ids"]).mean())
+    optimizer.step()
+"""
+
+
+def test_tokens_the_model_and_requested_options_are_recorded(tmp_path: Path) -> None:
+    flags = ("--num_processes", "2", "--gradient_accumulation_steps", "1", "--record", "runs")
+    ended = launch(tmp_path, TOKENS, *flags)
+    assert ended.returncode == 0, ended.stderr
+    for rank in (0, 1):
+        (run,) = runs(tmp_path / "runs" / f"rank_{rank}.jsonl")
+        assert column(run, "tokens") == [16, 16]  # 4 rows of 4 on each rank
+    (run,) = runs(tmp_path / "runs" / "rank_0.jsonl")
+    (model,) = column(run, "model")
+    assert (model["parameters"], model["trained"], model["format"]) == (40, 40, "bf16")
+    assert (model["peak_flops"], model["processes"]) == (None, 2)
+    last = column(run, "environment")[-1]
+    options = {row["option"]: row for row in last["Requested options"]}
+    assert (options["mixed_precision"]["value"], options["mixed_precision"]["effect"]) == ("bf16", "applied")
+    settings = {row["setting"]: row for row in last["Settings of the launch"]}
+    assert (settings["num_processes"]["value"], settings["num_processes"]["from"]) == (2, "--num_processes")
+
+
+def test_batches_without_input_ids_have_no_tokens(tmp_path: Path) -> None:
+    assert launch(tmp_path, SCRIPT, "--record", "runs").returncode == 0
+    (run,) = runs(tmp_path / "runs" / "rank_0.jsonl")
+    assert set(column(run, "tokens")) == {None}
+
+
 def test_a_second_launch_into_the_folder_is_a_run_of_its_own_and_a_failed_one_says_so(tmp_path: Path) -> None:
     assert launch(tmp_path, SCRIPT, "--record", "runs").returncode == 0
     assert launch(tmp_path, SCRIPT + "raise ValueError('no')\n", "--record", "runs").returncode != 0

@@ -231,6 +231,30 @@ def test_nccl_opens_its_communicator_on_the_card_of_the_process(monkeypatch: pyt
     assert devices.get("cpu").group_arguments(torch.device("cpu")) == {}
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA H100 PCIe", "bf16", 756.5),
+        ("NVIDIA H200", "fp16", 989.4),
+        ("NVIDIA A100-SXM4-40GB", "bf16", 312.0),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
+        ("Tesla V100-SXM2-16GB", "bf16", None),  # it has no such products
+        ("NVIDIA L40", "bf16", None),  # neither L4 nor L40S
+        ("NVIDIA A10G", "bf16", None),
+        ("NVIDIA H100 80GB HBM3", "mixed", None),
+    ],
+)
+def test_the_peak_is_that_of_the_very_card(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: str, teraflops: float | None
+) -> None:
+    cuda = devices.get("cuda")
+    monkeypatch.setattr(type(cuda), "name", lambda *_: name)
+    peak = cuda.find_peak_flops(dtype)
+    assert peak == (None if teraflops is None else pytest.approx(teraflops * 1e12))
+    assert devices.get("cpu").find_peak_flops(dtype) is None
+
+
 def test_cuda_deterministic_readies_cublas() -> None:
     devices.get("cuda").make_deterministic()
     assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"

@@ -150,6 +150,36 @@ def test_a_recorded_run_shows_its_ranks_throughput_and_checkpoints(tmp_path: Pat
     assert data["checkpoints"][0]["took"] == "500 ms"
 
 
+MODEL = {"parameters": 10**9, "trained": 10**9, "format": "bf16", "peak_flops": 1e15, "processes": 2}
+
+
+def token_charts(folder: Path, ranks: int = 2, **changes: Any) -> dict[str, list[float]]:
+    for rank in range(ranks):
+        head = [{"environment": {"Environment": {"processes": 2}}}, {"model": {**MODEL, **changes}}]
+        steps = [
+            {"optimizer_step": n, "seconds": 0.5, "samples": 8, "tokens": 1000 * (rank + 1)} for n in (1, 2)
+        ]
+        lines(folder / f"rank_{rank}.jsonl", {"start": "a"}, *(head if rank == 0 else []), *steps)
+    charts = data_of(render_page(read_runs([folder])))["charts"]
+    return {c["title"]: c["curves"][0]["value"] for c in charts if c["title"] in ("token throughput", "MFU")}
+
+
+def test_tokens_per_second_and_utilization_are_drawn(tmp_path: Path) -> None:
+    # 3,000 tokens in 0.5 s; 6 x 1e9 x 6,000 = 3.6e13 of the 2e15 of both devices.
+    assert token_charts(tmp_path) == {"token throughput": [6000, 6000], "MFU": [1.8, 1.8]}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"peak_flops": None}, {"trained": 10**6}], ids=["unknown peak", "frozen"]
+)
+def test_no_utilization_is_drawn_where_it_is_not_known(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert token_charts(tmp_path, **changes) == {"token throughput": [6000, 6000]}
+
+
+def test_no_tokens_are_drawn_where_files_of_ranks_are_missing(tmp_path: Path) -> None:
+    assert token_charts(tmp_path, ranks=1) == {}
+
+
 def stragglers(data: Any) -> list[tuple[int, float]]:
     return [(row["rank"], row["step"]) for row in data["health"] if row["what"].startswith("slow")]
 
@@ -169,6 +199,19 @@ def test_a_rank_that_is_slow_for_20_steps_is_named(
     data = data_of(render_page(read_runs([tmp_path])))
     assert stragglers(data) == named
     assert all("2.0 x the median of the ranks in 20 steps" in row["what"] for row in data["health"])
+
+
+def test_the_slowest_rank_is_the_one_for_which_the_others_wait(tmp_path: Path) -> None:
+    for rank in range(3):
+        step = {"seconds": 0.5 + 0.01 * (rank == 0), "data_wait": 0.1, "forward": 0.1 + 0.1 * (rank == 1)}
+        records = [{"optimizer_step": n, **step} for n in (1, 2)]
+        lines(tmp_path / f"rank_{rank}.jsonl", {"start": "a"}, *records)
+    rows = data_of(render_page(read_runs([tmp_path])))["ranks"]
+    assert [(row["median own time"], row["slowest"]) for row in rows] == [
+        ("200 ms", False),
+        ("300 ms", True),
+        ("200 ms", False),
+    ]
 
 
 def test_a_rank_without_own_times_is_compared_by_the_whole_step(tmp_path: Path) -> None:

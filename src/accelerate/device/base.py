@@ -8,6 +8,7 @@ module of this folder does not import torch.
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -46,6 +47,8 @@ class Device:
             Launchers set them before torch is loaded; a process without a launcher sets them itself.
         check_environment: variables that make torch ask whether there is a device without initializing the
             driver, after which this process could fork no workers.
+        peak_flops: words of a product name -> format -> floating point operations per second that its maker
+            gives for dense matrix products; the first that fits counts.
         has_index: whether a process chooses among several devices of the type.
 
     ``index`` is the number of a device among the visible ones everywhere; None means the current one.
@@ -69,6 +72,7 @@ class Device:
     starts_ranks: bool = False
     environment: Mapping[str, str] = MappingProxyType({})
     check_environment: Mapping[str, str] = MappingProxyType({})
+    peak_flops: Mapping[str, Mapping[str, float]] = MappingProxyType({})
     has_index: bool = True
 
     def __init__(self, type: str | None = None) -> None:
@@ -205,6 +209,15 @@ class Device:
     def group_arguments(self, device: torch.device) -> dict[str, Any]:
         """Return arguments of ``init_process_group`` for ``group_backend`` and the device of this process."""
         return {}
+
+    def find_peak_flops(self, dtype: str, index: int | None = None) -> float | None:
+        """Return the peak of dense matrix products in ``"bf16"`` or ``"fp16"`` per second; None: unknown."""
+        if not self.peak_flops:
+            return None
+        name = self.name(index)
+        known = self.peak_flops.items()
+        peaks = next((peaks for words, peaks in known if re.search(rf"\b{re.escape(words)}\b", name)), {})
+        return peaks.get(dtype)
 
     def group_backend(self) -> str:
         """Return the torch.distributed backend that works here: the preferred one, else the first fallback.

@@ -17,6 +17,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Dense products on tensor cores, accumulated in float32, without sparsity. Sources: NVIDIA, data sheets of
+# H200, H100 (SXM, PCIe, NVL), A100, V100, L40S, L4, A10 and T4, where the larger numbers are with sparsity.
+_TFLOPS = {
+    "H200 NVL": {"bf16": 835.5, "fp16": 835.5},
+    "H200": {"bf16": 989.4, "fp16": 989.4},
+    "H100 PCIe": {"bf16": 756.5, "fp16": 756.5},
+    "H100 NVL": {"bf16": 835.5, "fp16": 835.5},
+    "H100 80GB HBM3": {"bf16": 989.4, "fp16": 989.4},
+    "A100": {"bf16": 312.0, "fp16": 312.0},
+    "V100-SXM2": {"fp16": 125.0},
+    "V100-PCIE": {"fp16": 112.0},
+    "L40S": {"bf16": 362.05, "fp16": 362.05},
+    "L4": {"bf16": 121.0, "fp16": 121.0},
+    "A10": {"bf16": 125.0, "fp16": 125.0},
+    "T4": {"fp16": 65.0},
+}
+
 
 class Cuda(Device):
     """CUDA and ROCm. CUDA is run by tests/gpu where there is a card; ROCm, WSL and Jetson were not run.
@@ -44,6 +61,10 @@ class Cuda(Device):
         "CUDNN_STATUS_NOT_SUPPORTED",
     )
 
+    peak_flops = MappingProxyType(
+        {name: {kind: value * 1e12 for kind, value in peaks.items()} for name, peaks in _TFLOPS.items()}
+    )
+
     def probe_count(self, machine: DeviceProbeHost | None = None) -> int:
         machine = machine or DeviceProbeHost()
         if machine.build().get("hip"):
@@ -64,6 +85,10 @@ class Cuda(Device):
         # WSL shows one paravirtual adapter and does not say how many cards are behind it; a Jetson has one.
         wsl = machine.exists("dev/dxg") and machine.exists("usr/lib/wsl/lib/libcuda.so.1")
         return int(wsl or machine.exists("dev/nvhost-gpu") or machine.exists("dev/nvgpu/igpu0"))
+
+    def find_peak_flops(self, dtype: str, index: int | None = None) -> float | None:
+        """Return the peak of dense products; None of a slice of a card (MIG)."""
+        return None if "MIG" in self.name(index) else super().find_peak_flops(dtype, index)
 
     def supports(self, dtype: str) -> bool:
         if dtype != "fp8":

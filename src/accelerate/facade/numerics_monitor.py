@@ -20,7 +20,7 @@ from accelerate.world.world import World
 
 # A spike is above the median of the last losses by so many standard deviations, which are estimated by the
 # median absolute deviation (1.4826 of it, for a normal distribution), and by a tenth of the median.
-WINDOW, LEAST_LOSSES, SPIKE_DEVIATIONS = 100, 20, 10.0
+WINDOW, LEAST_LOSSES, SPIKE_DEVIATIONS = 50, 20, 10.0
 # How many warnings of one kind a run gives; the record of the run has more.
 WARNINGS, RECORDS = 3, 1000
 _SHOWN_INDICES = 32

@@ -209,6 +209,8 @@ class OptionReporter:
                 warn_user(str(status))
         elif failed:
             self._publish_failures(failed)
+        if self._run.tracker_set.recorder is not None:
+            self._run.tracker_set.recorder.record_options(self._launched.values(), self.collect())
 
     def _publish_failures(self, failed: list[OptionStatus]) -> None:
         """Write failed statuses to the store for rank 0."""

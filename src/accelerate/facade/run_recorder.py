@@ -7,13 +7,15 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from accelerate import track
+from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.core.user_warning import warn_user
 from accelerate.data.position import FetchedBatch
 from accelerate.report import stragglers
@@ -30,16 +32,18 @@ class RunRecorder(GeneralTracker):
     Beside the records of ``accelerate.tracking.JSONLTracker``:
 
         {"environment": {title: {name: value}}}                  rank 0, once
-        {"optimizer_step": n, "seconds": s, "data_wait": s, "forward": s, "samples": n, "memory": bytes,
-         "lr": [...]}
+        {"optimizer_step": n, "seconds": s, "data_wait": s, "forward": s, "samples": n, "tokens": n,
+         "memory": bytes, "lr": [...]}
         {"checkpoint": path, "seconds": s, "bytes": n, "step": n}    rank 0
+        {"model": {"parameters": n, "trained": n, "format": text, "peak_flops": n or null, ...}}    rank 0
         {"numerics": kind, "step": n, "what": text, "where": text, "samples": [...]}    --check_numerics
 
     ``seconds`` are from the end of the step before, ``data_wait`` those of them in which the loop waited for
     a batch of a prepared loader, and ``forward`` those from a batch to its backward: under DDP no rank waits
     there for another. On an accelerator that is the time in which the host launches it. ``samples`` are
-    those of all ranks. ``memory`` is the most that was allocated on the device; of a CPU, the most that the
-    process had resident. No step waits for a device.
+    those of all ranks; ``tokens`` are the elements of ``input_ids`` in this rank's batches, divided among the
+    ranks that read the same data, and null where batches have none. ``memory`` is the most that was
+    allocated on the device; of a CPU, the most that the process had resident. No step waits for a device.
 
     Args:
         folder: of the run; on several machines without a shared file system, each has its own.
@@ -58,6 +62,7 @@ class RunRecorder(GeneralTracker):
         self._optimizer: Any = None
         self._step = 0
         self._samples = 0
+        self._tokens: float | None = None
         self._waited = self._forward = self._batch_start = 0.0
         self._step_end = 0.0
         self._peak: int | None = None
@@ -71,6 +76,24 @@ class RunRecorder(GeneralTracker):
         self._write(start=self.run_name)
         if self._world.rank == 0:
             self._write(environment={"Environment": self._environment()})
+
+    def record_options(self, launched: Iterable[RequestedOption], statuses: Iterable[OptionStatus]) -> None:
+        """Write on rank 0 what the launcher was asked for, and the status of every requested option."""
+        if self._world.rank != 0:
+            return
+        effects = {True: "applied", False: "not applied", None: "not yet"}
+        rows = [
+            {
+                "option": status.option,
+                "value": status.value_text or str(status.value),
+                "asked by": status.where,
+                "effect": effects[status.applied],
+                "why": status.why,
+            }
+            for status in statuses
+        ]
+        settings = [{"setting": each.name, "value": each.value, "from": each.where} for each in launched]
+        self._write(environment={"Settings of the launch": settings, "Requested options": rows})
 
     @property
     def tracker(self) -> Path:
@@ -104,15 +127,19 @@ class RunRecorder(GeneralTracker):
     def watch(self, kind: str, item: Any) -> None:
         """Begin to record a prepared loader, or the first optimizer, whose steps are counted."""
         if kind == "loader" and hasattr(item, "time_fetches"):
-            item.time_fetches = self._time_fetches
+            item.time_fetches = partial(self._time_fetches, item)
         elif kind == "optimizer" and self._optimizer is None:
             self._optimizer = item.optimizer
             register = getattr(self._optimizer, "register_step_post_hook", None)
             if register is not None:  # an engine's optimizer, or one that is no torch.optim.Optimizer
                 register(lambda *_: self._record_step())
 
-    def _time_fetches(self, batches: Iterator[FetchedBatch], samples: int) -> Iterator[FetchedBatch]:
+    def _time_fetches(
+        self, loader: Any, batches: Iterator[FetchedBatch], samples: int
+    ) -> Iterator[FetchedBatch]:
         """Yield the batches; ``samples`` is of a batch of all ranks that does not tell."""
+        shard = getattr(loader, "data_shard", None)
+        share = 1.0 if shard is None else shard.count / self._world.size
         while True:
             start = time.perf_counter()
             self._step_end = self._step_end or start  # the first step begins with its batch
@@ -121,6 +148,8 @@ class RunRecorder(GeneralTracker):
             if fetched is None:
                 return
             self._samples += samples if fetched.samples is None else fetched.samples
+            if (tokens := _count_tokens(fetched.batch)) is not None:
+                self._tokens = (self._tokens or 0.0) + share * tokens
             self._batch_start = time.perf_counter()
             yield fetched
 
@@ -148,12 +177,14 @@ class RunRecorder(GeneralTracker):
             data_wait=self._waited,
             forward=self._forward,
             samples=self._samples,
+            tokens=self._tokens,
             memory=self._peak_memory(now),
             lr=rates,
         )
         if self._pace is not None:
             self._pace.add(self._waited + self._forward)
-        self._step_end, self._waited, self._forward, self._samples = time.perf_counter(), 0.0, 0.0, 0
+        self._step_end, self._tokens = time.perf_counter(), None
+        self._waited, self._forward, self._samples = 0.0, 0.0, 0
 
     def _peak_memory(self, now: float) -> int | None:
         """Return the peak, looked up once in a second: a lookup on a CPU takes longer than a small step."""
@@ -181,6 +212,14 @@ class RunRecorder(GeneralTracker):
             files = list(os.walk(path)) if isinstance(path, Path) else []
             size = sum(os.path.getsize(Path(folder, name)) for folder, _, names in files for name in names)
             self._write(checkpoint=str(path), seconds=seconds, bytes=size or None, step=self._step)
+
+
+def _count_tokens(batch: Any) -> int | None:
+    """Return the elements of ``input_ids``, padding too; None where a batch has none, or two sequences."""
+    if not isinstance(batch, Mapping) or "decoder_input_ids" in batch:
+        return None
+    ids = batch.get("input_ids")
+    return ids.numel() if isinstance(ids, torch.Tensor) else None
 
 
 class PaceExchange:

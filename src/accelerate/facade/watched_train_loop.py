@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from accelerate.facade.model_facts import describe_model
 from accelerate.facade.numerics_monitor import NumericsMonitor
 from accelerate.facade.preparer import PreparedObjects
 from accelerate.facade.run_recorder import RunRecorder
@@ -31,15 +32,19 @@ class WatchedTrainLoop(TrainLoop):
         checks_numerics: bool,
     ) -> None:
         super().__init__(runtime, prepared)
-        self._recorder = recorder
+        self._recorder, self._runtime = recorder, runtime
         self._monitor: NumericsMonitor | None = None
         if recorder is not None:
-            prepared.on_add.append(recorder.watch)
+            prepared.on_add += [recorder.watch, self._record_model]
             if checks_numerics:
                 recorder.compare_ranks()
         if checks_numerics:
             self._monitor = NumericsMonitor(runtime.world, runtime.strategy, recorder)
             prepared.on_add.append(self._monitor.watch)
+
+    def _record_model(self, kind: str, item: Any) -> None:
+        if kind == "model" and self._recorder is not None and self.world.rank == 0:
+            self._recorder.record_event({"model": describe_model(self._runtime, item)})
 
     def backward(self, loss: torch.Tensor, num_items: Any, kwargs: dict[str, Any]) -> None:
         """Run the backward pass, and check the loss; the mean of no items does not count."""

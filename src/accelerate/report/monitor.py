@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -56,6 +57,9 @@ def summarize(run: RunRecord, now: float) -> RunSummary:
         seconds = max(sum(steps.seconds[-RECENT:]) for steps in ranks.values())
         samples = max(sum(steps.samples[-RECENT:]) for steps in ranks.values())
         facts["throughput"] = f"{samples / seconds:.4g} samples/s" if seconds > 0 and samples else "-"
+        tokens = sum(sum(steps.tokens[-RECENT:]) for steps in ranks.values())
+        if seconds > 0 and not math.isnan(tokens):
+            facts["throughput"] += f", {tokens / seconds:.4g} tokens/s"
     # The loss first: there may be more numbers than lines.
     names = sorted(run.series, key=lambda name: "loss" not in name.lower())
     for name in islice(names, _SHOWN_SERIES):

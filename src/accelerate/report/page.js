@@ -66,6 +66,7 @@ const drawChart = (chart, options) => {
       `${curve.not_finite} of ${curve.points} values of ${curve.name} are NaN or infinite, the first at step ` +
       `${curve.first_not_finite}`));
   }
+  if (chart.note) box.append(element("p", {}, chart.note));
   byId("charts").append(box);
   if (!curves.length) return;
   const plot = new uPlot({
@@ -119,10 +120,11 @@ const table = (title, columns, rows, marked = () => false) => {
 
 const drawTables = () => {
   byId("tables").replaceChildren();
-  table("Ranks", ["run", "rank", "steps", "median step", "95 % of steps under", "waiting for data", "peak memory"],
+  table("Ranks", ["run", "rank", "steps", "median step", "median own time", "95 % of steps under", "waiting for data", "peak memory"],
     data.ranks, (row) => row.slowest);
   const slow = data.ranks.filter((row) => row.slowest);
-  if (slow.length) byId("tables").append(element("p", {}, "In bold: the rank whose median step is the longest."));
+  if (slow.length) byId("tables").append(element("p", {}, "In bold: the rank whose own time in a step " +
+    "(waiting for data, and until the backward begins) is the longest."));
   table("Health", ["run", "step", "rank", "what", "where", "samples"], data.health);
   table("Checkpoints", ["run", "step", "checkpoint", "size", "took"], data.checkpoints);
   table(data.runs.length > 1 ? "Configuration (in bold: differs)" : "Configuration",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.resources import files
 from statistics import fmean, median
 from typing import Any
@@ -18,6 +18,11 @@ from accelerate.report.stragglers import find_stragglers
 
 # Wider than a screen has pixels for one chart; ten runs of twenty numbers stay under 5 MB.
 POINTS = 1000
+_NOTES = {
+    "token throughput": "Tokens are the elements of input_ids, padding counts.",
+    "MFU": "6 x parameters x tokens per second, over what the maker of the device gives for dense products "
+    "in the format of the training.",
+}
 
 
 def render_page(runs: Sequence[RunRecord], *, refresh_seconds: float | None = None) -> str:
@@ -144,6 +149,14 @@ def _rank_charts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
         for rank, steps in sorted(run.ranks.items())
     ]
     charts = [{"title": "throughput", "unit": "samples/s", "curves": throughput}]
+    tokens = [(index, run, _token_throughput(run)) for index, run in recorded]
+    for title, unit, series in (
+        ("token throughput", "tokens/s", tokens),
+        ("MFU", "%", [(index, run, _utilization(run, each)) for index, run, each in tokens]),
+    ):
+        if curves := [_curve(run.name, index, each) for index, run, each in series if len(each)]:
+            note = _NOTES[title]
+            charts.append({"title": title, "unit": unit, "curves": curves, "note": note})
     for title, unit, attribute in (
         ("time of a step", "s", "seconds"),
         ("time from a batch to its backward", "s", "forward"),
@@ -161,25 +174,52 @@ def _rank_charts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 def _throughput(run: RunRecord) -> Series:
     """Return the samples of all ranks per second, at each step that all ranks have made."""
+    return _rate(run, lambda index: max(steps.samples[index] for steps in run.ranks.values()))
+
+
+def _token_throughput(run: RunRecord) -> Series:
+    """Return the tokens of all ranks per second; nothing where a rank's file is not here, or has none."""
+    processes = run.environment.get("Environment", {}).get("processes", len(run.ranks))
+    if len(run.ranks) != processes:
+        return Series()
+    return _rate(run, lambda index: sum(steps.tokens[index] for steps in run.ranks.values()))
+
+
+def _rate(run: RunRecord, count: Callable[[int], float]) -> Series:
+    """Return a number of each step over the time of the slowest rank; what is not known is left out."""
     shortest = min(run.ranks.values(), key=lambda steps: len(steps.steps))
     result = Series()
     for index, (step, time) in enumerate(zip(shortest.steps, shortest.times, strict=True)):
-        seconds = max(steps.seconds[index] for steps in run.ranks.values())
-        if seconds > 0:
-            result.add(step, time, max(steps.samples[index] for steps in run.ranks.values()) / seconds)
+        seconds, number = max(steps.seconds[index] for steps in run.ranks.values()), count(index)
+        if seconds > 0 and not math.isnan(number):
+            result.add(step, time, number / seconds)
     return result
+
+
+def _utilization(run: RunRecord, tokens: Series) -> Series:
+    """Return the model FLOPs utilization (MFU) in percent: 6 x parameters x tokens/s over the devices' peak.
+
+    Source: Chowdhery et al. 2022, "PaLM" (arXiv:2204.02311), appendix B, without the attention term. Nothing
+    where there are several models, frozen parameters, or a device whose peak is not known.
+    """
+    model = run.models[0] if len(run.models) == 1 else {}
+    if not model.get("peak_flops") or model["trained"] != model["parameters"]:
+        return Series()
+    factor = 100 * 6 * model["parameters"] / (model["peak_flops"] * model["processes"])
+    return Series(tokens.steps, tokens.times, [factor * each for each in tokens.values])
 
 
 def _rank_rows(run: RunRecord) -> list[dict[str, Any]]:
     """Return a row of the table of ranks for each rank, the slowest marked."""
-    medians = {rank: median(steps.seconds) for rank, steps in run.ranks.items() if steps.seconds}
+    medians = {rank: median(seconds) for rank, seconds in run.own_seconds.items() if seconds}
     slowest = max(medians, key=lambda rank: medians[rank], default=None)
     return [
         {
             "run": run.name,
             "rank": rank,
             "steps": len(steps.steps),
-            "median step": show_seconds(medians[rank]),
+            "median step": show_seconds(median(steps.seconds)),
+            "median own time": show_seconds(medians[rank]),
             "95 % of steps under": show_seconds(_quantile(steps.seconds, 0.95)),
             "waiting for data": _share(steps),
             "peak memory": show_bytes(round(max(steps.memory, default=0))),

@@ -58,6 +58,7 @@ class RankSteps:
         forward: seconds of these from a batch to its backward.
         memory: bytes of the device's memory that were reserved at most; of the process without a device.
         samples: of the batches of the step, of all ranks.
+        tokens: this rank's share of those of the step; NaN where the batches have none.
     """
 
     steps: list[float] = field(default_factory=list)
@@ -67,6 +68,7 @@ class RankSteps:
     forward: list[float] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)
     samples: list[float] = field(default_factory=list)
+    tokens: list[float] = field(default_factory=list)
 
     @property
     def own_seconds(self) -> list[float]:
@@ -98,6 +100,7 @@ class RunRecord:
         checkpoints: step, path, bytes and seconds of each save, of a run that was recorded.
         events: of ``--check_numerics``: rank, step, what was noticed, where, and samples of the batch.
         environment: versions, devices, settings with their origins, of a run that was recorded.
+        models: parameters and format of each prepared model, and the peak of the device in that format.
         run_name: as the tracker or the folder calls it; ``name`` by default.
         bad_lines: how many lines are no record.
         torn_files: files whose last line is not whole: a run was killed in the middle of it.
@@ -117,6 +120,7 @@ class RunRecord:
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
+    models: list[dict[str, Any]] = field(default_factory=list)
     run_name: str = ""
     bad_lines: int = 0
     torn_files: set[Path] = field(default_factory=set)
@@ -144,6 +148,8 @@ class RunRecord:
             self.environment |= record["environment"] if rank == 0 else {}
         elif "checkpoint" in record:
             self.checkpoints.append(dict(record))
+        elif "model" in record:
+            self.models.append(record["model"])
         elif "numerics" in record:
             self.events.append({**record, "rank": rank})
         elif "table" in record:
@@ -182,6 +188,8 @@ class RunRecord:
         steps.times.append(seconds)
         for name in ("seconds", "data_wait", "forward", "memory", "samples"):
             getattr(steps, name).append(float(record.get(name) or 0))
+        tokens = record.get("tokens")
+        steps.tokens.append(math.nan if tokens is None else float(tokens))
         for group, rate in enumerate(record.get("lr", ()) if rank == 0 else ()):
             name = f"learning rate, group {group}" if len(record["lr"]) > 1 else "learning rate"
             self.series.setdefault(name, Series()).add(number, seconds, float(rate))
