@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field, replace
@@ -55,7 +56,9 @@ from accelerate.checkpoint.layout import (
 )
 from accelerate.checkpoint.rank_group import CheckpointRankGroup, CheckpointStoreChannel, open_channel
 from accelerate.checkpoint.storage import CheckpointStorage, FileRecord, new_id, parse_working_name
+from accelerate.core import tree
 from accelerate.core.errors import CheckpointError
+from accelerate.core.progress import ProgressBar
 from accelerate.core.value_types import PathText
 
 logger = logging.getLogger(__name__)
@@ -116,7 +119,7 @@ def save(
     transaction = CommitTransaction(store(root), name, id_, ranks, each_node, lock_name)
     run = _SaveRun(transaction, contents, action, iteration if numbered else None, project.total_limit)
     channel = _open_channel(transaction) if in_background else None
-    copy_states = in_background and (channel is not None or ranks.size == 1)
+    copy_states = run.in_background = in_background and (channel is not None or ranks.size == 1)
     with transaction.discarded_on_error():
         run.collect(before, safe=safe_serialization, copy_states=copy_states)
     if copy_states:
@@ -213,6 +216,7 @@ class _SaveRun:
         metadata: of the caller, as plain values.
         own_files: names of the files that objects wrote on their own.
         waits: functions that wait for devices that may still be copying states.
+        in_background: a thread writes the states.
     """
 
     transaction: CommitTransaction
@@ -225,6 +229,7 @@ class _SaveRun:
     metadata: dict[str, Any] = field(default_factory=dict)
     own_files: list[str] = field(default_factory=list)
     waits: list[Callable[[], None]] = field(default_factory=list)
+    in_background: bool = False
 
     def collect(
         self, before: Callable[[ModelStates, Path], None] | None, *, safe: bool, copy_states: bool
@@ -288,13 +293,17 @@ class _SaveRun:
         """Write and commit the states; the objects are needed no more."""
         transaction, collective_section = self.transaction, self.transaction.ranks.collective_section
         shard_infos: dict[str, Any] = {}
+        # A save in the background shows nothing: the training goes on meanwhile, and has output of its own.
+        shows_progress = getattr(sys.stderr, "isatty", bool)() and not self.in_background
         with transaction.discarded_on_error():
             with collective_section(self.action) as section:
                 for wait in self.waits:
                     wait()
-                for writer in self.writers:
-                    if writer.file:
-                        shard_infos[writer.entry.file] = transaction.write(writer.file, writer.fill)
+                with self._show_progress() if shows_progress else contextlib.nullcontext() as progress:
+                    for writer in self.writers:
+                        if writer.file:
+                            fill = writer.fill if progress is None else progress.count_fill(writer.fill)
+                            shard_infos[writer.entry.file] = transaction.write(writer.file, fill)
                 section.value = transaction.report(self.own_files, shard_infos)
             with collective_section(self.action):
                 if transaction.is_committer:
@@ -318,6 +327,12 @@ class _SaveRun:
         if self.iteration is not None and transaction.is_committer:
             self._remove_old_checkpoints()
         transaction.lock.release()
+
+    def _show_progress(self) -> ProgressBar:
+        leaves = (leaf for _, leaf in tree.iterate_leaves([w.content for w in self.writers if w.file]))
+        return ProgressBar(
+            "saving the checkpoint", sum(x.nbytes for x in leaves if isinstance(x, torch.Tensor))
+        )
 
     def _manifest(self, files: dict[str, FileRecord]) -> Manifest:
         """Return the manifest; all shards of an object are one entry of its table of objects."""

@@ -39,6 +39,7 @@ from accelerate.checkpoint.state_dict_files import (
 )
 from accelerate.checkpoint.storage import new_id, parse_working_name, sync_file, working_name
 from accelerate.core.errors import CheckpointError, SettingError
+from accelerate.core.progress import ProgressBar
 from accelerate.core.units import parse_bytes
 from accelerate.world import world as worlds
 
@@ -205,9 +206,8 @@ def save_weights(
         file: partial(torch_files.write, {name: state[name] for name in members})
         for file, members in split.filename_to_tensors.items()
     }
-    _replace_files(
-        folder, layout.WEIGHTS_PATTERN_NAME, layout.WEIGHTS_INDEX_NAME, fills, _encode_index(split)
-    )
+    index, size = _encode_index(split), split.metadata["total_size"]
+    _replace_files(folder, layout.WEIGHTS_PATTERN_NAME, layout.WEIGHTS_INDEX_NAME, fills, index, size)
     return list(fills)
 
 
@@ -241,8 +241,9 @@ def write_weights(
         file_aliases = {alias: name for alias, name in weights.aliases.items() if name in members}
         shard = cast(dict[str, torch.Tensor], {name: casts[name] for name in members})
         fills[file] = partial(state_dict_files.write_safetensors, shard, file_aliases)
-    index = layout.SAFE_WEIGHTS_INDEX_NAME
-    _replace_files(folder, layout.SAFE_WEIGHTS_PATTERN_NAME, index, fills, _encode_index(split), on_file)
+    index, size = _encode_index(split), split.metadata["total_size"]
+    names = layout.SAFE_WEIGHTS_PATTERN_NAME, layout.SAFE_WEIGHTS_INDEX_NAME
+    _replace_files(folder, *names, fills, index, size, on_file)
     return list(fills)
 
 
@@ -263,9 +264,10 @@ def _replace_files(
     index_name: str,
     fills: Mapping[str, Callable[[BinaryIO], object]],
     index: bytes,
+    size: int,
     on_file: Callable[[str], object] | None = None,
 ) -> None:
-    """Replace all weights of one format in a folder by new ones.
+    """Replace all weights of one format in a folder by new ones, of about ``size`` bytes together.
 
     Everything is written under other names first. Then an old index goes, so that it never names new shards;
     the shards get their names; the new index comes last; what is left of the old weights is removed.
@@ -274,7 +276,9 @@ def _replace_files(
         folder.mkdir(parents=True, exist_ok=True)
     id = new_id()
     with LocalSaveLock(folder, "weights", id):
-        _replace_locked(folder, id, _name_pattern(pattern, index_name), index_name, fills, index, on_file)
+        _replace_locked(
+            folder, id, _name_pattern(pattern, index_name), index_name, fills, index, size, on_file
+        )
 
 
 def _replace_locked(
@@ -284,6 +288,7 @@ def _replace_locked(
     index_name: str,
     fills: Mapping[str, Callable[[BinaryIO], object]],
     index: bytes,
+    size: int,
     on_file: Callable[[str], object] | None,
 ) -> None:
     _remove(
@@ -291,13 +296,14 @@ def _replace_locked(
     )
     temps = {file: folder / working_name(file, "tmp", id) for file in fills}
     try:
-        for file, fill in fills.items():
-            with file_errors("write", folder / file), temps[file].open("xb") as handle:
-                fill(handle)
-                handle.flush()
-                os.fsync(handle.fileno())
-            if on_file is not None:
-                on_file(file)
+        with ProgressBar("saving weights", size) as progress:
+            for file, fill in fills.items():
+                with file_errors("write", folder / file), temps[file].open("xb") as handle:
+                    progress.count_fill(fill)(handle)
+                    handle.flush()
+                    os.fsync(handle.fileno())
+                if on_file is not None:
+                    on_file(file)
         if any((folder / file).exists() for file in fills):
             _remove([folder / index_name])
         for file, temp in temps.items():
@@ -397,20 +403,21 @@ def write_merged(
     shards = _split_shards(lazy_tensors, parse_bytes(limit))
     pattern = layout.SAFE_WEIGHTS_PATTERN_NAME if safe else layout.WEIGHTS_PATTERN_NAME
     file_of_tensor: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        suffix = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-        file = pattern.format(suffix=suffix)
-        file_of_tensor.update(dict.fromkeys(shard, file))
-        # The writer asks a tensor for its size and then, once, for its data: a lazy one is read there.
-        shard_tensors = cast("Mapping[str, torch.Tensor]", shard)
-        replace_file(
-            folder / file,
-            partial(state_dict_files.write_safetensors, shard_tensors, {})
-            if safe
-            else partial(_write_torch, shard),
-        )
+    total = sum(tensor.nbytes for tensor in lazy_tensors.values())
+    with ProgressBar("merging weights", total) as progress:
+        for number, shard in enumerate(shards, 1):
+            suffix = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+            file = pattern.format(suffix=suffix)
+            file_of_tensor.update(dict.fromkeys(shard, file))
+            # The writer asks a tensor for its size and then, once, for its data: a lazy one is read there.
+            shard_tensors = cast("Mapping[str, torch.Tensor]", shard)
+            write = (
+                partial(state_dict_files.write_safetensors, shard_tensors, {})
+                if safe
+                else partial(_write_torch, shard)
+            )
+            replace_file(folder / file, progress.count_fill(write))
     if len(shards) > 1:
-        total = sum(tensor.nbytes for tensor in lazy_tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": file_of_tensor}
         text = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
         index_name = layout.SAFE_WEIGHTS_INDEX_NAME if safe else layout.WEIGHTS_INDEX_NAME

@@ -23,6 +23,7 @@ from torch import nn
 from accelerate.checkpoint.file_reads import LazyTensor, MappedFiles
 from accelerate.checkpoint.state_dict_files import as_dtype, canonical_name, is_distributed
 from accelerate.core.errors import CheckpointError
+from accelerate.core.progress import ProgressBar
 
 logger = logging.getLogger(__name__)
 
@@ -221,9 +222,11 @@ def load_weights(
     _refuse_missing_keys(source, missing, unexpected, strict=strict, allow_missing=allow_missing)
     _refuse_uninitialized(targets, allow_missing=allow_missing)
     placement.check(pairs)
-    for pair in pairs:
-        _assign_tensor(pair.target, placement.place_tensor(pair.target, pair.saved, pair.dtype))
-        _warn_untied(pair)
+    with ProgressBar("loading weights", sum(pair.saved.nbytes for pair in pairs)) as progress:
+        for pair in pairs:
+            _assign_tensor(pair.target, placement.place_tensor(pair.target, pair.saved, pair.dtype))
+            _warn_untied(pair)
+            progress.advance(pair.saved.nbytes)
     unused = self_loading.load(source, placement.device)
     names = tuple(t.names[0] for t in missing)
     unexpected = (*unexpected, *unused)

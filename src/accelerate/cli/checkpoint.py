@@ -16,6 +16,7 @@ from accelerate.checkpoint.discovery import CheckpointCandidate
 from accelerate.cli.bar_charts import format_columns
 from accelerate.cli.main import CommandGroup
 from accelerate.core.errors import CheckpointError, SettingError
+from accelerate.core.progress import ProgressBar
 from accelerate.core.units import show_bytes, show_seconds
 
 _DIR = """DIR is a checkpoint, a folder of checkpoints, or the project_dir of a run; or the URL of one."""
@@ -155,7 +156,8 @@ def _verify(ctx: click.Context, folder: str, names: tuple[str, ...], as_json: bo
     place = checkpoint_maintenance.open_checkpoints(folder)
     chosen = [checkpoint_maintenance.select_checkpoint(place, name) for name in names] or place.candidates
     lines: list[dict[str, str]] = []
-    with _VerifyProgress(chosen) as progress:
+    sizes = [checkpoint_maintenance.file_sizes(each) for each in chosen if each.manifest is not None]
+    with ProgressBar("verifying", sum(sum(files.values()) for files in sizes)) as progress:
         for candidate in chosen:
             lines += _verify_candidate(candidate, progress)
     if as_json:
@@ -169,7 +171,7 @@ def _verify(ctx: click.Context, folder: str, names: tuple[str, ...], as_json: bo
         ctx.exit(1)
 
 
-def _verify_candidate(candidate: CheckpointCandidate, progress: _VerifyProgress) -> list[dict[str, str]]:
+def _verify_candidate(candidate: CheckpointCandidate, progress: ProgressBar) -> list[dict[str, str]]:
     if candidate.manifest is None:
         seen = candidate.problem or "no manifest: every file can be opened, digests are not known"
         line = {"name": candidate.name, "file": "", "size": "", "result": seen}
@@ -186,39 +188,6 @@ def _verify_candidate(candidate: CheckpointCandidate, progress: _VerifyProgress)
         }
         lines.append(line | {"ok": "no" if checked.problem else "yes"})
     return lines
-
-
-class _VerifyProgress:
-    """A bar over the bytes of checkpoints; on a terminal, and where it takes long enough to be read."""
-
-    def __init__(self, chosen: Iterable[CheckpointCandidate]) -> None:
-        total = sum(
-            sum(checkpoint_maintenance.file_sizes(candidate).values())
-            for candidate in chosen
-            if candidate.manifest is not None
-        )
-        self.bar: Any = None
-        if sys.stderr.isatty() and total > 2**30:
-            from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
-
-            columns = (BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
-            self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self.task = self.bar.add_task("", total=total)
-
-    def __enter__(self) -> _VerifyProgress:
-        if self.bar is not None:
-            self.bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-
-    def advance(self, size: int) -> None:
-        """So many bytes are read."""
-        if self.bar is not None:
-            self.bar.advance(self.task, size)
 
 
 @_checkpoint.command("prune", short_help="Remove the oldest checkpoints.", epilog=_DIR)

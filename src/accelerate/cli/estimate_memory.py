@@ -12,6 +12,7 @@ import click
 
 from accelerate.cli.bar_charts import create_ascii_table, draw_bars, plot_bars, size_text
 from accelerate.core.errors import MissingExtraError
+from accelerate.core.progress import ProgressBar
 from accelerate.core.units import show_count
 from accelerate.offload.estimate import memory_estimate as sums
 from accelerate.offload.estimate.activation_formula import RECOMPUTE
@@ -179,8 +180,9 @@ def trace_activations(model_name: str, options: Mapping[str, Any], how: sums.Mem
     if narrow and how.narrow_weights:
         dtype, narrow = narrow, None
     attention = "fused" if how.recompute == "selective" else how.attention
-    model = skeleton.build_skeleton(model_name, **options)
-    return activation_trace.trace_saved(model, how.batch, how.length, dtype, narrow, attention)
+    with ProgressBar(f"tracing {model_name}", None):
+        model = skeleton.build_skeleton(model_name, **options)
+        return activation_trace.trace_saved(model, how.batch, how.length, dtype, narrow, attention)
 
 
 def _skeleton_options(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from accelerate.core import environ
+from accelerate.core.progress import QUIET_VARIABLE
+
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
@@ -23,7 +26,11 @@ _HELP = {
 
 
 def _merge(
-    checkpoint_directory: str, output_path: str, unsafe_serialization: bool, remove_checkpoint_dir: bool
+    checkpoint_directory: str,
+    output_path: str,
+    unsafe_serialization: bool,
+    remove_checkpoint_dir: bool,
+    quiet: bool = False,
 ) -> None:
     from accelerate.checkpoint.dcp_files import lazy_tensors
     from accelerate.checkpoint.weight_files import merge
@@ -33,6 +40,8 @@ def _merge(
         located_weights = engine_weights(folder)
         return lazy_tensors(folder) if located_weights is None else located_weights[1]
 
+    if quiet:
+        environ.set_variables({QUIET_VARIABLE: "1"})
     merge(find, checkpoint_directory, output_path, not unsafe_serialization, remove_checkpoint_dir)
 
 
@@ -48,6 +57,7 @@ PLUGIN = click.Command(
         click.Argument(["output_path"]),
         _switch("unsafe_serialization"),
         _switch("remove_checkpoint_dir"),
+        click.Option(["--quiet", "-q"], is_flag=True, help="show no progress"),
     ],
     help=f"{description}\n\nCHECKPOINT_DIRECTORY is {_HELP['checkpoint_directory']}, "
     f"OUTPUT_PATH {_HELP['output_path']}.",

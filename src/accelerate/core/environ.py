@@ -22,6 +22,7 @@ PROTOCOL_VARIABLES: dict[str, str] = {
     "ACCELERATE_BYPASS_DEVICE_MAP": "true: prepare a model spread over devices under data parallelism",
     "ACCELERATE_INIT_INCLUDE_BUFFERS": "true: init_empty_weights leaves buffers without memory too",
     "ACCELERATE_ASKED": "the options requested of the launcher, each with its flag or file line, as JSON",
+    "ACCELERATE_QUIET": "true: no progress bars of loading, saving and estimating; set by launch --quiet",
     "ACCELERATE_STOP_FOLDER": "where a process tells its launcher that it stops in good order when asked",
     "FORK_LAUNCHED": "true: the process group belongs to a parent and is not destroyed here",
     "RANK": "rank of this process in the world",

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from accelerate.core.errors import LaunchError
 from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.core.progress import QUIET_VARIABLE
 from accelerate.core.setting import Setting, SettingOrigin, declared_settings
 from accelerate.launch.kinds import KINDS
 from accelerate.launch.launch_request import LaunchRequest, format_value, launcher_settings
@@ -209,11 +210,13 @@ def origin_variables(request: LaunchRequest) -> dict[str, str]:
         requested = {name: row for name, row in requested.items() if name not in _SINGLE_MACHINE_ONLY}
     for name, origin in request.strategy_switches.items():
         requested[name] = origin.where, True
+    report = {QUIET_VARIABLE: "1"} if request.settings.quiet else {}
     if not requested:
-        return {}
+        return report
     import json
 
-    report = {"ACCELERATE_EFFECTS": "none"} if request.settings.quiet and not request.get("effects") else {}
+    if request.settings.quiet and not request.get("effects"):
+        report["ACCELERATE_EFFECTS"] = "none"
     return {"ACCELERATE_ASKED": json.dumps(requested), **report}
 
 
