@@ -156,7 +156,7 @@ OPTIONS = {
     "accelerate.utils.dataclasses.DataLoaderConfiguration": ["shard", "legacy_random_numbers"],
     "accelerate.utils.dataclasses.FullyShardedDataParallelPlugin": ["replicate_size"],
     "accelerate.utils.dataclasses.GradientAccumulationPlugin": ["step_scheduler_once"],
-    "accelerate.utils.dataclasses.ProfileKwargs": ["memory_timeline"],
+    "accelerate.utils.dataclasses.ProfileKwargs": ["memory_timeline", "operator_table"],
     "accelerate.utils.modeling.load_checkpoint_in_model": ["allow_missing"],
     "accelerate.utils.dataclasses.ProjectConfiguration": ["async_save", "replica_check_interval"],
 }

@@ -181,3 +181,73 @@ def test_options_that_cannot_take_effect_are_refused(tmp_path: Path, monkeypatch
     pretend_installed(monkeypatch, lambda module: module != "matplotlib")
     with pytest.raises(MissingExtraError, match="pip install matplotlib"):
         ProfileKwargs(memory_timeline=True, output_trace_dir=str(tmp_path)).build()
+
+
+def operator_rows(table: str) -> list[str]:
+    """The names in a table of operators, in its order."""
+    ruled = [
+        n for n, line in enumerate(table.splitlines()) if set(line.strip()) <= {"-", " "} and "-" in line
+    ]
+    return [line.split()[0] for line in table.splitlines()[ruled[1] + 1 : ruled[2]]]
+
+
+def test_the_costliest_operators_are_beside_the_trace(tmp_path: Path) -> None:
+    options = ProfileKwargs(output_trace_dir=str(tmp_path), operator_table=3)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
+    with accelerator.profile() as profiler:
+        train()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["operators_0.txt", "profile_0.json"]
+    rows = operator_rows((tmp_path / "operators_0.txt").read_text())
+    costs = {each.key: each.self_cpu_time_total for each in profiler.key_averages()}
+    assert rows == sorted(costs, key=lambda key: -costs[key])[:3]
+
+
+def test_without_a_folder_the_operators_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with Accelerator(cpu=True).profile(ProfileKwargs(operator_table=2)):
+        train()
+    text = capsys.readouterr().out
+    assert text.startswith("the costliest operators of rank 0:")
+    assert len(operator_rows(text)) == 2
+
+
+def test_nothing_is_printed_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with Accelerator(cpu=True).profile():
+        train(1)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_block_that_runs_out_of_memory_names_who_holds_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1024, 1024, bias=False)  # 4 MB, its gradient too, and 8 MB of Adam's state
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+
+    def step_and_fail() -> None:
+        kept = torch.zeros(16 * MB // 4)
+        accelerator.backward(model(kept[:1024]).sum())
+        optimizer.step()
+        raise torch.OutOfMemoryError("the device is full")
+
+    with (
+        pytest.raises(torch.OutOfMemoryError),
+        accelerator.profile(ProfileKwargs(output_trace_dir=str(tmp_path))),
+    ):
+        step_and_fail()
+    text = (tmp_path / "out_of_memory_0.txt").read_text()
+    for kind, size in (("parameters", "4.00 MB"), ("gradients", "4.00 MB"), ("optimizer state", "8.00 MB")):
+        assert any(line.split(maxsplit=2) == [*size.split(), kind] for line in text.splitlines()), text
+    largest = text.partition("the largest of")[2].splitlines()[1:]
+    assert any("a tensor (4194304, float32)" in line and "16.00 MB" in line for line in largest)
+    assert any("weight (1024x1024, float32)" in line for line in largest)
+    assert any("exp_avg_sq of weight" in line for line in largest)
+    assert "out_of_memory_0.txt says which tensors hold it" in capsys.readouterr().err
+
+
+def test_another_error_leaves_no_list_of_holders(tmp_path: Path) -> None:
+    with (
+        pytest.raises(RuntimeError, match="no"),
+        Accelerator(cpu=True).profile(ProfileKwargs(output_trace_dir=str(tmp_path))),
+    ):
+        raise RuntimeError("no")
+    assert not list(tmp_path.glob("out_of_memory*"))

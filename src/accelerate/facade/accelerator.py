@@ -53,7 +53,7 @@ from accelerate.strategy.base import DataSharding
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 from accelerate.track.base import GeneralTracker
 from accelerate.watch.batch_size_search import release_memory, restore_after_failure
-from accelerate.watch.profile import ProfileKwargs, record_profile
+from accelerate.watch.profile import ProfileKwargs, record_profile, write_holders
 from accelerate.world import collective
 from accelerate.world.preemption import PreemptionKwargs
 from accelerate.world.world import InitProcessGroupKwargs, World
@@ -703,15 +703,24 @@ class Accelerator(ProcessMixin):
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Generator[Any]:
         """Profile the block with ``torch.profiler``, and yield the profiler.
 
-        With ``output_trace_dir``, each process leaves a Chrome trace ``profile_<rank>.json`` there, and with
-        ``memory_timeline`` a picture ``memory_<rank>.png``.
+        With ``output_trace_dir``, each process leaves a Chrome trace ``profile_<rank>.json`` there, with
+        ``memory_timeline`` a picture ``memory_<rank>.png``, with ``operator_table`` a table
+        ``operators_<rank>.txt``. A block that runs out of memory leaves ``out_of_memory_<rank>.txt``, which
+        names the tensors that hold the most.
 
         Args:
             profile_handler: what to record; None takes the one given to the ``Accelerator``, or the defaults.
         """
         handler = profile_handler or self.profile_handler or ProfileKwargs()
-        with record_profile(handler, self.process_index) as profiler:
-            yield profiler
+        try:
+            with record_profile(handler, self.process_index) as profiler:
+                yield profiler
+        except (RuntimeError, MemoryError) as error:
+            if handler.output_trace_dir is not None and self.world.hardware.is_out_of_memory(error):
+                models = [self.strategy.unwrap(model) for model in self._models]
+                optimizers = [each.optimizer for each in self._optimizers]
+                write_holders(handler, self.process_index, self.world.hardware, models, optimizers)
+            raise
         if handler.output_trace_dir is not None:
             self.wait_for_everyone()
 

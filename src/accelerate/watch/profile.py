@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,17 @@ from accelerate.core import packages
 from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import MissingExtraError, SettingError, UnknownNameError
 from accelerate.core.kwargs_handler import KwargsHandler
-from accelerate.core.value_types import PathText
+from accelerate.core.value_types import NonNegativeInt, PathText
 
 if TYPE_CHECKING:
     from torch.profiler import profile
 
+    from accelerate.device.base import Device
+
 PROFILE_PATTERN_NAME = "profile_{suffix}.json"
 MEMORY_PATTERN_NAME = "memory_{suffix}.png"
+OPERATORS_PATTERN_NAME = "operators_{suffix}.txt"
+OUT_OF_MEMORY_PATTERN_NAME = "out_of_memory_{suffix}.txt"
 
 
 @check_arguments
@@ -39,6 +44,9 @@ class ProfileKwargs(KwargsHandler):
         memory_timeline: beside each trace, ``memory_<rank>.png``: which kinds of tensors fill the memory of
             each device over time. Turns on ``profile_memory``, ``record_shapes`` and ``with_stack``, which
             tell the kinds. Needs matplotlib.
+        operator_table: how many rows a table of the costliest operators has, by their own time on the
+            accelerator, or on the CPU where nothing ran on one. It is written beside each trace as
+            ``operators_<rank>.txt``; without ``output_trace_dir`` rank 0 prints it at the end. 0 makes none.
     """
 
     activities: list[str] | None = None
@@ -51,6 +59,7 @@ class ProfileKwargs(KwargsHandler):
     with_modules: bool = False
     output_trace_dir: PathText | None = None
     memory_timeline: bool = False
+    operator_table: NonNegativeInt = 0
 
     def build(self) -> profile:
         """Return the profiler, not started yet.
@@ -107,6 +116,8 @@ def record_profile(options: ProfileKwargs, rank: int) -> Generator[profile]:
     if folder is None:
         with profiler:
             yield profiler
+        if options.operator_table and rank == 0:
+            print(f"the costliest operators of rank 0:\n{show_operators(profiler, options.operator_table)}")
         return
     wrote_files = ending = False
 
@@ -116,7 +127,7 @@ def record_profile(options: ProfileKwargs, rank: int) -> Generator[profile]:
             options.on_trace_ready(ready)
         # A cycle that is cut short by the end of the block does not replace a complete one.
         if not (ending and wrote_files):
-            _write_files(ready, Path(folder), rank, pictures=options.memory_timeline)
+            _write_files(ready, Path(folder), rank, options)
             wrote_files = True
 
     profiler.on_trace_ready = write
@@ -133,14 +144,57 @@ def record_profile(options: ProfileKwargs, rank: int) -> Generator[profile]:
         )
 
 
-def _write_files(profiler: profile, folder: Path, rank: int, *, pictures: bool) -> None:
+def write_holders(
+    options: ProfileKwargs, rank: int, hardware: Device, models: Iterable[Any], optimizers: Iterable[Any]
+) -> None:
+    """Write which tensors hold the memory of a device that is full, and say where on stderr.
+
+    Args:
+        options: whose folder the file goes to.
+        rank: of this process.
+        hardware: the device.
+        models, optimizers: whose tensors are named.
+    """
+    from accelerate.watch.memory_holders import describe_holders  # torch
+
+    folder = Path(options.output_trace_dir or ".")
     folder.mkdir(parents=True, exist_ok=True)
-    _write_atomically(folder / PROFILE_PATTERN_NAME.format(suffix=rank), lambda path: _export(profiler, path))
-    if pictures:
+    path = folder / OUT_OF_MEMORY_PATTERN_NAME.format(suffix=rank)
+    text = describe_holders(hardware, models, optimizers)
+    write_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
+    print(f"rank {rank} ran out of memory: {path} says which tensors hold it", file=sys.stderr)
+
+
+def show_operators(profiler: profile, rows: int) -> str:
+    """Return a table of the operators that took the most time themselves, without the ones they call.
+
+    Args:
+        profiler: whose recording has ended.
+        rows: how many operators; the lines below the table say the time of all.
+    """
+    operators = profiler.key_averages()
+    on_device = any(operator.self_device_time_total for operator in operators)
+    return operators.table(
+        sort_by="self_device_time_total" if on_device else "self_cpu_time_total",
+        row_limit=rows,
+        max_name_column_width=60,
+    )
+
+
+def _write_files(profiler: profile, folder: Path, rank: int, options: ProfileKwargs) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / PROFILE_PATTERN_NAME.format(suffix=rank), lambda path: _export(profiler, path))
+    if options.operator_table:
+        text = show_operators(profiler, options.operator_table)
+        write_atomically(
+            folder / OPERATORS_PATTERN_NAME.format(suffix=rank),
+            lambda path: path.write_text(text, encoding="utf-8"),
+        )
+    if options.memory_timeline:
         from accelerate.watch import memory_timeline  # numpy and torch: only where a picture is drawn
 
         lines = memory_timeline.read_timelines(profiler)
-        _write_atomically(
+        write_atomically(
             folder / MEMORY_PATTERN_NAME.format(suffix=rank),
             lambda path: memory_timeline.draw_timelines(lines, path),
         )
@@ -159,7 +213,7 @@ def _export(profiler: profile, path: Path) -> None:
         ) from error
 
 
-def _write_atomically(path: Path, fill: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, fill: Callable[[Path], object]) -> None:
     """Write the file at ``path`` under another name, and rename it when it is complete."""
     part = path.with_name(f".{path.name}")
     try:
