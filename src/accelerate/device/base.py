@@ -215,9 +215,10 @@ class Device:
         if not self.peak_flops:
             return None
         name = self.name(index)
-        known = self.peak_flops.items()
-        peaks = next((peaks for words, peaks in known if re.search(rf"\b{re.escape(words)}\b", name)), {})
-        return peaks.get(dtype)
+        for words, peaks in self.peak_flops.items():
+            if re.search(rf"\b{re.escape(words)}\b", name):
+                return peaks.get(dtype)
+        return None
 
     def group_backend(self) -> str:
         """Return the torch.distributed backend that works here: the preferred one, else the first fallback.

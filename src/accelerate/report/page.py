@@ -174,7 +174,7 @@ def _rank_charts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 def _throughput(run: RunRecord) -> Series:
     """Return the samples of all ranks per second, at each step that all ranks have made."""
-    return _rate(run, lambda index: max(steps.samples[index] for steps in run.ranks.values()))
+    return _rate(run, "samples", lambda samples: samples.max(axis=0))
 
 
 def _token_throughput(run: RunRecord) -> Series:
@@ -182,18 +182,24 @@ def _token_throughput(run: RunRecord) -> Series:
     processes = run.environment.get("Environment", {}).get("processes", len(run.ranks))
     if len(run.ranks) != processes:
         return Series()
-    return _rate(run, lambda index: sum(steps.tokens[index] for steps in run.ranks.values()))
+    return _rate(run, "tokens", lambda tokens: tokens.sum(axis=0))
 
 
-def _rate(run: RunRecord, count: Callable[[int], float]) -> Series:
-    """Return a number of each step over the time of the slowest rank; what is not known is left out."""
+def _rate(run: RunRecord, name: str, combine: Callable[[np.ndarray], np.ndarray]) -> Series:
+    """Return a number of each step over the time of the slowest rank; what is not known is left out.
+
+    Args:
+        run: whose ranks may have made different numbers of steps.
+        name: attribute of ``RankSteps``.
+        combine: shape ``(ranks, steps)`` -> ``(steps,)``.
+    """
     shortest = min(run.ranks.values(), key=lambda steps: len(steps.steps))
-    result = Series()
-    for index, (step, time) in enumerate(zip(shortest.steps, shortest.times, strict=True)):
-        seconds, number = max(steps.seconds[index] for steps in run.ranks.values()), count(index)
-        if seconds > 0 and not math.isnan(number):
-            result.add(step, time, number / seconds)
-    return result
+    count = len(shortest.steps)
+    numbers = combine(np.array([getattr(steps, name)[:count] for steps in run.ranks.values()]))
+    seconds = np.array([steps.seconds[:count] for steps in run.ranks.values()]).max(axis=0)
+    known = np.flatnonzero((seconds > 0) & np.isfinite(numbers))
+    steps, times = np.array(shortest.steps)[known], np.array(shortest.times)[known]
+    return Series(steps.tolist(), times.tolist(), (numbers[known] / seconds[known]).tolist())
 
 
 def _utilization(run: RunRecord, tokens: Series) -> Series:

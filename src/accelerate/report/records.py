@@ -175,24 +175,35 @@ class RunRecord:
             if isinstance(value, Mapping):
                 self._add_values(value, step, seconds, f"{name}/")
             elif isinstance(value, int | float):
-                self.series.setdefault(name, Series()).add(step, seconds, float(value))
+                self._find_series(name).add(step, seconds, float(value))
             elif value in _NOT_FINITE:
-                self.series.setdefault(name, Series()).add(step, seconds, _NOT_FINITE[value])
+                self._find_series(name).add(step, seconds, _NOT_FINITE[value])
             else:
                 self.texts[name] = value if isinstance(value, str) else json.dumps(value)
 
     def _add_step(self, record: Mapping[str, Any], rank: int, seconds: float) -> None:
-        number = float(record["optimizer_step"])
-        steps = self.ranks.setdefault(rank, RankSteps())
+        number, get = float(record["optimizer_step"]), record.get
+        steps = self.ranks.get(rank)
+        if steps is None:
+            steps = self.ranks[rank] = RankSteps()
+        tokens = get("tokens")
         steps.steps.append(number)
         steps.times.append(seconds)
-        for name in ("seconds", "data_wait", "forward", "memory", "samples"):
-            getattr(steps, name).append(float(record.get(name) or 0))
-        tokens = record.get("tokens")
-        steps.tokens.append(math.nan if tokens is None else float(tokens))
-        for group, rate in enumerate(record.get("lr", ()) if rank == 0 else ()):
+        steps.seconds.append(get("seconds") or 0.0)
+        steps.data_wait.append(get("data_wait") or 0.0)
+        steps.forward.append(get("forward") or 0.0)
+        steps.memory.append(get("memory") or 0.0)
+        steps.samples.append(get("samples") or 0.0)
+        steps.tokens.append(math.nan if tokens is None else tokens)
+        for group, rate in enumerate(get("lr", ()) if rank == 0 else ()):
             name = f"learning rate, group {group}" if len(record["lr"]) > 1 else "learning rate"
-            self.series.setdefault(name, Series()).add(number, seconds, float(rate))
+            self._find_series(name).add(number, seconds, float(rate))
+
+    def _find_series(self, name: str) -> Series:
+        series = self.series.get(name)
+        if series is None:
+            series = self.series[name] = Series()
+        return series
 
 
 def downsample(x: np.ndarray, y: np.ndarray, count: int) -> np.ndarray:

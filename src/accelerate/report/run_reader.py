@@ -53,7 +53,7 @@ class RecordFile:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
+        record = json.loads(line.decode())
     except ValueError:  # also of bytes that are no text
         return None
     return record if isinstance(record, dict) else None
