@@ -99,14 +99,45 @@ def test_a_mistake_changes_nothing(
     assert job.read_text() == MINE
 
 
-def test_a_file_that_a_launch_refuses_is_said_to_be_one(
-    job: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("pairs", "what"),
+    [
+        (["machine_rank=3"], "machine_rank is 3"),
+        (["num_machines=12"], "num_processes is 2 on 12 machines"),
+        (["num_machines=1:2", "num_processes=none", "main_process_ip=h"], "a static rendezvous"),
+        (["num_machines=2", "rdzv_conf=often"], "has the part 'often'"),
+        (["num_machines=2", "rdzv_endpoint=h:http"], "http is no port"),
+        (["mixed_precision=fp8", "fp8_backend=msamp"], "MSAMP is no longer maintained"),
+        (["distributed_type=TPU", "num_machines=2"], "a launch on a TPU"),
+        (["distributed_type=DEEPSPEED", "num_machines=1:2"], "DeepSpeed's launcher needs one number"),
+        (["mpirun_hostfile=hosts", "log_dir=logs"], "mpirun reads the output"),
+    ],
+)
+def test_a_file_that_a_launch_would_refuse_is_not_written(
+    job: Path, capsys: pytest.CaptureFixture[str], pairs: list[str], what: str
 ) -> None:
-    assert config(job, "machine_rank=3") == 0
-    assert "machine_rank is 3" in capsys.readouterr().err
+    assert config(job, *pairs) == 2
+    told = capsys.readouterr().err
+    assert what in told
+    assert "nothing was written" in told
+    assert job.read_text() == MINE
+    new = job.with_name("new.yaml")
+    assert config(new, "machine_rank=3") == 2
+    assert not new.exists()
+
+
+def test_a_file_that_was_refused_before_stays(job: Path) -> None:
     job.write_text("num_proceses: 2\n")
     assert config(job, "debug=true") == 2
     assert job.read_text() == "num_proceses: 2\n"
+
+
+def test_what_a_flag_may_add_is_a_note(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert config(job, "num_machines=2", "num_processes=4") == 0
+    assert yaml.safe_load(job.read_text())["num_machines"] == 2
+    assert "need a place to meet" in capsys.readouterr().err
+    assert config(job, "main_process_ip=127.0.0.1") == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_old_and_json_files_are_changed_too(job: Path) -> None:

@@ -143,6 +143,11 @@ def test_a_wrong_answer_is_refused_as_it_is_typed(monkeypatch: pytest.MonkeyPatc
     assert ask("num_processes", "many\r\x15" + "4\r") == "4"
     assert ask("machine_rank", "2\r\x7f1\r") == "1"
     assert ask("main_process_port", "70000\r\x7f\r") == "7000"
+    answers.written = {("num_machines",): 12}
+    assert ask("num_processes", "2\r\x7f24\r") == "24"
+    # A range needs another rendezvous backend, which is asked for later.
+    answers.written = {}
+    assert ask("num_machines", "1:2\r") == "1:2"
 
 
 def test_ctrl_c_writes_nothing_and_ends_with_130(place: Path) -> None:

@@ -52,7 +52,11 @@ def _config(ctx: click.Context, config_file: str | None, pairs: tuple[str, ...])
 
 
 def change_keys(config_file: str | None, pairs: tuple[str, ...]) -> None:
-    """Sets keys of a file and says which, and where."""
+    """Set keys of a file and say which, and where.
+
+    Raises:
+        SettingError: a pair is wrong, or ``accelerate launch`` would refuse the file; it stays as it is.
+    """
     from accelerate.cli.wizard import config_editor
 
     path = config_editor.config_path(config_file)
@@ -91,12 +95,13 @@ def ask_all(config_file: str | None) -> Path | None:
 
 
 def _warn_about_file(path: Path) -> None:
-    """Says what stands in the way of a launch with a file that was just written."""
+    """Says what stands in the way of a launch, here and without flags, with a file that was just written."""
     from accelerate.cli.wizard import config_editor
 
-    problem = config_editor.find_refusal(config_files.read_raw(path)[0], path)
+    values = config_files.read_raw(path)[0]
+    problem = config_editor.find_refusal(values, path, on_this_machine=True)
     if problem is not None:
-        click.echo(f"note: accelerate launch will refuse this file: {problem}", err=True)
+        click.echo(f"note: with this file alone, accelerate launch refuses here: {problem}", err=True)
     working_file = Path(config_files.WORKING_NAME)
     if path == config_files.default_file() and working_file.is_file():
         click.echo(f"note: in this folder {working_file} is used instead", err=True)

@@ -100,9 +100,19 @@ class LaunchKind(ABC, Generic[P]):
     def accepts(self, request: LaunchRequest) -> bool:
         """Return whether this kind of launch handles the request."""
 
+    def check(self, request: LaunchRequest) -> None:
+        """Refuse settings that contradict each other in this kind of launch, on any machine.
+
+        What only this machine or this command line lacks is left to ``plan``.
+
+        Raises:
+            SettingError: two settings do not go together.
+        """
+        return
+
     @abstractmethod
     def plan(self, request: LaunchRequest) -> P:
-        """Plan the launch of a request. Nothing is started, reserved or written yet.
+        """Check and plan the launch of a request. Nothing is started, reserved or written yet.
 
         Raises:
             AccelerateError: it cannot be done here as asked.

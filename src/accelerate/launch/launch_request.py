@@ -274,7 +274,8 @@ class LaunchRequest:
                 f"{total.where} is {total.value} on {self.settings.num_machines} machines "
                 f"({self.origin('num_machines').where})",
                 why="it counts the processes of all machines together, and each starts as many as the others",
-                fix="say how many each of them starts: --nproc_per_node",
+                fix=("" if least != most else f"make it a multiple of {most}, or ")
+                + "say how many each of them starts: --nproc_per_node",
             )
         return SettingOrigin(
             total.source, f"{total.where} {total.value} on {most} machines", total.value // most

@@ -96,7 +96,8 @@ def set_keys(path: Path, pairs: Iterable[str]) -> list[ConfigValueChange]:
         pairs: ``"key=value"``, the last one wins.
 
     Raises:
-        SettingError: a pair is wrong, the file cannot be read, or it would have a key that nobody knows.
+        SettingError: a pair is wrong, the file cannot be read, or a launch would refuse what it would say.
+            The file stays as it is.
     """
     settings = {row.name: (row, value) for row, value in map(parse_pair, pairs)}
     old = config_files.read_raw(path)[0] if path.exists() else {}
@@ -104,7 +105,8 @@ def set_keys(path: Path, pairs: Iterable[str]) -> list[ConfigValueChange]:
     changes = {_key_path(new, row): value for row, value in settings.values()}
     new = config_writer.apply_changes(new, changes)
     problem = find_refusal(new, path)
-    if isinstance(problem, UnknownNameError):
+    if problem is not None:
+        problem.what += "; nothing was written"
         raise problem
     save_config(path, old, new)
     return [
@@ -166,8 +168,11 @@ def find_refusal(
     try:
         request = _request_of_file(values, path)
         check_request(request)
+        kind = choose_kind(request)
+        kind.check(request)
+        # SageMaker's needs a script, which a file does not name.
         if on_this_machine and values.get("compute_environment") != "AMAZON_SAGEMAKER":
-            choose_kind(request).plan(request)
+            kind.plan(request)
     except AccelerateError as error:
         return error
     return None

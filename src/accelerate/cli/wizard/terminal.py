@@ -71,11 +71,9 @@ def run_wizard(path: Path, before: Mapping[str, Any]) -> dict[str, Any] | None:
             print_plain(f"accelerate launch would refuse this file here: {problem}\n", ERROR_STYLE)
         decisions = ["yes", "change an answer", "throw it away"]
         # What only this machine lacks is no reason to change an answer: the file may be for another one.
-        changed = questions[-1]
+        refused, changed = _find_new_refusal(values, before, path), questions[-1]
         with suppress(StepBack):
-            decision = _select_option(
-                "Write this file?", decisions, offered=int(bool(find_refusal(values, path)))
-            )
+            decision = _select_option("Write this file?", decisions, offered=int(refused is not None))
             if decision == 0:
                 return values
             if decision == 2:
@@ -195,9 +193,10 @@ def ask_question(question: WizardQuestion, offered: Any, answers: WizardAnswers,
             return error
         after = WizardAnswers(answers.before)
         after.written = answers.written | dict(writes)
-        error = find_refusal(after.nested_values(), path)
+        error = _find_new_refusal(after.nested_values(), answers.before, path)
         # Others are about what was not asked yet.
-        return error if error is not None and _is_about(error, question) else None
+        is_cause = error is not None and _is_about(error, question) and not _is_mended_later(error, after)
+        return error if is_cause else None
 
     if not question.options:
         return _ask_text(question.text, question.help, str(offered), wrong)
@@ -213,6 +212,21 @@ def ask_question(question: WizardQuestion, offered: Any, answers: WizardAnswers,
         if error is None:
             return chosen
         print_plain(_wrap(str(error)), ERROR_STYLE)
+
+
+def _find_new_refusal(
+    values: Mapping[str, Any], before: Mapping[str, Any], path: Path
+) -> AccelerateError | None:
+    """Return the error of a launch with these values, unless the file before met the same one."""
+    error, previous = find_refusal(values, path), find_refusal(before, path) if before else None
+    return None if error is None or (previous is not None and error.what == previous.what) else error
+
+
+def _is_mended_later(error: AccelerateError, answers: WizardAnswers) -> bool:
+    """Return whether the error's fix is a setting that is asked after those of these answers."""
+    asked = {path[-1] for path in answers.written}
+    settings = {row.name for cls in all_classes() for row in asked_settings(cls)}
+    return bool((settings - asked).intersection(re.findall(r"--(\w+)", error.fix)))
 
 
 def _is_about(error: AccelerateError, question: WizardQuestion) -> bool:

@@ -42,6 +42,10 @@ class DeepSpeedLaunch(LaunchKind[LaunchPlan]):
         several = request.machines[1] > 1 and "use_deepspeed" in request.strategy_switches
         return several and request.get("deepspeed_multinode_launcher") != STANDARD
 
+    def check(self, request: LaunchRequest) -> None:
+        """Refuse what contradicts itself; see ``LaunchKind.check``."""
+        _refuse_contradictions(request)
+
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Makes the command; see ``LaunchKind.plan``.
 
@@ -51,7 +55,9 @@ class DeepSpeedLaunch(LaunchKind[LaunchPlan]):
         """
         import shutil
 
-        _check_request(request)
+        self.check(request)
+        _check_machine(request)
+        _check_hostfile(request)
         program = shutil.which(PROGRAM)
         if program is None:
             raise MissingExtraError(PROGRAM, f"a launch on {request.machines[1]} machines by its launcher")
@@ -140,8 +146,7 @@ def _launcher_flags(request: LaunchRequest) -> Iterator[str]:
     yield from (flag for flag, on in (("--module", job.module), ("--no_python", job.no_python)) if on)
 
 
-def _check_request(request: LaunchRequest) -> None:
-    started_by, machine = request.origin("deepspeed_multinode_launcher"), request.origin("machine_rank")
+def _refuse_contradictions(request: LaunchRequest) -> None:
     least, most = request.machines
     if least != most:
         raise SettingError(
@@ -149,6 +154,12 @@ def _check_request(request: LaunchRequest) -> None:
             "but DeepSpeed's launcher needs one number",
             fix="write one number, or add --deepspeed_multinode_launcher standard",
         )
+    _check_filters(request)
+
+
+def _check_machine(request: LaunchRequest) -> None:
+    """Refuse a rank of this machine, or an address, that does not go with DeepSpeed's launcher."""
+    started_by, machine = request.origin("deepspeed_multinode_launcher"), request.origin("machine_rank")
     if started_by.value == NO_SSH and not request.settings.main_process_ip:
         raise SettingError(
             f"{started_by.where} is {NO_SSH}, but nothing says where rank 0 is",
@@ -160,8 +171,6 @@ def _check_request(request: LaunchRequest) -> None:
             f"{machine.where} is {machine.value}, but DeepSpeed's launcher starts all machines from one",
             fix="launch on the first machine only, or add --deepspeed_multinode_launcher nossh or standard",
         )
-    _check_filters(request)
-    _check_hostfile(request)
 
 
 def _check_filters(request: LaunchRequest) -> None:

@@ -110,9 +110,17 @@ class ElasticLaunch(LaunchKind[ElasticLaunchPlan]):
         """Jobs on several machines, and jobs that may start again."""
         return request.machines != (1, 1) or request.get("max_restarts") > 0
 
+    def check(self, request: LaunchRequest) -> None:
+        """Refuse what contradicts itself; see ``LaunchKind.check``. An address may still come by a flag."""
+        _refuse_contradictions(request)
+        parse_rdzv_conf(request)
+        _ = request.local_processes
+        if request.machines[1] > 1 and _knows_endpoint(request):
+            find_endpoint(request)
+
     def plan(self, request: LaunchRequest) -> ElasticLaunchPlan:
         """Chooses devices, processes and the place to meet; see ``LaunchKind.plan``."""
-        _refuse_contradictions(request)
+        self.check(request)
         machine, conf = DeviceProbeHost(), parse_rdzv_conf(request)
         allocation, several = allocate_devices(request, machine), request.machines[1] > 1
         endpoint = find_endpoint(request) if several else None
@@ -277,7 +285,7 @@ def find_endpoint(request: LaunchRequest) -> RendezvousEndpoint:
     """
     options, job = request.values_of(ElasticLaunchSettings), request.settings
     endpoint_origin, address = request.origin("rdzv_endpoint"), request.origin("main_process_ip")
-    if options.rdzv_endpoint is None and job.main_process_ip is None:
+    if not _knows_endpoint(request):
         raise SettingError(
             f"{job.num_machines} machines ({request.origin('num_machines').where}) need a place to meet",
             why="each of them must know where rank 0 is",
@@ -297,6 +305,11 @@ def find_endpoint(request: LaunchRequest) -> RendezvousEndpoint:
             fix="keep one of them",
         )
     return RendezvousEndpoint(host, port or default, endpoint_origin.where)
+
+
+def _knows_endpoint(request: LaunchRequest) -> bool:
+    options = request.values_of(ElasticLaunchSettings)
+    return options.rdzv_endpoint is not None or request.settings.main_process_ip is not None
 
 
 def _split_endpoint(text: str, where: str) -> tuple[str, int | None]:

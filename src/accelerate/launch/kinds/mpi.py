@@ -139,14 +139,18 @@ class MpiLaunch(LaunchKind[MPILaunchPlan]):
         """Every job with a file of machines."""
         return request.values_of(MpirunSettings).mpirun_hostfile is not None
 
-    def plan(self, request: LaunchRequest) -> MPILaunchPlan:
-        """Reads the file of machines and writes the command; see ``LaunchKind.plan``."""
+    def check(self, request: LaunchRequest) -> None:
+        """Refuse logs, which mpirun keeps; see ``LaunchKind.check``."""
         for name in ("tee", "log_dir"):
             if request.get(name) is not None:
                 raise SettingError(
                     f"{request.origin(name).where} cannot be applied: mpirun reads the output of the ranks",
                     fix=f"leave it out, or {request.origin('mpirun_hostfile').where}",
                 )
+
+    def plan(self, request: LaunchRequest) -> MPILaunchPlan:
+        """Reads the file of machines and writes the command; see ``LaunchKind.plan``."""
+        self.check(request)
         hosts = read_hosts(request)
         size = _count_processes(request, hosts)
         path, family = find_mpirun()

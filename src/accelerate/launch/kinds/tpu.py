@@ -120,9 +120,13 @@ class TpuLaunch(LaunchKind[LaunchPlan]):
         quiet = not kind and not request.strategy_switches and request.settings.num_processes != 1
         return quiet and devices.probe_devices(DeviceProbeHost())[0] is device
 
+    def check(self, request: LaunchRequest) -> None:
+        """Refuse what a TPU cannot do; see ``LaunchKind.check``."""
+        _check_request(request)
+
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Makes the command; see ``LaunchKind.plan``."""
-        _check_request(request)
+        self.check(request)
         pod = _uses_pod(request)
         count = request.settings.num_processes
         return LaunchPlan(
