@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.laws.test_7_parity import accelerator_of, loop, whole
+from tests.support import transformer_engine
 from tests.support.numbers import same
 from tests.support.parity import ROWS, adamw, decoder, loader, plain
 from tests.support.ranks import RankServer
@@ -85,3 +86,42 @@ def test_shards_in_8_bits_are_read_by_one_process(ranks: RankServer, tmp_path: P
     losses = ranks(2, train, "shards", "tensorwise", folder, timeout=110)[0][0]
     rest, _ = ranks(1, resume, "one process", "tensorwise", folder, timeout=110)[0]
     torch.testing.assert_close(torch.tensor(rest), torch.tensor(losses[4:]), rtol=2e-2, atol=2e-2)
+
+
+def train_by_te(way: str) -> list[float]:
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import TERecipeKwargs
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        transformer_engine.install(monkeypatch)
+        AcceleratorState._reset_state(True)
+        accelerator = accelerator_of(way, mixed_precision="fp8", kwargs_handlers=[TERecipeKwargs()])
+        model, batches = decoder(0), loader(ROWS // accelerator.strategy.data_shard.count)
+        losses, _ = loop(accelerator, *accelerator.prepare(model, adamw(model), batches))
+        return losses
+
+
+@pytest.mark.parametrize("way", ["copies", "shards", "shards, version 1", "stages"])
+def test_transformer_engine_trains_as_bf16_does(ranks: RankServer, way: str) -> None:
+    """With a fake of the library."""
+    losses, others = ranks(2, train_by_te, way)
+    theirs = plain(1, half=True)[0]
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(theirs), rtol=3e-2, atol=3e-2)
+    assert losses != theirs
+    assert others == losses
+
+
+def te_refusal() -> tuple[str, str]:
+    from accelerate.core.errors import SettingError
+
+    with pytest.raises(SettingError) as error:
+        train_by_te("layers")
+    return error.value.what, error.value.fix
+
+
+def test_transformer_engine_does_not_go_with_tensor_parallelism(ranks: RankServer) -> None:
+    """Its layers would take the place of those that are sharded."""
+    for what, fix in ranks(2, te_refusal):
+        assert "TransformerEngine" in what
+        assert "tp_size=2" in what
+        assert "AORecipeKwargs()" in fix

@@ -110,6 +110,8 @@ def build_runtime(
         autocast_format=precision.autocast_format,
         parallelism=parallelism,
     )
+    if parallelism is not None and parallelism.tp_size > 1:
+        precision.check_tensor_parallel(parallelism.tp_size)
     strategy = choose_strategy(request)
     if precision.scales_loss:
         precision.set_overflow_sync(strategy.flag_reduction())

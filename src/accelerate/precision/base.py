@@ -122,6 +122,16 @@ class Precision(ABC):
     def set_gather_extension(self, supported: bool) -> None:
         """Set whether the strategy all-gathers weights in the format of their tensor subclass (FSDP2)."""
 
+    def check_tensor_parallel(self, size: int) -> None:
+        """Refuse tensor parallelism where its layers cannot compute on shards of their weights.
+
+        Args:
+            size: the number of processes that share a layer.
+
+        Raises:
+            SettingError: they cannot.
+        """
+
     def loss_scale(self) -> float:
         """Return the current factor of the loss."""
         return 1.0

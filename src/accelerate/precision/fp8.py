@@ -87,6 +87,19 @@ class FP8MixedPrecision(HalfPrecisionAutocast):
         """Let the library cast weights before they are all-gathered, where the strategy can."""
         self.library.gathers_float8 = supported
 
+    def check_tensor_parallel(self, size: int) -> None:
+        """Refuse tensor parallelism where the layers of the library cannot compute on shards.
+
+        Raises:
+            SettingError: they cannot.
+        """
+        if not self.library.supports_tensor_parallel:
+            raise SettingError(
+                f"mixed_precision='fp8' by {self.library.describe()} does not go with tp_size={size}",
+                why="its layers cannot compute on tensor parallel shards of their weights",
+                fix="use AORecipeKwargs() or --fp8_backend AO (pip install torchao), or leave tp_size out",
+            )
+
     def attach(self, model: nn.Module) -> None:
         """Convert the layers, and attach bfloat16 autocast by hooks."""
         self.library.convert(model)

@@ -27,11 +27,13 @@ class ConversionReport:
         library: the library and its recipe, as text.
         converted: names of the layers that are or will be converted.
         skipped: the reason for each other layer, by name.
+        filters_layers: the recipe of the library can say which layers are converted.
     """
 
     library: str
     converted: tuple[str, ...]
     skipped: dict[str, str]
+    filters_layers: bool = True
 
     @property
     def counts(self) -> str:
@@ -54,10 +56,11 @@ class ConversionReport:
         """Raise PrepareError when no layer is converted."""
         if self.converted:
             return
+        chosen = "that module_filter_func takes, " if self.filters_layers else ""
         raise PrepareError(
             "mixed_precision='fp8' converts no layer of the model",
             why=self.reasons or "it has no torch.nn.Linear",
-            fix="use mixed_precision='bf16', or a recipe whose filter takes layers with sides that are "
+            fix=f"use mixed_precision='bf16', or give the model linear layers {chosen}with sides that are "
             f"multiples of {MULTIPLE}",
         )
 
@@ -71,11 +74,15 @@ class Float8Library(ABC):
 
     Attributes:
         backend: its name in ``fp8_backend``.
+        supports_tensor_parallel: its layers compute on tensor parallel shards of their weights.
+        filters_layers: its recipe can say which layers are converted.
         has_context: forwards run in ``forward_context``.
         gathers_float8: the strategy all-gathers weights through the extension of a tensor subclass.
     """
 
     backend: ClassVar[str]
+    supports_tensor_parallel: ClassVar[bool] = True
+    filters_layers: ClassVar[bool] = True
     has_context: ClassVar[bool] = False
     gathers_float8: bool = False
 
@@ -143,7 +150,7 @@ class Float8Library(ABC):
                 skipped[name] = reason
             else:
                 converted.append(name)
-        return ConversionReport(self.describe(), tuple(converted), skipped)
+        return ConversionReport(self.describe(), tuple(converted), skipped, self.filters_layers)
 
     def layers(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Yield the linear layers of a model by name, converted or not."""

@@ -51,6 +51,8 @@ class TransformerEngine(Float8Library):
     """Layers of TransformerEngine, which take the place of torch's and keep their parameters."""
 
     backend: ClassVar[str] = "TE"
+    supports_tensor_parallel: ClassVar[bool] = False
+    filters_layers: ClassVar[bool] = False
     has_context: ClassVar[bool] = True
 
     def describe(self) -> str:
