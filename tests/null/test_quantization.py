@@ -458,6 +458,34 @@ def test_adapters_are_trained_on_a_quantized_base(name: str) -> None:
 # ------------------------------------------------------------------------------------------------ memory
 
 
+@pytest.mark.parametrize("name", ["int8", "nf4"])
+def test_training_without_adapters_is_refused(name: str) -> None:
+    """What is not quantized may be trained if some of it is chosen; evaluation takes the model as it is."""
+
+    def quantized() -> Any:
+        return load_and_quantize_model(Net(), BnbQuantizationConfig(**FORMATS[name]))
+
+    def prepare(model: nn.Module, params: Any) -> Any:
+        return Accelerator(cpu=True).prepare(model, torch.optim.SGD(list(params), lr=0.1))
+
+    model = quantized()
+    with pytest.raises(PrepareError, match="all but its quantized linear layers") as error:
+        prepare(model, model.parameters())
+    assert "get_peft_model" in error.value.fix
+    with pytest.raises(PrepareError, match="has no adapters"):
+        prepare(nn.Sequential(model), (p for p in model.parameters() if p.requires_grad))
+    frozen = quantized().requires_grad_(False)
+    with pytest.raises(PrepareError, match="would train nothing"):
+        prepare(frozen, frozen.parameters())
+    prepare(model, model.head.parameters())
+    head = quantized().requires_grad_(False)
+    head.head.requires_grad_(True)
+    prepare(head, head.parameters())
+    adapted = nn.ModuleList([quantized(), nn.Linear(64, 16)])
+    prepare(adapted, adapted.parameters())
+    assert Accelerator(cpu=True).prepare(quantized())(torch.zeros(1, 2, dtype=torch.long)).shape == (1, 2, 16)
+
+
 def test_one_weight_at_a_time_has_full_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is left is what the format says: half a byte and a sixteenth for each weight."""
     whole = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(6)])

@@ -95,3 +95,10 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accelerate.core.packages.is_installed", lambda name: name != "torchao")
     with pytest.raises(ImportError, match="pip install torchao"):
         load_and_quantize_model(net(), config())
+
+
+def test_training_without_adapters_is_refused() -> None:
+    model = load_and_quantize_model(net(), config())
+    with pytest.raises(PrepareError, match="has no adapters"):
+        Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.get_submodule("head").parameters(), lr=0.1))

@@ -32,6 +32,7 @@ from accelerate.facade.optimizer import AcceleratedOptimizer, agree_on_optimizer
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.offload.offloaded_tensor import check_trainable
+from accelerate.offload.quantization.adapters import check_adapters, quantized_models
 from accelerate.strategy.base import DataSharding, ObjectKind, PrepareBundle, PrepareStep
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
@@ -193,6 +194,8 @@ class Preparer:
                 trained=bool(optimizers),
                 can_train_on_cpu=_bitsandbytes_has_cpu if bundle.training else None,
             )
+        if quantized_models and bundle.training:
+            check_adapters(models, optimizers)
         if optimizers and models and world.size > 1 and dist.is_initialized():
             agree_on_optimizers(optimizers, world.device)
         if self.prepared.models:

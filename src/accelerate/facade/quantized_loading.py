@@ -25,6 +25,7 @@ from accelerate.facade.big_model_loading import (
 from accelerate.offload.dispatch import dispatch_model
 from accelerate.offload.module_sizes import Dtype
 from accelerate.offload.module_tensors import has_offloaded_params
+from accelerate.offload.quantization.adapters import record_trainable
 from accelerate.offload.quantization.base import (
     QuantizationConfig,
     Quantizer,
@@ -92,6 +93,7 @@ def load_and_quantize_model(
         load_weights(model, saved, path, placement, dtype=config.torch_dtype, keep_in_fp32=fp32)
     for name, value in quantizer.model_attributes.items():
         setattr(model, name, value)
+    record_trainable(model)
     dispatch_model(model, places, offload_dir=offload_folder)
     for layer in layers.values():
         if has_offloaded_params(layer):
