@@ -191,6 +191,41 @@ def test_calls_around_the_forward_are_named(ranks: RankServer, options: dict[str
                 assert "call the prepared model itself" in errors[f"forward {moment}"]
 
 
+def called_before(version: int) -> list[str]:
+    """What the forward says after that of a unit; what the user's own module inside of its wrapper says."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=version,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Sequential"],
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    texts: list[str] = []
+    for unit_first in (True, False):
+        model = accelerator.prepare(Encoder())
+        try:
+            if unit_first:
+                model.body(torch.ones(2, 4))
+                model(torch.arange(4))
+            else:
+                accelerator.unwrap_model(model)(torch.arange(4))
+        except (RuntimeError, AssertionError) as error:
+            texts.append(str(shown_error(error)))
+        accelerator.free_memory(model)
+    return texts
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_unit_that_is_called_before_its_model_is_said(ranks: RankServer, version: int) -> None:
+    """The error comes at the call of the model: its words say what was wrong before it."""
+    for first, *inner in ranks(2, called_before, version):
+        assert "called before the prepared model itself" in first
+        assert "fix: call the prepared model, model(...), once" in first
+        # FSDP1 alone gathers in a wrapper, which a call of the module inside goes around.
+        assert [text.partition(" was called")[0] for text in inner] == ["the Encoder itself"][: 2 - version]
+
+
 def told_method(told: bool) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and weights of three steps through a method that torch was told of, or through the forward."""
     from torch.distributed.fsdp import register_fsdp_forward_method

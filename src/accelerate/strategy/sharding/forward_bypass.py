@@ -20,6 +20,11 @@ from accelerate.world.call_site import torch_prefixes, user_line
 # Functions of torch that call a module, and names of modules that wrap the user's.
 _CALLS = ("__call__", "_wrapped_call_impl", "_call_impl")
 _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+# What torch says when the root of the units meets one that was called before it: FSDP2, FSDP1.
+_CALLED_BEFORE_ROOT = (
+    "FSDP state has already been lazily initialized",
+    "`_is_root` should not have been set",
+)
 _REGISTER = "torch.distributed.fsdp.register_fsdp_forward_method"
 
 
@@ -38,6 +43,13 @@ STRATEGIES: weakref.WeakKeyDictionary[nn.Module, HoldsShards] = weakref.WeakKeyD
 
 
 def _explain_error(error: BaseException) -> PrepareError | None:
+    if STRATEGIES and any(words in str(error) for words in _CALLED_BEFORE_ROOT):
+        return PrepareError(
+            "a submodule of a sharded model was called before the prepared model itself",
+            why="the first call makes a module the root of the FSDP units; torch says "
+            f"{str(error).splitlines()[0]}",
+            fix="call the prepared model, model(...), once before its submodules",
+        )
     if not isinstance(error, RuntimeError) or _is_users_own(error):
         return None
     explanations = (_explain_bypass(error, *each) for each in STRATEGIES.items())
@@ -70,7 +82,8 @@ def _explain_bypass(error: RuntimeError, root: nn.Module, strategy: HoldsShards)
     owner, method = names[called], stack[inside[0]][0].f_code.co_name
     kind = type(called).__name__.removeprefix("FSDP" if version == 2 else "")  # fully_shard puts it there
     method = "" if method in _CALLS else method
-    what = f"{kind}.{method}" if method else f"the submodule {owner} ({kind})"
+    submodule = f"the submodule {owner} ({kind})" if owner else f"the {kind} itself"
+    what = f"{kind}.{method}" if method else submodule
     place = user_line(stack[: inside[0]])
     return PrepareError(
         f"{what} was called at {place}, outside of the forward of the prepared model, and computes with "
