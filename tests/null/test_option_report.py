@@ -215,6 +215,31 @@ def test_a_flag_that_the_script_overrides(monkeypatch: pytest.MonkeyPatch) -> No
         Accelerator(mixed_precision="bf16", cpu=True).prepare(Net())
 
 
+def test_a_number_of_micro_batches_that_the_script_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"gradient_accumulation_steps": ["--gradient_accumulation_steps", 4]}
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    monkeypatch.setenv("ACCELERATE_ASKED", json.dumps(asked))
+    with pytest.warns(UserWarning, match="--gradient_accumulation_steps 4 was not applied: .* says 2, and"):
+        Accelerator(gradient_accumulation_steps=2, cpu=True).prepare(Net())
+    for same in (1, 4):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            accelerator = Accelerator(gradient_accumulation_steps=same, cpu=True)
+            accelerator.prepare(Net())
+        assert accelerator.gradient_accumulation_steps == 4
+
+
+def test_an_option_that_lost_is_not_in_the_line_as_applied_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2, cpu=True)
+    with pytest.warns(UserWarning, match="was not applied"):
+        accelerator.prepare(Net())
+    applied, _, refused = accelerator.effects().summary.partition("; not applied: ")
+    assert applied == "applied: cpu=True"
+    assert sorted(refused.split(", ")) == ["gradient_accumulation_steps=4", "mixed_precision=fp16"]
+
+
 def test_layers_that_are_not_converted_fail_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """F15: the report counts layers on the prepared model, not in the plan."""
     monkeypatch.setattr(FP8MixedPrecision, "attach", lambda self, model: None)

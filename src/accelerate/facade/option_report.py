@@ -96,8 +96,10 @@ class OptionReporter:
         self._run_options = list(self._find_requests(given("mixed_precision"), bool(given("cpu"))))
         steps = given("gradient_accumulation_steps")
         code = {"gradient_accumulation_steps": steps if steps != 1 else None}
+        accumulation = load_settings(GradientAccumulationSettings, code=code)
+        self._run_options += report_overridden(accumulation)
         self._loop_options = [
-            *requested_options(load_settings(GradientAccumulationSettings, code=code)),
+            *requested_options(accumulation),
             *non_default_options(given("gradient_accumulation_plugin")),
         ]
         # Whether the first step can show more of a requested option than ``prepare`` did.
