@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from accelerate.core.errors import nearest, trim_traceback
 from tests.support.command import Running, launch, start
 from tests.support.long_run import long_run_param
 
@@ -90,6 +91,23 @@ time.sleep(600)
     assert "FileNotFoundError: [Errno 2]" in plain
     assert plain.endswith("RuntimeError: no data\nin two lines\n")
     assert "rank_entry_point.py" not in plain
+
+
+def test_an_error_of_the_package_ends_at_the_line_of_the_script() -> None:
+    """Its frames say nothing that its text does not; a fault of the package keeps them."""
+    text = "from accelerate import Accelerator\ndef train(accelerator):\n    accelerator.prepare()\n"
+    result = launch(*TWO, script_text=text + "train(Accelerator(cpu=True))\n")
+    assert result.returncode == 1
+    lines = result.stderr.splitlines()
+    frames = [line.strip().partition(", in ")[2] for line in lines if line.startswith("  File ")]
+    assert frames == ["<module>", "train"], result.stderr
+    assert lines[-2:] == [
+        "accelerate.core.errors.PrepareError: prepare() was given nothing",
+        "  fix: accelerator.prepare(model, optimizer, loader)",
+    ]
+    with pytest.raises(TypeError) as fault:
+        nearest("x", None)  # type: ignore[arg-type]
+    assert trim_traceback(fault.value, fault.tb) is fault.tb
 
 
 def test_the_error_is_the_one_that_python_prints() -> None:

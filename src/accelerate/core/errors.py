@@ -20,9 +20,12 @@ The second bases are what users of the public package already catch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
 
 UNKNOWN_RANK = -1
+_PACKAGE_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 
 
 class AccelerateError(Exception):
@@ -201,6 +204,25 @@ def explain_error(error: BaseException) -> BaseException:
     """Return the error to show in place of one that ends this process, with its traceback."""
     shown = next(filter(None, (explain(error) for explain in EXPLANATIONS)), error)
     return shown.with_traceback(error.__traceback__)
+
+
+def trim_traceback(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
+    """Return the traceback of an error without the frames of this package at its end.
+
+    Only where the package raised it on purpose: then its text says all, and the last line of the program's
+    own code is what its reader looks for. Any other error may be a fault of the package.
+    """
+    if not isinstance(error, AccelerateError):
+        return trace
+    kept: list[TracebackType] = []
+    while trace is not None:
+        kept.append(trace)
+        trace = trace.tb_next
+    while kept and kept[-1].tb_frame.f_code.co_filename.startswith(_PACKAGE_FOLDER):
+        kept.pop()
+    for each in reversed(kept):
+        trace = type(each)(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return trace
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

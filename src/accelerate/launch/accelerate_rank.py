@@ -5,9 +5,10 @@ that no script has. It imports nothing that Python has not loaded already (``__f
 so that starting it costs no more than starting Python.
 
 An exception that nobody catches goes to ERROR_FILE: a line of when, exit code, rank and what, then the
-traceback as Python prints it, without the frames of this file. The rank is another one whose failure led to
-the exception (-1 for an unknown one), or "own". A crash of the interpreter goes to FAULT_FILE. The
-launcher prints those of the first failing rank last. When it is gone, everything goes to stderr as usual.
+traceback as Python prints it, without the frames of this file; of an error of the package, without those of
+the package at its end. The rank is another one whose failure led to the exception (-1 for an unknown one), or
+"own". A crash of the interpreter goes to FAULT_FILE. The launcher prints those of the first failing rank
+last. When it is gone, everything goes to stderr as usual.
 """
 
 import faulthandler
@@ -141,6 +142,8 @@ class RankErrorFile:
         inner = (THIS_FILE, STARTER, "<frozen runpy>", getattr(runpy, "__file__", THIS_FILE))
         while trace is not None and trace.tb_frame.f_code.co_filename in inner:
             trace = trace.tb_next
+        errors = sys.modules.get("accelerate.core.errors")
+        trace = trace if errors is None else errors.trim_traceback(error, trace)
         error = error.with_traceback(trace)
         file = self.open_file(1, f"{kind.__name__}: {error}".split("\n")[0], error)
         stderr = sys.stderr

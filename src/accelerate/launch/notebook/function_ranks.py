@@ -23,6 +23,7 @@ from types import ModuleType, TracebackType
 from typing import IO, Any, cast
 
 from accelerate.core import environ
+from accelerate.core.errors import trim_traceback
 from accelerate.launch import rank_reports
 from accelerate.launch.accelerate_rank import RankErrorFile
 from accelerate.launch.notebook import payload
@@ -126,7 +127,7 @@ class ExceptionHook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Writes both; what of an exception cannot be pickled is told by its text alone."""
-        trace = _trim_traceback(trace)
+        trace = trim_traceback(error, _trim_traceback(trace))
         if os.getpid() == self.error_file.rank:
             with suppress(*payload.UNPICKLABLE):
                 exception_file(self.folder, self.rank).write_bytes(
