@@ -110,8 +110,9 @@ def build_runtime(
         autocast_format=precision.autocast_format,
         parallelism=parallelism,
     )
-    if parallelism is not None and parallelism.tp_size > 1:
-        precision.check_tensor_parallel(parallelism.tp_size)
+    tp_size = 1 if parallelism is None else parallelism.tp_size or 1
+    if tp_size > 1:
+        precision.check_tensor_parallel(tp_size)
     strategy = choose_strategy(request)
     if precision.scales_loss:
         precision.set_overflow_sync(strategy.flag_reduction())
