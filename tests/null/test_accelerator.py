@@ -218,12 +218,12 @@ def test_steps_wait_for_the_end_of_the_window() -> None:
     assert schedule.get_last_lr() == [pytest.approx(0.1 / 3)]
 
 
-def test_the_launchers_accumulation_counts_unless_the_script_says_otherwise(
+def test_the_launchers_accumulation_counts_before_the_scripts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     assert Accelerator().gradient_accumulation_steps == 4
-    assert Accelerator(gradient_accumulation_steps=2).gradient_accumulation_steps == 2
+    assert Accelerator(gradient_accumulation_steps=2).gradient_accumulation_steps == 4
     plugin = GradientAccumulationPlugin(num_steps=3)
     assert Accelerator(gradient_accumulation_plugin=plugin).gradient_accumulation_steps == 3
 
@@ -492,19 +492,23 @@ def test_compiled_models_in_float32_use_tf32(monkeypatch: pytest.MonkeyPatch) ->
     assert allowed == [True]
 
 
-def test_a_device_adds_arguments_of_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("bound", "expected"), [({"gloo"}, torch.device("cpu")), ({"nccl"}, None)])
+def test_nccl_opens_its_communicator_on_the_device_of_the_process(
+    monkeypatch: pytest.MonkeyPatch, bound: set[str], expected: torch.device | None
+) -> None:
+    """Else the first collective opens it, and a barrier guesses the device."""
+
     class OpenedError(Exception):
         pass
 
     def refuse(**arguments: object) -> None:
         raise OpenedError(arguments)
 
-    processor = "accelerate.device.cpu.Cpu"
-    monkeypatch.setattr(f"{processor}.group_arguments", lambda _, device: {"device_id": device})
+    monkeypatch.setattr("accelerate.device.cpu.Cpu.bound_backends", bound)
     monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
     place = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 1}
     for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "a"}.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(OpenedError) as error:
         PartialState(cpu=True)
-    assert error.value.args[0]["device_id"] == torch.device("cpu")
+    assert error.value.args[0].get("device_id") == expected

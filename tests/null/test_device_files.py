@@ -220,17 +220,6 @@ def test_the_memory_of_other_cards_is_asked_of_nvml(monkeypatch: pytest.MonkeyPa
         assert devices.get("cuda").get_memory_info(1) == (1, TOTAL)
 
 
-def test_nccl_opens_its_communicator_on_the_card_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the first collective opens it, and a barrier guesses the card."""
-    install(monkeypatch, "cuda")
-    card = torch.device("cuda", 1)
-    monkeypatch.setattr(torch.distributed, "is_backend_available", {"nccl", "gloo"}.__contains__)
-    assert devices.get("cuda").group_arguments(card) == {"device_id": card}
-    monkeypatch.setattr(torch.distributed, "is_backend_available", {"gloo"}.__contains__)
-    assert devices.get("cuda").group_arguments(card) == {}
-    assert devices.get("cpu").group_arguments(torch.device("cpu")) == {}
-
-
 @pytest.mark.parametrize(
     ("name", "dtype", "teraflops"),
     [

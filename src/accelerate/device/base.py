@@ -30,6 +30,8 @@ class Device:
         type: torch's device type, ``"cuda"``.
         backend: the torch.distributed backend it prefers; "" when none is known.
         fallbacks: backends that also work, in order, where the preferred one is missing.
+        bound_backends: those that open their communicator at once, and on the right device, where the group
+            is given that device.
         visible_variable: the environment variable that hides devices from a process, or None.
         distributed_type: the value of ``DistributedType`` for several devices of this type.
         priority: order of detection, the highest first; 0 is never detected.
@@ -57,6 +59,7 @@ class Device:
     type: str = ""
     backend: str = ""
     fallbacks: tuple[str, ...] = ()
+    bound_backends: frozenset[str] = frozenset()
     visible_variable: str | None = None
     distributed_type: str = "MULTI_GPU"
     priority: int = 0
@@ -205,10 +208,6 @@ class Device:
 
     def allow_tf32(self) -> None:
         """Let float32 matrix products do so, unless the script has chosen their precision."""
-
-    def group_arguments(self, device: torch.device) -> dict[str, Any]:
-        """Return arguments of ``init_process_group`` for ``group_backend`` and the device of this process."""
-        return {}
 
     def find_peak_flops(self, dtype: str, index: int | None = None) -> float | None:
         """Return the peak of dense matrix products in ``"bf16"`` or ``"fp16"`` per second; None: unknown."""

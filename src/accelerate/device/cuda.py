@@ -6,14 +6,14 @@ import logging
 import re
 import sys
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accelerate.core import environ
 from accelerate.device.base import Device
 from accelerate.device.machine import DeviceProbeHost, count_visible
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class Cuda(Device):
     priority = 40
     is_most_common = True
     fallbacks = ("gloo",)
+    bound_backends = frozenset({"nccl"})  # torch: init_process_group, "device_id"
     pins_memory = True
     dtypes = frozenset({"bf16", "fp16", "fp8"})
     node_patterns = ("dev/nvidia[0-9]*",)
@@ -141,10 +142,6 @@ class Cuda(Device):
         # older one, which torch refuses to tell once both were set.
         if getattr(torch.backends.cuda.matmul, "fp32_precision", "none") == "none":
             torch.backends.cuda.matmul.allow_tf32 = True
-
-    def group_arguments(self, device: torch.device) -> dict[str, Any]:
-        # NCCL then opens its communicator at once, on the right card, and splits it for subgroups.
-        return {"device_id": device} if self.group_backend() == "nccl" else {}
 
     def make_deterministic(self) -> None:
         import torch

@@ -94,14 +94,17 @@ class OptionReporter:
         }
         given = constructor_options.get
         self._run_options = list(self._find_requests(given("mixed_precision"), bool(given("cpu"))))
-        steps = given("gradient_accumulation_steps")
-        code = {"gradient_accumulation_steps": steps if steps != 1 else None}
+        steps, plugin = given("gradient_accumulation_steps"), given("gradient_accumulation_plugin")
+        counts = steps == runtime.gradients.plugin_kwargs.get("num_steps") and steps != 1
+        code = {"gradient_accumulation_steps": steps if counts else None}
         accumulation = load_settings(GradientAccumulationSettings, code=code)
-        self._run_options += report_overridden(accumulation)
-        self._loop_options = [
-            *requested_options(accumulation),
-            *non_default_options(given("gradient_accumulation_plugin")),
-        ]
+        self._loop_options = [*requested_options(accumulation), *non_default_options(plugin)]
+        if steps not in (None, 1) and not counts:
+            winner = accumulation.origins["gradient_accumulation_steps"][0]
+            option = RequestedOption("gradient_accumulation_steps", steps, "the argument")
+            self._run_options.append(
+                option.report_not_applied(f"{winner.where} says {winner.value}, and counts first")
+            )
         # Whether the first step can show more of a requested option than ``prepare`` did.
         self._first_step_shows_more = False
         # The statuses reported so far: option, applied or not, and why.

@@ -179,12 +179,16 @@ def handlers_by_class(handlers: Iterable[KwargsHandler]) -> dict[type, KwargsHan
 def resolve_accumulation(steps: int, engine_steps: int | None = None) -> int:
     """Return the micro-batches of an optimizer step, where no plugin says them.
 
+    A variable of the environment counts before the argument, as in 1.15: a launch decides for its hardware.
+
     Args:
         steps: ``gradient_accumulation_steps`` of the ``Accelerator``; 1 means not given.
         engine_steps: those of the DeepSpeed or Megatron-LM config, if given there.
     """
-    code_values = {"gradient_accumulation_steps": steps if steps != 1 else None}
-    loaded = load_settings(GradientAccumulationSettings, code=code_values)
+    loaded = load_settings(GradientAccumulationSettings)
+    if steps != 1 and loaded.origins["gradient_accumulation_steps"][0].source == "default":
+        code_values = {"gradient_accumulation_steps": steps}
+        loaded = load_settings(GradientAccumulationSettings, code=code_values)
     count = loaded.value.gradient_accumulation_steps
     origin = loaded.origins["gradient_accumulation_steps"][0]
     if engine_steps is not None and origin.source == "default":

@@ -331,11 +331,12 @@ def _open_group(
             "MASTER_PORT": cluster.port,
         }
     )
-    hardware, of_device = devices.get(device.type), dict[str, Any]()
+    hardware, of_device = devices.get(device.type), {}
     if backend is None:
-        of_device = hardware.group_arguments(device)
         # Host tensors and objects go over gloo whatever the device, so that gathering them needs no copy.
-        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{hardware.group_backend()}"
+        name = "gloo" if device.type == "cpu" else hardware.group_backend()
+        backend = name if device.type == "cpu" else f"cpu:gloo,{device.type}:{name}"
+        of_device = {"device_id": device} if name in hardware.bound_backends else {}
     arguments: dict[str, Any] = {"backend": backend, "timeout": timeout, **of_device, **group}
     arguments = {name: value for name, value in arguments.items() if value is not None}
     meets_here = not arguments.keys() & {"init_method", "store"}
