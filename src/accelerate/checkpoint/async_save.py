@@ -406,6 +406,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
         type(tensor) in _PLAIN
         and tensor.layout is torch.strided
         and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and not devices.get(tensor.device.type).is_lazy
         and tensor.untyped_storage().nbytes() > 0
     )
 

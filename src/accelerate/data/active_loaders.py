@@ -10,9 +10,14 @@ from accelerate.data.position import FetchedBatch
 
 
 class ActiveLoaders:
-    """A stack of weak references to the loaders in iteration."""
+    """A stack of weak references to the loaders in iteration.
+
+    Attributes:
+        run_pending: called between two batches, and at the end of an epoch; that of a device that is lazy.
+    """
 
     def __init__(self) -> None:
+        self.run_pending: Callable[[], None] | None = None
         self._stack: list[ReferenceType[Any]] = []
         # Called with a loader that begins an epoch, or is requested for its next batch, before anything of
         # that is drawn or read.
@@ -27,9 +32,13 @@ class ActiveLoaders:
         if self.innermost is not loader:
             self.remove(loader)
             self.add(loader)
+        elif self.run_pending is not None:
+            self.run_pending()
 
     def remove(self, loader: Any) -> None:
         """Remove a loader whose epoch ended or was broken off."""
+        if self.run_pending is not None:
+            self.run_pending()
         self._stack = [item for item in self._stack if item() not in (None, loader)]
 
     @property

@@ -39,6 +39,7 @@ class Device:
         dtypes: the mixed precisions the type may support; ``supports`` asks the device at hand.
         extension: the module that registers the device with torch; "" when torch has it built in.
         extension_variable: a yes/no variable by which users hide an extension that is merely installed.
+        extension_fix: what to do where it cannot be imported.
         group_extension: the module that registers its backend with torch.distributed, if it is another one.
         node_patterns: glob patterns of its device nodes, relative to the root of the machine.
         rng_key: the key of its RNG state in a saved ``random_states_*.pkl``.
@@ -52,6 +53,7 @@ class Device:
         peak_flops: words of a product name -> format -> floating point operations per second that its maker
             gives for dense matrix products; the first that fits counts.
         has_index: whether a process chooses among several devices of the type.
+        is_lazy: whether operations are recorded, and run when ``run_pending`` is called or a value is read.
 
     ``index`` is the number of a device among the visible ones everywhere; None means the current one.
     """
@@ -67,6 +69,7 @@ class Device:
     dtypes: frozenset[str] = frozenset({"bf16", "fp16"})
     extension: str = ""
     extension_variable: str = ""
+    extension_fix: str = "install the vendor's driver and a build of the package that matches torch"
     group_extension: str = ""
     node_patterns: tuple[str, ...] = ()
     rng_key: str = ""
@@ -77,6 +80,7 @@ class Device:
     check_environment: Mapping[str, str] = MappingProxyType({})
     peak_flops: Mapping[str, Mapping[str, float]] = MappingProxyType({})
     has_index: bool = True
+    is_lazy: bool = False
 
     def __init__(self, type: str | None = None) -> None:
         self.type = type or self.type
@@ -102,7 +106,7 @@ class Device:
             raise DeviceError(
                 f"the module {name!r}, which drives {self.type!r} devices, cannot be imported",
                 why=f"{type(error).__name__}: {error}",
-                fix="install the vendor's driver and a build of the package that matches torch",
+                fix=self.extension_fix,
             ) from error
 
     @property
@@ -290,6 +294,13 @@ class Device:
     def synchronize(self, index: int | None = None) -> None:
         """Wait until all work of the device is done."""
         self.module.synchronize(self._index_or_current(index))
+
+    def run_pending(self) -> None:
+        """Start the recorded operations of a device that ``is_lazy``, and return; do nothing on others.
+
+        The loader calls it before each batch and the optimizer after each step, so that the operations of
+        every step are the same graph, which is compiled once.
+        """
 
     def stream(self, index: int | None = None) -> Any:
         """Return a new stream beside the default one, or None when the device has no streams."""

@@ -66,6 +66,8 @@ class AcceleratedOptimizer(Optimizer):
         self._first_step_checks = self._checks
         self._monitor: ReductionMonitor | None = None
         self._unreduced: set[torch.Tensor] = set()
+        # Of a lazy device: it runs what the step has recorded.
+        self._run_pending: Callable[[], None] | None = None
         self._is_accelerate_prepared = True
 
     def bind(
@@ -81,6 +83,8 @@ class AcceleratedOptimizer(Optimizer):
             self._monitor, self._unreduced = strategy, strategy.unreduced
         self.gradient_state, self._precision, self._strategy = gradients, precision, strategy
         self._engine = strategy if isinstance(strategy, EngineStrategy) else None
+        hardware = strategy.world.hardware
+        self._run_pending = hardware.run_pending if hardware.is_lazy else None
         self.scaler = precision.scaler if precision.scales_loss else None
         return self
 
@@ -226,6 +230,8 @@ class AcceleratedOptimizer(Optimizer):
         gradients.has_unweighted_grads = False
         if gradients.loss_weighting is not None:
             gradients.loss_weighting.reset_used(self.optimizer)
+        if self._run_pending is not None:
+            self._run_pending()
         return result
 
     def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:

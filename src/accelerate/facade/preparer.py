@@ -400,7 +400,7 @@ class Preparer:
         more: dict[str, Any] = {"shard": config.shard} if config.shard != "auto" else {}
         if config.legacy_random_numbers:
             more["legacy_random_numbers"] = True
-        share, slicer = strategy.data_shard, None
+        share, slicer = strategy.data_shard, strategy.batch_placement()
         if isinstance(strategy, DataSharding):
             share, slicer = strategy.data_shard_for(loader), strategy.batch_slicer_for(loader)
         more.update((name, value) for name, value in options.items() if value is not None)
@@ -426,7 +426,9 @@ class Preparer:
         )
         if share.count < world.size and isinstance(shard, DataLoaderShard):
             shard.set_data_shard(share.count, share.index)
-        shard.active, shard.gradient_state = runtime.gradients.loaders, runtime.gradients
+        loaders, hardware = runtime.gradients.loaders, world.hardware
+        loaders.run_pending = hardware.run_pending if hardware.is_lazy else None
+        shard.active, shard.gradient_state = loaders, runtime.gradients
         shard.slice_batch, shard.data_shard = slicer, share
         return shard
 
@@ -469,15 +471,28 @@ def _place_models(bundle: PrepareBundle, device: torch.device) -> None:
         model = bundle.objects[index]
         if not bundle.place_on_device[index] or hasattr(model, "hf_device_map"):
             continue
-        before = list(model.parameters())
-        model.to(device)
-        # Some devices cannot swap a parameter's data in place: torch then makes new parameters.
-        renewed = {
-            id(old): new for old, new in zip(before, model.parameters(), strict=True) if old is not new
-        }
+        renewed = _move_model(model, device)
         for optimizer in bundle.objects_of("optimizer"):
             replace_parameters(optimizer, renewed)
             _move_state(optimizer)
+
+
+def _move_model(model: nn.Module, device: torch.device) -> dict[int, torch.Tensor]:
+    """Move a model; return the new parameters by ``id`` of those that they replace.
+
+    Some devices cannot take the data of a parameter in place. Torch makes new parameters there, one for each
+    module that has it: tied weights are tied again.
+    """
+    before = list(model.named_parameters(remove_duplicate=False))
+    model.to(device)
+    moved: dict[int, torch.Tensor] = {}
+    for name, old in before:
+        owner, _, key = name.rpartition(".")
+        module = model.get_submodule(owner)
+        new = moved.setdefault(id(old), getattr(module, key))
+        if new is not getattr(module, key):
+            setattr(module, key, new)
+    return {id(old): moved[id(old)] for _, old in before if moved[id(old)] is not old}
 
 
 def replace_parameters(optimizer: Optimizer, renewed: dict[int, torch.Tensor]) -> None:

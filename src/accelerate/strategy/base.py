@@ -299,6 +299,10 @@ class Strategy(GradientSync, ABC):
         """The part of the data that this rank reads; tensor parallel ranks read the same."""
         return RankDataShard(self.world.size, self.world.rank)
 
+    def batch_placement(self) -> Callable[[Any], Any] | None:
+        """Return what is done with each batch of a prepared loader on the device; None for nothing."""
+        return None
+
     @property
     def model_parallel_size(self) -> int:
         """The number of ranks, with this one, that compute the same loss from the same tokens."""

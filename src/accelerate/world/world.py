@@ -425,7 +425,8 @@ def _select_device(
         index = int(number) if number.isdecimal() else local_rank % (hardware.count() or 1)
     else:
         hardware, index = devices.get("cpu") if settings.use_cpu else devices.detect(), 0
-        if hardware.type != "cpu":
+        # A process alone needs one, which it has detected; to count may start the device's runtime.
+        if hardware.type != "cpu" and local_size > 1:
             count = hardware.count()
             enough = local_size <= count or (
                 hides_devices and local_size <= hardware.count_physical(devices.DeviceProbeHost())
