@@ -1,5 +1,5 @@
 # One command runs the demo, one runs the tests. Both set themselves up; neither needs the other first.
-#   make demo | test | test-all | test-torch | test-clients | test-trackers | test-processors | test-mutations | check | bench | bench-peer | docs | clean
+#   make demo | test | test-all | test-torch | test-clients | test-trackers | test-xla | test-processors | test-mutations | check | bench | bench-peer | docs | clean
 #   make demo TORCH=torch==2.9.0      another torch      make demo PYTHON=python3.12   another Python
 TORCH  ?= torch==2.13.0
 # The versions that are supported, each tested in an environment of its own by `make test-torch`.
@@ -19,7 +19,7 @@ WORKERS_PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --max-wo
 PYTEST = OMP_NUM_THREADS=$(THREADS) $(WORKERS_PYTEST)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-reduced test-torch test-newest test-clients record-clients test-trackers test-mutations test-processors check types-of-package calls-of-others format bench bench-peer docs clean
+.PHONY: help demo test test-all test-reduced test-torch test-newest test-clients record-clients test-trackers test-xla test-mutations test-processors check types-of-package calls-of-others format bench bench-peer docs clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -107,6 +107,23 @@ $(TRACKERS)/ready: $(TRACKERS)/constraints.txt tests/clients/trackers.txt pyproj
 test-trackers: $(TRACKERS)/ready  ## every tracker with its library, offline, read back from its files
 	TESTS_ALL_TRACKERS=1 OMP_NUM_THREADS=$(THREADS) $(TRACKERS)/bin/python -m pytest tests/clients/test_trackers.py tests/null/test_track_media.py $(ARGS)
 
+# PyTorch/XLA on its client for CPUs. It takes exactly the torch that it was built for, which on PyPI is the build
+# for CUDA: 7 GB in all. A local build for CPUs of that version does as well (XLA_TORCH=...).
+XLA = .venv-xla
+XLA_TORCH ?= torch==2.9.0
+$(XLA)/constraints.txt: tests/xla/requirements.txt
+	@echo "an environment in $(XLA) with $(XLA_TORCH) and PyTorch/XLA"
+	@$(PYTHON) -m venv $(XLA)
+	@$(XLA)/bin/python $(PIP) install "$(XLA_TORCH)" numpy
+	@$(XLA)/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $@
+
+$(XLA)/ready: $(XLA)/constraints.txt tests/xla/requirements.txt pyproject.toml
+	@$(XLA)/bin/python $(PIP) install -c $< -r tests/xla/requirements.txt -e . pytest pytest-timeout
+	@touch $@
+
+test-xla: $(XLA)/ready  ## training on PyTorch/XLA, on its client for CPUs
+	OMP_NUM_THREADS=$(THREADS) $(XLA)/bin/python -m pytest tests/xla $(ARGS)
+
 test-mutations: $(VENV)/ready-test  ## do the tests find mistakes in the source?
 	$(BIN)/python -m tests.support.mutations $(ARGS)
 
@@ -148,4 +165,4 @@ docs: $(VENV)/ready-docs  ## build the documentation into site/
 	$(BIN)/mkdocs build --strict
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(PEER) $(CLIENTS) $(CLIENTS_PEER) $(TRACKERS) .venv-torch-* site runs .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEER) $(CLIENTS) $(CLIENTS_PEER) $(TRACKERS) $(XLA) .venv-torch-* site runs .pytest_cache .ruff_cache

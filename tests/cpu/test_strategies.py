@@ -16,11 +16,11 @@ from accelerate.core.errors import SettingError
 from accelerate.state import AcceleratorState
 from tests.support.engine import EnginePlugin, FakeEngineStrategy, unchecked_accelerator
 from tests.support.ranks import RankServer, same_on_all
-from tests.support.strategies import added_strategy, strategy_names
+from tests.support.strategies import added_strategy, strategy_names, xla_over_gloo
 from tests.support.worlds import fake_world
 
-# An engine that trains one kind of model is held to its laws by that: tests/cpu/test_megatron.py.
-OWN = {"megatron"}
+# Held to these laws by what they need: tests/cpu/test_megatron.py, and tests/xla on PyTorch/XLA.
+OWN = {"megatron", "xla_spmd"}
 BUILT = [name for name in strategy_names() if name not in OWN]
 SIZES = {"single": 1, "engine": 1}  # every other strategy is for several processes
 
@@ -43,6 +43,10 @@ ASKED: dict[str, Callable[[], dict[str, Any]]] = {
 @contextmanager
 def asked(name: str) -> Iterator[dict[str, Any]]:
     """The arguments of an Accelerator that trains by that strategy."""
+    if name == "xla":
+        with xla_over_gloo():
+            yield {}
+        return
     if name != "engine":
         yield ASKED.get(name, dict)()
         return

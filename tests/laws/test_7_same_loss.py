@@ -37,6 +37,8 @@ ASKED: dict[str, tuple[dict[str, str], tuple[int, ...]]] = {
         {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
         (2,),  # its import costs seconds in every rank
     ),
+    "xla": ({}, ()),  # tests/xla, on PyTorch/XLA; several processes in tests/cpu/test_xla_strategy.py
+    "xla_spmd": ({}, ()),
     "megatron": ({"ACCELERATE_USE_MEGATRON_LM": "true"}, (2, 4)),
     "parallelism": (
         {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "{n}"},

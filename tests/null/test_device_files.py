@@ -302,6 +302,26 @@ def test_xla_is_hidden_by_its_variable_and_on_the_cpu(monkeypatch: pytest.Monkey
     assert xla.bind(0).type == "xla", "asked for by name it still works"
 
 
+def test_a_tpu_that_is_asked_for_and_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch_xla 2.9 ended in OSError: libtpu not found, from its own files."""
+    fake = install(monkeypatch, "xla")
+    assert isinstance(fake, FakeXla)
+    monkeypatch.delenv("TPU_LIBRARY_PATH")
+    xla = devices.get("xla")
+    for use in (xla.count, lambda: xla.bind(0)):
+        with pytest.raises(DeviceError, match="neither a TPU nor its driver, libtpu") as caught:
+            use()
+        assert "unset PJRT_DEVICE" in str(caught.value)
+    fake.kind = "CPU"
+    assert xla.bind(0).type == "xla"
+
+
+def test_xla_without_a_torch_xla_that_fits_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_xla", None)
+    with pytest.raises(DeviceError, match="pip install torch==2"):
+        devices.get("xla").bind(0)
+
+
 def test_xla_multiplies_fp16_only_off_the_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = install(monkeypatch, "xla")
     assert isinstance(fake, FakeXla)

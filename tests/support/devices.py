@@ -211,6 +211,7 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str) -> FakeModule:
             "habana_frameworks.torch.distributed.hccl": types.ModuleType("hccl"),
         }
     elif name == "xla":
+        monkeypatch.setenv("TPU_LIBRARY_PATH", "/lib/libtpu.so")
         top = types.ModuleType("torch_xla")
         top.device, top.sync = fake.device, fake.sync  # type: ignore[attr-defined]
         packages = {

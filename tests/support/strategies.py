@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from accelerate.core.option_report import OptionStatus
@@ -45,3 +51,29 @@ def strategy_names() -> list[str]:
 def added_strategy(name: str, strategy: type) -> AbstractContextManager[None]:
     """Let accelerators choose among one strategy more, for the length of a ``with`` block."""
     return STRATEGIES.add(name, strategy)
+
+
+@contextmanager
+def xla_over_gloo() -> Iterator[list[int]]:
+    """Train by the strategy of PyTorch/XLA on CPUs; yield how many gradients each of its all-reduces had.
+
+    The fake stands where torch_xla would be called. It sums over gloo, at once, what XLA would record.
+    """
+
+    def all_reduce(kind: str, tensors: list[torch.Tensor], scale: float = 1.0) -> None:
+        assert kind == "sum"
+        calls.append(len(tensors))
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+            tensor.mul_(scale)
+
+    calls: list[int] = []
+    fake = types.ModuleType("torch_xla.core.xla_model")
+    fake.REDUCE_SUM, fake.all_reduce = "sum", all_reduce  # type: ignore[attr-defined]
+    kind = STRATEGIES.get("xla")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, fake.__name__, fake)
+        patch.setattr(
+            kind, "claims", classmethod(lambda cls, request: cls is kind and request.world.size > 1)
+        )
+        yield calls

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from accelerate.core import environ
+from accelerate.core.errors import DeviceError
 from accelerate.device.base import Device
 from accelerate.device.machine import DeviceProbeHost
 
@@ -17,7 +20,7 @@ CHIPS = frozenset({"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "
 
 
 class Xla(Device):
-    """PyTorch/XLA. Not run on a TPU: tested with a fake ``torch_xla``.
+    """PyTorch/XLA. Not run on a TPU: tested with a fake, and on the CPU client of torch_xla 2.9.
 
     The runtime gives each process its device, and work is done at a step's end. XLA on the CPU is for
     debugging: it is never detected, ``ACCELERATE_TORCH_DEVICE=xla`` selects it. ``USE_TORCH_XLA=0``
@@ -32,10 +35,12 @@ class Xla(Device):
     priority = 100
     extension = "torch_xla"
     extension_variable = "USE_TORCH_XLA"
+    extension_fix = "install the torch_xla of torch's version: pip install torch==2.9.0 torch_xla==2.9.0"
     group_extension = "torch_xla.distributed.xla_backend"
     rng_key = "xm_seed"
     out_of_memory_messages = ("RESOURCE_EXHAUSTED",)
     starts_ranks = True
+    is_lazy = True
 
     @property
     def module(self) -> Any:
@@ -52,7 +57,10 @@ class Xla(Device):
         return self.runtime.device_type() not in (None, "CPU")
 
     def count(self) -> int:
-        return int(self.runtime.addressable_device_count()) if self.is_available() else 0
+        if not self.is_available():
+            return 0
+        self._refuse_missing_driver()
+        return int(self.runtime.addressable_device_count())
 
     def count_physical(self, machine: DeviceProbeHost) -> int:
         count = 0
@@ -77,11 +85,27 @@ class Xla(Device):
         importlib.import_module("torch_xla").launch(function, args=args, start_method="fork")
 
     def bind(self, index: int) -> torch.device:
-        """Do nothing: the runtime has given this process its device."""
-        return self.torch_device()
+        """Return the device of this process. The runtime is not asked: SPMD is chosen before it starts."""
+        import torch
+
+        self._refuse_missing_driver()
+        return torch.device(self.type, 0)
+
+    def _refuse_missing_driver(self) -> None:
+        if self.runtime.device_type() != "TPU" or environ.get("TPU_LIBRARY_PATH") or find_spec("libtpu"):
+            return
+        if not self.count_physical(DeviceProbeHost()):
+            raise DeviceError(
+                "PyTorch/XLA is to run on a TPU, but this machine has neither a TPU nor its driver, libtpu",
+                why="PJRT_DEVICE or another variable of TPUs says so",
+                fix="unset PJRT_DEVICE; or, on a TPU, pip install 'torch_xla[tpu]'",
+            )
 
     def current(self) -> int:
         return self.torch_device().index or 0
+
+    def run_pending(self) -> None:
+        importlib.import_module("torch_xla").sync()
 
     def synchronize(self, index: int | None = None) -> None:
         importlib.import_module("torch_xla").sync()
