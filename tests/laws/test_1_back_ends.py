@@ -60,6 +60,7 @@ ALLOWED = {
     ("precision/float8/torchao", "fsdp"): "a field of torchao's configuration, by torchao's name",
     ("strategy/deepspeed/plugin", "fp8"): "the environment variable of the public interface",
     ("strategy/megatron/plugin", "tensorboard"): "an option of Megatron-LM, by its name",
+    ("strategy/xla_spmd", "fsdp"): "the plugin and the switch of FSDP ask for it where XLA partitions",
     ("strategy/parallelism", "fsdp"): "its dp_shard dimension is FSDP2: a strategy composed of another",
     (
         "strategy/parallelism/context/ulysses",

@@ -33,6 +33,7 @@ OTHERS = {
     "DeepSpeed": "_device _nvme_path _get_norm_groups _get_param_partition_rank _hp_mapping "
     "_hp_optimizer_states_linked _offload_accumulated_param_ids _release_preflattened_grad_buffers "
     "_wait_for_offload_copies",
+    "torch_xla": "_XLAC _xla_get_spmd_config_is_locked",
     "Megatron-LM": "_get_model_param_range_map",
     "modules of other devices": "_is_fp16_supported _lazy_init _manual_seed",
 }
