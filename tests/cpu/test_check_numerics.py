@@ -65,18 +65,17 @@ def bad_sample(bad: int | None) -> list[str]:
 
 def bad_module() -> list[str]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), Logarithm(), nn.Linear(4, 1))
-    with torch.no_grad():
-        model[0].weight.fill_(-1.0)
-        model[0].bias.fill_(0.5)  # below zero from the rows on whose sum is above 0.5
-    return train(Rows(), model)
+    first = nn.Linear(4, 4)
+    nn.init.constant_(first.weight, -1.0)
+    nn.init.constant_(first.bias, 0.5)  # below zero from the rows on whose sum is above 0.5
+    return train(Rows(), nn.Sequential(first, Logarithm(), nn.Linear(4, 1)))
 
 
 def bad_weight() -> list[str]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    model[1].bias.data.fill_(float("nan"))
-    return train(Rows(), model)
+    last = nn.Linear(4, 1)
+    nn.init.constant_(last.bias, float("nan"))
+    return train(Rows(), nn.Sequential(nn.Linear(4, 4), last))
 
 
 @pytest.mark.parametrize("environment", [{}, FSDP2], ids=["ddp", "fsdp2"])

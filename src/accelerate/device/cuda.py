@@ -116,13 +116,11 @@ class Cuda(Device):
         ask = getattr(self.module, "device_memory_used", None)
         if ask is None:
             return None
+        # Its errors are no RuntimeErrors; torch has imported it where it is there.
+        of_nvml: type[Exception] = getattr(sys.modules.get("pynvml"), "NVMLError", ImportError)
         try:
             return int(ask(index))
-        except (
-            ImportError,
-            RuntimeError,
-            getattr(sys.modules.get("pynvml"), "NVMLError", ImportError),
-        ) as error:
+        except (ImportError, RuntimeError, of_nvml) as error:
             logger.debug("the memory of card %d is asked of the CUDA runtime: %s", index, error)
             return None
 

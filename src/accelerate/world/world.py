@@ -422,7 +422,9 @@ def _select_device(
                 fix="keep one of them",
             )
         hardware = devices.get(kind)
-        index = int(number) if number.isdecimal() else local_rank % (hardware.count() or 1)
+        index = int(number) if number.isdecimal() else 0
+        if local_rank and not number:
+            index = local_rank % (hardware.count() or 1)
     else:
         hardware, index = devices.get("cpu") if settings.use_cpu else devices.detect(), 0
         # A process alone needs one, which it has detected; to count may start the device's runtime.
