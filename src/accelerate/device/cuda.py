@@ -6,14 +6,11 @@ import logging
 import re
 import sys
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import cast
 
 from accelerate.core import environ
 from accelerate.device.base import Device
 from accelerate.device.machine import DeviceProbeHost, count_visible
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +114,7 @@ class Cuda(Device):
         if ask is None:
             return None
         # Its errors are no RuntimeErrors; torch has imported it where it is there.
-        of_nvml: type[Exception] = getattr(sys.modules.get("pynvml"), "NVMLError", ImportError)
+        of_nvml = cast("type[Exception]", getattr(sys.modules.get("pynvml"), "NVMLError", ImportError))
         try:
             return int(ask(index))
         except (ImportError, RuntimeError, of_nvml) as error:
