@@ -146,7 +146,7 @@ class NumericsMonitor:
             ids = {id(p) for p in group["params"] if p.requires_grad}
             norm = next((norm for clipped, norm in reversed(self._clipped) if clipped == ids), None)
             if norm is None and groups_step:
-                norm = self._strategy.grad_norm(group["params"], 2.0)
+                norm = self._strategy.clip_norm(group["params"], float("inf"), 2.0)
             if norm is not None:
                 norms.append(norm.detach().to(self._world.device, torch.float32).reshape(()))
         if not norms:

@@ -33,7 +33,7 @@ from accelerate.facade.runtime import Runtime
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.offload.offloaded_tensor import check_trainable
 from accelerate.offload.quantization.adapters import check_adapters, quantized_models
-from accelerate.strategy.base import DataSharding, ObjectKind, PrepareBundle, PrepareStep
+from accelerate.strategy.base import BatchPlacement, DataSharding, ObjectKind, PrepareBundle, PrepareStep
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
 logger = logging.getLogger(__name__)
@@ -400,7 +400,8 @@ class Preparer:
         more: dict[str, Any] = {"shard": config.shard} if config.shard != "auto" else {}
         if config.legacy_random_numbers:
             more["legacy_random_numbers"] = True
-        share, slicer = strategy.data_shard, strategy.batch_placement()
+        share = strategy.data_shard
+        slicer = strategy.place_batch if isinstance(strategy, BatchPlacement) else None
         if isinstance(strategy, DataSharding):
             share, slicer = strategy.data_shard_for(loader), strategy.batch_slicer_for(loader)
         more.update((name, value) for name, value in options.items() if value is not None)

@@ -299,10 +299,6 @@ class Strategy(GradientSync, ABC):
         """The part of the data that this rank reads; tensor parallel ranks read the same."""
         return RankDataShard(self.world.size, self.world.rank)
 
-    def batch_placement(self) -> Callable[[Any], Any] | None:
-        """Return what is done with each batch of a prepared loader on the device; None for nothing."""
-        return None
-
     @property
     def model_parallel_size(self) -> int:
         """The number of ranks, with this one, that compute the same loss from the same tokens."""
@@ -372,6 +368,14 @@ class SubclassGathering:
     def gathers_tensor_subclasses(self) -> bool:
         """Return whether they do in this layout."""
         return True
+
+
+class BatchPlacement:
+    """A capability: batches are annotated once they are on the device, before the program gets them."""
+
+    def place_batch(self, batch: Any) -> Any:
+        """Return the batch, whose tensors are on the device."""
+        raise NotImplementedError
 
 
 class DataSharding:

@@ -214,13 +214,6 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering):
         device, elsewhere = self.world.device, self._params_counted_elsewhere()
         return clip_norm(parameters, max_norm, norm_type, device, self._pipeline_groups, elsewhere)
 
-    def grad_norm(self, parameters: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """Return the global norm, with all-reduces of one number."""
-        from accelerate.strategy.sharding.grads import grad_norm
-
-        device, elsewhere = self.world.device, self._params_counted_elsewhere()
-        return grad_norm(parameters, norm_type, device, self._pipeline_groups, elsewhere)
-
     def clip_value(self, parameters: Iterable[torch.Tensor], limit: float) -> None:
         """Clamp the local shard of each gradient."""
         from accelerate.strategy.sharding.grads import clip_value

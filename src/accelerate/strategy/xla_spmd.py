@@ -9,8 +9,7 @@ Losses, norms, state dicts and checkpoints are those of one process.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,7 +18,7 @@ from torch import nn
 from accelerate.core import tree
 from accelerate.core.errors import SettingError, WorldError
 from accelerate.core.option_report import OptionStatus, RequestedOption
-from accelerate.strategy.base import PrepareBundle, PrepareStep, StrategyRequest
+from accelerate.strategy.base import BatchPlacement, PrepareBundle, PrepareStep, StrategyRequest
 from accelerate.strategy.sharding.sharded_strategy import FSDP_SELECTION
 from accelerate.strategy.xla import XLADataParallel
 
@@ -39,7 +38,7 @@ _USED = {
 }
 
 
-class XLASPMDStrategy(XLADataParallel):
+class XLASPMDStrategy(BatchPlacement, XLADataParallel):
     """Batches sharded over the devices of one process, and with FSDP's plugin parameters too.
 
     Run on four virtual devices of the CPU client of torch_xla 2.9. Source: PyTorch/XLA documentation,
@@ -137,9 +136,9 @@ class XLASPMDStrategy(XLADataParallel):
             reason = f"{self.device_count} devices hold a shard of each parameter"
             yield PrepareStep("shard", reason, self._shard_models)
 
-    def batch_placement(self) -> Callable[[Any], Any] | None:
-        """Return a function that shards the tensors of a batch by samples."""
-        return partial(tree.map_tree, self._shard_samples)
+    def place_batch(self, batch: Any) -> Any:
+        """Shard the tensors of a batch by samples."""
+        return tree.map_tree(self._shard_samples, batch)
 
     def _shard_models(self, bundle: PrepareBundle) -> None:
         from accelerate.strategy.sharding.fsdp_unit_plan import plan_layout

@@ -127,11 +127,13 @@ def clip_norm(
     Args:
         wrapped_models: the wrapped models.
         wanted: the parameters.
-        limit: the greatest norm.
+        limit: the greatest norm; infinity scales nothing.
         p: of the p-norm; ``inf`` takes the greatest value.
         device: where the all-reduce runs.
     """
-    norm, gradients = grad_norm(wrapped_models, wanted, p, device)
+    norm, gradients = _grad_norm(wrapped_models, wanted, p, device)
+    if limit == float("inf"):
+        return norm
     # As torch does it: 1e-6 keeps the division defined.
     scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
     for gradient in gradients:
@@ -139,8 +141,7 @@ def clip_norm(
     return norm
 
 
-@torch.no_grad()
-def grad_norm(
+def _grad_norm(
     wrapped_models: Iterable[FSDP1WrappedModel],
     wanted: Iterable[torch.Tensor],
     p: float,

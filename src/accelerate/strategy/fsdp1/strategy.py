@@ -299,12 +299,6 @@ class FSDP1Strategy(ShardedStrategy):
 
         return clip_norm(self._wrapped_models(), parameters, max_norm, float(norm_type), self.world.device)
 
-    def grad_norm(self, parameters: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """Return the global norm, with one all-reduce of one number."""
-        from accelerate.strategy.fsdp1.grads import grad_norm
-
-        return grad_norm(self._wrapped_models(), parameters, float(norm_type), self.world.device)[0]
-
     def zero_grad(self, optimizer: torch.optim.Optimizer, zero: Callable[[], None]) -> None:
         """Clear gradients, also unreduced ones."""
         if self._has_unreduced:

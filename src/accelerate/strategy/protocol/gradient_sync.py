@@ -138,12 +138,13 @@ class GradientSync:
     def clip_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """Scale gradients so that their global norm is at most ``max_norm``; return the norm before."""
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        """Scale gradients so that their global norm is at most ``max_norm``; return the norm before.
 
-    def grad_norm(self, parameters: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """Return the global norm of reduced gradients; all ranks that share a gradient call it."""
-        return nn.utils.get_total_norm(self.gradients(parameters), norm_type)
+        Infinity asks for the norm alone. All ranks that share a gradient call it.
+        """
+        if max_norm == float("inf"):
+            return nn.utils.get_total_norm(self.gradients(parameters), norm_type)
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
     def clip_value(self, parameters: Iterable[torch.Tensor], limit: float) -> None:
         """Clamp each gradient element to ``[-limit, limit]``."""

@@ -248,7 +248,7 @@ def clip_norm(
 
     Args:
         parameters: the parameters, sharded or not.
-        limit: the greatest norm.
+        limit: the greatest norm; infinity scales nothing.
         p: of the p-norm; ``inf`` takes the greatest value.
         device: where the all-reduce runs.
         stages: pipeline parallel groups, whose ranks have other parameters that count too.
@@ -256,7 +256,9 @@ def clip_norm(
     """
     parameters = list(parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = grad_norm(parameters, p, device, stages, elsewhere)
+    norm = _grad_norm(parameters, p, device, stages, elsewhere)
+    if limit == float("inf"):
+        return norm
     # As torch does it: 1e-6 keeps the division defined.
     scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
     for shards in _group_by_dtype(map(local_grad, grads)):
@@ -264,13 +266,12 @@ def clip_norm(
     return norm
 
 
-@torch.no_grad()
-def grad_norm(
+def _grad_norm(
     parameters: Iterable[torch.Tensor],
     p: float,
     device: torch.device,
-    stages: Sequence[Any] = (),
-    elsewhere: Iterable[torch.Tensor] = (),
+    stages: Sequence[Any],
+    elsewhere: Iterable[torch.Tensor],
 ) -> torch.Tensor:
     """Return the global norm of gradients, equal on all ranks; the arguments are those of ``clip_norm``."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
