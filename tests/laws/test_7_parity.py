@@ -54,8 +54,9 @@ WAYS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "ZeRO 2": (2, "deepspeed", {"zero": 2}),
     "ZeRO 3": (2, "deepspeed", {"zero": 3}),
 }
-# It trains models of its own only: its tests hold it to this law with such a model.
-ELSEWHERE = {"megatron"}
+# Megatron-LM trains models of its own only: its tests hold it to this law with such a model. So do those of
+# PyTorch/XLA (tests/xla), in an environment of their own.
+ELSEWHERE = {"megatron", "xla", "xla_spmd"}
 
 
 def accelerator_of(way: str, **more: Any) -> Any:

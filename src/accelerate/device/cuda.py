@@ -58,7 +58,6 @@ class Cuda(Device):
         "CUBLAS_STATUS_ALLOC_FAILED",
         "CUDNN_STATUS_NOT_SUPPORTED",
     )
-
     peak_flops = MappingProxyType(
         {name: {kind: value * 1e12 for kind, value in peaks.items()} for name, peaks in _TFLOPS.items()}
     )
@@ -125,10 +124,8 @@ class Cuda(Device):
     def has_tf32(self) -> bool:
         import torch
 
-        return not torch.version.hip and self.module.get_device_capability(self._index_or_current(None)) >= (
-            8,
-            0,
-        )
+        capability = self.module.get_device_capability(self._index_or_current(None))
+        return not torch.version.hip and capability >= (8, 0)
 
     def allow_tf32(self) -> None:
         import torch

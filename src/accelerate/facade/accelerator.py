@@ -44,8 +44,8 @@ from accelerate.facade.run_recorder import start_recorder
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.facade.state import AcceleratorState
 from accelerate.facade.tracker_set import TrackerSet
-from accelerate.facade.train_loop import AccumulationContext
-from accelerate.facade.watched_train_loop import make_train_loop
+from accelerate.facade.train_loop import AccumulationContext, TrainLoop
+from accelerate.facade.watched_train_loop import WatchedTrainLoop
 from accelerate.precision.autocast import AutocastKwargs
 from accelerate.precision.fp16 import GradScalerKwargs
 from accelerate.strategy import STRATEGIES
@@ -229,8 +229,9 @@ class Accelerator(ProcessMixin):
         options.strict = self._option_reporter.strict
         if self._option_reporter.record_folder is not None:
             self._trackers.recorder = start_recorder(self._option_reporter.record_folder, runtime.world)
-        recorder, checks_numerics = self._trackers.recorder, self._option_reporter.checks_numerics
-        self._loop = make_train_loop(runtime, prepared, recorder, checks_numerics)
+        watch = self._trackers.recorder, self._option_reporter.checks_numerics
+        plain = TrainLoop(runtime, prepared)
+        self._loop = WatchedTrainLoop(runtime, prepared, *watch) if any(watch) else plain
         first_step_checks = self._loop.check_first_step, self._option_reporter.report_first_step
         self._preparer = Preparer(runtime, prepared, options, first_step_checks)
         reference = weakref.proxy(self)

@@ -28,7 +28,6 @@ class WatchedTrainLoop(TrainLoop):
         runtime: Runtime,
         prepared: PreparedObjects,
         recorder: RunRecorder | None,
-        *,
         checks_numerics: bool,
     ) -> None:
         super().__init__(runtime, prepared)
@@ -65,12 +64,3 @@ class WatchedTrainLoop(TrainLoop):
         if self._monitor is not None and self.gradients.sync_gradients and norm_type == 2:
             self._monitor.note_norm(params, norm)
         return norm
-
-
-def make_train_loop(
-    runtime: Runtime, prepared: PreparedObjects, recorder: RunRecorder | None, checks_numerics: bool
-) -> TrainLoop:
-    """Return the train loop of a run: the plain one where nobody watches; see ``WatchedTrainLoop``."""
-    if recorder is None and not checks_numerics:
-        return TrainLoop(runtime, prepared)
-    return WatchedTrainLoop(runtime, prepared, recorder, checks_numerics=checks_numerics)
