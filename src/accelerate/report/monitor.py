@@ -26,7 +26,7 @@ COLUMNS = ("rank", "step", "median step", "waiting for data", "own time", "peak 
 
 @dataclass
 class RunSummary:
-    """What is shown of a run.
+    """The texts that show a run.
 
     Attributes:
         title: its name and status.
