@@ -400,6 +400,54 @@ def test_a_rank_that_waits_long_says_for_whom_once(ranks: RankServer) -> None:
     assert "rank 1 is at test_collective_errors.py:" in text
 
 
+def queue_and_read(file: str) -> list[str]:
+    """Rank 1 skips a collective; the others queue it, and wait where they read the device."""
+    from accelerate import Accelerator
+
+    records = record_early_hints()
+    accelerator = Accelerator()
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    work: Any = None
+    if accelerator.process_index != 1:
+        work = torch.distributed.all_reduce(total, async_op=True)
+    else:
+        threading.Timer(1.5, Path(file).touch).start()
+    # A call in C, like item() of a tensor on a GPU.
+    wait_in_c(file)
+    if work is None:
+        torch.distributed.all_reduce(total)
+    else:
+        work.wait()
+    assert total.item() == accelerator.num_processes**2
+    return records
+
+
+def wait_in_c(file: str) -> None:
+    """Stay at one instruction until there is the file."""
+    lock = threading.Lock()
+    lock.acquire()
+
+    def release() -> None:
+        wait_for_file(file)
+        lock.release()
+
+    threading.Thread(target=release, daemon=True).start()
+    lock.acquire()
+
+
+def test_a_rank_that_waits_for_the_device_names_the_rank_with_the_fewest_collectives(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    """As under NCCL, where the host waits in ``item()`` and not in a call of torch.distributed."""
+    first, behind, last = ranks(3, queue_and_read, str(tmp_path / "go"))
+    assert behind == []
+    for rank, records in ((0, first), (2, last)):
+        [text] = records
+        assert text.startswith(f"rank {rank} has been at the same instruction, test_collective_errors.py:")
+        assert "after 2 collectives of torch; rank 1 has begun 1 of them, the fewest" in text
+
+
 def stay_away(how: str, file: str) -> list[str]:
     """Rank 0 waits in torch for rank 1, until it has said so."""
     from accelerate import Accelerator
@@ -646,8 +694,8 @@ def test_a_rank_that_dies_before_the_group_is_complete_is_named(
 ) -> None:
     """C3, G11: without a launcher too, in seconds and not at the timeout."""
     began = time.monotonic()
-    first, second, *_ = ranks.outcomes(size, die_before_the_group_is_complete, moment, grace=40)
-    assert time.monotonic() - began < 30
+    first, second, *_ = ranks.outcomes(size, die_before_the_group_is_complete, moment, timeout=100, grace=80)
+    assert time.monotonic() - began < 60
     assert second.status == "died"
     assert first.kind == "PeerError", first
     assert "rank 1 is gone while rank 0 was opening the process group" in first.message

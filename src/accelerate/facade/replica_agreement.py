@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -91,7 +91,11 @@ def check_replicas(models: Iterable[nn.Module], optimizers: Iterable[Any], actio
         for number, model in enumerate(models)
         for name, parameter in model.named_parameters()
     ]
-    facts = dict(zip([name for name, _ in named], _checksums([p for _, p in named]), strict=True))
+    sums = [_bits(parameter).sum(dtype=torch.int64) for _, parameter in named]
+    devices = {total.device for total in sums}
+    # One copy to the host for each device.
+    by_device = {d: iter(torch.stack([s for s in sums if s.device == d]).tolist()) for d in devices}
+    facts = {name: next(by_device[total.device]) for (name, _), total in zip(named, sums, strict=True)}
     rates = {
         f"the learning rate of group {number} of the {type(optimizer.optimizer).__name__}": repr(
             group.get("lr")
@@ -117,13 +121,6 @@ def _describe_drift(by_rank: list[dict[str, Any]]) -> str:
         f"the ranks have drifted apart: {other[0]}{more} of rank {ranks[0]} is not that of rank 0, whose "
         "values are saved. A gradient was not averaged, or the ranks step differently"
     )
-
-
-def _checksums(tensors: Sequence[torch.Tensor]) -> Iterator[int]:
-    sums = [_bits(tensor).sum(dtype=torch.int64) for tensor in tensors]
-    devices = {total.device for total in sums}
-    by_device = {d: iter(torch.stack([s for s in sums if s.device == d]).tolist()) for d in devices}
-    return (next(by_device[total.device]) for total in sums)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

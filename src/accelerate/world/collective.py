@@ -3,7 +3,8 @@
 Each starts with an exchange of control messages (``control_channel.py``), which hold small values inline;
 large values follow in an all-gather, all-reduce or broadcast. If operations, structures, dtypes or shapes do
 not match, every rank raises the same ``CollectiveError`` with a table of ranks. Dimension 0 may differ in
-``gather``.
+``gather``. Where tensors on an accelerator must be equal in shape on all ranks (``reduce``, ``broadcast``,
+``gather`` of scalars), the host waits for nothing: the ranks agree on the device (``deferred_agreement.py``).
 """
 
 # torch's signatures are partly untyped: what is unknown here is torch's.
@@ -93,6 +94,9 @@ def gather(tensor: T) -> T:
         return recursively_apply(_at_least_1d, tensor, error_on_other_type=True)
     packed = PackedTree.pack("gather", tensor)
     with packed.channel.lock:
+        # Only scalars are known to be as long on all ranks.
+        if all(leaf.dim() == 0 for leaf in packed.leaves) and packed.agree_on_device():
+            return packed.rebuild([_all_gather(_at_least_1d(leaf), packed.channel) for leaf in packed.leaves])
         messages = packed.exchange()
         packed.check_agreement(messages, ragged=True)
         return packed.rebuild(_gather_leaves(packed, messages))
@@ -230,9 +234,11 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
         return recursively_apply(lambda leaf: leaf, tensor, error_on_other_type=True)
     packed = PackedTree.pack("broadcast", tensor)
     with packed.channel.lock:
-        messages = packed.exchange(source=from_process)
-        packed.check_agreement(messages)
-        values = packed.rank_values(messages, from_process) if messages.inline else None
+        values = None
+        if not packed.agree_on_device(f" from rank {from_process}"):
+            messages = packed.exchange(source=from_process)
+            packed.check_agreement(messages)
+            values = packed.rank_values(messages, from_process) if messages.inline else None
         for index, leaf in enumerate(packed.leaves):
             if values is not None:
                 leaf.copy_(values[index])
@@ -335,8 +341,10 @@ def reduce(tensor: T, reduction: str = "mean", scale: float = 1.0) -> T:
         return recursively_apply(reduce_alone, tensor, error_on_other_type=True)
     packed = PackedTree.pack(f"reduce({reduction})", tensor)
     with packed.channel.lock:
-        messages = packed.exchange(merge=functools.partial(_merge_values, packed, reduction))
-        packed.check_agreement(messages)
+        messages = None
+        if not packed.agree_on_device():
+            messages = packed.exchange(merge=functools.partial(_merge_values, packed, reduction))
+            packed.check_agreement(messages)
         totals = _reduce_leaves(packed, messages, reduction)
     leaves = zip(totals, packed.leaves, strict=True)
     return packed.rebuild(
@@ -345,12 +353,12 @@ def reduce(tensor: T, reduction: str = "mean", scale: float = 1.0) -> T:
 
 
 def _reduce_leaves(
-    packed: PackedTree, messages: GatheredControlMessages, reduction: str
+    packed: PackedTree, messages: GatheredControlMessages | None, reduction: str
 ) -> list[torch.Tensor]:
-    """Combine the values of all ranks, which agree."""
+    """Combine the values of all ranks, which agree; without messages they do so on the device."""
     for leaf in packed.leaves:
         check_order(leaf, reduction)
-    if not messages.inline:
+    if messages is None or not messages.inline:
         return [_reduce_large(packed.channel, leaf, reduction) for leaf in packed.leaves]
     if not messages.is_merged:
         return [reduce_stacked(values, reduction) for values in packed.stacked_values(messages)]

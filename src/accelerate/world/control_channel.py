@@ -35,6 +35,7 @@ from accelerate.core.errors import CollectiveError
 from accelerate.world import watchdog
 from accelerate.world.call_site import CallSite, find_call_site
 from accelerate.world.control_tree import ControlTree, TreeMessage
+from accelerate.world.deferred_agreement import DeferredAgreement
 from accelerate.world.rank_failure_report import DEPARTURES, SAME_CALLS, rank_table
 
 # Label for error texts; digests of operation and structure, kind of values, bytes of the description, bytes
@@ -235,6 +236,7 @@ class ControlChannel:
         self.watchdog, self.rank, self.size = watch, watch.rank, watch.size
         self.lock = threading.RLock()
         self.tree = ControlTree(self.rank, self.size)
+        self.deferred: DeferredAgreement | None = None  # made by the first call that needs no wait
         self._group: Any = None
         self._has_arrived = False  # the others know that this rank is about to open the group
         watch.add_shutdown_action(self.close)
@@ -305,6 +307,8 @@ class ControlChannel:
 
         watch, headers = self.watchdog, list[RankHeader]()
         until = time.monotonic() + watch.timeout
+        if self.deferred is not None:
+            self.deferred.settle(lambda: watch.check_wait(until))
         for full in (False, True):
             parts = message.encode(self.rank, limit, full=full)
             try:

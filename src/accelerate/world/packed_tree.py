@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import struct
 import zlib
@@ -19,11 +20,14 @@ import torch
 from accelerate.core import tree
 from accelerate.core.errors import CollectiveError, PrepareError
 from accelerate.world import control_channel
+from accelerate.world import world as worlds
+from accelerate.world.call_site import find_call_site
 from accelerate.world.control_channel import (
     NOT_ON_HOST,
     GatheredControlMessages,
     align,
 )
+from accelerate.world.deferred_agreement import DeferredAgreement, is_deferrable
 from accelerate.world.rank_failure_report import rank_table
 
 _DTYPES: tuple[torch.dtype, ...] = tuple(
@@ -130,6 +134,36 @@ class PackedTree:
         if self.problem is not None:
             raise self.problem
         return messages
+
+    def agree_on_device(self, arguments: str = "") -> bool:
+        """Send a digest of the call ahead of its transfer; return False where the host must wait.
+
+        Args:
+            arguments: of the collective; they must be equal on all ranks.
+
+        Raises:
+            CollectiveError: the ranks disagree about an earlier call, or are known to about this one.
+        """
+        channel, world = self.channel, worlds.current()
+        if self.problem is not None or world is None or not is_deferrable(world, self.leaves):
+            return False
+        if channel.watchdog.report is not None:
+            raise channel.watchdog.report.error(channel.rank)
+        if channel.deferred is None:
+            channel.deferred = DeferredAgreement(channel.watchdog, world)
+        operation = self.operation + arguments
+        label = f"{operation} at {find_call_site(inspect.currentframe())}"
+        content = struct.pack("<I", self.structure) + _encode_descriptions(self.leaves)
+        channel.deferred.post(operation, label, content, self._describe)
+        return True
+
+    def _describe(self) -> list[tuple[str, str]]:
+        """Return path and description of each leaf."""
+        described = ((path, leaf) for path, leaf in tree.iterate_leaves(self.data) if leaf is not None)
+        return [
+            (path, str(TensorDescription(leaf.dtype, leaf.device.type == "cpu", tuple(leaf.shape))))
+            for path, leaf in described
+        ]
 
     def _fill(self, message: bytearray, start: int) -> None:
         for leaf in self.leaves:

@@ -7,6 +7,7 @@ each answers. Whoever does not answer is looked up among the processes of this m
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import signal
 import socket
@@ -19,7 +20,11 @@ from functools import lru_cache
 from pathlib import Path
 
 from accelerate.world.call_site import outward, torch_prefixes
+from accelerate.world.peer_statuses import PeerStatuses
 from accelerate.world.process_group import StoreClient
+from accelerate.world.rank_failure_report import RankStatus, describe_stall, split_by_progress
+
+logger = logging.getLogger(__name__)
 
 MAX_STACK = 24  # innermost frames of a shown stack
 _STACK_FILE = "accelerate-stack"  # in memory; a forked process writes its stack there
@@ -27,6 +32,7 @@ _STACK_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 3  # on Linux; nobody else's
 _STACK_TIMEOUT = 0.5  # seconds
 _stack_fd = -1
 MAX_RANKS = 8  # ranks that are asked, or looked up, at a time
+ANSWER_TIMEOUT = 3.0  # seconds that other ranks have to say where they are
 
 
 class PeerProcesses:
@@ -168,3 +174,32 @@ def _describe_process(pid: int) -> str:
     if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
         return f"process {pid} is stopped (SIGSTOP, Ctrl-Z or a debugger); kill -CONT {pid} lets it go on"
     return f"process {pid} is {status}"
+
+
+def log_wait(processes: PeerProcesses, peers: PeerStatuses, own: RankStatus, waited: float) -> None:
+    """Log for whom this rank waits. The first one that waits asks them for their stacks.
+
+    Args:
+        processes, peers: those of the other ranks.
+        own: where this rank is.
+        waited: seconds that it has been there.
+    """
+    question = f"{own.letters}.{own.calls}"
+    if not peers.claim(f"hint/{question}"):
+        return  # in a large world one rank does
+    statuses = {**peers.read_all(), peers.rank: own}
+    if not own.place:
+        if stall := describe_stall(peers.rank, waited, statuses):
+            logger.warning("%s", stall)
+        return
+    missing, waiting = split_by_progress(peers.rank, peers.size, statuses)
+    if not missing:
+        return
+    missing = missing[:MAX_RANKS]
+    shown = peers.describe(missing)
+    is_first = peers.rank < min(waiting, default=peers.size)
+    details = processes.ask(missing, f"{peers.rank}.{question}", ANSWER_TIMEOUT) if is_first else []
+    logger.warning(
+        "rank %d has waited %.0f s in %s: %s. Every rank must make this call.%s",
+        peers.rank, waited, own.place, shown, "".join(f"\n{each}" for each in details),
+    )  # fmt: skip

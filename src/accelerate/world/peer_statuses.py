@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 from accelerate.world.process_group import LARGE_WORLD, StoreClient
-from accelerate.world.rank_failure_report import RankStatus
+from accelerate.world.rank_failure_report import RankStatus, describe_ranks
 
 NEIGHBOURS = 8  # ranks that are watched before all have written their statuses
 SETTLING_POLLS = 1.25  # intervals between polls in which all have
@@ -54,6 +54,10 @@ class PeerStatuses:
         names = {f"at/{rank}": rank for rank in ranks}
         texts = self.store.read(list(names))
         return {names[key]: RankStatus.from_json(text) for key, text in texts.items()}
+
+    def describe(self, ranks: Sequence[int]) -> str:
+        """Return where other ranks are, in words."""
+        return "; ".join(describe_ranks(ranks, self.read(ranks)))
 
     def read_all(self) -> dict[int, RankStatus]:
         """Return the statuses of all other ranks; in a large world after ``claim``."""

@@ -88,6 +88,7 @@ class FailureReport:
         what, why, fix: the text of the error.
         traceback: that of the rank that failed.
         lost_rank: the rank that is gone without a word, ``UNKNOWN_RANK`` where nobody knows which.
+        interrupts: ranks that wait in torch are interrupted, since no peer that ends would free them.
     """
 
     rank: int
@@ -96,6 +97,7 @@ class FailureReport:
     fix: str = ""
     traceback: str = ""
     lost_rank: int | None = None
+    interrupts: bool = False
 
     @staticmethod
     def from_exception(rank: int, error: BaseException, what: str = "", why: str = "") -> FailureReport:
@@ -159,6 +161,29 @@ def find_deadlock(me: int, size: int, positions: Mapping[int, RankStatus]) -> Fa
             if other.doing and other.letters > status.letters and not other.has_departed:
                 return deadlock_report(me, size, positions)
     return None
+
+
+def split_by_progress(me: int, size: int, positions: Mapping[int, RankStatus]) -> tuple[list[int], list[int]]:
+    """Return the ranks that rank ``me`` waits for, and those of the others that are in a collective."""
+    others = [rank for rank in range(size) if rank != me]
+    missing = [r for r in others if r not in positions or positions[r].is_behind(positions[me])]
+    return missing, [r for r in others if r not in missing and positions[r].place]
+
+
+def describe_stall(me: int, seconds: float, positions: Mapping[int, RankStatus]) -> str:
+    """Return the warning about rank ``me``, which stays at one instruction outside of all collectives.
+
+    It names the rank that has begun the fewest collectives of torch; empty if that is none but ``me``.
+    """
+    own, behind = positions[me], min(positions, key=lambda rank: positions[rank].calls)
+    if positions[behind].calls == own.calls:
+        return ""
+    return (
+        f"rank {me} has been at the same instruction, {own.at}, for {seconds:.0f} s, after {own.calls} "
+        f"collectives of torch; rank {behind} has begun {positions[behind].calls} of them, the fewest, and "
+        f"{positions[behind].describe()}. If the instruction reads the device (item(), synchronize()), it "
+        "waits for that rank. Every rank must make the same collective calls."
+    )
 
 
 def timeout_report(me: int, size: int, positions: Mapping[int, RankStatus], seconds: float) -> FailureReport:
@@ -236,11 +261,13 @@ def _count_arrived(me: int, positions: Mapping[int, RankStatus], doing: str) -> 
 
 def table(size: int, positions: Mapping[int, RankStatus]) -> str:
     """Return a table with one line per rank."""
-    rows = [
-        f"rank {rank} {positions[rank].describe() if rank in positions else 'is silent'}"
-        for rank in range(min(size, _MAX_ROWS))
-    ]
+    rows = describe_ranks(range(min(size, _MAX_ROWS)), positions)
     return _NEW_ROW.join([*rows, *(["..."] if size > _MAX_ROWS else [])])
+
+
+def describe_ranks(ranks: Iterable[int], positions: Mapping[int, RankStatus]) -> list[str]:
+    """Return where each rank is, in words."""
+    return [f"rank {r} {positions[r].describe() if r in positions else 'is silent'}" for r in ranks]
 
 
 def rank_table(rows: Iterable[object]) -> str:

@@ -80,7 +80,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     if device_specific:
         seed += get_rank_info()[0]
-    device = _current_device_type()
+    device = _all_devices()[-1]
     if deterministic:
         device.make_deterministic()
         torch.use_deterministic_algorithms(True)
@@ -149,7 +149,7 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
     elif name == "torch":
         cpu = devices.get("cpu")
         cpu.set_rng_state(_broadcast_state(cpu.get_rng_state()))
-    elif name == _current_device_type().type:
+    elif name == _all_devices()[-1].type:
         device = devices.get(name)
         device.set_rng_state(_broadcast_state(device.get_rng_state()))
     elif name not in devices.DEVICES:
@@ -176,12 +176,8 @@ def _require_open_world() -> None:
         )
 
 
-def _current_device_type() -> Device:
-    """Return the device type of this process, also before the world is open."""
-    world = current()
-    return devices.detect() if world is None else world.hardware
-
-
 def _all_devices() -> list[Device]:
-    device = _current_device_type()
+    """Return the CPU, and last the device type of this process, also before the world is open."""
+    world = current()
+    device = devices.detect() if world is None else world.hardware
     return [device] if device.type == "cpu" else [devices.get("cpu"), device]

@@ -108,7 +108,7 @@ class SoloCallDetector:
     def _error(self, operation: str) -> CollectiveError:
         return CollectiveError(
             f"rank {self.rank} called {operation}, rank 0 did not",
-            why=self.watchdog.describe_peers([0]),
+            why=self.watchdog.peers.describe([0]),
             fix="call it on every rank, or under `if accelerator.is_main_process`",
         )
 

@@ -7,16 +7,18 @@ rank has ended, or two ranks are deadlocked in different collectives. The first 
 report, and all ranks raise the same error.
 
 A rank inside a wait of torch itself (a backward, a forward under FSDP) is noticed by its stack, which stays
-the same. It is freed when its peers end, and then shows the stored report. Whoever waits long asks the ranks
-that it waits for where they are, and logs their stacks. While no rank waits, each watchdog makes one store
-request per poll interval; while they wait, each makes a few, whatever the size of the world
-(``peer_statuses.py``).
+the same. It is freed when its peers end, and then shows the stored report. Where collectives are queued on a
+device, a rank waits in what reads the device next, such as ``item()``: one that stays at one instruction, and
+has begun more collectives than another, logs which rank has begun the fewest.
+
+Whoever waits long asks the ranks that it waits for where they are, and logs their stacks. While no rank
+waits, each watchdog makes one store request per poll interval; while they wait, each makes a few, whatever
+the size of the world (``peer_statuses.py``).
 """
 
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import sys
 import threading
@@ -37,7 +39,7 @@ from accelerate.world.call_site import (
     torch_prefixes,
     waiting_place,
 )
-from accelerate.world.peer_processes import MAX_RANKS, PeerProcesses, write_stack_on_signal
+from accelerate.world.peer_processes import PeerProcesses, log_wait, write_stack_on_signal
 from accelerate.world.peer_statuses import PeerStatuses
 from accelerate.world.process_group import (
     LARGE_WORLD,
@@ -58,14 +60,11 @@ from accelerate.world.rank_failure_report import (
     timeout_report,
 )
 
-logger = logging.getLogger(__name__)
-
 POLL_INTERVAL = 0.5  # seconds between polls of the store; more in large worlds
 MAX_WAIT_POLL = 30.0  # ... of a rank that waits in a large world
 WAIT_REPORT_DELAY = 1.5  # seconds in one collective until a rank publishes that it waits
 TORCH_WAIT_DELAY = 5.0  # ... in one call of torch, which may compute that long
 HINT_DELAY = 10.0  # seconds until it also logs a warning
-ANSWER_TIMEOUT = 3.0  # seconds that other ranks have to say where they are
 EXIT_GRACE = 2.0  # seconds that rank 0, which may host the store, waits for the others to read it
 DIAGNOSIS_TIMEOUT = 3.0  # seconds to find out which rank closed a connection
 DIAGNOSIS_INTERVAL = 0.1  # seconds between polls meanwhile; up to ten times that in large worlds
@@ -188,6 +187,7 @@ class Watchdog:
         self._counters = list(counters)
         self.group: object = None
         self._shutdown_actions: list[Callable[[], None]] = []
+        self._poll_actions: list[Callable[[], object]] = []
         self._last_activity: object = None
         self._waits_since, self._hint_logged, self._inside = time.monotonic(), False, ""
         self._alarm_raised = self._failure_announced = self._has_failed = self._has_ended = False
@@ -243,7 +243,7 @@ class Watchdog:
         Raises:
             CollectiveError: a rank has failed, or the process of one of them, on this machine, is gone.
         """
-        self._raise_alarm()
+        self.raise_alarm()
         own, statuses = self._own_status(), self.peers.read(ranks)
         text = self.store.get("report")
         if text is not None:
@@ -254,17 +254,10 @@ class Watchdog:
             raise self._publish_report(lost).error(self.rank)
         return ahead
 
-    def describe_peers(self, ranks: Sequence[int]) -> str:
-        """Return where other ranks are, in words."""
-        statuses = self.peers.read(ranks)
-        return "; ".join(
-            f"rank {rank} {statuses[rank].describe() if rank in statuses else 'is silent'}" for rank in ranks
-        )
-
     def timeout_error(self) -> CollectiveError:
         """Return the error for a collective that lasted longer than the timeout."""
         self._poll_peers(waiting=True)
-        return self._write_report(self._timeout_report).error(self.rank)
+        return self.write_report(self._timeout_report).error(self.rank)
 
     def _timeout_report(self, statuses: dict[int, RankStatus]) -> FailureReport:
         return timeout_report(self.rank, self.size, statuses, self.timeout)
@@ -285,7 +278,7 @@ class Watchdog:
         if "NCCL" in text or "nccl" in text:
             return None  # it may be a mistake of this rank
         if "Timed out" in text:
-            return self._write_report(self._timeout_report)
+            return self.write_report(self._timeout_report)
         return self._publish_report(lost_peer_report(self.rank, self._inside, error))
 
     def announce_failure(self, error: BaseException) -> None:
@@ -317,6 +310,10 @@ class Watchdog:
         """Register ``action`` to be called when the watchdog stops."""
         self._shutdown_actions.append(action)
 
+    def add_poll_action(self, action: Callable[[], object]) -> None:
+        """Register ``action`` to be called by the thread at each poll while some rank waits long."""
+        self._poll_actions.append(action)
+
     def stop(self) -> None:
         """Stop the thread and drop the reference to the group, so that destroying it frees it."""
         self._stop_event.set()
@@ -325,7 +322,7 @@ class Watchdog:
         self.thread.join(10.0)
         for action in self._shutdown_actions:
             action()
-        self._shutdown_actions, self._counters, self.group = [], [], None
+        self._shutdown_actions, self._poll_actions, self._counters, self.group = [], [], [], None
 
     def _wait_for_peers(self, key: str) -> None:
         others = [f"{key}/{rank}" for rank in range(self.size) if rank != self.rank]
@@ -337,7 +334,7 @@ class Watchdog:
 
     def _diagnose(self) -> FailureReport | None:
         """Find out why a connection broke; wait a little for the reports of the other ranks."""
-        self._raise_alarm()
+        self.raise_alarm()
         until = time.monotonic() + DIAGNOSIS_TIMEOUT
         while self.report is None and not self.store.is_lost and time.monotonic() < until:
             self._poll_peers(waiting=True)
@@ -369,20 +366,27 @@ class Watchdog:
     def poll(self) -> bool:
         """Do what the thread does once in each interval; return whether this rank waits for others."""
         waited = self._measure_wait()
-        waiting = waited >= (WAIT_REPORT_DELAY if self.active_call else TORCH_WAIT_DELAY)
-        if waiting:
-            self._raise_alarm()
+        is_long = waited >= (WAIT_REPORT_DELAY if self.active_call else TORCH_WAIT_DELAY)
+        waiting = is_long and bool(self.active_call or self._inside)
+        if is_long:
+            self.raise_alarm()
         self._alarm_raised = self._alarm_raised or self.store.has("alarm")
+        if self._alarm_raised:
+            # Not otherwise: who asks a device in another thread disturbs the capture of a CUDA graph.
+            for action in self._poll_actions:
+                action()
         if self._alarm_raised and self.report is None:
             self._poll_peers(waiting)
             self.processes.answer()
+        if is_long and self.report is not None and self.report.interrupts and not self.was_interrupted:
+            self._interrupt()
         if waited >= self._hint_delay and not self._hint_logged:
             self._hint_logged = True
-            self._log_hint(waited)
+            log_wait(self.processes, self.peers, self._own_status(), waited)
         return waiting
 
     def _measure_wait(self) -> float:
-        """Return the seconds in the present collective, of this package or of torch; 0 outside."""
+        """Return the seconds in the present collective, of this package or torch, or at one instruction."""
         if self._has_failed:
             return 0.0  # what it was in stays
         frame = sys._current_frames().get(self.caller_thread)  # pyright: ignore[reportPrivateUsage]
@@ -396,9 +400,11 @@ class Watchdog:
         elif doing is None:
             call = blocking_call(outward(frame))
             self._inside = f"{call} at {find_call_site(frame, torch_prefixes())}" if call else ""
-        return now - self._waits_since if doing or self._inside else 0.0
+        # Before its first collective on torch's groups a rank waits for none that is queued.
+        return now - self._waits_since if doing or self._inside or (frame and counts[1]) else 0.0
 
-    def _raise_alarm(self) -> None:
+    def raise_alarm(self) -> None:
+        """Let all ranks publish where they are."""
         if not self._alarm_raised:
             self._alarm_raised = True
             self.store.put("alarm", "")
@@ -466,7 +472,7 @@ class Watchdog:
         winner = self.store.put_if_absent("report", report.to_json())
         return self._accept_report(report if winner is None else FailureReport.from_json(winner))
 
-    def _write_report(self, make: Callable[[dict[int, RankStatus]], FailureReport]) -> FailureReport:
+    def write_report(self, make: Callable[[dict[int, RankStatus]], FailureReport]) -> FailureReport:
         """Publish the report that is made of the statuses of all ranks, unless another rank has or does."""
         while self.report is None:
             if self.peers.claim("report"):
@@ -497,27 +503,3 @@ class Watchdog:
     def _count_torch_calls(self) -> int:
         """Count the collectives that this process has started on torch's groups."""
         return sum(counter() for counter in self._counters)
-
-    def _log_hint(self, waited: float) -> None:
-        """Log for whom this rank waits. The first one that waits asks them for their stacks."""
-        own = self._own_status()
-        question = f"{self.exchange_count}.{self._count_torch_calls()}"
-        if not self.peers.claim(f"hint/{question}"):
-            return  # in a large world one rank does
-        statuses = self.peers.read_all()
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        missing = [rank for rank in others if rank not in statuses or statuses[rank].is_behind(own)]
-        if not own.place or not missing:
-            return
-        missing = missing[:MAX_RANKS]
-        shown = self.describe_peers(missing)
-        waiting = [
-            rank for rank in others if rank not in missing and rank in statuses and statuses[rank].place
-        ]
-        details: list[str] = []
-        if self.rank < min(waiting, default=self.size):
-            details = self.processes.ask(missing, f"{self.rank}.{question}", ANSWER_TIMEOUT)
-        logger.warning(
-            "rank %d has waited %.0f s in %s: %s. Every rank must make this call.%s",
-            self.rank, waited, own.place, shown, "".join(f"\n{each}" for each in details),
-        )  # fmt: skip

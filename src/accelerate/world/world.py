@@ -168,6 +168,12 @@ def get_rank_info() -> tuple[int, int, int]:
     return (info.rank, info.local_rank, info.size) if info else (0, 0, 1)
 
 
+def get_local_size() -> int:
+    """Return the number of processes on this machine, also before the world is open."""
+    info = _current or clusters.detect(environ.snapshot())
+    return info.local_size if info else 1
+
+
 def open(
     *,
     cpu: bool | None = None,
