@@ -544,6 +544,38 @@ def trackers_table() -> str:
     return table(["`log_with`", "What it writes", "Package", "Needs `project_dir`", "Run here"], rows)
 
 
+def devices_table() -> str:
+    """Every device: its facts, on what it was run, and by what its file is tested without the hardware."""
+    from accelerate.device import DEVICES
+
+    rows = []
+    for device in DEVICES:
+        if device.type == "meta":
+            continue
+        _, _, run = cell((inspect.getdoc(type(device)) or "").splitlines()[0]).partition(". ")
+        held = "a fake of its module" if device.priority else "`make test` runs on it"
+        if device.extension and not _is_type_of_torch(device.type):
+            held += "; the simulated accelerator under its name: FSDP2, DDP in 16 bits, checkpoints"
+        variable = code(device.visible_variable or "") or "-"
+        rows.append(
+            [code(device.type), code(device.backend) or "-", variable, code(device.compile_backend) or "-"]
+        )
+        rows[-1] += [run.rstrip("."), held]
+    titles = ["Device", "Process groups", "Hidden by", "Compiled by", "Run for real", "Conformance"]
+    return table(titles, rows)
+
+
+def _is_type_of_torch(type: str) -> bool:
+    """True unless its package gives the name to torch's spare device type."""
+    import torch
+
+    try:
+        torch.device(type)
+    except RuntimeError:
+        return False
+    return True
+
+
 def tracker_places() -> str:
     """For every tracker: how it is used online and offline, where its files are, how a run goes on."""
     from accelerate.track import TRACKERS
@@ -575,6 +607,7 @@ def page(path: Path) -> str:
         "figures": figures,
         "highlights": highlights,
         "trackers": trackers_table,
+        "devices": devices_table,
         "tracker_places": tracker_places,
         "examples": examples_table,
     }

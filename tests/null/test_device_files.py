@@ -13,8 +13,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from accelerate import PartialState
 from accelerate import device as devices
-from accelerate.core.errors import DeviceError, SettingError
+from accelerate.core.errors import DeviceError, SettingError, WorldError
 from accelerate.utils import patch_environment
 from tests.support.devices import TOTAL, FakeModule, FakeXla, added_device, fake_device, install, is_generic
 
@@ -81,6 +82,8 @@ def test_a_module_without_memory_questions_asks_torch(monkeypatch: pytest.Monkey
     fake = FakeModule("mtia")
     for name in ("mem_get_info", "memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
         monkeypatch.setattr(FakeModule, name, None)
+    for name in ("get_device_properties", "memory_reserved"):
+        monkeypatch.setattr(FakeModule, name, None)
     monkeypatch.setattr(torch, "mtia", fake)
     device = devices.get("mtia")
     with pytest.raises(DeviceError, match="do not report how much memory"):
@@ -106,6 +109,52 @@ def test_bind_names_the_variable_that_hides_devices(monkeypatch: pytest.MonkeyPa
         devices.get("cuda").bind(2)
     assert "sees 2" in str(caught.value)
     assert "CUDA_VISIBLE_DEVICES" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("npu", "the package 'torch_npu', which drives it, is not installed"),
+        ("mps", "finds none"),
+        ("cuda", "finds none"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_in_words(
+    monkeypatch: pytest.MonkeyPatch, name: str, why: str
+) -> None:
+    monkeypatch.setattr(type(devices.get(name)), "count_physical", lambda self, machine: 0)
+    with patch_environment(ACCELERATE_TORCH_DEVICE=name), pytest.raises(DeviceError) as caught:
+        PartialState()
+    assert caught.value.what == f"there is no {name!r} device for this process"
+    assert why in caught.value.why
+    assert "leave out ACCELERATE_TORCH_DEVICE" in caught.value.fix
+
+
+def test_devices_that_are_hidden_or_that_this_torch_cannot_use_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = devices.get("cuda")
+    monkeypatch.setattr(type(cuda), "count_physical", lambda self, machine: 8)
+    monkeypatch.setattr(type(cuda), "is_usable", lambda self: False)
+    with pytest.raises(DeviceError, match="there is no 'cuda' device") as caught:
+        cuda.bind(0)
+    assert caught.value.why == f"torch {torch.__version__} finds none of the machine's 8"
+    with patch_environment(CUDA_VISIBLE_DEVICES="-1"), pytest.raises(DeviceError) as caught:
+        cuda.bind(0)
+    assert caught.value.why == "the machine has 8, and CUDA_VISIBLE_DEVICES='-1' hides them"
+
+
+def test_two_devices_for_one_process_are_refused() -> None:
+    with (
+        patch_environment(ACCELERATE_TORCH_DEVICE="cuda,cpu"),
+        pytest.raises(DeviceError, match="unknown device 'cuda,cpu'"),
+    ):
+        PartialState()
+    with (
+        patch_environment(ACCELERATE_TORCH_DEVICE="cuda", ACCELERATE_USE_CPU="1"),
+        pytest.raises(WorldError, match="two devices are asked for"),
+    ):
+        PartialState()
 
 
 def test_a_broken_extension_is_an_error_only_where_its_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,11 +316,10 @@ def test_intel_cards_that_do_not_tell_free_memory(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("The device doesn't support querying the available free memory.")
 
     monkeypatch.setattr(fake, "mem_get_info", refuse)
-    monkeypatch.setattr(
-        fake, "get_device_properties", lambda index: SimpleNamespace(total_memory=100), raising=False
-    )
-    monkeypatch.setattr(fake, "memory_reserved", lambda index: 30, raising=False)
-    assert devices.get("xpu").get_memory_info(0) == (70, 100)
+    fake.take(30)
+    monkeypatch.setattr(fake, "memory_reserved", lambda index: 40)
+    # The 10 bytes that the allocator keeps are free for tensors.
+    assert devices.get("xpu").get_memory_info(0) == (TOTAL - 30, TOTAL)
 
 
 def test_metal_never_promises_more_than_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,3 +498,12 @@ def test_a_word_that_is_neither_yes_nor_no_is_refused(monkeypatch: pytest.Monkey
         pytest.raises(SettingError, match="neither yes nor no"),
     ):
         devices.get("xla").is_available()
+
+
+def test_retries_of_the_allocator_are_those_that_torch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "mtia", FakeModule("mtia"))
+    assert devices.get("mtia").allocator_retries(0) is None
+    counted = {0: {"num_alloc_retries": 2, "num_ooms": 1}, 1: {}}
+    monkeypatch.setattr(FakeModule, "memory_stats", lambda self, index: counted[index], raising=False)
+    assert devices.get("mtia").allocator_retries(0) == 2
+    assert devices.get("mtia").allocator_retries(1) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 import torch
 
 from accelerate import device as devices
-from accelerate.utils import DistributedType
-from tests.support.devices import FakeModule, install
+from accelerate.core.errors import DeviceError
+from accelerate.utils import DistributedType, TorchDynamoPlugin
+from tests.support.devices import FakeModule, install, machine
+from tests.support.environment import clean
 
 NAMES = devices.DEVICES.names()
 VENDORS = tuple(name for name in NAMES if devices.get(name).priority > 0)
@@ -55,6 +58,26 @@ def test_a_file_is_small_and_says_what_was_run(name: str) -> None:
     assert name == "null" or re.search(r"\b[Rr]un\b", words), "the docstring says where the device was run"
 
 
+@pytest.mark.parametrize("name", VENDORS)
+def test_a_file_says_where_its_facts_come_from(name: str) -> None:
+    """A page, and its version, date or commit."""
+    words = type(devices.get(name)).__doc__ or ""
+    _, _, sources = words.partition("Source:")
+    assert re.search(r"\d+\.\d+|\d{4}-\d\d|at [0-9a-f]{7}", sources), sources
+    assert re.search(r'"[^"]+"|``[^`]+``', sources), sources
+
+
+@pytest.mark.parametrize("name", ["cuda", "xpu", "mps"])
+def test_a_fake_has_no_function_that_the_real_module_lacks(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """torch carries the modules of these three, with a device or without one."""
+    real = getattr(torch, name)
+    fake = install(monkeypatch, name)
+    offered = {n for n in dir(FakeModule) if not n.startswith("_")} - {"take"}
+    assert [n for n in offered if getattr(fake, n, None) is not None and not hasattr(real, n)] == []
+
+
 def test_no_device_file_imports_torch() -> None:
     script = (
         "import sys; from accelerate import device as d; "
@@ -67,6 +90,24 @@ def test_no_device_file_imports_torch() -> None:
 def test_a_device_without_its_package_is_absent(name: str) -> None:
     assert not devices.get(name).is_available()
     assert devices.get(name).count() == 0
+
+
+def test_packages_without_their_drivers_break_nothing(tmp_path: Path) -> None:
+    """Each is installed, and its import fails as it does where the driver's libraries are not there."""
+    packages = {devices.get(name).extension.partition(".")[0] for name in VENDORS} - {""}
+    for number, package in enumerate(sorted(packages)):
+        error = ("ImportError", "OSError", "RuntimeError")[number % 3]
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(f"raise {error}('lib{package}.so: not found')\n")
+    script = (
+        "import accelerate; from accelerate import device as d; assert d.probe_devices()[0].type == 'cpu'\n"
+        "assert d.detect().type == 'cpu'; print(accelerate.Accelerator().device)"
+    )
+    env = clean({"PYTHONPATH": str(tmp_path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "cpu\n"), done.stderr
 
 
 def test_available_and_count(fake: tuple[Any, FakeModule]) -> None:
@@ -119,6 +160,75 @@ def test_a_stream_is_used_inside_its_context(fake: tuple[Any, FakeModule]) -> No
     with device.use_stream(stream):
         assert module.streams == ([] if stream is None else [stream])
     assert module.streams == []
+
+
+def test_an_event_orders_two_streams_or_there_are_none(fake: tuple[Any, FakeModule]) -> None:
+    device, _ = fake
+    stream, current = device.stream(), device.current_stream()
+    assert (stream is None) == (current is None) == (device.type in ("mps", "xla"))
+    event = device.record_event(stream, timed=True)
+    device.wait_event(event, current)
+    if stream is None:
+        assert event is None
+    else:
+        assert (event.recorded_on, event.enable_timing, current.waits_for) == (stream, True, [event])
+
+
+def test_its_process_groups_are_the_vendors(
+    fake: tuple[Any, FakeModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, _ = fake
+    monkeypatch.setattr(torch.distributed, "is_backend_available", {device.backend, "gloo"}.__contains__)
+    if device.type == "mps":
+        with pytest.raises(DeviceError, match="none is known"):
+            device.group_backend()
+    else:
+        assert device.group_backend() == device.backend
+
+
+def test_it_is_compiled_by_the_vendors_backend(fake: tuple[Any, FakeModule]) -> None:
+    """The default one is warned of where the vendor brings another."""
+    device, _ = fake
+    if not device.compile_backend:
+        assert device.type == "xla"
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TorchDynamoPlugin(backend=device.compile_backend).check_device(device)
+    inductor = TorchDynamoPlugin(backend="inductor")
+    if device.compile_backend != "inductor":
+        with pytest.warns(UserWarning, match=f"pass dynamo_backend='{device.compile_backend}'"):
+            inductor.check_device(device)
+
+
+# Files of two devices, where a node for each is not what counts. A device of Neuron's has two cores.
+FILES: dict[str, dict[str, str]] = {
+    "neuron": {"dev/neuron0": ""},
+    "xpu": {
+        "dev/dri/renderD128": "",
+        "sys/class/drm/renderD128/device/vendor": "0x8086",
+        "dev/dri/renderD129": "",
+        "sys/class/drm/renderD129/device/vendor": "0x8086",
+    },
+    "xla": {
+        "sys/bus/pci/devices/0000:00:04.0/vendor": "0x1ae0",
+        "sys/bus/pci/devices/0000:00:04.0/device": "0x0063",
+        "sys/bus/pci/devices/0000:00:05.0/vendor": "0x1ae0",
+        "sys/bus/pci/devices/0000:00:05.0/device": "0x0063",
+    },
+}
+
+
+@pytest.mark.parametrize("name", [name for name in VENDORS if devices.get(name).visible_variable])
+def test_its_variable_hides_devices_before_torch_is_loaded(tmp_path: Path, name: str) -> None:
+    device = devices.get(name)
+    variable = device.visible_variable or ""
+    nodes = [pattern.replace("[0-9]*", n) for pattern in device.node_patterns[:1] for n in "01"]
+    texts = FILES.get(name) or dict.fromkeys(nodes, "")
+    build = {"cuda": "12.8", "hip": None, "xpu": "20250000" if name == "xpu" else None}
+    for value, count in ((None, 2), ("0", 1), ("0,1", 2), ("", 0)):
+        env = {} if value is None else {variable: value}
+        assert device.probe_count(machine(tmp_path, texts, env=env, build=build)) == count, value
 
 
 def test_generator_state_goes_round(fake: tuple[Any, FakeModule]) -> None:

@@ -26,6 +26,20 @@ from accelerate.device.null import FakeTestDevice
 TOTAL = 16 * 2**30
 
 
+class FakeStream:
+    """A stream that keeps which events it was told to record and to wait for."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self.waits_for: list[Any] = []
+
+    def record_event(self, event: Any) -> None:
+        event.recorded_on = self
+
+    def wait_event(self, event: Any) -> None:
+        self.waits_for.append(event)
+
+
 class FakeModule(types.ModuleType):
     """What a vendor puts at ``torch.<type>``: the functions that CUDA's module made customary."""
 
@@ -38,6 +52,7 @@ class FakeModule(types.ModuleType):
         self.highest: Counter[int] = Counter()
         self.seeds: list[int] = []
         self.streams: list[Any] = []
+        self.default_streams = [FakeStream(index) for index in range(count)]
 
     def is_available(self) -> bool:
         return self.count > 0
@@ -86,8 +101,20 @@ class FakeModule(types.ModuleType):
     def empty_cache(self) -> None:
         self.calls["empty_cache"] += 1
 
-    def Stream(self, device: int) -> SimpleNamespace:
-        return SimpleNamespace(device=device)
+    def memory_reserved(self, index: int) -> int:
+        return self.used[index]
+
+    def get_device_properties(self, index: int) -> SimpleNamespace:
+        return SimpleNamespace(total_memory=TOTAL, pci_domain_id=0, pci_bus_id=0x3B + index, pci_device_id=0)
+
+    def Stream(self, device: int) -> FakeStream:
+        return FakeStream(device)
+
+    def Event(self, enable_timing: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(enable_timing=enable_timing, recorded_on=None)
+
+    def current_stream(self, index: int) -> FakeStream:
+        return self.streams[-1] if self.streams else self.default_streams[index]
 
     @contextmanager
     def stream(self, stream: Any) -> Generator[Any]:
@@ -110,6 +137,7 @@ class FakeMetal(FakeModule):
     # These are functions that real torch.mps has not: using one is an error.
     current_device = set_device = mem_get_info = memory_allocated = max_memory_allocated = None  # type: ignore
     reset_peak_memory_stats = get_device_name = Stream = stream = manual_seed_all = None  # type: ignore
+    is_bf16_supported = current_stream = memory_reserved = get_device_properties = None  # type: ignore
 
     def synchronize(self) -> None:  # type: ignore[override]
         self.calls["synchronize 0"] += 1
@@ -134,7 +162,7 @@ class FakeMetal(FakeModule):
 
 
 class FakeGaudi(FakeModule):
-    """``habana_frameworks.torch.hpu``: no index in synchronize, generators in ``random``, no cache."""
+    """``habana_frameworks.torch.hpu``: streams without an index, generators in ``random``, no cache."""
 
     empty_cache = None  # type: ignore[assignment]
 
@@ -151,12 +179,26 @@ class FakeGaudi(FakeModule):
     def synchronize(self) -> None:  # type: ignore[override]
         self.calls["synchronize 0"] += 1
 
-    def Stream(self) -> SimpleNamespace:  # type: ignore[override]
-        return SimpleNamespace(device=self.index)
+    def Stream(self) -> FakeStream:  # type: ignore[override]
+        return FakeStream(self.index)
+
+    def current_stream(self) -> FakeStream:  # type: ignore[override]
+        return super().current_stream(self.index)
+
+
+class FakeTecorigin(FakeModule):
+    """``torch.sdaa``: it tells the size of a card, and not what is free of it."""
+
+    mem_get_info = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__("sdaa")
 
 
 class FakeXla(FakeModule):
     """``torch_xla.core.xla_model`` and ``torch_xla.runtime`` in one; devices go by name, state is a seed."""
+
+    Stream = Event = current_stream = get_device_properties = memory_reserved = None  # type: ignore
 
     def __init__(self, kind: str = "TPU") -> None:
         super().__init__("xla", 1)
@@ -199,7 +241,7 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str) -> FakeModule:
     from accelerate import device as devices
 
     device = devices.get(name)
-    makers: dict[str, Any] = {"mps": FakeMetal, "hpu": FakeGaudi, "xla": FakeXla}
+    makers: dict[str, Any] = {"mps": FakeMetal, "hpu": FakeGaudi, "sdaa": FakeTecorigin, "xla": FakeXla}
     fake: FakeModule = makers[name]() if name in makers else FakeModule(name)
     if name == "hpu":
         experimental = SimpleNamespace(_is_fp16_supported=lambda: True)
@@ -258,6 +300,19 @@ def devices_of(host: DeviceProbeHost) -> tuple[Device, int]:
 def device_types() -> tuple[str, ...]:
     """The types of devices that the package knows."""
     return DEVICES.names()
+
+
+def vendors_by_rename() -> tuple[str, ...]:
+    """The types that torch does not have: their packages give the name to its spare type."""
+    return tuple(name for name in DEVICES.names() if get(name).extension and not _has_type(get(name).type))
+
+
+def _has_type(type: str) -> bool:
+    try:
+        torch.device(type)
+    except RuntimeError:
+        return False
+    return True
 
 
 def is_generic(device: Device) -> bool:

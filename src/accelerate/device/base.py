@@ -44,6 +44,7 @@ class Device:
         node_patterns: glob patterns of its device nodes, relative to the root of the machine.
         rng_key: the key of its RNG state in a saved ``random_states_*.pkl``.
         out_of_memory_messages: fragments of the messages of its out-of-memory errors.
+        compile_backend: the backend of ``torch.compile`` that generates code for it; "" when none is known.
         pins_memory: whether copies to pinned host memory are asynchronous.
         starts_ranks: whether its runtime starts the processes of a function itself (``start_ranks``).
         environment: variables of the processes that compute on it; a variable that is set already stays.
@@ -74,6 +75,7 @@ class Device:
     node_patterns: tuple[str, ...] = ()
     rng_key: str = ""
     out_of_memory_messages: tuple[str, ...] = ("out of memory",)
+    compile_backend: str = "inductor"
     pins_memory: bool = False
     starts_ranks: bool = False
     environment: Mapping[str, str] = MappingProxyType({})
@@ -279,6 +281,12 @@ class Device:
         count = self.count()
         if 0 <= index < count:
             return
+        if not count:
+            raise DeviceError(
+                f"there is no {self.type!r} device for this process",
+                why=self._explain_absence(),
+                fix="leave out ACCELERATE_TORCH_DEVICE: a device that is there is found without it",
+            )
         limited = self.visible_devices(DeviceProbeHost()) is not None
         raise DeviceError(
             f"device {self.type}:{index} does not exist",
@@ -286,6 +294,18 @@ class Device:
             + (f", limited by {self.visible_variable}" if limited else ""),
             fix="start at most one process per device",
         )
+
+    def _explain_absence(self) -> str:
+        """Say why this process sees no device: software, hidden devices, or none on the machine."""
+        import torch
+
+        machine = DeviceProbeHost()
+        physical, visible = self.count_physical(machine), self.visible_devices(machine)
+        if not self.is_installed():
+            return f"the package {self.extension!r}, which drives it, is not installed, or is hidden"
+        if physical and visible is not None:
+            return f"the machine has {physical}, and {self.visible_variable}={visible!r} hides them"
+        return f"torch {torch.__version__} finds none" + (f" of the machine's {physical}" if physical else "")
 
     def current(self) -> int:
         """Return the index of the current device."""
@@ -375,6 +395,8 @@ class Device:
             DeviceError: the device does not report it.
         """
         get_info = getattr(self.module, "mem_get_info", None) or self._accelerator("get_memory_info")
+        if get_info is None and getattr(self.module, "get_device_properties", None) is not None:
+            return self._estimate_memory_info(self._index_or_current(index))
         if get_info is None:
             raise DeviceError(
                 f"{self.type!r} devices do not report how much memory they have",
@@ -382,6 +404,11 @@ class Device:
             )
         free, total = get_info(self._index_or_current(index))
         return min(int(free) + self._kept_memory(index), int(total)), int(total)
+
+    def _estimate_memory_info(self, index: int) -> tuple[int, int]:
+        """Return (free, total) bytes of a device that tells its size alone: other processes are not seen."""
+        total = int(self.module.get_device_properties(index).total_memory)
+        return total - (self.memory_allocated(index) or 0), total
 
     def _kept_memory(self, index: int | None) -> int:
         """Return the bytes that torch's allocator has from the driver, and no tensor uses."""
@@ -402,11 +429,22 @@ class Device:
             reset(self._index_or_current(index))
         return reset is not None
 
+    def allocator_retries(self, index: int | None = None) -> int | None:
+        """Return how often the allocator had to release its unused memory to get some, or None: unknown.
+
+        The device is idle meanwhile: the allocator waits for its work.
+        """
+        statistics = self._function("memory_stats")
+        if statistics is None:
+            return None
+        # torch: torch.cuda.memory_stats, "num_alloc_retries"
+        return statistics(self._index_or_current(index)).get("num_alloc_retries")
+
     def host_memory(self, size: int) -> torch.Tensor:
         """Return ``size`` bytes of host memory (uint8) for copies from the device, pinned if useful."""
         import torch
 
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self.pins_memory)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.pins_memory)
 
     def empty_cache(self) -> None:
         """Release cached, unused memory to the device; do nothing where there is no cache."""

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class Cpu(Device):
-    """The processor and its main memory. Run on Linux; memory limits of a container are honoured."""
+    """The processor and its main memory. Run on Linux with torch 2.6 to 2.15, in November 2026.
+
+    Memory limits of a container are honoured.
+    """
 
     type = "cpu"
     backend = "gloo"

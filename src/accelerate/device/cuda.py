@@ -33,9 +33,9 @@ _TFLOPS = {
 
 
 class Cuda(Device):
-    """CUDA and ROCm. CUDA is run by tests/gpu where there is a card; ROCm, WSL and Jetson were not run.
+    """CUDA and ROCm. Not run on a card, WSL or a Jetson: tested with fakes; tests/gpu runs on a card.
 
-    Source of the paths: NVIDIA driver README, "the /proc/driver/nvidia filesystem"; Linux
+    Source: torch 2.13, ``torch/cuda``; NVIDIA driver README, "the /proc/driver/nvidia filesystem"; Linux
     drivers/gpu/drm/amd/amdkfd/kfd_topology.c; Microsoft, "GPU accelerated ML training in WSL".
     """
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.device.base import Device
-
-if TYPE_CHECKING:
-    pass
 
 
 class Hpu(Device):
     """Gaudi, through habana_frameworks. Not run on one (the package is the vendor's): tested with a fake.
 
-    A process drives one Gaudi, which it takes at first use, so the device has no index. Source: Intel
-    Gaudi documentation, "Python API (habana_frameworks.torch)" and "Multiple Tenants on HPU"; hl-thunk's
-    names of the device nodes (/dev/accel/accel_controlD0 ..., on older kernels /dev/hl0 ...).
+    A process drives one Gaudi, which it takes at first use, so the device has no index. Source: Intel Gaudi
+    documentation 1.23.0, "Python API (habana_frameworks.torch)", "Distributed Backend Initialization" (hccl)
+    and "Multiple Workloads on a Single Docker" (HABANA_VISIBLE_MODULES); DeepSpeed at 0cca539,
+    ``accelerator/hpu_accelerator.py`` (hpu_backend; streams and generators without an index, no cache);
+    hl-thunk's names of the device nodes (/dev/accel/accel_controlD0 ..., on older kernels /dev/hl0 ...).
     """
 
     type = "hpu"
@@ -31,6 +30,7 @@ class Hpu(Device):
     # accel nodes are shared with other vendors' accelerators; the control nodes are Gaudi's alone.
     node_patterns = ("dev/accel/accel_controlD[0-9]*", "dev/hl[0-9]*")
     out_of_memory_messages = ("PT_DEVMEM Allocation failed",)
+    compile_backend = "hpu_backend"
 
     @property
     def module(self) -> Any:
@@ -50,6 +50,9 @@ class Hpu(Device):
 
     def stream(self, index: int | None = None) -> Any:
         return self.module.Stream()
+
+    def current_stream(self, index: int | None = None) -> Any:
+        return self.module.current_stream()
 
     def get_rng_state(self, index: int | None = None) -> Any:
         return self.module.random.get_rng_state()

@@ -10,8 +10,8 @@ from accelerate.device.base import Device
 class Mlu(Device):
     """Cambricon, through torch_mlu. Not run on one (the package is the vendor's): tested with a fake.
 
-    Source: Cambricon PyTorch user guide; container guide of the Cambricon device plug-in
-    (/dev/cambricon_dev0 ... beside /dev/cambricon_ctl).
+    Source: DeepSpeed at ca2090b, ``accelerator/mlu_accelerator.py`` (cncl, MLU_VISIBLE_DEVICES, inductor);
+    Cambricon's Kubernetes device plug-in (/dev/cambricon_dev0 ... beside /dev/cambricon_ctl).
     """
 
     type = "mlu"

@@ -15,7 +15,7 @@ class Mps(Device):
     """Metal. Not run on an Apple machine: written against torch's documentation and tested with a fake.
 
     There is one device, its memory is the machine's own, and torch has no process group for it: several
-    processes of one machine compute on the CPU. Source: PyTorch documentation, "torch.mps".
+    processes of one machine compute on the CPU. Source: torch 2.13, ``torch/mps``, which has no streams.
     """
 
     type = "mps"
@@ -47,7 +47,12 @@ class Mps(Device):
         return super().supports(dtype)
 
     def bind(self, index: int) -> torch.device:
-        """Do nothing: there is one device, and it is always current."""
+        """Return the one device, which is always current.
+
+        Raises:
+            DeviceError: the machine has none.
+        """
+        self._check_index(0)
         return self.torch_device()
 
     def current(self) -> int:

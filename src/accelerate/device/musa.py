@@ -8,7 +8,8 @@ from accelerate.device.base import Device
 class Musa(Device):
     """Moore Threads, through torch_musa. Not run on one (the package is the vendor's): tested with a fake.
 
-    Source: torch_musa developer guide; MT container toolkit (/dev/mtgpu.0 ..., earlier /dev/mtgpu0 ...).
+    Source: torch_musa at 0068b8a, ``torch_musa/core/memory.py`` and README (mccl); torchada 0.1.14,
+    "Features" (MUSA_VISIBLE_DEVICES, inductor); MT container toolkit (/dev/mtgpu.0 ..., and /dev/mtgpu0 ...).
     """
 
     type = "musa"

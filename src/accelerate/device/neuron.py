@@ -12,8 +12,9 @@ class Neuron(Device):
     """Trainium, through TorchNeuron. Not run on one (the package needs the driver): tested with a fake.
 
     A device is a logical core. Earlier packages of the same name worked through XLA and have no such
-    device. Source: AWS Neuron documentation, "What is TorchNeuron?", "Neuron Runtime environment
-    variables" (NEURON_RT_VISIBLE_CORES, NEURON_LOGICAL_NC_CONFIG) and "Neuron Sysfs".
+    device. Source: AWS Neuron documentation 2.33.0, "What is TorchNeuron?", "How to use torch.distributed on
+    Neuron" and "torch.compile on Neuron" (both neuron), "Reference: Neuron Runtime environment variables"
+    (NEURON_RT_VISIBLE_CORES, NEURON_LOGICAL_NC_CONFIG) and "Neuron Sysfs User Guide".
     """
 
     type = "neuron"
@@ -25,6 +26,7 @@ class Neuron(Device):
     extension = "torch_neuronx"
     node_patterns = ("dev/neuron[0-9]*",)
     out_of_memory_messages = ("out of memory", "NRT_RESOURCE")
+    compile_backend = "neuron"
 
     def is_usable(self) -> bool:
         return int(self.module.device_count()) > 0

@@ -8,8 +8,9 @@ from accelerate.device.base import Device
 class Npu(Device):
     """Ascend, through torch_npu. Not run on one (the package needs the driver): tested with a fake.
 
-    Source: Ascend Extension for PyTorch, "API reference"; CANN documentation, "Environment variables"
-    (ASCEND_RT_VISIBLE_DEVICES) and the container guide (/dev/davinci0 ...; numbers may start anywhere).
+    Source: Ascend Extension for PyTorch 6.0.RC1, "Custom APIs", "Distributed" (hccl); CANN Community 8.3.RC1,
+    "Environment variables" (ASCEND_RT_VISIBLE_DEVICES); Rec SDK Torch 7.1.RC1, "Environment variables"
+    (/dev/davinci0 ...; in a container the numbers may start anywhere).
     """
 
     type = "npu"

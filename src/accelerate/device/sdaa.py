@@ -8,8 +8,8 @@ from accelerate.device.base import Device
 class Sdaa(Device):
     """Tecorigin, through torch_sdaa. Not run on one (the package is the vendor's): tested with a fake.
 
-    Source: Tecorigin ModelZoo, container instructions (/dev/tcaicard0 ...); DeepSpeed's documentation of
-    the device (SDAA_VISIBLE_DEVICES, tccl).
+    Source: DeepSpeed at ca2090b, ``accelerator/sdaa_accelerator.py`` (tccl, SDAA_VISIBLE_DEVICES, inductor;
+    the free memory is not told); Tecorigin ModelZoo, container instructions (/dev/tcaicard0 ...).
     """
 
     type = "sdaa"

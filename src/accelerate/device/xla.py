@@ -24,7 +24,7 @@ class Xla(Device):
 
     The runtime gives each process its device, and work is done at a step's end. XLA on the CPU is for
     debugging: it is never detected, ``ACCELERATE_TORCH_DEVICE=xla`` selects it. ``USE_TORCH_XLA=0``
-    hides XLA where torch_xla is merely installed. Source: PyTorch/XLA documentation, "PJRT Runtime" and
+    hides XLA where torch_xla is merely installed. Source: PyTorch/XLA 2.9, "PJRT Runtime" and
     "API guide"; the numbers of the chips: JAX, hardware_utils.py.
     """
 
@@ -39,6 +39,7 @@ class Xla(Device):
     group_extension = "torch_xla.distributed.xla_backend"
     rng_key = "xm_seed"
     out_of_memory_messages = ("RESOURCE_EXHAUSTED",)
+    compile_backend = ""
     starts_ranks = True
     is_lazy = True
 

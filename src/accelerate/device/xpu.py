@@ -13,8 +13,9 @@ INTEL = "0x8086"  # the vendor's number on the PCI bus
 class Xpu(Device):
     """Intel GPUs through torch's own module. Not run on one: tested with a fake.
 
-    Source: PyTorch documentation, "torch.xpu"; oneAPI Level Zero specification, "Environment Variables"
-    (ZE_AFFINITY_MASK); Linux Documentation/gpu, drm-uapi (render nodes).
+    Source: torch 2.13, ``torch/xpu``; PyTorch documentation, 2026-01, "torch.distributed", "Backends" (xccl);
+    oneAPI Level Zero specification, "Programming Guide", "Environment Variables" (ZE_AFFINITY_MASK); Linux
+    Documentation/gpu, drm-uapi (render nodes).
     """
 
     type = "xpu"
@@ -58,10 +59,8 @@ class Xpu(Device):
         try:
             return super().get_memory_info(index)
         except RuntimeError:
-            # Integrated and consumer cards do not report free memory: subtract what this process reserved.
-            device = self._index_or_current(index)
-            total = int(self.module.get_device_properties(device).total_memory)
-            return total - int(self.module.memory_reserved(device)), total
+            # Integrated and consumer cards do not report free memory.
+            return self._estimate_memory_info(self._index_or_current(index))
 
 
 PLUGIN: Device = Xpu()

@@ -96,7 +96,9 @@ def _pack(tensor: torch.Tensor, moved: set[int]) -> Any:
     if tensor.data_ptr() not in moved or tensor.device.type == "cpu":
         return tensor
     host = devices.get(tensor.device.type).host_memory(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-    return tensor.device, host.copy_(tensor)
+    # Nobody reads it on the host. Torch keeps pinned memory until the copy is over, and changes of the
+    # tensor come after the copy, on the same stream.
+    return tensor.device, host.copy_(tensor, non_blocking=host.is_pinned())
 
 
 def _unpack(packed: Any) -> torch.Tensor:
