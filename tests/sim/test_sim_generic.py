@@ -97,3 +97,31 @@ def test_two_ranks_share_its_generator_when_asked(ranks: RankServer) -> None:
     assert (one, two) == ("sim:0", "sim:1")
     assert own_0 != own_1
     assert shared_0 == shared_1
+
+
+def checked_calls() -> tuple[list[str], str]:
+    """Make five calls, the last but one with another value on each rank; the waits of the last two."""
+    from accelerate import Accelerator
+    from accelerate.core.errors import PrepareError
+    from accelerate.strategy.parallelism.pipeline.micro_batches import CallCheck
+    from tests.sim.test_sim_host_waits import HostWaits
+
+    accelerator = Accelerator()
+    rows = torch.ones(4, 2, device=accelerator.device)
+    check = CallCheck(torch.distributed.group.WORLD, accelerator.device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(accelerator.world.hardware), "pins_memory", True)
+        for _ in range(3):
+            check.check("equal", [rows])
+        with HostWaits() as recorded:
+            check.check("equal", [rows + accelerator.process_index])
+            with pytest.raises(PrepareError) as error:
+                check.check("equal", [rows])
+    return recorded.waits, str(error.value)
+
+
+def test_later_calls_of_a_pipeline_are_checked_without_waiting_for_them(ranks: RankServer) -> None:
+    """What lies on the device is read in the call after."""
+    for waits, error in ranks(2, checked_calls):
+        assert waits == []
+        assert "the stages of a pipeline were given different values" in error

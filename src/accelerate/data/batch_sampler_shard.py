@@ -15,15 +15,20 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader
 
 from accelerate.core.errors import PrepareError
-from accelerate.data.epoch_order import find_generators, finish_at_end, open_order, open_walk
+from accelerate.data.epoch_order import (
+    find_generators,
+    finish_at_end,
+    inner_sampler,
+    open_order,
+    open_walk,
+    sampler_chain,
+)
 from accelerate.data.iterable_dataset import IterableDatasetShard
 from accelerate.data.sample_order import (
     RankSampleOrderSlicer,
     SeedableRandomSampler,
     StepSampleIndices,
-    inner_sampler,
     is_known,
-    sampler_chain,
 )
 from accelerate.world import collective
 

@@ -25,10 +25,12 @@ from accelerate.data.epoch_order import (
     find_generators,
     finish_at_end,
     has_known_seed,
+    inner_sampler,
     open_order,
     open_walk,
     opened_by_loader,
     restore_generators,
+    sampler_chain,
 )
 from accelerate.data.position import Epoch, FetchedBatch
 from accelerate.data.sample_order import (
@@ -37,9 +39,7 @@ from accelerate.data.sample_order import (
     StepSampleIndices,
     count_samples,
     draw_seed,
-    inner_sampler,
     mark_last,
-    sampler_chain,
     single_steps,
     skip_items,
 )

@@ -143,7 +143,7 @@ class DataLoaderDispatcher(DataLoaderShard):
         return self._send_batches() if self._index == 0 else self._receive_batches()
 
     @property
-    def _fetches_per_step(self) -> int:
+    def _fetches_per_step(self) -> int:  # type: ignore[override]
         base = self._full_base
         whole = isinstance(base.collate_fn, GlobalBatchCollate) or find_shard(base) is not None
         return 1 if whole or self.split_batches else self._num_processes

@@ -149,6 +149,21 @@ def begin_order(
     return value, first, isolated_rng
 
 
+def inner_sampler(sampler: Any) -> Any:
+    """Return the sampler of single indices at the bottom of a batch sampler."""
+    return sampler_chain(sampler)[-1]
+
+
+def sampler_chain(sampler: Any) -> list[Any]:
+    """Return a batch sampler and every sampler below it, down to that of single indices."""
+    seen: list[Any] = [sampler]
+    while True:
+        below = getattr(seen[-1], "batch_sampler", None) or getattr(seen[-1], "sampler", None)
+        if below is None or any(below is item for item in seen):
+            return seen
+        seen.append(below)
+
+
 def find_generators(*holders: Any) -> list[Any]:
     """Find the generators that are attributes of ``holders``: torch's, Python's and numpy's, each once."""
     generators: list[Any] = []
@@ -433,7 +448,7 @@ def opened_by_loader(sampler: Any, generators: Sequence[Any], order_state: Order
 def has_known_seed(sampler: Any, order_state: OrderState | None) -> bool:
     """Return False if an order has to be reproduced whose seed the loader's own iteration drew."""
     drawn_inside = order_state is not None and order_state.loader is not None
-    return not (drawn_inside and type(orders.inner_sampler(sampler)) is RandomSampler)
+    return not (drawn_inside and type(inner_sampler(sampler)) is RandomSampler)
 
 
 def finish_at_end(

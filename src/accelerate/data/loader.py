@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from accelerate.core.errors import CheckpointError
 from accelerate.data.active_loaders import DataLoaderStateMixin
+from accelerate.data.batch_copier import BatchCopier
 from accelerate.data.batch_sampler_shard import SkipBatchSampler, slicer_for
 from accelerate.data.batch_source import (
     PresetIndexSampler,
@@ -28,7 +29,7 @@ from accelerate.data.batch_source import (
     outer_sampler,
     with_index_sampler,
 )
-from accelerate.data.epoch_order import DataShard
+from accelerate.data.epoch_order import DataShard, inner_sampler, sampler_chain
 from accelerate.data.iterable_dataset import (
     CountingCollate,
     GlobalBatchCollate,
@@ -36,10 +37,9 @@ from accelerate.data.iterable_dataset import (
     PartialGlobalBatch,
 )
 from accelerate.data.position import Epoch, EpochSkip, FetchedBatch, FetchLayout, LoaderPosition
-from accelerate.data.sample_order import inner_sampler, sampler_chain
 from accelerate.data.source_shard import SourceShard, with_saved_split
 from accelerate.data.stream_source import stream_batches
-from accelerate.world.local_tensor_trees import ignorant_find_batch_size, send_to_device
+from accelerate.world.local_tensor_trees import ignorant_find_batch_size
 from accelerate.world.rng import synchronize_rng_states
 
 _logger = logging.getLogger(__name__)
@@ -111,6 +111,9 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         skip_batches: number of batches of the first epoch to skip.
         iteration: number of the next epoch.
     """
+
+    # Fetches of the process that reads in which a step is read.
+    _fetches_per_step: int = 1
 
     def __init__(
         self,
@@ -274,14 +277,13 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _batches(self, epoch: Epoch) -> Iterator[Any]:
         """Yield each batch on the device."""
-        device, non_blocking, step = self.device, self._non_blocking, self.total_batch_size
+        copier, step = BatchCopier(self.device, self._non_blocking), self.total_batch_size
         epoch.samples = epoch.skip.batches * step if epoch.skip.samples is None else epoch.skip.samples
         empty = True
         for fetched in self.time_fetches(self._fetch(epoch.skip), step):
-            empty, batch = False, fetched.batch
+            empty = False
             self.active.touch(self)
-            if device is not None:
-                batch = send_to_device(batch, device, non_blocking)
+            batch = copier.copy(fetched.batch)
             if self.slice_batch is not None:
                 batch = self.slice_batch(batch)
             epoch.batches += 1
@@ -362,11 +364,6 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         return FetchedBatch(batch, True, remainder=self.remainder, size=share)  # it has ended in a worker
 
     @property
-    def _fetches_per_step(self) -> int:
-        """The number of fetches of the process that reads in which a step is read."""
-        return 1
-
-    @property
     def reads_ahead(self) -> bool:
         """True if the data is read ahead of the batch in hand by this object, beside its workers."""
         return False
@@ -381,8 +378,9 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def total_batch_size(self) -> int:
         """The samples of one step, of all processes."""
-        if isinstance(self.dataset, IterableDatasetShard):
-            return self.dataset.step_size
+        dataset = self.base_dataloader.dataset
+        if isinstance(dataset, IterableDatasetShard):
+            return dataset.step_size
         sampler = getattr(self.base_dataloader, "batch_sampler", None)
         size = getattr(sampler, "batch_size", None) or self.base_dataloader.batch_size or 1
         if getattr(sampler, "split_batches", False):

@@ -10,13 +10,19 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from accelerate.data.batch_sampler_shard import BatchSamplerShard, slicer_for
-from accelerate.data.epoch_order import finish_at_end, has_known_seed, open_order, open_walk, opened_by_loader
+from accelerate.data.epoch_order import (
+    finish_at_end,
+    has_known_seed,
+    inner_sampler,
+    open_order,
+    open_walk,
+    opened_by_loader,
+)
 from accelerate.data.position import Epoch
 from accelerate.data.sample_order import (
     RankSampleOrderSlicer,
     StepSampleIndices,
     draw_seed,
-    inner_sampler,
     mark_last,
     skip_items,
 )

@@ -71,21 +71,6 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
 
-def inner_sampler(sampler: Any) -> Any:
-    """Return the sampler of single indices at the bottom of a batch sampler."""
-    return sampler_chain(sampler)[-1]
-
-
-def sampler_chain(sampler: Any) -> list[Any]:
-    """Return a batch sampler and every sampler below it, down to that of single indices."""
-    seen: list[Any] = [sampler]
-    while True:
-        below = getattr(seen[-1], "batch_sampler", None) or getattr(seen[-1], "sampler", None)
-        if below is None or any(below is item for item in seen):
-            return seen
-        seen.append(below)
-
-
 def is_known(sampler: Any) -> bool:
     """Return True if ``draw`` can compute the order of a sampler without iterating it."""
     return type(sampler) in (RandomSampler, SequentialSampler, SeedableRandomSampler)

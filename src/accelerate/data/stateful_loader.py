@@ -21,8 +21,8 @@ from torchdata.stateful_dataloader.sampler import BatchSampler
 from torchdata.stateful_dataloader.worker import try_to_serialize
 
 from accelerate.data.batch_source import outer_sampler, read_loader_state
-from accelerate.data.epoch_order import torch_digest
-from accelerate.data.sample_order import SeedableRandomSampler, inner_sampler, is_known, is_random
+from accelerate.data.epoch_order import inner_sampler, torch_digest
+from accelerate.data.sample_order import SeedableRandomSampler, is_known, is_random
 from accelerate.world import collective
 
 _logger = logging.getLogger(__name__)

@@ -283,8 +283,8 @@ class LossWeighting:
     def _sum_over_ranks(self, counts: list[float]) -> list[float]:
         if self.average_size == 1:
             return counts
-        # Every device adds up float32: whole numbers are exact to 16 million, and good to 7 digits beyond.
-        local_counts = torch.tensor(counts, dtype=torch.float32, device=self.strategy.world.device)
+        # Counts of the host go with one control message; on the device they would wait for the backward.
+        local_counts = torch.tensor(counts, dtype=torch.float64, device="cpu")
         totals = collective.reduce(local_counts, "sum").tolist()
         # Model-parallel ranks have the same loss and have counted the same items.
         return [total / self.strategy.model_parallel_size for total in totals]

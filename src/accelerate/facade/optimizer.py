@@ -40,7 +40,6 @@ class AcceleratedOptimizer(Optimizer):
     ``step`` and ``zero_grad`` do nothing while gradients are being accumulated.
 
     Attributes:
-        skipped_steps: how many steps were skipped because a gradient was not finite.
         fuses_backward: it updates weights during ``Accelerator.lomo_backward``, and does not step.
 
     Args:
@@ -58,10 +57,12 @@ class AcceleratedOptimizer(Optimizer):
         self._precision: Precision | None = None
         self._strategy: Strategy | None = None
         self._engine: EngineStrategy | None = None
-        self._is_overflow = False
+        # The last step: done, or a flag on the device; and the earlier ones that nobody has asked for yet.
+        self._has_stepped: bool | torch.Tensor = True
+        self._unread_skips: torch.Tensor | None = None
+        self._skipped_steps = 0
         # LOMO updates weights during backward; its step and zero_grad have nothing left to do.
         self.fuses_backward = callable(getattr(optimizer, "fused_backward", None))
-        self.skipped_steps = 0
         self._checks: tuple[Callable[[AcceleratedOptimizer], None], ...] = ()
         self._first_step_checks = self._checks
         self._monitor: ReductionMonitor | None = None
@@ -86,6 +87,7 @@ class AcceleratedOptimizer(Optimizer):
         hardware = strategy.world.hardware
         self._run_pending = hardware.run_pending if hardware.is_lazy else None
         self.scaler = precision.scaler if precision.scales_loss else None
+        precision.attach_optimizer(self.optimizer)
         return self
 
     def __repr__(self) -> str:
@@ -140,6 +142,32 @@ class AcceleratedOptimizer(Optimizer):
     def step_was_skipped(self) -> bool:
         """Return whether the last ``step`` did not happen because a gradient was not finite."""
         return self._is_overflow
+
+    @property
+    def _is_overflow(self) -> bool:
+        if isinstance(self._has_stepped, torch.Tensor):
+            self._has_stepped = bool(self._has_stepped.item())
+        return not self._has_stepped
+
+    @property
+    def skipped_steps(self) -> int:
+        """The number of steps that were skipped because a gradient was not finite.
+
+        Under a fused optimizer this, like ``step_was_skipped``, waits for the device when it is read.
+        """
+        if self._unread_skips is not None:
+            self._skipped_steps += int(self._unread_skips.item())
+            self._unread_skips = None
+        return self._skipped_steps
+
+    def _record_step(self, stepped: bool | torch.Tensor) -> None:
+        self._has_stepped = stepped
+        if not isinstance(stepped, torch.Tensor):
+            self._skipped_steps += not stepped
+        elif self._unread_skips is None:
+            self._unread_skips = 1 - stepped.long()
+        else:
+            self._unread_skips += 1 - stepped.long()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer, whose next step is checked as a first one.
@@ -238,15 +266,13 @@ class AcceleratedOptimizer(Optimizer):
         """Take a step through the gradient scaler, which skips it when a gradient is not finite."""
         if self._precision is not None:
             stepped, result = self._precision.step(self.optimizer, closure)
-            self._is_overflow = not stepped
-            self.skipped_steps += not stepped
+            self._record_step(stepped)
             return result
         assert self.scaler is not None
         scale = self.scaler.get_scale()
         result = self.scaler.step(self.optimizer, closure)
         self.scaler.update()
-        self._is_overflow = self.scaler.get_scale() < scale
-        self.skipped_steps += self._is_overflow
+        self._record_step(self.scaler.get_scale() >= scale)
         return result
 
 

@@ -119,6 +119,13 @@ class TrainLoop:
                 why="each backward has already changed the weights",
                 fix="use gradient_accumulation_steps=1",
             )
+        replicas = self.strategy.data_shard.count
+        if replicas > 1 and not (self.strategy.shards_params or self.strategy.owns_step):
+            raise PrepareError(
+                f"lomo_backward under {self.strategy.name} with {replicas} processes",
+                why="each would update its copy of the weights with gradients that are not averaged",
+                fix="shard the model by FSDP2 (--use_fsdp), whose gradients are reduced before",
+            )
         fused[0].fused_backward(loss, learning_rate)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:

@@ -75,6 +75,9 @@ class Precision(ABC):
     def attach(self, model: nn.Module) -> None:
         """Make ``model`` compute in this format, without touching its ``forward``."""
 
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Follow the steps of a prepared optimizer, whose parameters are those that it will step."""
+
     def adapt_to_compile(self, model: nn.Module) -> None:
         """Adapt the attached precision after ``model`` was compiled as a whole."""
 
@@ -136,8 +139,13 @@ class Precision(ABC):
         """Return the current factor of the loss."""
         return 1.0
 
-    def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> tuple[bool, Any]:
-        """Step; return (whether the optimizer stepped, the result of its ``step``)."""
+    def step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None
+    ) -> tuple[bool | torch.Tensor, Any]:
+        """Step; return (whether the optimizer stepped, the result of its ``step``).
+
+        The first is a flag on the device, of one element, where the host does not know it without waiting.
+        """
         return True, optimizer.step(closure) if closure is not None else optimizer.step()
 
 

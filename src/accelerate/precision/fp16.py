@@ -35,6 +35,8 @@ class _SyncedGradScaler(torch.amp.GradScaler):
     """Torch's scaler for ranks that hold parts of the gradients: an overflow on one rank counts on all."""
 
     overflow_sync: Callable[[torch.Tensor], None] | None = None
+    # The flags of the last step as the host has read them; None: a fused optimizer reads them on the device.
+    has_overflowed: bool | None = None
 
     def _unscale_grads_(
         self,
@@ -53,6 +55,14 @@ class _SyncedGradScaler(torch.amp.GradScaler):
         flag = torch.stack(flags).max()
         self.overflow_sync(flag)
         return {inv_scale.device: flag}
+
+    def _maybe_opt_step(
+        self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        # Torch's own reads the same flags, and does not tell what it has read.
+        flags: Iterable[torch.Tensor] = optimizer_state["found_inf_per_device"].values()
+        self.has_overflowed = any(flag.item() for flag in flags)
+        return None if self.has_overflowed else optimizer.step(*args, **kwargs)
 
 
 class Float16(HalfPrecisionAutocast):
@@ -134,8 +144,13 @@ class Float16(HalfPrecisionAutocast):
                 raise self._explain_error(error, optimizer) from error
             self._unscaled.add(id(optimizer))
 
-    def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> tuple[bool, Any]:
-        """Step unless a gradient is not finite; then the scale will be lowered."""
+    def step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None
+    ) -> tuple[bool | torch.Tensor, Any]:
+        """Step unless a gradient is not finite; then the scale will be lowered.
+
+        The host waits for the device once, for the flag that decides; not at all with a fused optimizer.
+        """
         if closure is not None:
             raise PrepareError(
                 "optimizer.step(closure) does not go with mixed_precision='fp16'",
@@ -144,14 +159,19 @@ class Float16(HalfPrecisionAutocast):
             )
         if not self._scaler.is_enabled():
             return True, optimizer.step()
+        self._scaler.has_overflowed = None
         try:
             result = self._scaler.step(optimizer)
         except (AssertionError, ValueError) as error:
             raise self._explain_error(error, optimizer) from error
-        overflows = self._scaler._found_inf_per_device(optimizer).values()
         self._unscaled.discard(id(optimizer))
         self._stepped = True
-        return not any(value.item() for value in overflows), result
+        if self._scaler.has_overflowed is not None:
+            return not self._scaler.has_overflowed, result
+        first, *others = self._scaler._found_inf_per_device(optimizer).values()
+        for flag in others:
+            first = first + flag.to(first.device, non_blocking=True)
+        return first == 0, result
 
     def _update_scale(self) -> None:
         """Update the scale after the steps taken since the last backward.

@@ -71,7 +71,7 @@ AUTOLOAD = Path(__file__).resolve().parent / "autoload"
 
 def loaded() -> bool:
     """Whether this process has the device."""
-    return "torch.sim" in sys.modules
+    return "tests.support.sim.runtime" in sys.modules
 
 
 def autoloaded() -> bool:
@@ -86,8 +86,14 @@ def missing() -> str | None:
     return None if compiler() else "the simulated accelerator needs a C++ compiler"
 
 
-def load() -> None:
-    """Gives this process the device, building it first where that has not been done; again is no matter."""
+def load(type: str = "sim", backend: str = "simccl") -> None:
+    """Gives this process the device, building it first where that has not been done; again is no matter.
+
+    Args:
+        type: what torch calls it. Vendors without a type of their own in torch rename the same one
+            (``rename_privateuse1_backend``), so the device can stand in for theirs.
+        backend: the torch.distributed backend of its collectives.
+    """
     import torch  # which may call this very function, see environment()
 
     if loaded():
@@ -96,10 +102,11 @@ def load() -> None:
 
     from tests.support.sim import runtime
 
-    backend_registration.rename_privateuse1_backend("sim")
-    torch._register_device_module("sim", runtime)
+    runtime.TYPE = type
+    backend_registration.rename_privateuse1_backend(type)
+    torch._register_device_module(type, runtime)
     backend_registration.generate_methods_for_privateuse1_backend()  # tensor.sim(), module.sim()
-    _register_collectives()
+    _register_collectives(type, backend)
 
 
 def environment() -> dict[str, str]:
@@ -156,7 +163,7 @@ def traffic() -> Generator[Traffic]:
         setattr(seen, name, number - before[name])
 
 
-def _register_collectives() -> None:
+def _register_collectives(type: str, backend: str) -> None:
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -165,4 +172,4 @@ def _register_collectives() -> None:
     def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
         return extension().make_simccl(dist.ProcessGroupGloo(store, rank, size, timeout))
 
-    dist.Backend.register_backend("simccl", create, devices=["sim"])
+    dist.Backend.register_backend(backend, create, devices=[type])

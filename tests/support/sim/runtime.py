@@ -15,6 +15,7 @@ from tests.support.sim.build import extension
 
 _C = extension()
 
+TYPE = "sim"  # what torch calls it; ``load`` sets it
 Device = torch.device | str | int | None
 
 
@@ -23,8 +24,8 @@ def _index(device: Device) -> int:
     if isinstance(device, str):
         device = torch.device(device)
     if isinstance(device, torch.device):
-        if device.type != "sim":
-            raise ValueError(f"expected a sim device, got {device}")
+        if device.type != TYPE:
+            raise ValueError(f"expected a {TYPE} device, got {device}")
         device = device.index
     return _C.current_device() if device is None or device < 0 else device
 
@@ -172,11 +173,11 @@ def initial_seed() -> int:
     return _generator(None).initial_seed()
 
 
-def get_rng_state(device: Device = "sim") -> torch.Tensor:
+def get_rng_state(device: Device = None) -> torch.Tensor:
     return _generator(device).get_state()
 
 
-def set_rng_state(new_state: torch.Tensor, device: Device = "sim") -> None:
+def set_rng_state(new_state: torch.Tensor, device: Device = None) -> None:
     _generator(device).set_state(new_state)
 
 
@@ -224,3 +225,13 @@ def mem_get_info(device: Device = None) -> tuple[int, int]:
     """(free, total) bytes; what the cache holds is not free."""
     memory = _C.memory(_index(device))
     return memory["capacity"] - memory["reserved"]["current"], memory["capacity"]
+
+
+_whole: dict[int, int] = {}
+
+
+def set_per_process_memory_fraction(fraction: float, device: Device = None) -> None:
+    """Limit this process to a share of the memory that the device had at the first call."""
+    index = _index(device)
+    whole = _whole.setdefault(index, _C.memory(index)["capacity"])
+    _C.set_capacity(index, int(fraction * whole))

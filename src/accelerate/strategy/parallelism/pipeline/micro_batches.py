@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from accelerate import device as devices
 from accelerate.core import tree
 from accelerate.core.errors import PrepareError
 from accelerate.stages import tensor_tree
@@ -78,28 +79,77 @@ class PipelineExecutionPlan:
     idle_schedules: list[Any] = field(default_factory=list)
 
 
-def check_same_call(
-    description: str, tensors: Sequence[torch.Tensor], group: Any, device: torch.device
-) -> None:
-    """Refuse calls that differ between the stages.
+# Calls of a pipeline whose check the host waits for; mistakes in the loop show in the first ones.
+_CHECKED_AT_ONCE = 3
+
+
+class CallCheck:
+    """The check that all stages make the same calls.
+
+    The result lies on the device. Reading it at once would wait for all work that is queued there, so that of
+    a later call is read in the call after it, on devices that copy to the host asynchronously.
 
     Args:
-        description: what must be equal: shapes, types and modes of the call.
-        tensors: its arguments, whose values must be equal too.
         group: the processes that have the stages.
         device: of this process.
-
-    Raises:
-        PrepareError: on all of them.
     """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self._calls = 0
+        # The description, the fingerprints on the host, and the event after which they are there.
+        self._unread: tuple[str, torch.Tensor, Any] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CallCheck:
+        """Return a check of a copied model: no event can be copied."""
+        return CallCheck(self.group, self.device)
+
+    def check(self, description: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Refuse calls that differ between the stages: this one, or the one before.
+
+        Args:
+            description: what must be equal: shapes, types and modes of the call.
+            tensors: its arguments, whose values must be equal too.
+
+        Raises:
+            PrepareError: on all of them.
+        """
+        self._read()
+        self._calls += 1
+        fingerprint = _make_fingerprint(description, tensors, self.device)
+        fingerprints = fingerprint.new_empty((dist.get_world_size(self.group), *fingerprint.shape))
+        dist.all_gather(list(fingerprints), fingerprint, group=self.group)
+        hardware = devices.get(self.device.type)
+        if self._calls <= _CHECKED_AT_ONCE or not hardware.pins_memory:
+            _compare(description, fingerprints)
+            return
+        memory = hardware.host_memory(fingerprints.nbytes).view(fingerprints.dtype)
+        host = memory.view(fingerprints.shape).copy_(fingerprints, non_blocking=True)
+        event = hardware.record_event(hardware.current_stream(self.device.index))
+        self._unread = description, host, event
+
+    def _read(self) -> None:
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            description, fingerprints, event = unread
+            event.synchronize()
+            _compare(description, fingerprints)
+
+
+def _make_fingerprint(
+    description: str, tensors: Sequence[torch.Tensor], device: torch.device
+) -> torch.Tensor:
+    """Return (digest of the description, weighted sum of the values) on the device."""
     digest = int.from_bytes(hashlib.sha256(description.encode()).digest()[:6], "big")
     total = torch.zeros((), dtype=torch.float64)
     for place, tensor in enumerate(tensors, 1):
         total = total.to(tensor.device) + place * torch.nan_to_num(tensor.detach().double()).sum()
-    fingerprint = torch.stack([torch.tensor(float(digest), dtype=torch.float64), total.cpu()]).to(device)
-    fingerprints = [torch.empty_like(fingerprint) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(fingerprints, fingerprint, group=group)
-    table = torch.stack(fingerprints).tolist()
+    total = total.to(device, non_blocking=True)
+    return torch.stack([torch.full_like(total, digest), total])
+
+
+def _compare(description: str, fingerprints: torch.Tensor) -> None:
+    table = fingerprints.tolist()
     if any(row[0] != table[0][0] for row in table):
         raise PrepareError(
             "the stages of a pipeline were called in different ways",

@@ -31,10 +31,10 @@ from accelerate.strategy.parallelism.pipeline.forward_trace import (
 )
 from accelerate.strategy.parallelism.pipeline.gpipe import GPipeCall
 from accelerate.strategy.parallelism.pipeline.micro_batches import (
+    CallCheck,
     PipelineBatch,
     PipelineExecutionPlan,
     cast_floats,
-    check_same_call,
 )
 from accelerate.strategy.parallelism.pipeline.one_f_one_b import OneFOneBCall, check_loss
 from accelerate.strategy.parallelism.pipeline.stage import StageForward
@@ -118,6 +118,7 @@ class PipelineParallelRunner:
         self.cut, self.options, self.group, self.device = cut, options, group, device
         self.pp_rank, self.processes = dist.get_rank(group), dist.get_world_size(group)
         self.stages = list(range(self.pp_rank, cut.count, self.processes))
+        self._call_check = CallCheck(group, device)
         self.mode = make_fake_mode()
         self.shadow = FakeTensorModel(model, list(cut.stage_of), device, self.mode)
         self.model: Any = None
@@ -190,7 +191,7 @@ class PipelineParallelRunner:
         size = next((t.shape[0] for t in tensors if t.dim()), 0)
         metas = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in tensors]
         description = repr((form, metas, self.model.training, torch.is_grad_enabled(), self._autocast()))
-        check_same_call(description, tensors, self.group, self.device)
+        self._call_check.check(description, tensors)
         if size == 0:
             raise PrepareError(
                 "a pipeline was called without a batch",

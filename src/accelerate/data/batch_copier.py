@@ -1,0 +1,83 @@
+"""Copies of batches to the device, on a stream of their own: they overlap with what the device computes.
+
+A copy on the compute stream would begin when all work that the program has queued is done, and one from
+memory that is not pinned makes the host wait for that.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from typing import Any
+
+import torch
+
+from accelerate import device as devices
+from accelerate.core import tree
+from accelerate.world.local_tensor_trees import send_to_device
+
+# Memory of a copied batch is not used again before the device has read it: the host may be ahead of the
+# device by so many batches, and then waits for the oldest one.
+_BATCHES_AHEAD = 4
+
+
+@functools.cache
+def _copy_stream(device_type: str, index: int | None) -> Any:
+    """Return one stream for all loaders: memory that was freed on it serves only it again."""
+    return devices.get(device_type).stream(index)
+
+
+class BatchCopier:
+    """Copies the batches of an epoch to a device.
+
+    Args:
+        device: the device; None: batches stay where they are.
+        non_blocking: the host does not wait for copies from memory that is not pinned either.
+    """
+
+    def __init__(self, device: torch.device | str | None, non_blocking: bool) -> None:
+        self.device = None if device is None else torch.device(device)
+        self.non_blocking = non_blocking
+        self._requests: deque[Any] = deque()
+        self._stream: Any = None
+        if self.device is not None and self.device.type not in ("cpu", "meta"):
+            self._hardware = devices.get(self.device.type)
+            if self._hardware.pins_memory:
+                self._stream = _copy_stream(self.device.type, self.device.index)
+
+    def copy(self, batch: Any) -> Any:
+        """Return a batch with its tensors on the device; the current stream waits for them.
+
+        Only plain tensors of the host go over the copy stream. Tensors of a device are changed by work of
+        the current stream, and objects with a ``to`` of their own may hold tensors that cannot be marked.
+        """
+        if self.device is None:
+            return batch
+        leaves = [] if self._stream is None else [leaf for _, leaf in tree.iterate_leaves(batch)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not tensors or not all(map(_can_use_copy_stream, leaves)):
+            return send_to_device(batch, self.device, self.non_blocking)
+        now = self._hardware.current_stream(self.device.index)
+        self._limit_lead(now)
+        # Torch keeps pinned memory until the copies out of it are over.
+        non_blocking = self.non_blocking or all(tensor.is_pinned() for tensor in tensors)
+        with self._hardware.use_stream(self._stream):
+            copied = send_to_device(batch, self.device, non_blocking)
+            event = self._hardware.record_event(self._stream)
+        self._hardware.wait_event(event, now)
+        for _, leaf in tree.iterate_leaves(copied):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == self.device.type:
+                # Allocated on the copy stream, which must not use the memory before ``now`` has read it.
+                leaf.record_stream(now)
+        return copied
+
+    def _limit_lead(self, stream: Any) -> None:
+        self._requests.append(self._hardware.record_event(stream))
+        if len(self._requests) > _BATCHES_AHEAD:
+            self._requests.popleft().synchronize()
+
+
+def _can_use_copy_stream(leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return type(leaf) is torch.Tensor and leaf.layout is torch.strided and leaf.device.type == "cpu"
+    return not hasattr(leaf, "to") or isinstance(leaf, type)
