@@ -70,6 +70,11 @@ def offloaded(model: nn.Module, kind: str, device: Device, folder: Path) -> nn.M
     return cpu_offload(model, where) if kind == "cpu" else disk_offload(model, folder, where)
 
 
+def many_rows(device: Device) -> int:
+    """So many that a block computes for longer than it is copied; the simulated device, a CPU, needs few."""
+    return 64 if device.type == "sim" else 4096
+
+
 def run_on(device: Device, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """What the whole model gives on the device."""
     there = copy.deepcopy(model).to(device.torch_device(0))
@@ -80,12 +85,12 @@ kinds = pytest.mark.parametrize("kind", ["cpu", "disk"])
 
 
 @kinds
-@pytest.mark.parametrize("rows", [1, 4096])
+@pytest.mark.parametrize("many", [False, True], ids=["one row", "many rows"])
 def test_an_offloaded_model_gives_what_it_gives_on_the_device(
-    kind: str, rows: int, device: Device, tmp_path: Path
+    kind: str, many: bool, device: Device, tmp_path: Path
 ) -> None:
     """Copies ahead of the computation and behind it: bit-equal, in many forwards without waiting."""
-    model, x = built(), torch.randn(rows, WIDTH)
+    model, x = built(), torch.randn(many_rows(device) if many else 1, WIDTH)
     expected = run_on(device, model, x)
     offloaded(model, kind, device, tmp_path)
     here = x.to(device.torch_device(0))
@@ -97,7 +102,7 @@ def test_an_offloaded_model_gives_what_it_gives_on_the_device(
 @kinds
 def test_two_blocks_are_there_at_a_time(kind: str, device: Device, tmp_path: Path) -> None:
     """Also when the program runs far ahead of the device."""
-    model, x = built(), torch.randn(4096, WIDTH)
+    model, x = built(), torch.randn(many_rows(device), WIDTH)
     block = sum(p.nbytes for p in model.layers[0].parameters())
     whole = sum(p.nbytes for p in model.parameters())
     _limit_blocks(model, kind, device, tmp_path)
@@ -110,7 +115,8 @@ def test_two_blocks_are_there_at_a_time(kind: str, device: Device, tmp_path: Pat
         for _ in range(5):
             model(here)
         device.synchronize(0)
-    activations = 8 * 4 * here.nbytes
+    # A layer has its input and output, both results of its linear layers, and relu's: 11 times the input.
+    activations = 12 * here.nbytes
     assert (device.max_memory_allocated(0) or 0) - before <= 2 * block + activations + 2**22 < whole
 
 

@@ -712,6 +712,9 @@ def test_hooks_called_by_hand_bring_the_weights_of_a_module() -> None:
 # ------------------------------------------------------------------------------------------------ streams
 
 
+host = pagers.devices.get("cpu")
+
+
 class Pinning(Device):
     """The simulated device with pinned memory, streams and the reading thread: the path of a real one."""
 
@@ -723,7 +726,7 @@ def test_the_path_with_streams_and_pinned_memory(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """E12, E13: nothing runs later here, but all the calls are made."""
-    monkeypatch.setattr(pagers.devices, "get", lambda type: Pinning(type))
+    monkeypatch.setattr(pagers.devices, "get", lambda type: Pinning(type) if type == "sim" else host)
     model, x = built(), inputs()
     expected, before = model(x), sim.pinned()
     model.layers[2].fails = True
@@ -748,10 +751,70 @@ def test_the_path_with_streams_and_pinned_memory(
     gc.collect()
 
 
+@pytest.mark.parametrize("local_ranks", [1, 4])
+def test_pinned_memory_has_a_budget(local_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the free memory, divided by the processes of the machine; the rest goes through two buffers."""
+    monkeypatch.setattr(pagers.devices, "get", lambda type: Pinning(type) if type == "sim" else host)
+    for name, value in {"RANK": 0, "WORLD_SIZE": local_ranks, "LOCAL_RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
+    model, x = built(), inputs()
+    expected = model(x)
+    total, before = weights(model), sim.pinned()
+    monkeypatch.setattr(type(host), "get_memory_info", lambda self, index=None: (total, 10 * total))
+    cpu_offload(model, SIM, preload_module_classes=["Layer"])
+    pages = [page for block in pager_of(model).blocks for page in block.pages]
+    staged = [page for page in pages if page.host is None]
+    assert 0 < sim.pinned() - before <= total // 2 // local_ranks
+    assert 0 < len(staged) < len(pages)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(model(x), expected)
+        largest = max(page.nbytes for page in staged)
+        assert sim.pinned() - before <= total // 2 // local_ranks + 2 * 2 * largest
+        # A weight of a staged page that is changed in place keeps its change.
+        name = next(name for name, p in model.named_parameters() if p is staged[0].entries[0].stand_in)
+        assert staged[0].entries[0].stand_in.source.host_tensor().is_pinned() is False
+        model.get_parameter(name).mul_(2)
+        plain = built()
+        plain.get_parameter(name).mul_(2)
+        torch.testing.assert_close(model(x), plain(x))
+
+
+class Retrying(Pinning):
+    """A device whose allocator is at its limit from the third block on."""
+
+    blocks = 0
+
+    def allocator_retries(self, index: int | None = None) -> int:
+        return max(0, self.blocks - 2)
+
+
+def test_nothing_is_prefetched_after_the_allocator_had_to_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the forward in which that was; the next one tries again."""
+    hardware = Retrying("sim")
+    monkeypatch.setattr(pagers.devices, "get", lambda type: hardware if type == "sim" else host)
+    model, x = built(), inputs()
+    expected = model(x)
+    cpu_offload(model, SIM, preload_module_classes=["Layer"])
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda *_: setattr(hardware, "blocks", hardware.blocks + 1))
+    stats = offload_stats(model)
+    assert stats is not None
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected)
+        assert stats.blocks == len(model.layers) + 2
+        seen = stats.prefetched
+        assert 0 < seen < stats.blocks - 2
+        hardware.blocks = 0
+        model(x)
+        assert stats.prefetched == 2 * seen
+
+
 def test_a_file_that_is_gone_is_told_when_it_is_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pagers.devices, "get", lambda type: Pinning(type))
+    monkeypatch.setattr(pagers.devices, "get", lambda type: Pinning(type) if type == "sim" else host)
     model, x = built(), inputs()
     disk_offload(model, tmp_path, SIM)
     with torch.no_grad():

@@ -132,6 +132,8 @@ class Pager:
         self._order: dict[tuple[WeightBlock | None, WeightBlock | None], WeightBlock | None] = {}
         self._thread = _PagerThreadState()
         self._running_forwards = 0
+        # The allocator's retries when the running forward began; None once there was another one.
+        self._known_retries: int | None = None
         self._copy_stream: Any = None
         self._staging: StagingBuffers | None = None
         self._reader: ThreadPoolExecutor | None = None
@@ -192,6 +194,7 @@ class Pager:
             if not self._thread.depth:
                 self._thread.recent = (None, None)
                 self._running_forwards += 1
+                self._known_retries = self._count_retries()
             self._thread.depth += 1
 
     def end_forward(self) -> None:
@@ -247,14 +250,24 @@ class Pager:
                 self._wait_ready(resident_page)  # the copy must not write into memory that others have got
 
     def _prefetch(self, block: WeightBlock) -> None:
-        """Begin to copy a block's pages, if there is room for them now."""
+        """Begin to copy a block's pages, if there is room for them now.
+
+        Where the allocator had to make room in this forward, for these copies or beside them, the device is
+        too full to hold a block that is not needed yet.
+        """
         for page in block.pages:
             if page not in self.resident:
+                if self._known_retries is None or self._count_retries() > self._known_retries:
+                    self._known_retries = None
+                    return
                 try:
                     self.resident[page] = self._fetch_page(page)
                 except torch.OutOfMemoryError:
                     return  # they are fetched when this block is dropped
                 self.stats.prefetched += 1
+
+    def _count_retries(self) -> int:
+        return self.driver.allocator_retries(self.device.index) or 0
 
     def _fetch_or_make_room(self, page: WeightPage) -> ResidentPage:
         """Fetch a page; if there is no room, drop prefetched pages and try again."""

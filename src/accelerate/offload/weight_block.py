@@ -3,8 +3,8 @@
 A block is a module with the weights that are put into it while it runs, and taken out after. Its pages are
 copied as one range of bytes each, on the host and on the device. A page of weights that live in memory has
 its own range of (pinned) host memory: one copy brings all of it to the device, and views of that copy are
-the parameters. A page of weights that live in files has no host memory; its values are read from their
-sources each time.
+the parameters. A page of weights that live in files, or for which the budget of pinned memory is used up, has
+none; its values are read from their sources each time.
 """
 
 # torch's signatures are partly untyped: what is unknown here is torch's.
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate import device as devices
 from accelerate.core.errors import OffloadError
 from accelerate.device.base import Device
 from accelerate.offload.module_tensors import MaterializedTensor, as_parameter, restore_stand_ins
@@ -29,6 +30,7 @@ from accelerate.offload.offloaded_tensor import (
     TensorSource,
     make_stand_in,
 )
+from accelerate.world import world as worlds
 
 ALIGNMENT = 512  # bytes between the starts of two weights; kernels like it, and every dtype divides it
 SLAB = 2**29  # bytes of host memory that are asked for at once
@@ -102,8 +104,13 @@ class WeightPage:
             yield entry, entry.view(typed[entry.dtype])
 
     def move_to_host(self, memory: HostPageAllocator) -> None:
-        """Move the values into host memory of the page's own, and free the tensors that held them."""
+        """Move the values into host memory of the page's own, and free the tensors that held them.
+
+        Beyond the budget they stay where they are, and are read from there each time.
+        """
         self.host = region = memory.allocate(self.nbytes)
+        if region is None:
+            return
         raw = region.numpy()
         for entry in self.entries:
             source = entry.stand_in.source
@@ -128,15 +135,19 @@ class HostPageAllocator:
     Args:
         device: whose copies it serves.
         total: bytes that will be taken in all, a guess.
+
+    Attributes:
+        budget: bytes that may still be pinned; None before the first.
     """
 
     def __init__(self, device: Device, total: int) -> None:
         self.device, self.bytes_left = device, total
         self.slab: torch.Tensor | None = None
         self.used = 0
+        self.budget: int | None = None
 
-    def allocate(self, size: int) -> torch.Tensor:
-        """Return ``size`` bytes of host memory (uint8)."""
+    def allocate(self, size: int) -> torch.Tensor | None:
+        """Return ``size`` bytes of host memory (uint8); None if it is pinned and the budget is used up."""
         if not self.device.pins_memory:
             return self.device.host_memory(size)
         if self.slab is None or self.used + size > self.slab.numel():
@@ -144,11 +155,26 @@ class HostPageAllocator:
                 max(self.bytes_left, 1).bit_length() - 1
             )  # the largest power of two within what is left
             whole = 1 << (max(size, 1) - 1).bit_length()
-            self.slab, self.used = self.device.host_memory(max(min(half, SLAB), whole)), 0
+            if self.budget is None:
+                self.budget = _pinned_memory_budget()
+            largest = 1 << (self.budget.bit_length() - 1) if self.budget else 0
+            slab_size = min(max(min(half, SLAB), whole), largest)
+            if slab_size < whole:
+                return None
+            self.budget -= slab_size
+            self.slab, self.used = self.device.host_memory(slab_size), 0
         region = self.slab[self.used : self.used + size]
         self.used += size
         self.bytes_left = max(0, self.bytes_left - size)
         return region
+
+
+def _pinned_memory_budget() -> int:
+    """Return half of the host's free memory, divided by the processes of this machine, in bytes.
+
+    Pinned memory is never swapped out, and each process pins a copy of its own.
+    """
+    return devices.get("cpu").get_memory_info()[0] // 2 // worlds.get_local_size()
 
 
 class StagingBuffers:
