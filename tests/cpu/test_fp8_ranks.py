@@ -11,7 +11,7 @@ import torch
 from tests.laws.test_7_parity import accelerator_of, loop, whole
 from tests.support import transformer_engine
 from tests.support.numbers import same
-from tests.support.parity import ROWS, adamw, decoder, loader, plain
+from tests.support.parity import ROWS, adamw, decoder, loader, loss_of, plain
 from tests.support.ranks import RankServer
 
 PROCESSES = {"one process": 1, "layers x shards": 4}
@@ -21,11 +21,11 @@ WAYS = [
 ]
 
 
-def prepared(way: str, recipe: str, seed: int) -> tuple[Any, Any, Any, Any]:
+def prepared(way: str, recipe: str, seed: int, **options: Any) -> tuple[Any, Any, Any, Any]:
     from accelerate.utils import AORecipeKwargs
 
     handlers = [AORecipeKwargs(recipe_name=recipe)]  # type: ignore[arg-type]
-    accelerator = accelerator_of(way, mixed_precision="fp8", kwargs_handlers=handlers)
+    accelerator = accelerator_of(way, mixed_precision="fp8", kwargs_handlers=handlers, **options)
     model = decoder(seed)
     batches = loader(ROWS // accelerator.strategy.data_shard.count)
     return accelerator, *accelerator.prepare(model, adamw(model), batches)
@@ -86,6 +86,68 @@ def test_shards_in_8_bits_are_read_by_one_process(ranks: RankServer, tmp_path: P
     losses = ranks(2, train, "shards", "tensorwise", folder, timeout=110)[0][0]
     rest, _ = ranks(1, resume, "one process", "tensorwise", folder, timeout=110)[0]
     torch.testing.assert_close(torch.tensor(rest), torch.tensor(losses[4:]), rtol=2e-2, atol=2e-2)
+
+
+def all_reduces(folder: str) -> dict[str, list[int]]:
+    """The all-reduces of forwards and steps; the last forward comes after a checkpoint was loaded."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    def count(mode: CommDebugMode) -> int:
+        return sum(n for kind, n in mode.get_comm_counts().items() if "all_reduce" in str(kind))
+
+    accelerator, model, optimizer, batches = prepared("shards", "tensorwise", 0)
+    counts: dict[str, list[int]] = {"forward": [], "step": []}
+    first = model.get_parameter("layers.0.up.weight")
+    for number, batch in zip(range(3), batches, strict=False):
+        if number == 2:
+            accelerator.load_state(folder)
+            with torch.no_grad():
+                first.mul_(64)  # a scale of before would cut it off
+        with CommDebugMode() as mode:
+            loss = loss_of(model, batch)
+        counts["forward"].append(count(mode))
+        if number == 1:
+            accelerator.save_state(folder)
+        accelerator.backward(loss)
+        with CommDebugMode() as mode:
+            optimizer.step()
+        counts["step"].append(count(mode))
+        optimizer.zero_grad()
+    return counts
+
+
+def test_the_scales_of_gathered_weights_take_one_all_reduce_a_step(ranks: RankServer, tmp_path: Path) -> None:
+    """Computed after the step; weights that were written otherwise since are scaled in the forward."""
+    for counts in ranks(2, all_reduces, str(tmp_path / "middle")):
+        layers = counts["forward"][0]
+        assert layers > 20
+        assert counts == {"forward": [layers, 0, layers], "step": [1, 1, 1]}
+
+
+def compiled_losses(way: str, recipe: str, regional: bool) -> tuple[list[float], list[float]]:
+    """The losses of three steps: not compiled, and compiled."""
+    from accelerate.utils import TorchDynamoPlugin
+
+    torch._dynamo.reset()
+    losses = []
+    for backend in ("no", "aot_eager"):
+        plugin = TorchDynamoPlugin(backend=backend, use_regional_compilation=regional)
+        accelerator, model, optimizer, batches = prepared(way, recipe, 0, dynamo_plugin=plugin)
+        rows = [batch for batch, _ in zip(batches, range(3), strict=False)]
+        losses.append(loop(accelerator, model, optimizer, rows)[0])
+    return losses[0], losses[1]
+
+
+@pytest.mark.parametrize(
+    ("way", "recipe", "regional"),
+    [("one process", "rowwise", False), ("copies", "tensorwise", True), ("shards", "tensorwise", True)],
+)
+def test_it_trains_compiled(ranks: RankServer, way: str, recipe: str, regional: bool) -> None:
+    """To the same losses: layers in 8 bits are compiled with what is around them."""
+    for plainly, compiled in ranks(
+        PROCESSES.get(way, 2), compiled_losses, way, recipe, regional, timeout=110
+    ):
+        assert compiled == pytest.approx(plainly, abs=1e-5)
 
 
 def train_by_te(way: str) -> list[float]:

@@ -18,7 +18,14 @@ from accelerate.utils.transformer_engine import (
     has_transformer_engine_layers,
 )
 from tests.support.parity import adamw, decoder, loader, loss_of, plain
-from tests.support.transformer_engine import DelayedScaling, Format, Library, MXFP8BlockScaling, install
+from tests.support.transformer_engine import (
+    RECIPES,
+    DelayedScaling,
+    Format,
+    Library,
+    MXFP8BlockScaling,
+    install,
+)
 
 
 @pytest.fixture
@@ -76,6 +83,67 @@ def test_block_scaling_and_fields_that_a_version_lacks(engine: Library) -> None:
     (status,) = (each for each in accelerator.effects() if each.option == "interval")
     assert status.not_applied
     assert status.why == "the MXFP8BlockScaling of this TransformerEngine does not have it"
+
+
+def asked_options(accelerator: Accelerator) -> list[tuple[str, str]]:
+    """The options of the report, each with its source; without those of every test here."""
+    rest = ("cpu", "mixed_precision")
+    return [(each.option, each.where) for each in accelerator.effects() if each.option not in rest]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "kind"), [*zip(("delayed", "current", "block", "mxfp8"), RECIPES, strict=True)]
+)
+def test_a_recipe_is_chosen_by_its_scaling(engine: Library, scaling: Any, kind: Any) -> None:
+    recipe = TERecipeKwargs(scaling=scaling)
+    accelerator = fp8(recipe)
+    model = accelerator.prepare(nn.Sequential(nn.Linear(16, 16)))
+    model(torch.zeros(16, 16)).sum().backward()
+    entered = engine.entered[-1][1]
+    assert type(entered) is kind
+    assert entered.fp8_format is kind().fp8_format, "none was asked for: the recipe's own"
+    assert asked_options(accelerator) == [("scaling", "TERecipeKwargs")]
+    model = fp8(TERecipeKwargs(scaling=scaling, fp8_format="E4M3")).prepare(nn.Sequential(nn.Linear(16, 16)))
+    model(torch.zeros(16, 16))
+    assert engine.entered[-1][1].fp8_format is Format.E4M3
+
+
+def test_a_scaling_that_is_not_to_be_had_is_refused(engine: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformer_engine.common.recipe as recipes  # the fake
+    import transformer_engine.pytorch as te
+
+    with pytest.raises(SettingError, match="scaling='block' and use_mxfp8_block_scaling=True"):
+        TERecipeKwargs(scaling="block", use_mxfp8_block_scaling=True)
+    monkeypatch.setenv("ACCELERATE_FP8_SCALING", "block")
+    monkeypatch.setattr(
+        te, "is_fp8_block_scaling_available", lambda return_reason: (False, "needs CUDA 12.9"), raising=False
+    )
+    with pytest.raises(DeviceError, match="scaling='block'") as error:
+        fp8(TERecipeKwargs())
+    assert error.value.why == "needs CUDA 12.9"
+    monkeypatch.delattr(recipes, "Float8BlockScaling")
+    with pytest.raises(SettingError, match="has no Float8BlockScaling") as missing:
+        fp8(TERecipeKwargs())
+    assert missing.value.why == "it has delayed, current, mxfp8"
+
+
+def test_the_report_lists_only_options_that_were_asked_for(
+    engine: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fallbacks fill the fields of a recipe; nobody asked for them."""
+    from accelerate.utils import AORecipeKwargs
+
+    def asked(recipe: Any) -> list[tuple[str, str]]:
+        return asked_options(fp8(recipe))
+
+    assert asked(TERecipeKwargs()) == []
+    assert asked(TERecipeKwargs(margin=1)) == [("margin", "TERecipeKwargs")]
+    assert asked(AORecipeKwargs()) == []
+    assert asked(AORecipeKwargs(recipe_name="rowwise")) == [("recipe_name", "AORecipeKwargs")]
+    config = AORecipeKwargs().config
+    assert asked(AORecipeKwargs(config=config)) == [("config", "AORecipeKwargs")]
+    monkeypatch.setenv("ACCELERATE_FP8_MARGIN", "2")
+    assert asked(TERecipeKwargs()) == [("margin", "the environment variable ACCELERATE_FP8_MARGIN")]
 
 
 def test_a_device_without_8_bit_floats_is_refused(engine: Library, monkeypatch: pytest.MonkeyPatch) -> None:

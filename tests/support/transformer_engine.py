@@ -42,6 +42,23 @@ class MXFP8BlockScaling:
     fp8_format: Format = Format.E4M3
 
 
+@dataclass
+class Float8CurrentScaling:
+    """Scaling factors of the tensor as it is."""
+
+    fp8_format: Format = Format.HYBRID
+
+
+@dataclass
+class Float8BlockScaling:
+    """Scaling factors of blocks."""
+
+    fp8_format: Format = Format.E4M3
+
+
+RECIPES = (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)
+
+
 def round_to_e4m3(values: torch.Tensor) -> torch.Tensor:
     """Round, with the gradient of the identity."""
     return values + (values.to(torch.float8_e4m3fn).to(values.dtype) - values).detach()
@@ -108,9 +125,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Library:
             for name in ("Linear", "LayerNorm", "TransformerLayer", "fp8_autocast")
         },
         "transformer_engine.common": {},
-        "transformer_engine.common.recipe": {
-            each.__name__: each for each in (Format, DelayedScaling, MXFP8BlockScaling)
-        },
+        "transformer_engine.common.recipe": {each.__name__: each for each in (Format, *RECIPES)},
     }
     for name, values in contents.items():
         module = ModuleType(name)

@@ -107,6 +107,10 @@ class FP8MixedPrecision(HalfPrecisionAutocast):
         if self.library.has_context:
             self.library.attach_context(model)
 
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the library follow the steps of a prepared optimizer."""
+        self.library.attach_optimizer(optimizer)
+
     def report_conversion(self, model: nn.Module) -> ConversionReport:
         """Return which linear layers of a model are converted, or will be, and why the others are not."""
         return self.library.report(model)

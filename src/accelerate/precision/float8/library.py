@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from accelerate.core.errors import DeviceError, PrepareError
@@ -132,6 +133,10 @@ class Float8Library(ABC):
     def forward_context(self, training: bool) -> AbstractContextManager[Any]:
         """Return the context of a forward, entered inside of autocast."""
         return nullcontext()
+
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Follow the steps of a prepared optimizer."""
+        return
 
     def attach_context(self, model: nn.Module) -> None:
         """Run every forward of ``model`` in ``forward_context``, once."""

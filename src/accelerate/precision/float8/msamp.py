@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from accelerate.core.argument_checks import check_arguments
 from accelerate.core.kwargs_handler import KwargsHandler
+from accelerate.core.option_report import keep_requests
 from accelerate.core.setting import describe_fields, load_fields
 from accelerate.precision.recipes.fp8 import MSAMPOptions
 
@@ -21,4 +22,4 @@ class MSAMPRecipeKwargs(MSAMPOptions, KwargsHandler):
     """
 
     def __post_init__(self) -> None:
-        load_fields(self, MSAMPOptions)
+        keep_requests(self, load_fields(self, MSAMPOptions))

@@ -6,9 +6,11 @@ Run here: torchao 0.18 by emulation, which rounds as the hardware does. Source: 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +20,9 @@ from torch.distributed.tensor import DTensor
 from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import SettingError
 from accelerate.core.kwargs_handler import KwargsHandler
-from accelerate.core.setting import describe_fields, load_fields
+from accelerate.core.option_report import keep_requests
+from accelerate.core.setting import describe_fields, load_fields, load_settings
+from accelerate.device.base import Device
 from accelerate.precision.float8.library import FITTING_SHAPE, MULTIPLE, Float8Library, tied_parameters
 from accelerate.precision.recipes.fp8 import TENSORWISE, AOOptions, require_library
 
@@ -50,10 +54,12 @@ class AORecipeKwargs(AOOptions, KwargsHandler):
                 raise SettingError(
                     "config is given, and so are fields that belong into it", fix="set them in config"
                 )
+            own = ("config", "module_filter_func")
+            keep_requests(self, load_settings(AOOptions, container=SimpleNamespace), *own)
             return
         from torchao.float8 import Float8LinearConfig
 
-        load_fields(self)
+        keep_requests(self, load_fields(self), "module_filter_func")
         if self.recipe_name != TENSORWISE:
             if fields[2]:
                 raise SettingError(
@@ -73,6 +79,11 @@ class TorchAO(Float8Library):
     """Layers of torchao, which keep the weights in their dtype and cast them at each product."""
 
     backend: ClassVar[str] = "AO"
+
+    def __init__(self, recipe: Any, device: Device) -> None:
+        super().__init__(recipe, device)
+        # In the order of ``prepare``, which all ranks share.
+        self._models: list[weakref.ref[nn.Module]] = []
 
     @property
     def emulates(self) -> bool:
@@ -106,6 +117,23 @@ class TorchAO(Float8Library):
         )
         for name in names:
             _convert_layer(model.get_submodule(name), config)
+        if gathers:
+            self._models = [known for known in self._models if known() not in (None, model)]
+            self._models.append(weakref.ref(model))
+
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compute the scales of all weights that are all-gathered in 8 bits after each step: one all-reduce.
+
+        Without it, each weight takes an all-reduce of its own in the forward pass.
+        """
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        models = [
+            known
+            for known in self._models
+            if (model := known()) is not None and any(id(p) in stepped for p in model.parameters())
+        ]
+        if models:
+            optimizer.register_step_post_hook(partial(_compute_scales, models))
 
 
 def convert_model_to_fp8_ao(
@@ -214,6 +242,34 @@ def _convert_layer(layer: Any, config: Any) -> None:
     layer.__class__ = type(converted)
     vars(layer).update({name: value for name, value in vars(converted).items() if name not in vars(layer)})
     layer.register_forward_pre_hook(_cast_input)
+
+
+def _compute_scales(models: list[weakref.ref[nn.Module]], *step: Any) -> None:
+    """Compute the scales of the weights of these models; the hook after a step of their optimizer."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    for model in filter(None, (known() for known in models)):
+        precompute_float8_dynamic_scale_for_fsdp(model)
+        for module in model.modules():
+            if is_ao_layer(module) and isinstance(module.weight, DTensor):
+                _bind_scale(module.weight)
+
+
+def _bind_scale(weight: Any) -> None:
+    """Make the scale of a weight hold for its present values alone.
+
+    A weight that is written otherwise, by loading a checkpoint for example, is scaled in the next forward.
+    """
+    local, parameter = weight._local_tensor, weakref.ref(weight)
+    scale, version = local._precomputed_scale, weight._version
+
+    def fsdp_pre_all_gather(mesh: Any) -> Any:
+        now = parameter()
+        if local._precomputed_scale is scale and (now is None or now._version != version):
+            local._precomputed_scale = None
+        return type(local).fsdp_pre_all_gather(local, mesh)
+
+    local.fsdp_pre_all_gather = fsdp_pre_all_gather
 
 
 def _unwrap_weight(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

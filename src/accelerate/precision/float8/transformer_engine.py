@@ -16,28 +16,53 @@ import torch
 from torch import nn
 
 from accelerate.core.argument_checks import check_arguments
+from accelerate.core.errors import DeviceError, SettingError
 from accelerate.core.kwargs_handler import KwargsHandler
+from accelerate.core.option_report import keep_requests
 from accelerate.core.setting import describe_fields, load_fields, load_settings
 from accelerate.precision.float8.library import FITTING_SHAPE, MULTIPLE, Float8Library
 from accelerate.precision.recipes.fp8 import FP8Settings, TEOptions, require_library
 
 _PARAMETERS = ("weight", "bias")
+DELAYED, MXFP8 = "delayed", "mxfp8"
+_IN_BLOCKS = ("block", MXFP8)
+# By the value of ``scaling``: the class of the recipe, and the function that tells whether a device has it.
+_RECIPES = {
+    DELAYED: ("DelayedScaling", "is_fp8_available"),
+    "current": ("Float8CurrentScaling", "is_fp8_available"),
+    "block": ("Float8BlockScaling", "is_fp8_block_scaling_available"),
+    MXFP8: ("MXFP8BlockScaling", "is_mxfp8_available"),
+}
 
 
 @check_arguments
 @describe_fields
 @dataclass
 class TERecipeKwargs(TEOptions, KwargsHandler):
-    """A recipe for TransformerEngine: its ``DelayedScaling``, or ``MXFP8BlockScaling``.
+    """A recipe for TransformerEngine, whose class ``scaling`` chooses.
+
+    ``delayed``, the default, is its ``DelayedScaling``; ``current`` its ``Float8CurrentScaling``; ``block``
+    its ``Float8BlockScaling``; ``mxfp8``, or ``use_mxfp8_block_scaling``, its ``MXFP8BlockScaling``. Without
+    ``fp8_format`` the last two compute in E4M3, as they do by themselves.
 
     Raises:
         MissingExtraError: TransformerEngine is not installed.
+        SettingError: ``scaling`` and ``use_mxfp8_block_scaling`` contradict each other.
         UnknownNameError: a format or algorithm that does not exist.
     """
 
     def __post_init__(self) -> None:
         require_library("TE", "TERecipeKwargs")
-        load_fields(self, TEOptions)
+        loaded = load_fields(self, TEOptions)
+        keep_requests(self, loaded)
+        if self.use_mxfp8_block_scaling and self.scaling not in (None, MXFP8):
+            raise SettingError(
+                f"scaling={self.scaling!r} and use_mxfp8_block_scaling=True contradict each other",
+                fix=f"leave one of them out; use_mxfp8_block_scaling=True is scaling={MXFP8!r}",
+            )
+        self.scaling = MXFP8 if self.use_mxfp8_block_scaling else self.scaling or DELAYED
+        if self.scaling in _IN_BLOCKS and loaded.origins["fp8_format"][0].source == "default":
+            self.fp8_format = "E4M3"
         if self.override_linear_precision is None:
             settings = load_settings(FP8Settings).value
             self.override_linear_precision = (
@@ -57,8 +82,30 @@ class TransformerEngine(Float8Library):
 
     def describe(self) -> str:
         """Return the recipe."""
-        scaling = "MXFP8 block scaling" if self.recipe.use_mxfp8_block_scaling else "delayed scaling"
-        return f"TransformerEngine, {scaling}, {self.recipe.fp8_format}"
+        scaling = "MXFP8 block" if self.recipe.scaling == MXFP8 else self.recipe.scaling
+        return f"TransformerEngine, {scaling} scaling, {self.recipe.fp8_format}"
+
+    def check(self) -> None:
+        """Refuse a device without 8-bit floats, and a recipe that the library or the device does not have.
+
+        Raises:
+            MissingExtraError: the library is not installed.
+            DeviceError: the device lacks this format, or the scaling factors of this recipe.
+            SettingError: this version of the library does not have the recipe.
+        """
+        super().check()
+        import transformer_engine.pytorch as te
+
+        _recipe_class(self.recipe)
+        # Versions before 2.9 do not have these functions; their autocast checks the device.
+        probe = getattr(te, _RECIPES[self.recipe.scaling][1], None)
+        available, why = probe(return_reason=True) if probe is not None else (True, "")
+        if not available:
+            raise DeviceError(
+                f"TERecipeKwargs(scaling={self.recipe.scaling!r}) does not work on {self.device.type} here",
+                why=why,
+                fix="use another scaling, delayed or current for example, or mixed_precision='bf16'",
+            )
 
     def is_converted(self, module: nn.Module) -> bool:
         """Return whether a module is a linear layer of TransformerEngine."""
@@ -77,6 +124,7 @@ class TransformerEngine(Float8Library):
         fields = {field.name for field in dataclasses.fields(TEOptions)} - {
             "use_autocast_during_eval",
             "use_mxfp8_block_scaling",
+            "scaling",
         }
         taken = {field.name for field in dataclasses.fields(_recipe_class(self.recipe))}
         if option in fields - taken:
@@ -109,7 +157,14 @@ def make_te_recipe(recipe: TERecipeKwargs) -> Any:
 def _recipe_class(recipe: TERecipeKwargs) -> Any:
     from transformer_engine.common import recipe as recipes
 
-    return recipes.MXFP8BlockScaling if recipe.use_mxfp8_block_scaling else recipes.DelayedScaling
+    names = {scaling: name for scaling, (name, _) in _RECIPES.items() if hasattr(recipes, name)}
+    if recipe.scaling not in names:
+        raise SettingError(
+            f"scaling={recipe.scaling!r}: this TransformerEngine has no {_RECIPES[str(recipe.scaling)][0]}",
+            why=f"it has {', '.join(names)}",
+            fix="upgrade transformer_engine, or use one of these",
+        )
+    return getattr(recipes, names[recipe.scaling])
 
 
 def convert_model(

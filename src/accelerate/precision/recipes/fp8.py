@@ -81,7 +81,13 @@ class TEOptions:
         help="higher precision for forward, data gradient, weight gradient: true,false,true (TE)",
     )
     use_mxfp8_block_scaling: bool | None = setting(
-        None, fallback=False, help="a scaling factor per block instead of per tensor (TE)"
+        None, fallback=False, help="a scaling factor per block instead of per tensor: scaling mxfp8 (TE)"
+    )
+    scaling: Literal["delayed", "current", "block", "mxfp8"] | None = setting(
+        None,
+        help="scaling factors from the history, or from the tensor as it is; by blocks; by MXFP8 blocks (TE)",
+        question="Scaling factors from what?",
+        when=_TE,
     )
 
 
