@@ -34,6 +34,7 @@ def test_a_closure_arrives_with_what_it_encloses(tmp_path: Path) -> None:
     start, function, args = read(tmp_path / "parcel")
     assert start["path"] == sys.path
     assert function(*args).item() == 6
+    assert function.__code__.co_filename == __file__  # for the lines of tracebacks
 
 
 def test_a_module_that_no_other_process_could_import_goes_by_value(tmp_path: Path) -> None:

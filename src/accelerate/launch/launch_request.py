@@ -168,6 +168,29 @@ class JobSettings:
         help="with --dry_run: spread this model on empty tensors and show what ranks hold; a folder with "
         "config.json, a name on the hub, or module:factory",
     )
+    print_manifest: Literal["pytorchjob", "jobset", "skypilot"] | None = setting(
+        None,
+        variable=None,
+        in_file=False,
+        topic="Output",
+        help="print the job for Kubernetes (a PyTorchJob of Kubeflow, or a JobSet) or as a SkyPilot task, "
+        "and start nothing",
+    )
+    manifest_image: str | None = setting(
+        None,
+        variable=None,
+        in_file=False,
+        topic="Output",
+        help="with --print_manifest: the container image, with torch, this package and the script",
+    )
+    manifest_accelerator: str | None = setting(
+        None,
+        variable=None,
+        in_file=False,
+        topic="Output",
+        help="with --print_manifest: the resource of which each process needs one, by default "
+        "nvidia.com/gpu; for SkyPilot the name of the accelerator, such as H100",
+    )
     quiet: bool = setting(
         False, flags=("-q",), variable=None, in_file=False, topic="Output", help="say nothing but errors"
     )

@@ -30,7 +30,7 @@ def choose_kind(request: LaunchRequest) -> LaunchKind[Any]:
 def launch(request: LaunchRequest, *, replace: bool = False) -> None:
     """Runs a request: checks it, chooses the kind of launch, starts it, and returns when it has ended well.
 
-    With ``--dry_run`` the plan is printed, and nothing is started.
+    With ``--dry_run`` the plan is printed, with ``--print_manifest`` a manifest, and nothing is started.
 
     Args:
         request: what was asked.
@@ -40,6 +40,11 @@ def launch(request: LaunchRequest, *, replace: bool = False) -> None:
         AccelerateError: it cannot be started as asked, or a rank failed (``RankError`` holds the exit code).
     """
     check_request(request)
+    if request.settings.print_manifest:
+        from accelerate.launch import manifest
+
+        manifest.print_manifest(request)
+        return
     kind = choose_kind(request)
     plan = kind.plan(request)
     lines = overridden_lines(request.scheduler, request.origins) if request.scheduler else ()

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from accelerate.core.errors import LaunchError
@@ -94,6 +94,11 @@ def _pickle(buffer: io.BytesIO, value: Any, bare: bool) -> dict[str, int]:
     class FunctionPickler(cloudpickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
             _refuse_owned(obj)
+            if isinstance(obj, CodeType):
+                # cloudpickle 3.1.3 leaves out the file, and with it the lines of every traceback.
+                reduce: Callable[[CodeType], Any] = self.dispatch_table[CodeType]
+                build, parts = reduce(obj)
+                return build_code, (build, parts, obj.co_filename)
             if torch is not None and isinstance(obj, torch.Tensor):
                 is_on_accelerator = obj.device.type not in ("cpu", "meta")
                 if bare and type(obj) is torch.Tensor and (is_on_accelerator or obj.grad_fn is not None):
@@ -106,6 +111,11 @@ def _pickle(buffer: io.BytesIO, value: Any, bare: bool) -> dict[str, int]:
 
     FunctionPickler(buffer).dump(value)
     return seen
+
+
+def build_code(build: Callable[..., CodeType], parts: tuple[Any, ...], filename: str) -> CodeType:
+    """Return the code object that ``build(*parts)`` makes, from the file that it was compiled from."""
+    return build(*parts).replace(co_filename=filename)
 
 
 def _refuse_owned(obj: Any) -> None:
