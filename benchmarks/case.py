@@ -61,6 +61,17 @@ class Subject:
             raise BenchError(f"exit code {done.returncode}: {complaint(done.stderr)}")
         return seconds, done.stdout
 
+    def run_module(self, module: str, *arguments: str, processes: int = 1) -> str:
+        """Runs ``python -m module``, by torchrun where there are several processes: what it printed.
+
+        Raises:
+            BenchError: it failed or took too long.
+        """
+        argv = [str(self.python)]
+        if processes > 1:
+            argv += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        return self.run([*argv, "-m", module, *arguments])[1]
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -150,10 +161,7 @@ def commands(
 
 def worker(subject: Subject, module: str, *arguments: str, processes: int = 1) -> Sample:
     """Runs ``python -m module`` in the subject's environment, which ends by calling ``report``."""
-    argv = [str(subject.python)]
-    if processes > 1:
-        argv += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    _, text = subject.run([*argv, "-m", module, *arguments])
+    text = subject.run_module(module, *arguments, processes=processes)
     lines = [line for line in text.splitlines() if line.startswith('{"base"')]
     if not lines:
         raise BenchError("the worker ended without a result")

@@ -73,10 +73,15 @@ class Journal:
                 file.write(text)
 
 
-def path_for_this_code() -> Path:
-    """Where a run of the code as it is now keeps its samples: other code, another file."""
+def digest_of_code(folders: Sequence[str] = MEASURED) -> str:
+    """Twelve digits that change when a Python file of these folders does."""
     digest = hashlib.sha256()
-    for folder in MEASURED:
+    for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
             digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
-    return FOLDER / f"{digest.hexdigest()[:12]}.jsonl"
+    return digest.hexdigest()[:12]
+
+
+def path_for_this_code() -> Path:
+    """Where a run of the code as it is now keeps its samples: other code, another file."""
+    return FOLDER / f"{digest_of_code()}.jsonl"

@@ -24,7 +24,7 @@ def measure(precision: str):
 
 CASES = (
     Case("added to a training step, fp32", "us", "added", 20, measure("no"), peer_rounds=2),
-    Case("added to a training step, bf16", "us", "added", 30, measure("bf16"), peer_rounds=2),
+    Case("added to a training step, bf16", "us", "added", 25, measure("bf16"), peer_rounds=2),
 )
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from accelerate import Accelerator
+from tests.support import sim
 from tests.support.background_save import hold_writes, release_staging, staging_blocks, staging_size
 
-SIZE = 4096
+SIZE = 512 if sim.autoloaded() else 4096
 
 
 def training() -> tuple[Accelerator, torch.nn.Module, Any]:

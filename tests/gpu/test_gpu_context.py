@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from accelerate.device.base import Device
+from tests.support import sim
 from tests.support.ranks import RankServer
 from tests.support.sequences import RING, Jobs, alone, close, shared_all
 
@@ -22,8 +23,8 @@ JOBS: Jobs = [
     ("llama", {"cp_size": 2}, 4, 1, True),
     ("mistral", {"sp_size": 2}, 4, 2, True),
     ("plain", {"sp_size": 2}, 4, 1, False),
-    ("llama", RING, 8, 4, False),
-    ("plain", RING, 4, 1, False),
+    # A simulated device has no attention kernel of its own that a ring could be made of.
+    *([] if sim.autoloaded() else [("llama", RING, 8, 4, False), ("plain", RING, 4, 1, False)]),
 ]
 
 
@@ -65,6 +66,8 @@ def around() -> list[dict[str, float]]:
 
 def test_kernels_of_the_device_make_a_ring(ranks: RankServer, device: Device) -> None:
     """Gradients too, with several heads of queries over one of keys, and an odd width."""
+    if sim.autoloaded():
+        pytest.skip("a simulated device has no attention kernel of its own")
     ((full, *halves),) = ranks(1, around, devices=[f"{device.type}:0"])
     assert max(full.values()) < 1e-3, full
     assert max(far for half in halves for far in half.values()) < 0.1, halves

@@ -1,0 +1,121 @@
+"""A training step on the accelerator against the same step in raw torch, in turn in one process.
+
+A perceptron of three layers, batches from host memory, SGD. The device is waited for at the end of each
+block and not within it. ``loader`` steps through the batches only.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from benchmarks.case import Sample, alternate, report
+from benchmarks.cases.offload_gpu import accelerator
+
+BATCH = 32
+
+
+class Loops:
+    """The raw loop and the prepared loop of one kind.
+
+    Args:
+        kind: ``"no" "bf16" "fp16" "fp8"``, ``"compile"`` or ``"loader"``.
+        width: of the layers.
+        steps: of one block.
+        backend: of torch.compile.
+    """
+
+    def __init__(self, kind: str, width: int, steps: int, backend: str) -> None:
+        import torch
+
+        self.where, self.module = accelerator()
+        self.kind, self.width, self.steps, self.backend = kind, width, steps, backend
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(steps * BATCH, width, generator=generator)
+        self.data = torch.utils.data.TensorDataset(rows, rows.flip(1))
+
+    def parts(self, where: str = "cpu") -> tuple[Any, Any, Any, Any]:
+        """Model, optimizer, scheduler and loader, the same each time."""
+        import torch
+        from torch import nn
+
+        torch.manual_seed(1)
+        layers = [nn.Linear(self.width, self.width), nn.ReLU()]
+        layers += [nn.Linear(self.width, self.width), nn.Linear(self.width, self.width)]
+        model = nn.Sequential(*layers).to(where)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        pinned = self.where == "cuda"
+        loader = torch.utils.data.DataLoader(self.data, batch_size=BATCH, pin_memory=pinned)
+        return model, optimizer, scheduler, loader
+
+    def raw(self) -> Callable[[], None]:
+        """The loop as it is written without the package; for fp8 the one of bf16."""
+        import torch
+
+        model, optimizer, scheduler, loader = self.parts(self.where)
+        if self.kind == "compile":
+            model = torch.compile(model, backend=self.backend)
+        lower = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}.get(self.kind)
+        scaler = torch.amp.GradScaler(self.where, enabled=self.kind == "fp16")
+
+        def loop() -> None:
+            for batch in loader:
+                x, y = (part.to(self.where, non_blocking=True) for part in batch)
+                if self.kind == "loader":
+                    continue
+                with torch.autocast(self.where, lower) if lower else nullcontext():
+                    output = model(x)
+                loss = torch.nn.functional.mse_loss(output.float(), y)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                scheduler.step()
+                optimizer.zero_grad()
+            self.module.synchronize()
+
+        return loop
+
+    def prepared(self) -> Callable[[], None]:
+        """The loop with the package."""
+        import torch
+
+        from accelerate import Accelerator
+
+        precision = "no" if self.kind in ("compile", "loader") else self.kind
+        options: dict[str, Any] = {"mixed_precision": precision}
+        if self.kind == "compile":
+            options["dynamo_backend"] = self.backend
+        package = Accelerator(**options)
+        if package.device.type != self.where:
+            raise SystemExit(f"the package computes on {package.device}, the raw loop on {self.where}")
+        model, optimizer, scheduler, loader = package.prepare(*self.parts())
+
+        def loop() -> None:
+            for x, y in loader:
+                if x.device.type != self.where:
+                    raise SystemExit(f"a batch is on {x.device}")
+                if self.kind == "loader":
+                    continue
+                with package.accumulate(model):
+                    loss = torch.nn.functional.mse_loss(model(x), y)
+                    package.backward(loss)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+            self.module.synchronize()
+
+        return loop
+
+
+def main(kind: str, figure: str, width: int, steps: int, blocks: int, backend: str) -> Sample:
+    loops = Loops(kind, width, steps, backend)
+    shape = "added" if figure == "added" else "ratio"
+    return alternate(loops.raw(), loops.prepared(), shape, blocks=blocks, steps=steps)
+
+
+if __name__ == "__main__":
+    width, steps, blocks = map(int, sys.argv[3:6])
+    report(main(sys.argv[1], sys.argv[2], width, steps, blocks, sys.argv[6]))
