@@ -18,7 +18,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from accelerate.utils import is_deepspeed_available
-from tests.support.long_run import LONG_RUN, hypothesis_settings
+from tests.support.long_run import LONG_RUN, hypothesis_settings, long_run_param
 from tests.support.parity import PLAN, ROWS, STEPS, Numbers, adamw, close, decoder, loader, loss_of, plain
 from tests.support.ranks import RankServer
 from tests.support.sequences import RING
@@ -88,6 +88,19 @@ BF16_WAYS = (
     *("copies", "shards", "shards, version 1", "layers", "sequences, keys", "sequences, ring"),
     *("sequences, heads", "stages", "ZeRO 2"),
 )
+# Ways that also train compiled, as a whole or by regions; the others, and by inductor, in the long run.
+# Pipeline stages refuse to be compiled.
+COMPILED_WAYS = (("copies", False), ("shards", True))
+COMPILED = (
+    *((way, "aot_eager", regional) for way, regional in COMPILED_WAYS),
+    *(long_run_param(way, "inductor", False) for way in ("one process", "copies", "shards")),
+    *(
+        long_run_param(way, "aot_eager", regional)
+        for way, (_, _, said) in WAYS.items()
+        for regional in (False, True)
+        if "pp_size" not in said and (way, regional) not in COMPILED_WAYS
+    ),
+)
 # Saved in the middle under one way, the run goes on under the other.
 RESUME_PAIRS = (
     ("copies of shards", "shards"),
@@ -139,9 +152,14 @@ def whole(accelerator: Any, model: Any) -> dict[str, torch.Tensor]:
 
 
 def trained(
-    way: str, window: int, precision: str = "no", folder: Path | None = None, workers: int = 0
+    way: str,
+    window: int,
+    precision: str = "no",
+    folder: Path | None = None,
+    workers: int = 0,
+    **more: Any,
 ) -> Numbers:
-    accelerator = accelerator_of(way, gradient_accumulation_steps=window, mixed_precision=precision)
+    accelerator = accelerator_of(way, gradient_accumulation_steps=window, mixed_precision=precision, **more)
     share = accelerator.strategy.data_shard
     # Every rank begins with other weights: those of rank 0 count.
     model = decoder(accelerator.process_index)
@@ -221,6 +239,29 @@ def test_in_16_bits_too(runs: Runs, way: str) -> None:
     ours = runs(way)[0][0][2]
     losses, _, _ = plain(1, half=True)
     torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(losses), rtol=2e-2, atol=2e-2)
+
+
+def train_compiled(way: str, backend: str, regional: bool) -> tuple[Numbers, int]:
+    """The numbers of windows of four, and how many graphs this process compiled."""
+    from torch._dynamo.utils import counters
+
+    from accelerate.utils import TorchDynamoPlugin
+
+    torch._dynamo.reset()
+    counters.clear()
+    plugin = TorchDynamoPlugin(backend=backend, use_regional_compilation=regional)
+    return trained(way, 4, dynamo_plugin=plugin), counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("way", "backend", "regional"), COMPILED)
+def test_compiled_too(ranks: RankServer, way: str, backend: str, regional: bool) -> None:
+    """B9: as a whole, and block by block."""
+    if not can_run(way):
+        pytest.skip("deepspeed is not installed: pip install deepspeed")
+    numbers, graphs = ranks(WAYS[way][0], train_compiled, way, backend, regional, timeout=580)[0]
+    assert graphs > 0
+    close(numbers, plain(4), 1e-5)
 
 
 def second_part(way: str, folder: str, window: int, workers: int) -> Numbers:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from accelerate.core.frozen_dataclass import frozen_dataclass
-from accelerate.core.setting import SettingsWithOrigins
+from accelerate.core.setting import SettingsWithOrigins, declared_settings
 
 
 @frozen_dataclass
@@ -134,6 +134,30 @@ def requested_options(loaded: SettingsWithOrigins[Any]) -> Iterator[RequestedOpt
             yield RequestedOption(name, origin.value, origin.where)
 
 
+def keep_requests(instance: Any, loaded: SettingsWithOrigins[Any], *names: str) -> None:
+    """Keep on ``instance`` which of its fields were requested, for the report, after fallbacks filled them.
+
+    Args:
+        instance: an object whose fields are settings.
+        loaded: these settings, as ``load_fields`` returned them.
+        names: fields that are no settings; one that is not None was requested.
+    """
+    owner = type(instance).__name__
+    kind = cast("type[Any]", type(instance))
+    fields = {row.name: row.field for row in declared_settings(kind)}
+    requested = [
+        RequestedOption(
+            fields[option.name],
+            option.value,
+            owner if loaded.origins[option.name][0].source == "code" else option.where,
+        )
+        for option in requested_options(loaded)
+    ]
+    given = [(name, getattr(instance, name)) for name in names]
+    requested += [RequestedOption(name, value, owner) for name, value in given if value is not None]
+    vars(instance)["_requested_options"] = requested
+
+
 def report_overridden(loaded: SettingsWithOrigins[Any]) -> Iterator[OptionStatus]:
     """Report values that lost to a stronger source; defaults and values that mean "no" are not requests."""
     for name, (winner, *others) in loaded.origins.items():
@@ -145,8 +169,12 @@ def report_overridden(loaded: SettingsWithOrigins[Any]) -> Iterator[OptionStatus
 
 
 def non_default_options(options: Any, where: str = "") -> Iterator[RequestedOption]:
-    """Yield the fields of an options dataclass that differ from their defaults; nothing for None."""
+    """Yield the fields of a dataclass that it kept as requested, or that differ from their defaults."""
     if options is None:
+        return
+    requested: list[RequestedOption] | None = getattr(options, "_requested_options", None)
+    if requested is not None:
+        yield from requested
         return
     source = where or type(options).__name__
     for item in dataclasses.fields(options):

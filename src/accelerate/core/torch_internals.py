@@ -295,7 +295,7 @@ INTERNALS = (
         ("facade/", "offload/dispatch_hook.py", "precision/autocast.py"),
         {
             "torch": "_dynamo.config.disable _dynamo.config.suppress_errors",
-            "torch._dynamo.utils": "counters",
+            "torch._dynamo.utils": "counters get_compilation_metrics",
             "torch._dynamo.trace_rules": "add",
             "torch._dynamo.eval_frame": "OptimizedModule._orig_mod",
             _MODULE: "Module._compiled_call_impl",
@@ -325,7 +325,7 @@ INTERNALS = (
         "loss scaling and schedulers",
         ("precision/fp16.py", "facade/scheduler.py"),
         {
-            "torch.amp": "GradScaler._found_inf_per_device",
+            "torch.amp": "GradScaler._found_inf_per_device GradScaler._maybe_opt_step",
             "torch.optim.lr_scheduler": "LRScheduler._step_count SequentialLR._milestones",
         },
     ),

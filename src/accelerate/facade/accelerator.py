@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast, overload
@@ -24,6 +25,7 @@ from accelerate.core.argument_checks import LazyClass, check_arguments
 from accelerate.core.errors import SettingError, WorldError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import OptionReport
+from accelerate.core.setting import load_settings
 from accelerate.core.value_types import PathText, PositiveInt
 from accelerate.data.configuration import DataLoaderConfiguration
 from accelerate.data.loader import skip_first_batches as skip
@@ -33,6 +35,7 @@ from accelerate.facade.compilation import TorchDynamoPlugin
 from accelerate.facade.enums import FP8BackendType, RNGName
 from accelerate.facade.gradient_state import GradientAccumulationPlugin
 from accelerate.facade.join import join_uneven_inputs
+from accelerate.facade.launch_settings import ResumeSettings
 from accelerate.facade.metrics import gather_for_metrics, mean_loss
 from accelerate.facade.micro_batch_windows import GradientAccumulationWindows
 from accelerate.facade.optimizer import AcceleratedOptimizer
@@ -199,13 +202,9 @@ class Accelerator(ProcessMixin):
                     fix="keep the second",
                 )
             dataloader_config = DataLoaderConfiguration(split_batches=bool(split_batches))
-        options = PrepareOptions(
-            device_placement,
-            step_scheduler_with_optimizer,
-            rng_types,
-            dataloader_config or DataLoaderConfiguration(),
-        )
-        project = project_config or ProjectConfiguration(project_dir=project_dir)
+        loading = dataloader_config or DataLoaderConfiguration()
+        options = PrepareOptions(device_placement, step_scheduler_with_optimizer, rng_types, loading)
+        project = self._project = project_config or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and project.project_dir is None:
             project.set_directories(str(project_dir))
         self.state: AcceleratorState = runtime.state
@@ -213,7 +212,6 @@ class Accelerator(ProcessMixin):
         self.gradient_state = runtime.gradients
         prepared = self._prepared = PreparedObjects()
         self._trackers = TrackerSet(log_with, project.logging_dir, runtime.world.rank == 0)
-        self._checkpoints = CheckpointManager(runtime, prepared, project)
         self._option_reporter = OptionReporter(
             runtime,
             prepared,
@@ -223,23 +221,37 @@ class Accelerator(ProcessMixin):
             mixed_precision=mixed_precision,
             cpu=cpu,
             split_batches=split_batches is not _UNSET,
-            gradient_accumulation_steps=gradient_accumulation_steps,
             gradient_accumulation_plugin=gradient_accumulation_plugin,
         )
         options.strict = self._option_reporter.strict
         if self._option_reporter.record_folder is not None:
             self._trackers.recorder = start_recorder(self._option_reporter.record_folder, runtime.world)
         watch = self._trackers.recorder, self._option_reporter.checks_numerics
-        plain = TrainLoop(runtime, prepared)
-        self._loop = WatchedTrainLoop(runtime, prepared, *watch) if any(watch) else plain
+        if any(watch):
+            self._loop = WatchedTrainLoop(runtime, prepared, *watch)
+        else:
+            self._loop = TrainLoop(runtime, prepared)
         first_step_checks = self._loop.check_first_step, self._option_reporter.report_first_step
         self._preparer = Preparer(runtime, prepared, options, first_step_checks)
-        reference = weakref.proxy(self)
-        self._preemption = Preemption(
-            runtime, prepared, self._checkpoints, lambda: reference._save_and_exit()
-        )
+        self._resume = load_settings(ResumeSettings)
+        # Made when first used, unless they act before that: after the first step, and on a signal.
+        if project.async_save:
+            _ = self._checkpoints
+        if PreemptionKwargs in self.handlers or self._resume.value.resume is not None:
+            _ = self._preemption
         self._trigger = False
         restore_after_failure(self, Accelerator._snapshot, shares_model=not runtime.strategy.replicates_model)
+
+    @cached_property
+    def _checkpoints(self) -> CheckpointManager:
+        return CheckpointManager(self._runtime, self._prepared, self._project)
+
+    @cached_property
+    def _preemption(self) -> Preemption:
+        reference = weakref.proxy(self)
+        return Preemption(
+            self._runtime, self._prepared, self._checkpoints, self._resume, lambda: reference._save_and_exit()
+        )
 
     def _snapshot(self) -> Callable[[], None]:
         """Return a function that undoes what an attempt with too large a batch has changed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,12 @@ from accelerate.core.argument_checks import check_arguments
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import OptionStatus, RequestedOption, report_overridden, requested_options
 from accelerate.core.setting import load_settings
+from accelerate.core.user_warning import warn_user
+from accelerate.device.base import Device
 from accelerate.facade.launch_settings import CompileSettings, DynamoBackend
 from accelerate.facade.module_queries import is_repeated_blocks
+
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @check_arguments
@@ -32,6 +37,8 @@ class TorchDynamoPlugin(KwargsHandler):
         disable: make ``torch.compile`` do nothing, for tests.
         use_regional_compilation: compile repeated blocks one by one
             (``ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION``).
+        cache_dir: keep what inductor compiles in this folder (``ACCELERATE_DYNAMO_CACHE_DIR``), for later
+            runs. It holds for the whole process, as torch's ``TORCHINDUCTOR_CACHE_DIR``, which counts first.
 
     Raises:
         UnknownNameError: there is no such backend or mode.
@@ -44,6 +51,7 @@ class TorchDynamoPlugin(KwargsHandler):
     options: Mapping[str, Any] | None = None
     disable: bool = False
     use_regional_compilation: bool | None = None
+    cache_dir: str | None = None
 
     def __post_init__(self) -> None:
         code_values = {
@@ -52,6 +60,7 @@ class TorchDynamoPlugin(KwargsHandler):
             "dynamo_use_fullgraph": self.fullgraph,
             "dynamo_use_dynamic": self.dynamic,
             "dynamo_use_regional_compilation": self.use_regional_compilation,
+            "dynamo_cache_dir": self.cache_dir,
         }
         loaded = load_settings(CompileSettings, code=code_values)
         settings = loaded.value
@@ -59,6 +68,7 @@ class TorchDynamoPlugin(KwargsHandler):
         self.mode = settings.dynamo_mode or "default"
         self.fullgraph, self.dynamic = settings.dynamo_use_fullgraph, settings.dynamo_use_dynamic
         self.use_regional_compilation = settings.dynamo_use_regional_compilation
+        self.cache_dir = settings.dynamo_cache_dir
         # For the option report: what was requested, none where compilation was declined, and what lost.
         more = {"options": self.options, "disable": self.disable or None}
         self._requested_options = [
@@ -76,6 +86,14 @@ class TorchDynamoPlugin(KwargsHandler):
         """Return whether anything is compiled."""
         return self.backend != DynamoBackend.NO and not self.disable
 
+    def check_device(self, device: Device) -> None:
+        """Warn that TorchInductor generates no code for a device whose vendor brings another backend."""
+        if self.backend == DynamoBackend.INDUCTOR and device.compile_backend not in ("", "inductor"):
+            warn_user(
+                f"TorchInductor generates no code for {device.type!r} devices: their backend of "
+                f"torch.compile is {device.compile_backend!r}; pass dynamo_backend={device.compile_backend!r}"
+            )
+
     def to_dict(self) -> dict[str, Any]:
         """Return every field; the backend as ``torch.compile`` spells it."""
         return {**super().to_dict(), "backend": str(self.backend).lower()}
@@ -86,6 +104,11 @@ class TorchDynamoPlugin(KwargsHandler):
         fields = self.to_dict()
         chosen = {name: fields[name] for name, usual in plain.items() if fields[name] != usual}
         return chosen if self.backend == DynamoBackend.NO else {"backend": fields["backend"], **chosen}
+
+    def use_cache(self) -> None:
+        """Let inductor keep its code in ``cache_dir``; a folder that torch's own variable names stays."""
+        if self.cache_dir is not None and environ.get(CACHE_VARIABLE) is None:
+            environ.set_variables({CACHE_VARIABLE: os.path.abspath(os.path.expanduser(self.cache_dir))})
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
@@ -135,12 +158,14 @@ def option_statuses(
             yield option.report_not_applied(reason)
         elif not models:
             yield option.report_pending("no model is prepared")
+        elif option.name == "dynamo_cache_dir" and (kept := _reason_not_cached(plugin)):
+            yield option.report_not_applied(kept)
         elif option.name == "dynamo_use_regional_compilation" and all(map(_is_compiled, models)):
             yield option.report_not_applied("no model has repeated blocks: it is compiled as a whole")
         else:
-            yield option.report_applied(
-                f"{done} modules are compiled" if plugin.use_regional_compilation else ""
-            )
+            regions = f"{done} modules are compiled" if plugin.use_regional_compilation else ""
+            counts = _describe_graphs() if stepped and option.name == "dynamo_backend" else ""
+            yield option.report_applied("; ".join(filter(None, (regions, counts))))
 
 
 def _reason_not_compiled(plugin: TorchDynamoPlugin, models: Sequence[nn.Module], *, stepped: bool) -> str:
@@ -174,6 +199,41 @@ def _reason_not_run() -> str:
     return (
         "" if graphs else "the first step ran without it: torch compiles no code of modules that are its own"
     )
+
+
+def _reason_not_cached(plugin: TorchDynamoPlugin) -> str:
+    """Return why inductor keeps nothing in the folder that was asked for; empty if it does."""
+    if plugin.backend != DynamoBackend.INDUCTOR:
+        return f"only inductor keeps compiled code, and dynamo_backend is {plugin.backend}"
+    folder, used = os.path.abspath(os.path.expanduser(str(plugin.cache_dir))), environ.get(CACHE_VARIABLE)
+    return "" if used in (None, folder) else f"{CACHE_VARIABLE} is {used}, and counts first"
+
+
+def _describe_graphs() -> str:
+    """Return the graphs, graph breaks and recompilations of this process, with the reasons of torch.
+
+    Torch keeps the reasons of its last 64 compilations, so that is the most recompilations that are counted.
+    """
+    from torch._dynamo.utils import counters, get_compilation_metrics
+
+    breaks = {_shorten_graph_break(text): count for text, count in counters["graph_break"].items()}
+    reasons = [each.recompile_reason for each in get_compilation_metrics() if each.recompile_reason]
+    texts = []
+    for unit, count, why in (
+        ("graph", counters["stats"]["unique_graphs"], ""),
+        ("graph break", sum(breaks.values()), ", ".join(breaks)),
+        ("recompilation", len(reasons), ", ".join(dict.fromkeys(reasons))),
+    ):
+        texts.append(f"{count} {unit}{'' if count == 1 else 's'}{f' ({why})' if why else ''}")
+    return ", ".join(texts)
+
+
+def _shorten_graph_break(text: str) -> str:
+    """Return the first line of what torch says on a graph break, and where it gives that, the code."""
+    first, *others = text.splitlines() or [text]
+    codes = (line.partition("debug context:")[2].strip() for line in others)
+    code = next(filter(None, codes), "")
+    return f"{first}: {code}" if code else first
 
 
 def _is_compiled(module: nn.Module) -> bool:

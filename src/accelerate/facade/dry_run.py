@@ -29,7 +29,6 @@ from accelerate.facade.launch_settings import PrecisionSettings
 from accelerate.offload.estimate.memory_estimate import model_state_bytes
 from accelerate.offload.estimate.skeleton import build_skeleton
 from accelerate.precision import PRECISIONS
-from accelerate.strategy import choose_strategy
 from accelerate.strategy.base import PrepareBundle, StrategyRequest
 from accelerate.world.world import World
 
@@ -149,7 +148,7 @@ def _dry_run_rank(model: nn.Module, request: StrategyRequest, optimizer: str) ->
             fix="build it under torch.device('meta') or init_empty_weights()",
         )
     total = sum(parameter.numel() for parameter in model.parameters())
-    strategy = choose_strategy(request)
+    strategy = runtime.choose_strategy(request)
     if strategy.owns_step:
         raise PrepareError(
             f"the strategy {strategy.name} cannot be run dry on the meta device",

@@ -151,3 +151,6 @@ class CompileSettings:
         question="Regional compilation of repeated blocks?",
         when=_COMPILED,
     )
+    dynamo_cache_dir: str | None = setting(
+        None, help="keep what inductor compiles in this folder, for later runs", when=_COMPILED
+    )

@@ -32,7 +32,6 @@ from accelerate.core.user_warning import warn_user
 from accelerate.data.loader import DataLoaderShard
 from accelerate.facade import compilation
 from accelerate.facade.launch_settings import (
-    GradientAccumulationSettings,
     PrecisionSettings,
     RunReportSettings,
 )
@@ -41,7 +40,8 @@ from accelerate.facade.preparer import PreparedObjects, PrepareOptions
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.tracker_set import TrackerSet
 from accelerate.precision import PRECISIONS
-from accelerate.strategy import unused_options
+from accelerate.strategy import STRATEGIES
+from accelerate.strategy.base import Strategy, StrategyRequest
 from accelerate.track.base import GeneralTracker
 from accelerate.world import collective, watchdog
 from accelerate.world.world import InitProcessGroupKwargs, ProcessDeviceSettings
@@ -94,17 +94,11 @@ class OptionReporter:
         }
         given = constructor_options.get
         self._run_options = list(self._find_requests(given("mixed_precision"), bool(given("cpu"))))
-        steps, plugin = given("gradient_accumulation_steps"), given("gradient_accumulation_plugin")
-        counts = steps == runtime.gradients.plugin_kwargs.get("num_steps") and steps != 1
-        code = {"gradient_accumulation_steps": steps if counts else None}
-        accumulation = load_settings(GradientAccumulationSettings, code=code)
-        self._loop_options = [*requested_options(accumulation), *non_default_options(plugin)]
-        if steps not in (None, 1) and not counts:
-            winner = accumulation.origins["gradient_accumulation_steps"][0]
-            option = RequestedOption("gradient_accumulation_steps", steps, "the argument")
-            self._run_options.append(
-                option.report_not_applied(f"{winner.where} says {winner.value}, and counts first")
-            )
+        self._run_options += report_overridden(runtime.accumulation)
+        self._loop_options = [
+            *requested_options(runtime.accumulation),
+            *non_default_options(given("gradient_accumulation_plugin")),
+        ]
         # Whether the first step can show more of a requested option than ``prepare`` did.
         self._first_step_shows_more = False
         # The statuses reported so far: option, applied or not, and why.
@@ -146,14 +140,6 @@ class OptionReporter:
                     why = runtime.precision.explain_unused(option.name) if used else reason
                     yield option.report_not_applied(why, matters=False) if why else option.report_applied()
 
-    def _loader_options(self) -> Iterator[RequestedOption]:
-        """Yield the options of loaders, which a script may change between two calls of ``prepare``."""
-        for option in non_default_options(self._options.dataloader):
-            argument = option.name == "split_batches" and self._constructor_options.get("split_batches")
-            yield dataclasses.replace(option, where=f"the argument {option.name}") if argument else option
-        if self._options.rng_types is not None:
-            yield RequestedOption("rng_types", self._options.rng_types, "the argument rng_types")
-
     # --- what the objects show
 
     def collect(self) -> OptionReport:
@@ -166,8 +152,16 @@ class OptionReporter:
         trackers = [
             each.name if isinstance(each, GeneralTracker) else str(each) for each in run.tracker_set.log_with
         ]
+        # The options of loaders may change between two calls of ``prepare``.
+        loader_options = list(non_default_options(self._options.dataloader))
+        for index, option in enumerate(loader_options):
+            if option.name == "split_batches" and self._constructor_options.get("split_batches"):
+                loader_options[index] = dataclasses.replace(option, where="the argument split_batches")
+        rng_types = self._options.rng_types
+        if rng_types is not None:
+            loader_options.append(RequestedOption("rng_types", rng_types, "the argument rng_types"))
         loop = [
-            *self._loader_options(),
+            *loader_options,
             *self._loop_options,
             *(RequestedOption("log_with", name, "the argument log_with") for name in trackers),
         ]
@@ -258,7 +252,7 @@ class OptionReporter:
 
     def _print_report(self, fresh: list[OptionStatus]) -> None:
         report = OptionReport(fresh)
-        text = report.summary if self._style == "line" else f"\n{report}"
+        text = report.summary if self._style == "line" else f"requested options\n{report}"
         if report and text not in _PRINTED:
             _PRINTED.add(text)
             print(f"accelerate: {text}", file=sys.stderr, flush=True)
@@ -306,6 +300,23 @@ class OptionReporter:
         begins = loader.micro_steps == loader.micro_steps_before == 0 and not loader.end_of_dataloader
         current = loader.position.current
         return begins and current is not None and current.batches == 1
+
+
+def unused_options(request: StrategyRequest, chosen: Strategy) -> Iterator[OptionStatus]:
+    """Yield the options requested of strategies that were not chosen; none of them is applied.
+
+    Strategies share some: FSDP1 and FSDP2 have the same switch and plugin.
+    """
+    names = {option.name for option in chosen.requested_options(request)}
+    usual = f"the strategy is {chosen.name}" if request.world.size > 1 else "there is one process"
+    for strategy in STRATEGIES:
+        if strategy is type(chosen):
+            continue
+        reason = strategy.selection.unused_reason if strategy in request.passed_over else ""
+        for option in strategy.requested_options(request):
+            if option.name not in names:
+                names.add(option.name)
+                yield option.report_not_applied(reason or usual, matters=bool(reason))
 
 
 def _format_ranks(ranks: Iterable[int]) -> str:

@@ -15,7 +15,7 @@ from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.checkpoint.layout import AUTOMATIC_FOLDER
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.core.errors import SettingError
-from accelerate.core.setting import load_settings
+from accelerate.core.setting import SettingsWithOrigins
 from accelerate.facade.checkpoint_manager import CheckpointManager
 from accelerate.facade.launch_settings import AUTO, ResumeSettings
 from accelerate.facade.preparer import PreparedObjects
@@ -38,6 +38,7 @@ class Preemption:
         runtime: the world and the gradient accumulation of the run.
         prepared: the models and optimizers that are trained.
         checkpoints: where the checkpoint to resume from is looked for.
+        resume: the checkpoint that was asked for.
         save_and_exit: saves a checkpoint and ends the process, for ``PreemptionKwargs(save_and_exit=True)``.
 
     Raises:
@@ -49,14 +50,15 @@ class Preemption:
         runtime: Runtime,
         prepared: PreparedObjects,
         checkpoints: CheckpointManager,
+        resume: SettingsWithOrigins[ResumeSettings],
         save_and_exit: Callable[[], NoReturn],
     ) -> None:
         self.world, self.gradients, self.prepared = runtime.world, runtime.gradients, prepared
         self.checkpoints, self._save_and_exit = checkpoints, save_and_exit
         self._handler: PreemptionKwargs | None = runtime.handlers.get(PreemptionKwargs)
         saves = self._handler is not None and self._handler.save_and_exit
-        self._creation_pid = os.getpid()
-        self._resume_settings = load_settings(ResumeSettings)
+        self._creation_pid = runtime.pid
+        self._resume_settings = resume
         self._resume_choice: list[Address | None] = []  # its one item, once it is chosen
         # The loader of the outermost loop, and whether the resume warning is settled.
         self._outermost_loader: ReferenceType[Any] | None = None

@@ -240,6 +240,7 @@ class Preparer:
         if compiler.is_enabled and models:
             if isinstance(strategy, DataSharding):
                 strategy.check_compiler()
+            compiler.check_device(world.hardware)
             scope = "block by block" if compiler.use_regional_compilation else "as a whole"
             reason = f"torch.compile, {str(compiler.backend).lower()}, {scope}, in place"
             if self._uses_tf32:
@@ -297,6 +298,7 @@ class Preparer:
     def _compile_models(self, bundle: PrepareBundle) -> None:
         """Compile the models in place: class, names and state stay, and there is nothing to unwrap."""
         compiler = self.runtime.compiler
+        compiler.use_cache()
         if self._uses_tf32:
             self.runtime.world.hardware.allow_tf32()
         for model in map(self.runtime.strategy.unwrap, bundle.objects_of("model")):

@@ -5,13 +5,14 @@ Arguments are checked, and merged with environment variables and DeepSpeed's con
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accelerate.core.errors import SettingError
 from accelerate.core.kwargs_handler import KwargsHandler
-from accelerate.core.setting import load_settings
+from accelerate.core.setting import SettingsWithOrigins, load_settings
 from accelerate.core.torch_internals import COMMON, require
 from accelerate.data.active_loaders import ActiveLoaders
 from accelerate.facade.compilation import TorchDynamoPlugin
@@ -20,7 +21,7 @@ from accelerate.facade.launch_settings import GradientAccumulationSettings
 from accelerate.facade.state import AcceleratorState
 from accelerate.precision import PRECISIONS
 from accelerate.precision.base import Precision
-from accelerate.strategy import STRATEGIES, choose_strategy
+from accelerate.strategy import STRATEGIES
 from accelerate.strategy.base import Strategy, StrategyRequest, SubclassGathering
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 from accelerate.watch.profile import ProfileKwargs
@@ -43,6 +44,8 @@ class Runtime:
         gradients: the state of gradient accumulation.
         compiler: the options of ``torch.compile``.
         state: the ``AcceleratorState`` that shows these choices to scripts; components do not need it.
+        accumulation: the settings of gradient accumulation, and where each value comes from.
+        pid: of the process that made it; a fork of that process, such as a loader's worker, has another.
     """
 
     world: World
@@ -52,6 +55,10 @@ class Runtime:
     gradients: GradientState
     compiler: TorchDynamoPlugin
     state: Any = None
+    accumulation: SettingsWithOrigins[GradientAccumulationSettings] = field(
+        default_factory=lambda: load_settings(GradientAccumulationSettings)
+    )
+    pid: int = field(default_factory=os.getpid)
 
 
 def build_runtime(
@@ -120,13 +127,33 @@ def build_runtime(
         isinstance(strategy, SubclassGathering) and strategy.gathers_tensor_subclasses
     )
     state.show_strategy(strategy)
-    steps = {}
+    gradients = GradientState.create(accumulation_plugin, ActiveLoaders())
     if accumulation_plugin is None:
         engine_steps = strategy.accumulation_steps if isinstance(strategy, EngineStrategy) else None
-        steps = {"num_steps": resolve_accumulation(accumulation_steps, engine_steps)}
-    gradients = GradientState.create(accumulation_plugin, ActiveLoaders())
-    gradients.plugin_kwargs |= steps
-    return Runtime(world, precision, strategy, handlers, gradients, compiler, state)
+        accumulation = resolve_accumulation(accumulation_steps, engine_steps)
+        gradients.plugin_kwargs["num_steps"] = accumulation.value.gradient_accumulation_steps
+    else:
+        accumulation = load_settings(GradientAccumulationSettings)
+    return Runtime(world, precision, strategy, handlers, gradients, compiler, state, accumulation)
+
+
+def choose_strategy(request: StrategyRequest) -> Strategy:
+    """Return the strategy for ``request``: of those that claim it, the one with the highest priority.
+
+    Raises:
+        SettingError: two of the same priority claim it.
+    """
+    requested = [s for s in STRATEGIES if s.selection.is_requested(request)]
+    claims = sorted((s for s in requested if s.claims(request)), key=lambda s: -s.priority)
+    if len(claims) > 1 and claims[0].priority == claims[1].priority:
+        raise SettingError(
+            f"two strategies are asked for at once: {claims[0].name} and {claims[1].name}",
+            fix="keep the plugin, flag or variable of one of them",
+        )
+    request.passed_over.extend(s for s in requested if s.selection.unused_reason and s not in claims)
+    chosen = claims[0](request)
+    chosen.check()
+    return chosen
 
 
 def resolve_parallelism(config: ParallelismConfig | None, tp_plugin: Any) -> ParallelismConfig | None:
@@ -176,30 +203,32 @@ def handlers_by_class(handlers: Iterable[KwargsHandler]) -> dict[type, KwargsHan
     return handlers_of
 
 
-def resolve_accumulation(steps: int, engine_steps: int | None = None) -> int:
-    """Return the micro-batches of an optimizer step, where no plugin says them.
+def resolve_accumulation(
+    steps: int, engine_steps: int | None = None
+) -> SettingsWithOrigins[GradientAccumulationSettings]:
+    """Return the micro-batches of an optimizer step, where no plugin says them, and who says so.
 
     A variable of the environment counts before the argument, as in 1.15: a launch decides for its hardware.
 
     Args:
         steps: ``gradient_accumulation_steps`` of the ``Accelerator``; 1 means not given.
         engine_steps: those of the DeepSpeed or Megatron-LM config, if given there.
+
+    Raises:
+        SettingError: the two differ, or there are fewer than one.
     """
-    loaded = load_settings(GradientAccumulationSettings)
-    if steps != 1 and loaded.origins["gradient_accumulation_steps"][0].source == "default":
-        code_values = {"gradient_accumulation_steps": steps}
-        loaded = load_settings(GradientAccumulationSettings, code=code_values)
-    count = loaded.value.gradient_accumulation_steps
-    origin = loaded.origins["gradient_accumulation_steps"][0]
+    name = "gradient_accumulation_steps"
+    loaded = load_settings(GradientAccumulationSettings, code={name: None if steps == 1 else steps})
+    origins = sorted(loaded.origins[name], key=lambda each: each.source != "environment")
+    origin, count = origins[0], origins[0].value
     if engine_steps is not None and origin.source == "default":
         count = engine_steps
     elif engine_steps not in (None, count):
         raise SettingError(
-            f"{origin.where} is {count}, but the DeepSpeed configuration says gradient_accumulation_steps: "
-            f"{engine_steps}",
+            f"{origin.where} is {count}, but the DeepSpeed configuration says {name}: {engine_steps}",
             why="each of the two would train in another way",
             fix='keep one of them, or write "auto" there',
         )
     if count < 1:  # in DeepSpeed's own configuration
-        raise SettingError(f"gradient_accumulation_steps is {count}", fix="use 1 or more")
-    return count
+        raise SettingError(f"{name} is {count}", fix="use 1 or more")
+    return SettingsWithOrigins(GradientAccumulationSettings(count), {name: tuple(origins)})

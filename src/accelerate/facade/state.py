@@ -219,8 +219,9 @@ class AcceleratorState(ProcessMixin):
                 fix="create Accelerator() first, or use PartialState() for ranks and devices",
             )
         state = super().__new__(cls)
-        state._partial = PartialState(cpu=cpu, **kwargs)
-        state._world = state._partial.world
+        state._partial, opened = PartialState(cpu=cpu, **kwargs), worlds.current()
+        assert opened is not None
+        state._world = opened
         loaded = load_settings(PrecisionSettings, code={"mixed_precision": mixed_precision})
         state._mixed_precision = loaded.value.mixed_precision or "no"
         state.dynamo_plugin, state.parallelism_config = dynamo_plugin, parallelism_config

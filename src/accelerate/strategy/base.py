@@ -182,6 +182,7 @@ class StrategySelection:
         plugin_class: the name of its plugin's class, whose module may be slow to import.
         plugin_argument: the argument of ``Accelerator`` that takes the plugin, for reports.
         min_world_size: it is not used with fewer ranks.
+        device_type: it is for devices of this type; empty for all.
         unused_reason: why not, where somebody has asked for it.
     """
 
@@ -189,6 +190,7 @@ class StrategySelection:
     plugin_class: str = ""
     plugin_argument: str = ""
     min_world_size: int = 1
+    device_type: str = ""
     unused_reason: str = ""
 
     def plugins(self, request: StrategyRequest) -> list[Any]:
@@ -198,7 +200,9 @@ class StrategySelection:
         return [item for item in flat if self.plugin_class in {kind.__name__ for kind in type(item).__mro__}]
 
     def is_requested(self, request: StrategyRequest) -> bool:
-        """Return whether the plugin or the launcher's switch asks for it."""
+        """Return whether the device is of its type, and the plugin or the launcher's switch asks for it."""
+        if self.device_type not in ("", request.world.device.type):
+            return False
         if not self.settings or self.plugins(request):
             return True
         return any(vars(load_settings(self.settings[0]).value).values())

@@ -21,6 +21,7 @@ from accelerate.strategy.base import (
     PrepareStep,
     Strategy,
     StrategyRequest,
+    StrategySelection,
     ZeroBackward,
 )
 from accelerate.world import collective
@@ -34,6 +35,7 @@ class XLADataParallel(OpenGradients, Strategy):
     """
 
     name: ClassVar[str] = "xla"
+    selection: ClassVar[StrategySelection] = StrategySelection(device_type="xla")
     replicates_model: ClassVar[bool] = True
     priority: ClassVar[int] = 2
     hardware_tested: ClassVar[bool] = False
@@ -43,16 +45,6 @@ class XLADataParallel(OpenGradients, Strategy):
         # In the order of their `prepare`, which all ranks share.
         self._models: list[weakref.ref[nn.Module]] = []
         self._local_models: set[int] = set()
-
-    @classmethod
-    def claims(cls, request: StrategyRequest) -> bool:
-        """Claim the requests on devices of PyTorch/XLA that it ``serves``."""
-        return request.world.device.type == "xla" and cls.serves(request)
-
-    @classmethod
-    def serves(cls, request: StrategyRequest) -> bool:
-        """Return whether it can serve a request on such a device."""
-        return True
 
     def prepare_steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
         """Return the step that makes the models equal on several processes."""

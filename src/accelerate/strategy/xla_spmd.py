@@ -68,8 +68,8 @@ class XLASPMDStrategy(BatchPlacement, XLADataParallel):
         return mesh
 
     @classmethod
-    def serves(cls, request: StrategyRequest) -> bool:
-        """Serve requests that ask for FSDP, or in a program that has called ``use_spmd``."""
+    def claims(cls, request: StrategyRequest) -> bool:
+        """Claim requests that ask for FSDP, or in a program that has called ``use_spmd``."""
         return FSDP_SELECTION.is_requested(request) or bool(_modules()[0].is_spmd())
 
     @classmethod
