@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +27,7 @@ def example_loop(folder: str, example: str, window: int) -> tuple[Numbers, str, 
     """The loop of law 7 with the strategy of an example; its file lies below ``folder``."""
     from accelerate import Accelerator
 
-    with in_place(Path(folder) / "here"):
+    with in_place(Path(folder) / str(os.getpid())):  # no rank reads a file that another one writes
         handler = EXAMPLES[example][0]
         asked = getattr(importlib.import_module(f"accelerate.strategy.{example}"), handler)()
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=window, kwargs_handlers=[asked])
@@ -82,7 +83,7 @@ def uneven_backwards(folder: str) -> list[list[float]]:
     """Gradients where one rank has no items, and one does not use a layer."""
     from accelerate import Accelerator
 
-    with in_place(Path(folder) / "here"):
+    with in_place(Path(folder) / str(os.getpid())):  # no rank reads a file that another one writes
         asked = importlib.import_module("accelerate.strategy.averaging").AveragingKwargs()
         accelerator = Accelerator(cpu=True, kwargs_handlers=[asked])
         model = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)])

@@ -62,7 +62,7 @@ def ends(hosts: Hosts, jobs: list[Running], timeout: float = 50) -> list[Finishe
     return results
 
 
-@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("named", [long_run_param(True), False])
 def test_two_hosts_are_one_world(named: bool) -> None:
     """Also where no host knows its own name: gloo would then wait for the other on the loopback."""
     with Hosts(named=named) as hosts:
@@ -86,7 +86,7 @@ accelerator.end_training()
 """
 
 
-@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("by_name", [True, long_run_param(False)])
 def test_ranks_without_a_launcher_use_the_route_to_rank_0(by_name: bool) -> None:
     """Their own names are loopback addresses, where gloo would wait for the others."""
     with Hosts(own_loopback=True) as hosts:

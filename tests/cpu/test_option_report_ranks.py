@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests.support.command import Running, launch
 from tests.support.ignored_options import ignore_replica_options, ignore_sharding_option
+from tests.support.long_run import long_run_param
 from tests.support.ranks import RanksError, RankServer, same_on_all
 from tests.support.sharded_models import adamw, tiny
 
@@ -276,7 +277,9 @@ def test_a_launch_reports_in_a_line() -> None:
     assert "--dynamo_mode max-autotune was not applied: no dynamo_backend is chosen" in lines[1]
 
 
-@pytest.mark.parametrize("flags", [[], ["-q"], ["--effects", "none"], ["--strict", "-q"]])
+@pytest.mark.parametrize(
+    "flags", [[], long_run_param(["-q"]), long_run_param(["--effects", "none"]), ["--strict", "-q"]]
+)
 def test_a_launch_of_which_everything_was_applied_says_nothing(flags: list[str]) -> None:
     result = launch("--cpu", "-n", "1", "--mixed_precision", "bf16", *flags, script_text=SCRIPT)
     assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
@@ -287,6 +290,7 @@ def test_a_launch_with_a_table(tmp_path: Any) -> None:
     config.write_text("mixed_precision: bf16\n")
     result = launch("--cpu", "-n", "1", "--config_file", str(config), "--explain", script_text=SCRIPT)
     assert result.returncode == 0, result.output
+    assert result.stderr.splitlines()[0] == "accelerate: requested options"
     row = next(line for line in result.stderr.splitlines() if line.startswith("mixed_precision=bf16"))
     assert row.split(maxsplit=2)[1] == "applied"
     assert "c.yaml, line 1: mixed_precision" in row

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support import slurm
 from tests.support.command import CONSOLE, Finished, Running, launch
+from tests.support.long_run import long_run_param
 
 SCRIPT = """
 import os, torch
@@ -114,7 +115,7 @@ def test_the_table_of_settings_names_the_scheduler(cluster: slurm.Slurm) -> None
 # --- MPI
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["openmpi", long_run_param("mpich")])
 def test_a_launcher_under_mpirun_is_a_rank(name: str) -> None:
     command = [mpirun(name), *as_root(name), "-np", "2", *CONSOLE, "launch", "--cpu"]
     finished = Running(command, env={"TESTS_WORD": "mpirun"}, script_text=SCRIPT).wait(60)
@@ -124,7 +125,7 @@ def test_a_launcher_under_mpirun_is_a_rank(name: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["openmpi", long_run_param("mpich")])
 def test_a_file_of_machines_is_launched_by_mpirun(name: str, tmp_path: Path) -> None:
     """``--mpirun_hostfile``: the ranks are started by mpirun, with the variables of the job."""
     wrapper = tmp_path / "mpirun"

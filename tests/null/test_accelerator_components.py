@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,9 +18,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.core.errors import PrepareError, SettingError, UnknownNameError
 from accelerate.core.option_report import OptionStatus, RequestedOption
+from accelerate.core.setting import load_settings
 from accelerate.data.active_loaders import ActiveLoaders
 from accelerate.facade import runtime as runtimes
 from accelerate.facade.checkpoint_manager import CheckpointManager, register_hook
+from accelerate.facade.launch_settings import ResumeSettings
 from accelerate.facade.option_report import OptionReporter
 from accelerate.facade.preemption import Preemption
 from accelerate.facade.preparer import PreparedObjects, PrepareOptions, Preparer
@@ -310,26 +313,39 @@ def never() -> NoReturn:
     raise AssertionError("nothing asked to stop")
 
 
+def preemption(runtime: Runtime, manager: CheckpointManager) -> Preemption:
+    return Preemption(runtime, manager.prepared, manager, load_settings(ResumeSettings), never)
+
+
 def test_saving_on_preemption_needs_automatic_names(tmp_path: Path) -> None:
     runtime = fake_runtime(handler=PreemptionKwargs(save_and_exit=True))
     for naming in (False, True):
         project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=naming)
         manager = CheckpointManager(runtime, PreparedObjects(), project)
         if naming:
-            Preemption(runtime, PreparedObjects(), manager, never)
+            preemption(runtime, manager)
             assert runtime.gradients.loaders.on_request is not None
         else:
             with pytest.raises(SettingError, match="needs automatic names"):
-                Preemption(runtime, PreparedObjects(), manager, never)
+                preemption(runtime, manager)
 
 
 def test_no_stop_inside_of_a_window_and_no_resume_unless_asked(tmp_path: Path) -> None:
     runtime = fake_runtime(steps=2)
     manager = CheckpointManager(runtime, PreparedObjects(), ProjectConfiguration(str(tmp_path)))
-    preemption = Preemption(runtime, PreparedObjects(), manager, never)
+    stop = preemption(runtime, manager)
     runtime.gradients.sync_gradients = False
-    assert preemption.should_stop() is False
-    assert preemption.choose_resume_checkpoint() is None
+    assert stop.should_stop() is False
+    assert stop.choose_resume_checkpoint() is None
+
+
+def test_a_forked_process_that_reads_it_first_installs_no_monitor(tmp_path: Path) -> None:
+    """A worker of a loader, whose signals are its own."""
+    runtime = dataclasses.replace(fake_runtime(), pid=-1)
+    manager = CheckpointManager(runtime, PreparedObjects(), ProjectConfiguration(str(tmp_path)))
+    before = signal.getsignal(signal.SIGUSR1)
+    assert preemption(runtime, manager).should_stop() is False
+    assert signal.getsignal(signal.SIGUSR1) is before
 
 
 def test_resume_finds_the_newest_checkpoint_of_the_project(
@@ -340,9 +356,9 @@ def test_resume_finds_the_newest_checkpoint_of_the_project(
     _, _, prepared = trained(runtime)
     project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
     manager = CheckpointManager(runtime, prepared, project)
-    assert Preemption(runtime, prepared, manager, never).choose_resume_checkpoint() is None
+    assert preemption(runtime, manager).choose_resume_checkpoint() is None
     newest = [manager.save() for _ in range(2)][-1]
-    assert Preemption(runtime, prepared, manager, never).choose_resume_checkpoint() == newest
+    assert preemption(runtime, manager).choose_resume_checkpoint() == newest
 
 
 # --- OptionReporter

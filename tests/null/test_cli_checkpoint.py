@@ -28,6 +28,7 @@ from accelerate.core.errors import CheckpointError
 from accelerate.utils import ProjectConfiguration
 from accelerate.world import rng
 from tests.laws.test_8_no_torch import command as without_torch
+from tests.support.long_run import long_run_param
 
 Run = Callable[..., SimpleNamespace]
 
@@ -483,7 +484,7 @@ print(peak() - before)
 """
 
 
-@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("safe", [True, long_run_param(False)])
 def test_export_holds_one_shard_in_memory_at_most(tmp_path: Path, safe: bool) -> None:
     """A model several times larger than the limit of a shard, from both formats, while its dtype changes."""
     every = {f"layer.{i}": torch.randn(4 * 2**20) for i in range(24)}  # 16 MiB each, 384 MiB in all

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.core.errors import SettingError
-from accelerate.strategy import choose_strategy
+from accelerate.facade.runtime import choose_strategy
 from accelerate.strategy.base import StrategyRequest
 from accelerate.strategy.sharding.activation_checkpointing import (
     checkpoint_activations,

@@ -25,6 +25,7 @@ from accelerate.core.errors import (
     UnknownNameError,
 )
 from accelerate.hooks import ModelHook, add_hook_to_module
+from tests.support.long_run import long_run_param
 from tests.support.weights import misfit, write_weights
 
 
@@ -474,7 +475,9 @@ print(json.dumps([watch.peak - before, loaded - before, field("/proc/self/io", "
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="looks at /proc")
-@pytest.mark.parametrize(("place", "dtype"), [("cpu", "float32"), ("disk", "float32"), ("cpu", "float16")])
+@pytest.mark.parametrize(
+    ("place", "dtype"), [("cpu", "float32"), ("disk", "float32"), long_run_param("cpu", "float16")]
+)
 def test_memory_and_bytes_written(tmp_path: Path, place: str, dtype: str) -> None:
     """E11: 256 MiB in shards of 64 are mapped: no memory, nothing written. A cast has one tensor besides."""
     layers = [nn.Linear(2048, 2048, bias=False) for _ in range(16)]

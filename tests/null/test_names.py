@@ -154,9 +154,11 @@ OPTIONS = {
     "accelerate.utils.dataclasses.TorchContextParallelConfig": ["cut"],
     "accelerate.utils.dataclasses.TorchTensorParallelConfig": ["plan"],
     "accelerate.utils.dataclasses.DataLoaderConfiguration": ["shard", "legacy_random_numbers"],
+    "accelerate.utils.dataclasses.FP8RecipeKwargs": ["scaling"],
     "accelerate.utils.dataclasses.FullyShardedDataParallelPlugin": ["replicate_size"],
     "accelerate.utils.dataclasses.GradientAccumulationPlugin": ["step_scheduler_once"],
     "accelerate.utils.dataclasses.ProfileKwargs": ["memory_timeline", "operator_table"],
+    "accelerate.utils.dataclasses.TorchDynamoPlugin": ["cache_dir"],
     "accelerate.utils.modeling.load_checkpoint_in_model": ["allow_missing"],
     "accelerate.utils.dataclasses.ProjectConfiguration": ["async_save", "replica_check_interval"],
 }

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -221,7 +222,7 @@ def test_a_number_of_micro_batches_that_the_launch_overrides(monkeypatch: pytest
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     monkeypatch.setenv("ACCELERATE_ASKED", json.dumps(asked))
     accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
-    with pytest.warns(UserWarning, match="=2 .the argument. was not applied: .* says 4, and counts first"):
+    with pytest.warns(UserWarning, match="=2 .the argument gradient_.* was not applied: .* says 4, "):
         accelerator.prepare(Net())
     assert accelerator.gradient_accumulation_steps == 4
     for same in (1, 4):
@@ -312,11 +313,61 @@ def test_compilation_that_is_impossible(how: str, why: str) -> None:
 @pytest.fixture
 def counters() -> Any:
     """Torch's own counts, from nothing."""
-    from torch._dynamo.utils import counters
+    from torch._dynamo.utils import clear_compilation_metrics, counters
 
     torch._dynamo.reset()
     counters.clear()
+    clear_compilation_metrics()
     return counters
+
+
+class Printing(nn.Module):
+    """Its forward has a graph break, and another graph for each number of dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print("a graph ends here")
+        return self.inner(x)
+
+
+def test_graph_breaks_and_recompilations_are_counted_with_their_reasons(counters: Any) -> None:
+    accelerator = Accelerator(dynamo_backend="eager")
+    model = Printing()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    assert found(accelerator)["dynamo_backend"].why == ""
+    for x in (torch.randn(2, 16), torch.randn(2, 3, 16)):
+        step(accelerator, model, optimizer, x)
+    why = found(accelerator)["dynamo_backend"].why
+    assert "2 graphs, 1 graph break (" in why
+    assert "print" in why
+    assert "1 recompilation (" in why
+    assert "rank mismatch. expected 2, actual 3" in why
+
+
+def test_the_folder_of_compiled_code_is_set_unless_torch_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variable = "TORCHINDUCTOR_CACHE_DIR"
+    monkeypatch.setenv(variable, "")
+    monkeypatch.delenv(variable)
+    cache_dir = import_module("torch._inductor.runtime.cache_dir_utils").cache_dir
+    kept = TorchDynamoPlugin(backend="inductor", cache_dir=str(tmp_path / "kept"))
+    accelerator = Accelerator(dynamo_plugin=kept)
+    accelerator.prepare(Net())
+    assert cache_dir() == str(tmp_path / "kept")
+    assert found(accelerator)["dynamo_cache_dir"].applied
+    monkeypatch.setenv(variable, str(tmp_path / "torch"))
+    with pytest.warns(
+        UserWarning, match="dynamo_cache_dir=.*TORCHINDUCTOR_CACHE_DIR is .*, and counts first"
+    ):
+        Accelerator(dynamo_plugin=kept).prepare(Net())
+    assert cache_dir() == str(tmp_path / "torch")
+    monkeypatch.delenv(variable)
+    with pytest.warns(UserWarning, match="only inductor keeps compiled code"):
+        Accelerator(dynamo_plugin=TorchDynamoPlugin(backend="eager", cache_dir="x")).prepare(Net())
 
 
 def test_a_compiled_call_that_torch_skips_shows_in_the_first_step(counters: Any) -> None:

@@ -198,7 +198,7 @@ def test_handlers_are_taken_over_and_given_back() -> None:
         assert signal.getsignal(signal.SIGUSR1) is own  # nobody asked yet
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         assert not accelerator.should_stop
-        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
         assert accelerator.should_stop
         assert accelerator.should_stop
         assert calls == [signal.SIGUSR1]
@@ -225,7 +225,7 @@ def test_the_pipe_of_an_event_loop_goes_on() -> None:
     before = signal.set_wakeup_fd(writer)
     try:
         assert not Accelerator().should_stop
-        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
         assert os.read(reader, 16) == bytes([signal.SIGUSR1])
         stops.remove_monitor()
     finally:
@@ -243,7 +243,7 @@ def test_inside_of_a_window_nothing_stops() -> None:
         model, torch.optim.SGD(model.parameters()), DataLoader(TensorDataset(torch.ones(8, 1)))
     )
     assert not accelerator.should_stop
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
     told = []
     for (x,) in loader:
         with accelerator.accumulate(model):

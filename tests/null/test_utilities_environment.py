@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from accelerate import device as devices
 from accelerate import utils
 from accelerate.core.errors import DeviceError, SettingError, WorldError
 from accelerate.device.machine import DeviceProbeHost
@@ -259,6 +260,20 @@ def test_a_device_is_near_the_cores_that_its_bus_names(tmp_path):
     here = machine(tmp_path, {"sys/bus/pci/devices/0001:3c:00.0/local_cpulist": "8-9\n"})
     assert affinity.near_cores(Card(), 1, 2, here) == [8, 9]
     assert affinity.near_cores(Card(), 0, 2, here) == []
+
+
+@pytest.mark.parametrize("name", [d.type for d in devices.accelerators()])
+def test_a_vendors_device_is_near_the_cores_of_its_bus_or_nobody_knows(monkeypatch, tmp_path, name):
+    fake, device = install(monkeypatch, name), devices.get(name)
+    addresses = (f"0000:{0x3B + index:02x}:00.0" for index in range(2))
+    lists = {
+        f"sys/bus/pci/devices/{a}/local_cpulist": f"{8 * n}-{8 * n + 1}" for n, a in enumerate(addresses)
+    }
+    cores = [affinity.near_cores(device, index, 2, machine(tmp_path, lists)) for index in range(2)]
+    if fake.get_device_properties is None:
+        assert cores == [[], []]
+    else:
+        assert cores == [[0, 1], [8, 9]]
 
 
 def test_a_process_that_sees_only_its_own_device_is_near_that(tmp_path):

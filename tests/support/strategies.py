@@ -6,6 +6,7 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerate.core.option_report import OptionStatus
-from accelerate.strategy import STRATEGIES, choose_strategy, unused_options
+from accelerate.facade.option_report import unused_options
+from accelerate.facade.runtime import choose_strategy
+from accelerate.strategy import STRATEGIES
 from accelerate.strategy.base import Strategy, StrategyRequest
 from accelerate.strategy.sharding.fsdp2_options import option_statuses
 from accelerate.strategy.sharding.fsdp_unit_plan import find_units
@@ -73,7 +76,6 @@ def xla_over_gloo() -> Iterator[list[int]]:
     kind = STRATEGIES.get("xla")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, fake.__name__, fake)
-        patch.setattr(
-            kind, "claims", classmethod(lambda cls, request: cls is kind and request.world.size > 1)
-        )
+        patch.setattr(STRATEGIES.get("xla_spmd"), "selection", kind.selection)  # the subclass keeps its own
+        patch.setattr(kind, "selection", replace(kind.selection, device_type="cpu", min_world_size=2))
         yield calls

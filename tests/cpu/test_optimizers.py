@@ -1,0 +1,161 @@
+"""B4: optimizers with special needs, pure 16 bits, states in 8: trained, saved, resumed; also sharded."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.laws.test_7_parity import accelerator_of, whole
+from tests.support.numbers import same
+from tests.support.parity import ROWS, decoder, loader, loss_of
+from tests.support.ranks import RankServer
+
+PRELOAD = ("pytorch_optimizer", "lomo_optim", "torchao.optim", "bitsandbytes", "schedulefree")
+# Weights in bfloat16, rounded stochastically, with an optimizer state in 8 bits, or with float32 copies.
+IN_16_BITS = (
+    *("AdamW of torchao, stochastic rounding", "AdamW8bit of torchao", "AdamW8bit of bitsandbytes"),
+    "MasterSGD",
+)
+KINDS = ("AdamWScheduleFree", "Muon", "Shampoo", "SOAP", "Lomo", *IN_16_BITS)
+# These step whole matrices, or a state of a layout of their own.
+NOT_SHARDED = ("Shampoo", "SOAP", "AdamW8bit of bitsandbytes")
+
+
+class MasterSGD(torch.optim.Optimizer):
+    """Momentum over float32 copies of the weights, which its state keeps; the weights are these, rounded."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Do one step with momentum 0.9."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state.update(master=p.float(), momentum=torch.zeros_like(p, dtype=torch.float32))
+                    state["momentum"].mul_(0.9).add_(p.grad.float())
+                    state["master"].sub_(state["momentum"], alpha=group["lr"])
+                    p.copy_(state["master"])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep float32: torch casts a state to the dtype of its parameter."""
+        super().load_state_dict(state_dict)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for number, saved in state_dict["state"].items():
+            self.state[parameters[number]] = {name: value.clone() for name, value in saved.items()}
+
+
+def optimizer_of(kind: str, model: Any) -> Any:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if kind == "AdamWScheduleFree":
+        import schedulefree
+
+        return schedulefree.AdamWScheduleFree(parameters, lr=0.005, eps=1e-4)
+    if kind == "Muon":
+        return torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=0.01)
+    if kind == "MasterSGD":
+        return MasterSGD(parameters, lr=0.01)
+    if kind == "Lomo":
+        from lomo_optim import Lomo
+
+        return Lomo(model, lr=0.01)
+    if kind == "AdamW8bit of bitsandbytes":
+        optim = vars(import_module("bitsandbytes.optim"))
+        return optim["AdamW8bit"](parameters, lr=0.005, min_8bit_size=16)
+    if "torchao" in kind:
+        optim = vars(import_module("torchao.optim"))
+        if kind.startswith("AdamW8bit"):
+            return optim["AdamW8bit"](parameters, lr=0.005)
+        return optim["_AdamW"](parameters, lr=0.005, bf16_stochastic_round=True)
+    import pytorch_optimizer
+
+    return getattr(pytorch_optimizer, kind)(parameters, lr=0.005)
+
+
+def train(way: str, kind: str, folder: str, resumes: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Four steps, saved after two of them; or the last two of them."""
+    accelerator = accelerator_of(way)
+    model: Any = decoder(3 if resumes else 0).to(torch.bfloat16 if kind in IN_16_BITS else torch.float32)
+    batches: Any = loader(ROWS // accelerator.strategy.data_shard.count)
+    model, optimizer, batches = accelerator.prepare(model, optimizer_of(kind, model), batches)
+    if resumes:
+        accelerator.load_state(folder)
+        batches = accelerator.skip_first_batches(batches, 2)
+    optimizer.train()
+    losses = []
+    for batch, number in zip(batches, range(3 if resumes else 1, 5), strict=False):
+        loss = loss_of(model, batch)
+        torch.manual_seed(number)  # the rounding draws
+        accelerator.backward(loss, **({"learning_rate": 0.01} if accelerator.has_lomo_optimizer else {}))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.mean_loss(loss.detach()).item())
+        if number == 2 and not resumes:
+            optimizer.eval()
+            accelerator.save_state(folder)
+            optimizer.train()
+    optimizer.eval()
+    return losses, whole(accelerator, model)
+
+
+def train_and_resume(way: str, kind: str, folder: str) -> Any:
+    """The results of ``train`` for both, or what was refused."""
+    from accelerate.core.errors import PrepareError
+
+    try:
+        return train(way, kind, folder, False), train(way, kind, folder, True)
+    except PrepareError as error:
+        return error.what
+
+
+def train_all(way: str, folder: str) -> dict[str, Any]:
+    torch.compiler.set_stance("force_eager")  # torchao compiles its steps, which takes seconds
+    results = {kind: train_and_resume(way, kind, f"{folder}/{kind}") for kind in KINDS}
+    torch.compiler.set_stance("default")
+    return results
+
+
+def test_they_train_and_go_on(ranks: RankServer, tmp_path: Path) -> None:
+    """A resumed run ends where the other did, to the bit; what cannot be right is refused."""
+    ways = {"one process": 1, "copies": 2, "shards": 2}
+    results = {way: ranks(n, train_all, way, str(tmp_path / way), timeout=110)[0] for way, n in ways.items()}
+    alone = results["one process"]
+    refused = {(way, kind): r for way in ways for kind, r in results[way].items() if isinstance(r, str)}
+    assert refused == {
+        ("copies", "Lomo"): "lomo_backward under ddp with 2 processes",
+        **{
+            (
+                "shards",
+                kind,
+            ): f"{kind.split()[0]} cannot step sharded parameters: part of the step may be done"
+            for kind in NOT_SHARDED
+        },
+    }
+    for way, kind in {(way, kind) for way in ways for kind in KINDS} - refused.keys():
+        (losses, weights), (rest, end) = results[way][kind]
+        assert rest == losses[2:], (way, kind)
+        same(end, weights, 0.0)
+        assert losses == pytest.approx(alone[kind][0][0], abs=1e-2), (way, kind)
+
+
+def step_without_its_mode() -> str:
+    accelerator = accelerator_of("one process")
+    model: Any = decoder()
+    model, optimizer = accelerator.prepare(model, optimizer_of("AdamWScheduleFree", model))
+    optimizer.eval()
+    accelerator.backward(loss_of(model, next(iter(loader()))))
+    with pytest.raises(Exception, match="train mode") as error:
+        optimizer.step()
+    return str(error.value)
+
+
+def test_a_step_in_evaluation_mode_is_an_error(ranks: RankServer) -> None:
+    """The prepared optimizer passes the mode on to the optimizer, which refuses the step."""
+    assert "was not in train mode" in ranks(1, step_without_its_mode)[0]
