@@ -16,6 +16,7 @@ from accelerate.check.checks import CHECKS, CheckOutcome, run_check
 from accelerate.cli.test import SUCCESS
 from accelerate.world import collective
 from tests.support.command import Running, accelerate, launch
+from tests.support.long_run import long_run_param
 from tests.support.ranks import RankServer
 from tests.support.scripts import run_to_exit
 
@@ -32,7 +33,7 @@ def table(stdout: str) -> dict[str, tuple[str, str]]:
 # ---------------------------------------------------------------- set-ups that work
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [long_run_param(1), 2])
 def test_a_set_up_that_works(processes: int) -> None:
     """F1: the world is as large as was asked; every sample comes once; the table comes from a real launch."""
     result = accelerate("test", "--cpu", "-n", str(processes), "--mixed_precision", "bf16")
@@ -190,7 +191,7 @@ def test_a_wrong_value_on_one_rank_is_shown_with_its_rank_and_the_rest_is_checke
     assert "value, rank 1:\nTraceback" in text
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, long_run_param(1)])
 def test_a_rank_that_fails_does_not_leave_the_others_waiting(rank: int) -> None:
     """C4: it fails in the middle of a check and goes on; the other waits for it in a collective."""
     script = BROKEN.replace("TABLE", "[CHECKS[0], ('early', early), *CHECKS[1:]]").replace("RANK", str(rank))

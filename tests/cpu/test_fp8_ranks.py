@@ -10,14 +10,16 @@ import torch
 
 from tests.laws.test_7_parity import accelerator_of, loop, whole
 from tests.support import transformer_engine
+from tests.support.long_run import long_run_param
 from tests.support.numbers import same
 from tests.support.parity import ROWS, adamw, decoder, loader, loss_of, plain
 from tests.support.ranks import RankServer
 
 PROCESSES = {"one process": 1, "layers x shards": 4}
 WAYS = [
-    *((way, "tensorwise") for way in ("copies", "shards", "shards, version 1", "layers x shards")),
+    *((way, "tensorwise") for way in ("copies", "shards", "shards, version 1")),
     *((way, "rowwise_with_gw_hp") for way in ("shards", "layers")),
+    long_run_param("layers x shards", "tensorwise"),
 ]
 
 
@@ -140,7 +142,11 @@ def compiled_losses(way: str, recipe: str, regional: bool) -> tuple[list[float],
 
 @pytest.mark.parametrize(
     ("way", "recipe", "regional"),
-    [("one process", "rowwise", False), ("copies", "tensorwise", True), ("shards", "tensorwise", True)],
+    [
+        ("shards", "tensorwise", True),
+        long_run_param("copies", "tensorwise", True),
+        long_run_param("one process", "rowwise", False),
+    ],
 )
 def test_it_trains_compiled(ranks: RankServer, way: str, recipe: str, regional: bool) -> None:
     """To the same losses: layers in 8 bits are compiled with what is around them."""

@@ -9,6 +9,7 @@ import pytest
 
 from accelerate.utils import is_deepspeed_available
 from tests.support.command import launch
+from tests.support.long_run import LONG_RUN
 
 # What a rank finds in its environment; torch, which would take seconds to import, adds nothing to it.
 TELL = """
@@ -143,6 +144,7 @@ def test_files_that_a_library_ships_launch_as_they_are(name: str, tmp_path: Path
 
 
 @pytest.mark.skipif(not is_deepspeed_available(), reason="the package deepspeed is not installed")
+@pytest.mark.skipif(not LONG_RUN, reason="runs in `make test-all`")
 def test_two_ranks_train_by_the_engine_that_was_asked_for() -> None:
     """F3, F15: a launch for an engine never ends in plain data parallel training."""
     result = launch("--cpu", "-n", "2", "--use_deepspeed", "--zero_stage", "1", script_text=TRAIN)

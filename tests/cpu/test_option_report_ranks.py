@@ -300,7 +300,7 @@ def test_a_strict_launch() -> None:
     """F15; one that has all says so in a line."""
     good = launch("--cpu", "-n", "1", "--mixed_precision", "bf16", "--strict", script_text=SCRIPT)
     assert good.stderr == "accelerate: applied: cpu=True, num_processes=1, mixed_precision=bf16\n"
-    result = launch("--cpu", "-n", "2", "--dynamo_mode", "max-autotune", "--strict", script_text=SCRIPT)
+    result = launch("--cpu", "-n", "1", "--dynamo_mode", "max-autotune", "--strict", script_text=SCRIPT)
     assert result.returncode != 0
     assert "--dynamo_mode max-autotune was not applied" in result.stderr
     assert "done" not in result.stdout

@@ -12,6 +12,7 @@ from torch import nn
 
 from accelerate.core.errors import AccelerateError, PrepareError
 from tests.support import parity
+from tests.support.long_run import long_run_param
 from tests.support.parity import Numbers
 from tests.support.ranks import RankServer, same_on_all
 
@@ -64,7 +65,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 ALTERNATING = {"schedule": "1f1b", "loss_fn": cross_entropy}
 
 
-@pytest.mark.parametrize("options", [{}, ALTERNATING], ids=["gpipe", "1f1b"])
+@pytest.mark.parametrize("options", [pytest.param(ALTERNATING, id="1f1b"), long_run_param({})])
 @pytest.mark.parametrize("window", [1, 4])
 def test_two_stages_train_like_one_process(ranks: RankServer, window: int, options: dict[str, Any]) -> None:
     """The losses, norms and weights of 20 steps; both processes say the same."""
@@ -78,7 +79,7 @@ def test_two_stages_train_like_one_process(ranks: RankServer, window: int, optio
 
 
 COMBINED = [
-    ({"dp_shard_size": 2}, {}, 4),
+    long_run_param({"dp_shard_size": 2}, {}, 4),
     ({"dp_replicate_size": 2}, {}, 1),
     ({"dp_shard_size": 2}, ALTERNATING, 4),
     ({"tp_size": 2}, {}, 1),
@@ -289,7 +290,7 @@ def compared(make: Any, accelerator: Any) -> None:
     torch.testing.assert_close(ours.loss, theirs.loss, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", [long_run_param("gpipe"), "1f1b", "interleaved"])
 def test_transformers_train_with_their_own_loss(ranks: RankServer, schedule: str) -> None:
     ranks(2, labelled, {"num_microbatches": 4, "schedule": schedule}, timeout=120)
 

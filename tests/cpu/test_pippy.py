@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from accelerate.core.errors import PrepareError, SettingError, UnknownNameError
+from tests.support.long_run import long_run_param
 from tests.support.ranks import RankServer, same_on_all
 
 # What the rank server imports once for this module.
@@ -170,7 +171,7 @@ def held() -> tuple[list[str], int]:
     )
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [long_run_param(2), 4])
 def test_a_pipeline_gives_what_the_plain_model_gives(ranks: RankServer, processes: int) -> None:
     """Tied weights, a buffer that is not saved, uneven batches, longer sequences, with no_grad or not."""
     calls = [
@@ -196,7 +197,7 @@ def test_weights_of_other_stages_are_let_go(ranks: RankServer) -> None:
     assert first + last == whole + 88, "each weight on one rank, the tied one on both"
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [long_run_param(2), 4])
 def test_values_skip_stages_and_trees_come_back(ranks: RankServer, processes: int) -> None:
     """Values of the first stage that the last one needs, plain values in and out, keywords."""
     calls = [

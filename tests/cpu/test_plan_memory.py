@@ -114,7 +114,7 @@ def measured(options: dict[str, Any] | None, window: int = 1) -> tuple[int, int]
         ({"strategy": "ddp"}, None),
         ({"strategy": "fsdp"}, {}),
         long_run_param({"strategy": "fsdp", "recompute": "full"}, {"activation_checkpointing": True}),
-        ({"strategy": "fsdp", "accumulation": 2}, {}),
+        long_run_param({"strategy": "fsdp", "accumulation": 2}, {}),
     ],
     ids=["copies", "sharded", "recomputed", "accumulated"],
 )

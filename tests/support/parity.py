@@ -117,9 +117,9 @@ def samples() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row[:-1], "shift_labels": row[1:]} for row in words]
 
 
-def loader(rows: int = ROWS, workers: int = 0) -> DataLoader[Any]:
-    """The samples of all steps, in order, ``rows`` at once."""
-    return DataLoader(samples(), batch_size=rows, num_workers=workers)  # type: ignore[arg-type]
+def loader(rows: int = ROWS, workers: int = 0, steps: int = STEPS) -> DataLoader[Any]:
+    """The samples of the first ``steps`` batches, in order, ``rows`` at once."""
+    return DataLoader(samples()[: steps * ROWS], batch_size=rows, num_workers=workers)  # type: ignore[arg-type]
 
 
 def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -130,8 +130,8 @@ def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 @cache
-def plain(window: int, half: bool = False) -> Numbers:
+def plain(window: int, half: bool = False, steps: int = STEPS) -> Numbers:
     """Losses, norms and weights of the loop without this package, on one process; not to be changed."""
     model = decoder()
-    losses, norms = plainly(model, adamw(model), loader(), loss_of, window, half)
+    losses, norms = plainly(model, adamw(model), loader(steps=steps), loss_of, window, half)
     return losses, norms, {name: value.detach().clone() for name, value in model.state_dict().items()}

@@ -2,9 +2,10 @@
 
 The test process is the client (``ranks.py``). It sends a ``Job`` and gets back how each rank ended; what
 the ranks returned, printed and dumped lies in the job's folder. The root server, which has torch, forks a
-module server for the test module of the job. That one imports the module and what its ``PRELOAD`` names,
-such as transformers, and forks the ranks of all jobs of the module. The next module gets a new one, so that
-no test sees what another module has imported.
+module server for the test module of the job. That one imports the module, and forks the ranks of all jobs of
+the module. The next module gets a new one, so that no test sees what another module has imported. What its
+``PRELOAD`` names, such as transformers, is imported by a preload server between the two, once for all modules
+that name the same.
 
 Three rules keep a failing test from hurting the next one: a rank that ends takes its process group with it,
 whatever still descends from the module server after a job is killed, and when the client goes away
@@ -27,7 +28,9 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -71,6 +74,7 @@ class Job:
 
     call: bytes
     module: str
+    preload: tuple[str, ...]  # what the module names
     environments: list[dict[str, str]]
     path: list[str]
     cwd: str
@@ -107,31 +111,53 @@ def file_of(folder: str, rank: int, what: str) -> Path:
 
 
 def serve(descriptor: int) -> NoReturn:
-    """The root server: passes each job to the server of its module, until the client closes its end."""
-    for name in (*PRELOAD, *_package_modules()):
-        _preload(name)
-    gc.collect()
-    gc.freeze()  # a collection in a rank would write to all objects, and so copy the memory it shares with us
-    client, module = Connection(descriptor), None
+    """The root server."""
+    _preload(*PRELOAD, *_package_modules())
+    _serve_modules(Connection(descriptor), ())
+
+
+def _serve_modules(client: Connection, preloaded: tuple[str, ...]) -> NoReturn:
+    """Pass each job to the server of its module or its preload, until the client closes its end."""
+    preloads: dict[tuple[str, ...], ChildServer] = {}
+    module: ChildServer | None = None
     try:
         while True:
             job = client.recv()
-            if module is None or module.name != job.module or not module.is_alive():
-                if module is not None:
-                    module.close()
-                module = ModuleServer(job, client)
-            client.send(module.run(job))
+            if module is not None and (module.name != job.module or not module.is_alive()):
+                module.close()
+                module = None
+            if job.preload == preloaded:
+                server = module = module or ChildServer(job.module, client, partial(_serve_module, job))
+            elif (known := preloads.get(job.preload)) is not None and known.is_alive():
+                server = known
+            else:
+                # No module server is there now: this fork would hold its channel open.
+                server = preloads[job.preload] = ChildServer("", client, partial(_serve_preload, job))
+            client.send(server.run(job))
     except EOFError:
-        if module is not None:
-            module.close()
+        # The newest first: a fork holds the channels of those before it open.
+        for child in filter(None, (module, *reversed(preloads.values()))):
+            child.close()
         os._exit(0)  # nothing is left to do, and taking torch down takes seconds
 
 
-class ModuleServer:
-    """A fork of the root server that has imported one test module, as the root server sees it."""
+def _serve_preload(job: Job, root: Connection) -> NoReturn:
+    sys.path[:] = job.path
+    _preload(*job.preload)
+    _serve_modules(root, job.preload)
 
-    def __init__(self, job: Job, client: Connection) -> None:
-        self.name = job.module
+
+class ChildServer:
+    """A fork that serves jobs, as the process sees it that has forked it.
+
+    Args:
+        name: of its test module, if it serves one.
+        client: where the jobs of this process come from.
+        main: what the fork runs, with its end of the channel.
+    """
+
+    def __init__(self, name: str, client: Connection, main: Callable[[Connection], NoReturn]) -> None:
+        self.name = name
         self._client = client
         ours, theirs = socket.socketpair()
         self._pid = os.fork()
@@ -139,7 +165,7 @@ class ModuleServer:
             ours.close()
             client.close()
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            _serve_module(job, Connection(theirs.detach()))
+            main(Connection(theirs.detach()))
         theirs.close()
         self._channel = Connection(ours.detach())
 
@@ -168,12 +194,7 @@ def _serve_module(job: Job, root: Connection) -> NoReturn:
     try:
         os.chdir(job.cwd)
         sys.path[:] = job.path
-        if job.module:
-            _preload(job.module)
-        for name in getattr(sys.modules.get(job.module), "PRELOAD", ()):
-            _preload(name)
-        gc.collect()
-        gc.freeze()
+        _preload(*filter(None, [job.module]))
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         # A fork copies only the thread that forks; a lock of another one would stay locked in every rank.
         assert threading.active_count() == 1, threading.enumerate()
@@ -200,7 +221,14 @@ def _package_modules() -> list[str]:
     ]
 
 
-def _preload(name: str) -> None:
+def _preload(*names: str) -> None:
+    for name in names:
+        _try_import(name)
+    gc.collect()
+    gc.freeze()  # a collection in a fork would write to all objects, and so copy the memory it shares with us
+
+
+def _try_import(name: str) -> None:
     try:
         importlib.import_module(name)
     except BaseException:  # noqa: BLE001 - it only saves time: the test that needs the module shows why it fails

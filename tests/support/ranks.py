@@ -155,7 +155,11 @@ class RankServer:
         folder = tempfile.mkdtemp(dir=self._folder)
         try:
             call, environments = _pickled(function, args), _environments(n, env, devices)
-            job = Job(call, _test_module(), environments, list(sys.path), os.getcwd(), folder, timeout, grace)
+            module = _test_module()
+            preload = tuple(getattr(sys.modules.get(module), "PRELOAD", ()))
+            job = Job(
+                call, module, preload, environments, list(sys.path), os.getcwd(), folder, timeout, grace
+            )
             ended = self._ask(job)
             return [_outcome(folder, rank, end, job) for rank, end in enumerate(ended)]
         finally:
@@ -209,8 +213,8 @@ class RankServer:
 
     def survivors(self) -> list[psutil.Process]:
         """Ranks that still run, with what descends from them; there are none between calls."""
-        servers = psutil.Process(self.pid).children() if self.pid else []
-        return [process for server in servers for process in server.children(recursive=True)]
+        below = psutil.Process(self.pid).children(recursive=True) if self.pid else []
+        return [process for process in below if os.getsid(process.pid) != self.pid]  # ranks have sessions
 
     def close(self) -> None:
         """Ends the server and everything below it."""
