@@ -262,7 +262,7 @@ def test_texts_are_continued_alike_on_any_number_of_processes(ranks: RankServer)
     if not is_installed("transformers"):
         pytest.skip("transformers is not installed: pip install transformers")
     alone, *several = (
-        script_output(ranks, count, EXAMPLES / "distributed_inference.py").splitlines() for count in (1, 2, 3)
+        script_output(ranks, count, EXAMPLES / "distributed_inference.py").splitlines() for count in (1, 3)
     )
     assert alone[0] == "1 processes continued 11 texts"
     assert len({line.partition(": ")[2] for line in alone[1:]}) > 1

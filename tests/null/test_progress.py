@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import pty
-import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+
+from tests.support.ranks import NO_LAUNCHER, RankServer
 
 # Everything here is over in less time than a bar waits for.
 PRELUDE = "import accelerate.core.progress as progress\nprogress.DELAY = 0\n"
@@ -41,21 +43,30 @@ assert run(["merge-weights", "parts", "merged", *FLAGS]) == 0
 """
 
 
-def run_in_terminal(folder: Path, script: str, **variables: str) -> str:
-    """Run a script whose stderr is a terminal; return what it wrote there."""
+def show_on_terminal(folder: str, script: str) -> str:
+    """Run a script on this rank with a terminal as stderr; return what it wrote there."""
+    os.chdir(folder)
     leader, follower = pty.openpty()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", **variables}
-    command = [sys.executable, "-c", PRELUDE + script]
-    process = subprocess.Popen(command, cwd=folder, env=environment, stderr=follower, start_new_session=True)
+    log = os.dup(2)
+    os.dup2(follower, 2)
     os.close(follower)
-    output = b""
+    output = bytearray()
+
+    def read() -> None:
+        try:
+            while chunk := os.read(leader, 65536):
+                output.extend(chunk)
+        except OSError:  # Linux: the other end is closed
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
     try:
-        while chunk := os.read(leader, 65536):
-            output += chunk
-    except OSError:  # Linux: the other end is closed
-        pass
-    os.close(leader)
-    assert process.wait(60) == 0, output.decode()
+        exec(compile(PRELUDE + script, "script.py", "exec"), {"__name__": "__main__"})
+    finally:
+        sys.stderr.flush()
+        os.dup2(log, 2)
+        reader.join()
     return output.decode()
 
 
@@ -68,28 +79,41 @@ def run_in_terminal(folder: Path, script: str, **variables: str) -> str:
     ],
     ids=["load", "save", "merge"],
 )
-def test_a_terminal_shows_a_bar_and_quiet_shows_none(tmp_path: Path, script: str, bars: list[str]) -> None:
-    shown = run_in_terminal(tmp_path, script)
+def test_a_terminal_shows_a_bar_and_quiet_shows_none(
+    ranks: RankServer, tmp_path: Path, script: str, bars: list[str]
+) -> None:
+    (shown,) = ranks(1, show_on_terminal, str(tmp_path), script, env=NO_LAUNCHER)
     assert all(bar in shown for bar in bars)
-    assert not any(bar in run_in_terminal(tmp_path, script, ACCELERATE_QUIET="1") for bar in bars)
+    quiet = {**NO_LAUNCHER, "ACCELERATE_QUIET": "1"}
+    (shown,) = ranks(1, show_on_terminal, str(tmp_path), script, env=quiet)
+    assert not any(bar in shown for bar in bars)
 
 
-def test_quiet_of_the_command(tmp_path: Path) -> None:
-    assert "merging" not in run_in_terminal(tmp_path, "FLAGS = ['--quiet']" + MERGE)
+def test_quiet_of_the_command(ranks: RankServer, tmp_path: Path) -> None:
+    script = "FLAGS = ['--quiet']" + MERGE
+    assert "merging" not in ranks(1, show_on_terminal, str(tmp_path), script, env=NO_LAUNCHER)[0]
 
 
-def test_of_several_ranks_only_the_first_shows_a_bar(tmp_path: Path) -> None:
-    assert "loading weights" not in run_in_terminal(tmp_path, LOAD, RANK="1")
+def test_of_several_ranks_only_the_first_shows_a_bar(ranks: RankServer, tmp_path: Path) -> None:
+    second = {**NO_LAUNCHER, "RANK": "1"}
+    assert "loading weights" not in ranks(1, show_on_terminal, str(tmp_path), LOAD, env=second)[0]
 
 
-def test_a_pipe_has_no_bar(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PRELUDE + LOAD]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
-    assert "loading" not in done.stdout + done.stderr
+def show_in_pipe(folder: str) -> None:
+    os.chdir(folder)
+    exec(compile(PRELUDE + LOAD, "script.py", "exec"), {"__name__": "__main__"})
 
 
-def test_launch_hands_quiet_on(tmp_path: Path) -> None:
+def test_a_pipe_has_no_bar(ranks: RankServer, tmp_path: Path) -> None:
+    (outcome,) = ranks.outcomes(1, show_in_pipe, str(tmp_path), env=NO_LAUNCHER)
+    assert outcome.status == "returned"
+    assert "loading" not in outcome.output
+
+
+def test_launch_hands_quiet_on(ranks: RankServer, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PRELUDE + LOAD)
-    launch = "from accelerate.cli.main import run\nrun(['launch', '--cpu', *FLAGS, 'train.py'])"
-    assert "loading weights" in run_in_terminal(tmp_path, f"FLAGS = []\n{launch}")
-    assert "loading weights" not in run_in_terminal(tmp_path, f"FLAGS = ['--quiet']\n{launch}")
+    for flags, is_shown in (("", True), ("'--quiet', ", False)):
+        command = f"[sys.executable, '-m', 'accelerate', 'launch', '--cpu', {flags}'train.py']"
+        script = f"import subprocess, sys\nsubprocess.run({command}, check=True)"
+        (shown,) = ranks(1, show_on_terminal, str(tmp_path), script, env=NO_LAUNCHER)
+        assert ("loading weights" in shown) is is_shown
