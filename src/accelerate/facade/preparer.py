@@ -28,7 +28,13 @@ from accelerate.data.loader import DataLoaderShard
 from accelerate.data.prepare import prepare_data_loader
 from accelerate.facade.compilation import compile_regions
 from accelerate.facade.device_availability import feature_checker
-from accelerate.facade.optimizer import AcceleratedOptimizer, agree_on_optimizers, move_to_device
+from accelerate.facade.optimizer import (
+    HOST_COPIES,
+    AcceleratedOptimizer,
+    agree_on_optimizers,
+    check_host_copies,
+    move_to_device,
+)
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.offload.offloaded_tensor import check_trainable
@@ -276,6 +282,8 @@ class Preparer:
             check(model.named_parameters())
         named = {p for model in models for p in model.parameters()}
         for optimizer in bundle.objects_of("optimizer"):
+            if hasattr(optimizer, HOST_COPIES):
+                check_host_copies(optimizer, self.runtime.strategy, self.runtime.precision)
             groups = enumerate(group["params"] for group in optimizer.param_groups)
             rest = ((f"parameter {i} of group {g}", p) for g, group in groups for i, p in enumerate(group))
             check((name, p) for name, p in rest if p not in named)
@@ -517,7 +525,8 @@ def replace_parameters(optimizer: Optimizer, renewed: dict[int, torch.Tensor]) -
 
 def _move_state(optimizer: Optimizer) -> None:
     """Move the optimizer state to the devices of the parameters."""
-    for parameter, state in optimizer.state.items():
+    # One that steps through optimizers of its own may have none.
+    for parameter, state in getattr(optimizer, "state", {}).items():
         # A 0-dimensional step counter stays on the host unless the optimizer runs fused.
         optimizer.state[parameter] = {
             name: value if name == "step" else move_to_device(value, parameter.device)
