@@ -508,3 +508,30 @@ def test_one_weight_at_a_time_has_full_precision(tmp_path: Path, monkeypatch: py
     assert len(seen) == 6
     held = sum(value.nbytes for value in model.state_dict().values())
     assert held == pytest.approx(6 * 256 * 256 * 0.5625, rel=0.05)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("sides", [(96, 160), (33, 66), (7, 63)])
+def test_pieces_are_quantized_to_the_values_of_the_library(
+    name: str, sides: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU a weight is quantized in pieces: the library's kernels take several times its memory."""
+    module = "accelerate.offload.quantization.bitsandbytes"
+    monkeypatch.setattr(f"{module}._CPU_PIECE", 2**10)
+    functional: Any = library("bitsandbytes.functional")
+    weight, options = torch.randn(sides), config(name)
+    quantizer: Any = options.make_quantizer()
+    layer = quantizer.make_layer(nn.Linear(sides[1], sides[0], bias=False))
+    ours = quantizer.quantize(layer, weight, torch.device("cpu"))
+    if options.load_in_8bit:
+        values, scales, _ = functional.int8_vectorwise_quant(weight.half())
+        assert torch.equal(ours.SCB, scales)
+    else:
+        values, state = functional.quantize_4bit(
+            weight,
+            compress_statistics=options.bnb_4bit_use_double_quant,
+            quant_type=options.bnb_4bit_quant_type,
+        )
+        assert_equal = torch.testing.assert_close
+        assert_equal(ours.quant_state.as_dict(packed=True), state.as_dict(packed=True), rtol=0, atol=0)
+    assert torch.equal(ours.data, values)
