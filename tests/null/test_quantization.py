@@ -455,6 +455,39 @@ def test_adapters_are_trained_on_a_quantized_base(name: str) -> None:
     torch.testing.assert_close(frozen, before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", ["int8", "nf4", "nf4, double"])
+def test_a_quantized_base_trains_compiled(name: str) -> None:
+    """B9: with its adapters, in one graph without breaks, to the losses of the model that is not compiled."""
+    check_compiled_adapters(config(name))
+
+
+def check_compiled_adapters(bits: Any) -> None:
+    from torch._dynamo.utils import counters
+
+    from accelerate.utils import TorchDynamoPlugin
+
+    losses: dict[str, list[float]] = {"no": [], "aot_eager": []}
+    for backend, values in losses.items():
+        torch._dynamo.reset()
+        counters.clear()
+        accelerator = Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend=backend))
+        base = load_and_quantize_model(net(), bits).train()
+        torch.manual_seed(1)
+        model: Any = lora(base)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for _ in range(3):
+            loss = nn.functional.cross_entropy(model(inputs()).flatten(0, 1), inputs().flatten())
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            values.append(loss.item())
+    assert losses["aot_eager"] == pytest.approx(losses["no"], abs=1e-5)
+    assert losses["no"][-1] < losses["no"][0]
+    assert counters["stats"]["unique_graphs"] > 0
+    assert not counters["graph_break"]
+
+
 # ------------------------------------------------------------------------------------------------ memory
 
 

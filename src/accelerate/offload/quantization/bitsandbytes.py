@@ -41,7 +41,7 @@ _STATE_4BIT = "quant_state.bitsandbytes__"
 # The weights of a scale in 4 bits, and the scales that double quantization quantizes together: the library's.
 _BLOCK, _NESTED_BLOCK = 64, 256
 # The weights that are quantized together on the CPU, whose kernels need several times their memory.
-_CPU_PIECE = 2**20
+_CPU_PIECE = 2**18
 
 
 @dataclass
