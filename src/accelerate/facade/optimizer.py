@@ -35,6 +35,17 @@ def move_to_device(state: Any, device: torch.device) -> Any:
     return tree.map_tree(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, state)
 
 
+def move_state(optimizer: Optimizer) -> None:
+    """Move the optimizer state to the devices of the parameters."""
+    # One that steps through optimizers of its own may have none.
+    for parameter, state in getattr(optimizer, "state", {}).items():
+        # A 0-dimensional step counter stays on the host unless the optimizer runs fused.
+        optimizer.state[parameter] = {
+            name: value if name == "step" else move_to_device(value, parameter.device)
+            for name, value in state.items()
+        }
+
+
 class AcceleratedOptimizer(Optimizer):
     """The wrapper of the user's optimizer.
 
@@ -357,7 +368,7 @@ def explain_sharded_step(optimizer: Optimizer, error: Exception) -> None:
 
 
 def check_host_copies(optimizer: Any, strategy: Strategy, precision: Precision) -> None:
-    """Refuse an optimizer with ``HOST_COPIES`` where the gradients of its parameters do not reach these.
+    """Refuse an optimizer that has ``HOST_COPIES`` where the gradients do not reach these.
 
     Raises:
         PrepareError: parameters are sharded, or losses are scaled.

@@ -33,7 +33,7 @@ from accelerate.facade.optimizer import (
     AcceleratedOptimizer,
     agree_on_optimizers,
     check_host_copies,
-    move_to_device,
+    move_state,
 )
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.scheduler import AcceleratedScheduler
@@ -485,7 +485,7 @@ def _place_models(bundle: PrepareBundle, device: torch.device) -> None:
         renewed = _move_model(model, device)
         for optimizer in bundle.objects_of("optimizer"):
             replace_parameters(optimizer, renewed)
-            _move_state(optimizer)
+            move_state(optimizer)
 
 
 def _move_model(model: nn.Module, device: torch.device) -> dict[int, torch.Tensor]:
@@ -521,14 +521,3 @@ def replace_parameters(optimizer: Optimizer, renewed: dict[int, torch.Tensor]) -
                 group["params"][place] = new
                 if old in optimizer.state:
                     optimizer.state[new] = optimizer.state.pop(old)
-
-
-def _move_state(optimizer: Optimizer) -> None:
-    """Move the optimizer state to the devices of the parameters."""
-    # One that steps through optimizers of its own may have none.
-    for parameter, state in getattr(optimizer, "state", {}).items():
-        # A 0-dimensional step counter stays on the host unless the optimizer runs fused.
-        optimizer.state[parameter] = {
-            name: value if name == "step" else move_to_device(value, parameter.device)
-            for name, value in state.items()
-        }
