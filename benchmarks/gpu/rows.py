@@ -187,6 +187,15 @@ def last_rows() -> Iterator[DeviceCase]:
         "step-fp8", "step in fp8, against bf16 by hand", "ratio", steps,
         "fp8 ratio 8192 20 10 -", "fp8 ratio 32 2 2 -", target=1.0,
     )  # fmt: skip
+    for name, figure in (("bf16", "ratio"), ("fp16", "ratio"), ("fp8", "torchao")):
+        yield row(
+            f"step-{name}-by-hand", f"large step in {name}, against by hand", "ratio", steps,
+            f"{name} {figure} 8192 20 10 -", f"{name} {figure} 32 2 2 -", target=1.02,
+        )  # fmt: skip
+        yield row(
+            f"memory-{name}", f"peak memory of steps in {name}, against by hand", "ratio", steps,
+            f"{name} memory 8192 4 1 -", f"{name} memory 32 2 1 -", unit="MB", target=1.01,
+        )  # fmt: skip
     yield row(
         "loader", "loader to the device, against `.to(non_blocking=True)`", "ratio", steps,
         "loader ratio 4096 200 10 -", "loader ratio 32 4 2 -", target=1.03,

@@ -6,9 +6,11 @@ block and not within it. ``loader`` steps through the batches only.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from benchmarks.case import Sample, alternate, report
@@ -51,11 +53,23 @@ class Loops:
         loader = torch.utils.data.DataLoader(self.data, batch_size=BATCH, pin_memory=pinned)
         return model, optimizer, scheduler, loader
 
-    def raw(self) -> Callable[[], None]:
-        """The loop as it is written without the package; for fp8 the one of bf16."""
+    def float8_config(self) -> Any:
+        """The options of torchao; the simulated accelerator has no units for 8-bit floats."""
+        from torchao.float8 import Float8LinearConfig
+
+        return Float8LinearConfig(pad_inner_dim=True, emulate=self.where == "sim")
+
+    def raw(self, by_torchao: bool = False) -> Callable[[], None]:
+        """The loop as it is written without the package; for fp8 the one of bf16, or that of torchao."""
         import torch
 
         model, optimizer, scheduler, loader = self.parts(self.where)
+        if by_torchao:
+            from torchao.float8 import convert_to_float8_training
+
+            config = self.float8_config()
+            # The package leaves the first and the last layer as they are.
+            convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name == "2")
         if self.kind == "compile":
             model = torch.compile(model, backend=self.backend)
         lower = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}.get(self.kind)
@@ -86,6 +100,10 @@ class Loops:
 
         precision = "no" if self.kind in ("compile", "loader") else self.kind
         options: dict[str, Any] = {"mixed_precision": precision}
+        if self.kind == "fp8":
+            from accelerate.utils import AORecipeKwargs
+
+            options["kwargs_handlers"] = [AORecipeKwargs(config=self.float8_config())]
         if self.kind == "compile":
             options["dynamo_backend"] = self.backend
         package = Accelerator(**options)
@@ -109,11 +127,27 @@ class Loops:
 
         return loop
 
+    def peak(self, make: Callable[[], Callable[[], None]]) -> float:
+        """The most memory of the device in MB that a loop takes."""
+        gc.collect()
+        self.module.empty_cache()
+        self.module.reset_peak_memory_stats()
+        before = self.module.memory_allocated()
+        loop = make()
+        loop()
+        loop()
+        return (self.module.max_memory_allocated() - before) / 1e6
+
 
 def main(kind: str, figure: str, width: int, steps: int, blocks: int, backend: str) -> Sample:
+    """One row; ``figure``: ``added``, ``ratio`` (of times), ``torchao`` (the ratio to it) or ``memory``."""
     loops = Loops(kind, width, steps, backend)
+    raw = partial(loops.raw, figure == "torchao" or (figure, kind) == ("memory", "fp8"))
+    if figure == "memory":
+        base, value = loops.peak(raw), loops.peak(loops.prepared)
+        return Sample(base, value, value / base, 0.0)
     shape = "added" if figure == "added" else "ratio"
-    return alternate(loops.raw(), loops.prepared(), shape, blocks=blocks, steps=steps)
+    return alternate(raw(), loops.prepared(), shape, blocks=blocks, steps=steps)
 
 
 if __name__ == "__main__":

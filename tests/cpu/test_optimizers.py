@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from accelerate import Accelerator
+from accelerate.core.errors import PrepareError
 from tests.laws.test_7_parity import accelerator_of, whole
 from tests.support.numbers import same
 from tests.support.parity import ROWS, decoder, loader, loss_of
@@ -18,11 +22,13 @@ PRELOAD = ("pytorch_optimizer", "lomo_optim", "torchao.optim", "bitsandbytes", "
 # Weights in bfloat16, rounded stochastically, with an optimizer state in 8 bits, or with float32 copies.
 IN_16_BITS = (
     *("AdamW of torchao, stochastic rounding", "AdamW8bit of torchao", "AdamW8bit of bitsandbytes"),
-    "MasterSGD",
+    *("MasterSGD", "AdamW"),
 )
-KINDS = ("AdamWScheduleFree", "Muon", "Shampoo", "SOAP", "Lomo", *IN_16_BITS)
+OFFLOADED = "CPUOffloadOptimizer of torchao"
+KINDS = ("AdamWScheduleFree", "Muon", "Shampoo", "SOAP", "Lomo", "AdaLomo", OFFLOADED, *IN_16_BITS)
 # These step whole matrices, or a state of a layout of their own.
-NOT_SHARDED = ("Shampoo", "SOAP", "AdamW8bit of bitsandbytes")
+NOT_SHARDED = ("AdaLomo", "Shampoo", "SOAP", "AdamW8bit of bitsandbytes")
+RATE = 0.01
 
 
 class MasterSGD(torch.optim.Optimizer):
@@ -52,7 +58,30 @@ class MasterSGD(torch.optim.Optimizer):
             self.state[parameters[number]] = {name: value.clone() for name, value in saved.items()}
 
 
-def optimizer_of(kind: str, model: Any) -> Any:
+class TorchWithStreams:
+    """Torch as an optimizer sees it that copies to the host on a stream of a GPU."""
+
+    class Stream:
+        """Does all at once."""
+
+        def wait_stream(self, other: Any) -> None: ...
+
+        def record_event(self) -> Any:
+            return self
+
+        def synchronize(self) -> None: ...
+
+    cuda = SimpleNamespace(Stream=Stream, current_stream=Stream, stream=nullcontext)
+
+    def empty_like(self, tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Without pinned memory, which takes a GPU."""
+        return torch.empty_like(tensor)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def optimizer_of(kind: str, model: Any, **more: Any) -> Any:
     parameters = [p for p in model.parameters() if p.requires_grad]
     if kind == "AdamWScheduleFree":
         import schedulefree
@@ -62,10 +91,18 @@ def optimizer_of(kind: str, model: Any) -> Any:
         return torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=0.01)
     if kind == "MasterSGD":
         return MasterSGD(parameters, lr=0.01)
-    if kind == "Lomo":
-        from lomo_optim import Lomo
-
-        return Lomo(model, lr=0.01)
+    if kind == "AdamW":
+        return torch.optim.AdamW(parameters, lr=0.005)
+    if kind in ("Lomo", "AdaLomo"):
+        # The second puts its averages on the current CUDA device.
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+            return vars(import_module("lomo_optim"))[kind](model, lr=RATE)
+    if kind == OFFLOADED:
+        module = import_module("torchao.optim.cpu_offload")
+        vars(module).update(torch=TorchWithStreams(), get_available_devices=lambda: ["cuda"])
+        options = {"minimal_size": 32, "lr": 0.005, **more}
+        return vars(module)["CPUOffloadOptimizer"](parameters, **options)
     if kind == "AdamW8bit of bitsandbytes":
         optim = vars(import_module("bitsandbytes.optim"))
         return optim["AdamW8bit"](parameters, lr=0.005, min_8bit_size=16)
@@ -93,7 +130,7 @@ def train(way: str, kind: str, folder: str, resumes: bool) -> tuple[list[float],
     for batch, number in zip(batches, range(3 if resumes else 1, 5), strict=False):
         loss = loss_of(model, batch)
         torch.manual_seed(number)  # the rounding draws
-        accelerator.backward(loss, **({"learning_rate": 0.01} if accelerator.has_lomo_optimizer else {}))
+        accelerator.backward(loss, **({"learning_rate": RATE} if accelerator.has_lomo_optimizer else {}))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(accelerator.mean_loss(loss.detach()).item())
@@ -107,29 +144,33 @@ def train(way: str, kind: str, folder: str, resumes: bool) -> tuple[list[float],
 
 def train_and_resume(way: str, kind: str, folder: str) -> Any:
     """The results of ``train`` for both, or what was refused."""
-    from accelerate.core.errors import PrepareError
-
     try:
         return train(way, kind, folder, False), train(way, kind, folder, True)
     except PrepareError as error:
         return error.what
 
 
-def train_all(way: str, folder: str) -> dict[str, Any]:
+def train_all(ways: tuple[str, ...], folder: str) -> dict[str, dict[str, Any]]:
     torch.compiler.set_stance("force_eager")  # torchao compiles its steps, which takes seconds
-    results = {kind: train_and_resume(way, kind, f"{folder}/{kind}") for kind in KINDS}
+    results = {
+        way: {kind: train_and_resume(way, kind, f"{folder}/{way}/{kind}") for kind in KINDS} for way in ways
+    }
     torch.compiler.set_stance("default")
     return results
 
 
+@pytest.mark.timeout(600)
 def test_they_train_and_go_on(ranks: RankServer, tmp_path: Path) -> None:
     """A resumed run ends where the other did, to the bit; what cannot be right is refused."""
-    ways = {"one process": 1, "copies": 2, "shards": 2}
-    results = {way: ranks(n, train_all, way, str(tmp_path / way), timeout=110)[0] for way, n in ways.items()}
+    launches = {1: ("one process",), 2: ("copies", "shards")}
+    results: dict[str, dict[str, Any]] = {}
+    for count, ways in launches.items():
+        results |= ranks(count, train_all, ways, str(tmp_path), timeout=280)[0]
     alone = results["one process"]
-    refused = {(way, kind): r for way in ways for kind, r in results[way].items() if isinstance(r, str)}
+    refused = {(way, kind): r for way in results for kind, r in results[way].items() if isinstance(r, str)}
     assert refused == {
-        ("copies", "Lomo"): "lomo_backward under ddp with 2 processes",
+        **{("copies", kind): "lomo_backward under ddp with 2 processes" for kind in ("Lomo", "AdaLomo")},
+        ("shards", OFFLOADED): "CPUOffloadOptimizer does not go with fsdp",
         **{
             (
                 "shards",
@@ -138,11 +179,57 @@ def test_they_train_and_go_on(ranks: RankServer, tmp_path: Path) -> None:
             for kind in NOT_SHARDED
         },
     }
-    for way, kind in {(way, kind) for way in ways for kind in KINDS} - refused.keys():
+    for way, kind in {(way, kind) for way in results for kind in KINDS} - refused.keys():
         (losses, weights), (rest, end) = results[way][kind]
-        assert rest == losses[2:], (way, kind)
-        same(end, weights, 0.0)
+        if kind != "AdaLomo":  # its averages are no state, which a save warns of
+            assert rest == losses[2:], (way, kind)
+            same(end, weights, 0.0)
         assert losses == pytest.approx(alone[kind][0][0], abs=1e-2), (way, kind)
+
+
+def offloaded_and_not(way: str, clip: float) -> list[Any]:
+    """How far weights are apart that were trained on the device, and offloaded with gradients kept or not.
+
+    For what is refused, that.
+    """
+    ends = []
+    for kind, more in (("SGD", {}), (OFFLOADED, {}), (OFFLOADED, {"offload_gradients": True})):
+        accelerator = accelerator_of(way)
+        model: Any = decoder(accelerator.process_index)
+        optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
+        if kind == OFFLOADED:
+            optimizer = optimizer_of(kind, model, optimizer_class=torch.optim.SGD, lr=0.1, **more)
+        model, optimizer, batches = accelerator.prepare(model, optimizer, loader(ROWS // 2))
+        for batch, _ in zip(batches, range(3), strict=False):
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+                accelerator.backward(loss_of(model, batch))
+            accelerator.clip_grad_norm_(model.parameters(), clip)
+            try:
+                optimizer.step()
+            except PrepareError as error:
+                return [apart(ends[0], ends[1]), error.what]
+            optimizer.zero_grad()
+        ends.append(whole(accelerator, model))
+    return [apart(ends[0], end) for end in ends[1:]]
+
+
+def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def test_an_optimizer_on_the_host_gets_reduced_and_clipped_gradients(ranks: RankServer) -> None:
+    """Torchao's copies gradients during the backward, and weights when it is made."""
+    for kept, refused in ranks(2, offloaded_and_not, "copies", 0.05):
+        assert kept < 1e-7
+        assert refused == "CPUOffloadOptimizer with offload_gradients=True on several processes"
+    with pytest.warns(UserWarning, match=r"clip_grad_norm_\(\) does not clip: CPUOffloadOptimizer"):
+        kept, gone = offloaded_and_not("one process", 0.05)
+    assert kept < 1e-7 < gone
+    with pytest.raises(PrepareError, match="does not go with mixed_precision='fp16'"):
+        Accelerator(cpu=True, mixed_precision="fp16").prepare(
+            model := decoder(), optimizer_of(OFFLOADED, model)
+        )
 
 
 def step_without_its_mode() -> str:

@@ -107,7 +107,7 @@ def test_a_mistake_changes_nothing(
         (["num_machines=1:2", "num_processes=none", "main_process_ip=h"], "a static rendezvous"),
         (["num_machines=2", "rdzv_conf=often"], "has the part 'often'"),
         (["num_machines=2", "rdzv_endpoint=h:http"], "http is no port"),
-        (["mixed_precision=fp8", "fp8_backend=msamp"], "MSAMP is no longer maintained"),
+        (["mixed_precision=fp8", "fp8_backend=msamp"], "is fp8, which does not train by"),
         (["distributed_type=TPU", "num_machines=2"], "a launch on a TPU"),
         (["distributed_type=DEEPSPEED", "num_machines=1:2"], "DeepSpeed's launcher needs one number"),
         (["mpirun_hostfile=hosts", "log_dir=logs"], "mpirun reads the output"),

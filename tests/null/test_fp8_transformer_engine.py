@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.core.errors import DeviceError, FeatureNotBuiltError, PrepareError, SettingError
+from accelerate.core.errors import DeviceError, PrepareError, SettingError
 from accelerate.utils import FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.utils.transformer_engine import (
     apply_fp8_autowrap,
@@ -196,12 +196,12 @@ def test_one_recipe_of_one_library(engine: Library, monkeypatch: pytest.MonkeyPa
 
 
 def test_ms_amp_is_refused_with_what_would_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(FeatureNotBuiltError) as error:
+    with pytest.raises(SettingError) as error:
         fp8(MSAMPRecipeKwargs())
     assert "no longer maintained" in error.value.why
     assert "pip install torchao" in error.value.fix
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "MSAMP")
-    with pytest.raises(FeatureNotBuiltError, match="does not train by MSAMP"):
+    with pytest.raises(SettingError, match="does not train by MSAMP"):
         Accelerator(cpu=True, mixed_precision="fp8")
 
 

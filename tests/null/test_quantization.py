@@ -455,6 +455,39 @@ def test_adapters_are_trained_on_a_quantized_base(name: str) -> None:
     torch.testing.assert_close(frozen, before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", ["int8", "nf4", "nf4, double"])
+def test_a_quantized_base_trains_compiled(name: str) -> None:
+    """B9: with its adapters, in one graph without breaks, to the losses of the model that is not compiled."""
+    check_compiled_adapters(config(name))
+
+
+def check_compiled_adapters(bits: Any) -> None:
+    from torch._dynamo.utils import counters
+
+    from accelerate.utils import TorchDynamoPlugin
+
+    losses: dict[str, list[float]] = {"no": [], "aot_eager": []}
+    for backend, values in losses.items():
+        torch._dynamo.reset()
+        counters.clear()
+        accelerator = Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend=backend))
+        base = load_and_quantize_model(net(), bits).train()
+        torch.manual_seed(1)
+        model: Any = lora(base)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for _ in range(3):
+            loss = nn.functional.cross_entropy(model(inputs()).flatten(0, 1), inputs().flatten())
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            values.append(loss.item())
+    assert losses["aot_eager"] == pytest.approx(losses["no"], abs=1e-5)
+    assert losses["no"][-1] < losses["no"][0]
+    assert counters["stats"]["unique_graphs"] > 0
+    assert not counters["graph_break"]
+
+
 # ------------------------------------------------------------------------------------------------ memory
 
 
@@ -508,3 +541,30 @@ def test_one_weight_at_a_time_has_full_precision(tmp_path: Path, monkeypatch: py
     assert len(seen) == 6
     held = sum(value.nbytes for value in model.state_dict().values())
     assert held == pytest.approx(6 * 256 * 256 * 0.5625, rel=0.05)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("sides", [(96, 160), (33, 66), (7, 63)])
+def test_pieces_are_quantized_to_the_values_of_the_library(
+    name: str, sides: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU a weight is quantized in pieces: the library's kernels take several times its memory."""
+    module = "accelerate.offload.quantization.bitsandbytes"
+    monkeypatch.setattr(f"{module}._CPU_PIECE", 2**10)
+    functional: Any = library("bitsandbytes.functional")
+    weight, options = torch.randn(sides), config(name)
+    quantizer: Any = options.make_quantizer()
+    layer = quantizer.make_layer(nn.Linear(sides[1], sides[0], bias=False))
+    ours = quantizer.quantize(layer, weight, torch.device("cpu"))
+    if options.load_in_8bit:
+        values, scales, _ = functional.int8_vectorwise_quant(weight.half())
+        assert torch.equal(ours.SCB, scales)
+    else:
+        values, state = functional.quantize_4bit(
+            weight,
+            compress_statistics=options.bnb_4bit_use_double_quant,
+            quant_type=options.bnb_4bit_quant_type,
+        )
+        assert_equal = torch.testing.assert_close
+        assert_equal(ours.quant_state.as_dict(packed=True), state.as_dict(packed=True), rtol=0, atol=0)
+    assert torch.equal(ours.data, values)

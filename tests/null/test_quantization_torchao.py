@@ -13,7 +13,7 @@ from accelerate.core.errors import CheckpointError, PrepareError, SettingError
 from accelerate.utils import load_and_quantize_model
 from accelerate.utils.dataclasses import TorchAOQuantizationConfig
 from tests.clients.big import library, needs
-from tests.null.test_quantization import empty, inputs, net, relative_error
+from tests.null.test_quantization import check_compiled_adapters, empty, inputs, net, relative_error
 
 pytestmark = needs("torchao")
 
@@ -102,3 +102,9 @@ def test_training_without_adapters_is_refused() -> None:
     with pytest.raises(PrepareError, match="has no adapters"):
         Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.get_submodule("head").parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("scheme", ["int8_weight_only", "int4_weight_only"])
+def test_a_quantized_base_trains_compiled(scheme: str) -> None:
+    """B9: with adapters, in one graph, to the losses of the model that is not compiled."""
+    check_compiled_adapters(config(scheme))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,6 +115,45 @@ def test_a_fused_backward_needs_its_optimizer_and_no_accumulation() -> None:
     several.prepare(model, Lomo(model.parameters()))
     with pytest.raises(PrepareError, match="cannot accumulate"):
         several.backward(model(torch.ones(1, 2)).sum(), learning_rate=0.1)
+
+
+def test_a_fused_backward_is_not_done_by_halves(tmp_path: Path) -> None:
+    """Without a rate, under a loss scale, or clipped: an error or a warning, once."""
+    model = nn.Linear(2, 1)
+    scaled = Accelerator(mixed_precision="fp16")
+    scaled.prepare(model, Lomo(model.parameters()))
+    with pytest.raises(PrepareError, match="lomo_backward under mixed_precision='fp16'"):
+        scaled.backward(model(torch.ones(1, 2)).sum(), learning_rate=0.1)
+    accelerator = Accelerator()
+    other = nn.Linear(2, 1)
+    optimizer = Lomo(other.parameters())
+    optimizer.exp_avg_sq = {"weight": torch.ones(2)}
+    model, optimizer = accelerator.prepare(other, optimizer)
+    with pytest.raises(PrepareError, match="without a learning rate") as error:
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+    assert "learning_rate=" in error.value.fix
+    accelerator.backward(model(torch.ones(1, 2)).sum(), learning_rate=0.1)
+    with pytest.warns(UserWarning, match=r"clip_grad_norm_\(\) does not clip: Lomo"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.warns(UserWarning, match="keeps exp_avg_sq outside of its state_dict"):
+        accelerator.save_state(str(tmp_path / "saved"))
+
+
+def test_an_export_in_training_mode_is_said(tmp_path: Path) -> None:
+    schedulefree = pytest.importorskip("schedulefree")
+    accelerator = Accelerator()
+    model: Any = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, schedulefree.SGDScheduleFree(model.parameters(), lr=0.1))
+    optimizer.train()
+    with pytest.warns(UserWarning, match="exports the weights that SGDScheduleFree trains at"):
+        accelerator.save_model(model, str(tmp_path / "trained"))
+    optimizer.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator.save_model(model, str(tmp_path / "evaluated"))
 
 
 def trainer(steps: int, **options: Any) -> tuple[Accelerator, Any, Any, Any]:

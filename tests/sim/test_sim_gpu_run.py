@@ -31,9 +31,8 @@ def test_every_row_runs(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=390, check=False)
     written = json.loads((tmp_path / "results.json").read_text())
     failed = {name: row["ours"] for name, row in written["rows"].items() if isinstance(row["ours"], str)}
-    assert failed.keys() == {"step-fp8"}, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "fp8' does not work on sim" in failed["step-fp8"]
-    assert done.returncode == 1
+    assert not failed, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.returncode == 0
     assert list(written["rows"]) == chosen
     assert written["not_reached"] == {}
     page = (tmp_path / "results.md").read_text()

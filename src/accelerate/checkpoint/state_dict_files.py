@@ -396,7 +396,11 @@ def describe_optimizer(
         shapes: of the parameters, in the order of the groups; None if they are not known.
     """
     if not (isinstance(state, Mapping) and {"state", "param_groups"} <= state.keys()):
-        return "it is no state of an optimizer"
+        # An optimizer of others may have a layout of its own, which it compares itself.
+        own = isinstance(state, Mapping) and not hasattr(optimizer, "state")
+        return (
+            "" if own and state.keys() == optimizer.state_dict().keys() else "it is no state of an optimizer"
+        )
     saved = [len(group["params"]) for group in state["param_groups"]]
     if saved != list(sizes):
         return (

@@ -120,7 +120,8 @@ def load_optimizer_state(
     state: Mapping[str, Any],
 ) -> None:
     """Load a full optimizer state dict, keyed by parameter number or by parameter name."""
-    if any(isinstance(key, str) for group in state["param_groups"] for key in group["params"]):
+    groups = state.get("param_groups", ())  # an optimizer of others may have a layout of its own
+    if any(isinstance(key, str) for group in groups for key in group["params"]):
         from accelerate.checkpoint.sharded_state import optimizer_state_by_index
 
         view = strategy.optimizer_checkpoint_view(optimizer)

@@ -75,7 +75,9 @@ class CheckpointManager:
             return
         if self.writes_exports or self.strategy.shards_params:
             weights = (tensor for model in self.prepared.models for tensor in model.state_dict().values())
-            states = (state for optimizer in self.prepared.optimizers for state in optimizer.state.values())
+            # One that steps through optimizers of its own may have no state.
+            kept = (getattr(each.optimizer, "state", {}) for each in self.prepared.optimizers)
+            states = (state for of_params in kept for state in of_params.values())
             moments = (value for state in states for value in state.values())
             tensors = [each for each in chain(weights, moments) if isinstance(each, torch.Tensor)]
             async_save.staging.prepare(async_save.snapshot_sizes(tensors))
@@ -142,6 +144,9 @@ class CheckpointManager:
         else:
             address = f" {output_dir}" if output_dir else ""
             self._check_replicas(f"save_state (save the checkpoint{address})")
+        for optimizer in prepared.optimizers:
+            if optimizer.fuses_backward:
+                optimizer.warn_of_unsaved_state()
         train_state = self._train_state()
         train_state.gradients = self.window if self.window.is_saved(is_solo) else None
         engine_files: list[Any] = []
@@ -288,6 +293,12 @@ class CheckpointManager:
         safe_serialization: bool,
     ) -> None:
         """Export the weights of ``model`` for other tools: one file, or shards with an index."""
+        for optimizer in self.prepared.optimizers:
+            if optimizer.is_in_train_mode:
+                warn_user(
+                    f"save_model() exports the weights that {type(optimizer.optimizer).__name__} trains at, "
+                    "not those to evaluate: call optimizer.eval() before, and optimizer.train() after"
+                )
         state = self.get_state_dict(model)
         if self.writes_exports:
             folder = Path(save_directory)

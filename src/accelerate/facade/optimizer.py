@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from accelerate.core import tree
 from accelerate.core.errors import PrepareError
+from accelerate.core.user_warning import warn_user
 from accelerate.facade.gradient_state import GradientState
 from accelerate.precision.base import Precision
 from accelerate.strategy.base import ReductionMonitor, Strategy
@@ -19,8 +20,8 @@ from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
 # The kinds of options of a group that all ranks must have alike; a text may name a device.
 _PLAIN = (int, float, tuple, type(None))
-
-
+# Of an optimizer (CPUOffloadOptimizer of torchao) that steps host copies of parameters: these, by parameter.
+HOST_COPIES = "param_d2h_map"
 # What torch says when an operation does not know sharded tensors.
 _DTENSOR_WORDS = (
     "Sharding propagation failed",
@@ -34,6 +35,17 @@ def move_to_device(state: Any, device: torch.device) -> Any:
     return tree.map_tree(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, state)
 
 
+def move_state(optimizer: Optimizer) -> None:
+    """Move the optimizer state to the devices of the parameters."""
+    # One that steps through optimizers of its own may have none.
+    for parameter, state in getattr(optimizer, "state", {}).items():
+        # A 0-dimensional step counter stays on the host unless the optimizer runs fused.
+        optimizer.state[parameter] = {
+            name: value if name == "step" else move_to_device(value, parameter.device)
+            for name, value in state.items()
+        }
+
+
 class AcceleratedOptimizer(Optimizer):
     """The wrapper of the user's optimizer.
 
@@ -41,6 +53,8 @@ class AcceleratedOptimizer(Optimizer):
 
     Attributes:
         fuses_backward: it updates weights during ``Accelerator.lomo_backward``, and does not step.
+        host_copies: host copies of parameters, by parameter, if it steps these; its own hooks copy each
+            gradient during the backward.
 
     Args:
         optimizer: the user's.
@@ -63,6 +77,8 @@ class AcceleratedOptimizer(Optimizer):
         self._skipped_steps = 0
         # LOMO updates weights during backward; its step and zero_grad have nothing left to do.
         self.fuses_backward = callable(getattr(optimizer, "fused_backward", None))
+        self.host_copies: dict[torch.Tensor, Any] = getattr(optimizer, HOST_COPIES, {})
+        self._host_versions: dict[torch.Tensor, tuple[int, int]] = {}  # of the parameters, when copied last
         self._checks: tuple[Callable[[AcceleratedOptimizer], None], ...] = ()
         self._first_step_checks = self._checks
         self._monitor: ReductionMonitor | None = None
@@ -244,6 +260,8 @@ class AcceleratedOptimizer(Optimizer):
             self._monitor.report_unreduced(p for group in self.param_groups for p in group["params"])
         if gradients.loss_weighting is not None:
             gradients.loss_weighting.check_complete(self.optimizer)
+        if self.host_copies:
+            self._refresh_host_copies()
         try:
             if self._engine is not None:
                 result = self._engine.optimizer_step(self.optimizer, lambda: self._scaled_step(closure))
@@ -252,15 +270,68 @@ class AcceleratedOptimizer(Optimizer):
             else:
                 result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
         except (RuntimeError, NotImplementedError) as error:
-            if any(word in str(error) for word in _DTENSOR_WORDS):
-                raise _sharded_step_error(self.optimizer) from error
+            explain_sharded_step(self.optimizer, error)
             raise
+        if self.host_copies:
+            self._host_versions = {p: (p.data_ptr(), p._version) for p in self.host_copies}
         gradients.has_unweighted_grads = False
         if gradients.loss_weighting is not None:
             gradients.loss_weighting.reset_used(self.optimizer)
         if self._run_pending is not None:
             self._run_pending()
         return result
+
+    @property
+    def is_in_train_mode(self) -> bool:
+        """Return whether the weights are those of the training mode of an optimizer that has modes."""
+        return any(group.get("train_mode") is True for group in self.optimizer.param_groups)
+
+    def warn_of_unsaved_state(self) -> None:
+        """Warn where tensors that it keeps outside of its state, as AdaLOMO does, are in no checkpoint."""
+        own = {name: value for name, value in vars(self.optimizer).items() if name != "state"}
+        kept = [
+            name
+            for name, value in own.items()
+            if isinstance(value, dict) and any(isinstance(each, torch.Tensor) for each in value.values())
+        ]
+        if kept:
+            warn_user(
+                f"{type(self.optimizer).__name__} keeps {', '.join(kept)} outside of its state_dict(), so "
+                "the checkpoint is without them: a run that is resumed from it begins them anew"
+            )
+
+    def _refresh_host_copies(self) -> None:
+        """Copy to the host what changed since the optimizer did so.
+
+        Gradients are reduced, clipped or weighted after the backward, and weights are loaded, and broadcast
+        by ``prepare``, after the optimizer is made.
+        """
+        for event in getattr(self.optimizer, "queue", {}).values():
+            event.synchronize()  # an earlier copy into the same memory
+        if not self._host_versions and self._strategy is not None and self._strategy.data_shard.count > 1:
+            self._check_host_gradients()
+        with torch.no_grad():
+            for p, copy in self.host_copies.items():
+                if p.grad is not None:
+                    copy.grad.copy_(p.grad)
+                if self._host_versions.get(p) != (p.data_ptr(), p._version):
+                    copy.copy_(p)
+
+    def _check_host_gradients(self) -> None:
+        """Refuse gradients that left the device before they could be reduced: zeros were, in their place.
+
+        Raises:
+            PrepareError: there are such.
+        """
+        if any(
+            copy.grad.count_nonzero() and (p.grad is None or not p.grad.count_nonzero())
+            for p, copy in self.host_copies.items()
+        ):
+            raise PrepareError(
+                f"{type(self.optimizer).__name__} with offload_gradients=True on several processes",
+                why="each gradient leaves the device before the processes average it",
+                fix="leave offload_gradients out",
+            )
 
     def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
         """Take a step through the gradient scaler, which skips it when a gradient is not finite."""
@@ -283,13 +354,38 @@ def patch_optimizer_step(
     return method
 
 
-def _sharded_step_error(optimizer: Optimizer) -> PrepareError:
-    return PrepareError(
+def explain_sharded_step(optimizer: Optimizer, error: Exception) -> None:
+    """Raise PrepareError if a step failed since the optimizer does not know sharded parameters."""
+    if not any(word in str(error) for word in _DTENSOR_WORDS):
+        return
+    raise PrepareError(
         f"{type(optimizer).__name__} cannot step sharded parameters: part of the step may be done",
         why="parameters are distributed tensors (DTensor), and it uses an operation that torch has not for "
-        "these: the usual reason are means or products over whole matrices",
-        fix="an optimizer that computes element by element (AdamW, SGD, ...), or train under ddp",
-    )
+        "these: the usual reasons are means or products over whole matrices, and kernels of its own",
+        fix="an optimizer that computes element by element (AdamW, SGD, with a state in 8 bits "
+        "torchao.optim.AdamW8bit), or train under ddp",
+    ) from error
+
+
+def check_host_copies(optimizer: Any, strategy: Strategy, precision: Precision) -> None:
+    """Refuse an optimizer that has ``HOST_COPIES`` where the gradients do not reach these.
+
+    Raises:
+        PrepareError: parameters are sharded, or losses are scaled.
+    """
+    name = type(optimizer).__name__
+    if strategy.shards_params:
+        raise PrepareError(
+            f"{name} does not go with {strategy.name}",
+            why="it copies gradients when autograd sets them, and those of shards are set afterwards",
+            fix="use a plain optimizer and offload the shards: --fsdp_offload_params true",
+        )
+    if precision.scales_loss:
+        raise PrepareError(
+            f"{name} does not go with mixed_precision={precision.name!r}",
+            why="it copies gradients while they are multiplied by the loss scale",
+            fix="use mixed_precision='bf16'",
+        )
 
 
 def agree_on_optimizers(optimizers: Iterable[Any], device: torch.device) -> None:
@@ -307,7 +403,7 @@ def agree_on_optimizers(optimizers: Iterable[Any], device: torch.device) -> None
         for o in fresh
         for group in o.param_groups
         for p in group["params"]
-        if isinstance(o, Optimizer) and (state := o.state.get(p))
+        if isinstance(o, Optimizer) and (state := getattr(o, "state", {}).get(p))
     ]
     digests = [crc32(repr(options).encode()), crc32(repr(states).encode())]
     # Equal where the greatest is the least.

@@ -28,7 +28,13 @@ from accelerate.data.loader import DataLoaderShard
 from accelerate.data.prepare import prepare_data_loader
 from accelerate.facade.compilation import compile_regions
 from accelerate.facade.device_availability import feature_checker
-from accelerate.facade.optimizer import AcceleratedOptimizer, agree_on_optimizers, move_to_device
+from accelerate.facade.optimizer import (
+    HOST_COPIES,
+    AcceleratedOptimizer,
+    agree_on_optimizers,
+    check_host_copies,
+    move_state,
+)
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.offload.offloaded_tensor import check_trainable
@@ -276,6 +282,8 @@ class Preparer:
             check(model.named_parameters())
         named = {p for model in models for p in model.parameters()}
         for optimizer in bundle.objects_of("optimizer"):
+            if hasattr(optimizer, HOST_COPIES):
+                check_host_copies(optimizer, self.runtime.strategy, self.runtime.precision)
             groups = enumerate(group["params"] for group in optimizer.param_groups)
             rest = ((f"parameter {i} of group {g}", p) for g, group in groups for i, p in enumerate(group))
             check((name, p) for name, p in rest if p not in named)
@@ -477,7 +485,7 @@ def _place_models(bundle: PrepareBundle, device: torch.device) -> None:
         renewed = _move_model(model, device)
         for optimizer in bundle.objects_of("optimizer"):
             replace_parameters(optimizer, renewed)
-            _move_state(optimizer)
+            move_state(optimizer)
 
 
 def _move_model(model: nn.Module, device: torch.device) -> dict[int, torch.Tensor]:
@@ -513,13 +521,3 @@ def replace_parameters(optimizer: Optimizer, renewed: dict[int, torch.Tensor]) -
                 group["params"][place] = new
                 if old in optimizer.state:
                     optimizer.state[new] = optimizer.state.pop(old)
-
-
-def _move_state(optimizer: Optimizer) -> None:
-    """Move the optimizer state to the devices of the parameters."""
-    for parameter, state in optimizer.state.items():
-        # A 0-dimensional step counter stays on the host unless the optimizer runs fused.
-        optimizer.state[parameter] = {
-            name: value if name == "step" else move_to_device(value, parameter.device)
-            for name, value in state.items()
-        }

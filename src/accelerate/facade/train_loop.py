@@ -13,7 +13,7 @@ from accelerate.core.errors import PrepareError
 from accelerate.core.user_warning import warn_user
 from accelerate.facade.loss_weighting import LossWeighting
 from accelerate.facade.micro_batch_windows import GradientAccumulationWindows
-from accelerate.facade.optimizer import AcceleratedOptimizer
+from accelerate.facade.optimizer import AcceleratedOptimizer, explain_sharded_step
 from accelerate.facade.preparer import PreparedObjects
 from accelerate.facade.runtime import Runtime
 from accelerate.strategy.base import ReductionMonitor
@@ -36,6 +36,7 @@ class TrainLoop:
         self.gradients = runtime.gradients
         self.monitor = runtime.strategy if isinstance(runtime.strategy, ReductionMonitor) else None
         self.engine = runtime.strategy if isinstance(runtime.strategy, EngineStrategy) else None
+        self._warned: set[AcceleratedOptimizer] = set()
 
     def make_windows(
         self, loader: Any, n: int | None = None, models: nn.Module | Iterable[nn.Module] | None = None
@@ -68,6 +69,9 @@ class TrainLoop:
             if kwargs.get("learning_rate") is not None:
                 self.lomo_backward(loss, kwargs["learning_rate"])
                 return
+        optimizers = self.prepared.optimizers
+        if optimizers and optimizers[0].fuses_backward and all(each.fuses_backward for each in optimizers):
+            raise _no_learning_rate_error(optimizers[0].optimizer)
         gradients.has_unweighted_grads = True
         try:
             if self.engine is None or self.engine.should_divide_loss(kwargs):
@@ -119,6 +123,12 @@ class TrainLoop:
                 why="each backward has already changed the weights",
                 fix="use gradient_accumulation_steps=1",
             )
+        if self.precision.scales_loss:
+            raise PrepareError(
+                f"lomo_backward under mixed_precision={self.precision.name!r}",
+                why="it updates weights during the pass, before gradients could be divided by the loss scale",
+                fix="use mixed_precision='bf16'",
+            )
         replicas = self.strategy.data_shard.count
         if replicas > 1 and not (self.strategy.shards_params or self.strategy.owns_step):
             raise PrepareError(
@@ -126,7 +136,11 @@ class TrainLoop:
                 why="each would update its copy of the weights with gradients that are not averaged",
                 fix="shard the model by FSDP2 (--use_fsdp), whose gradients are reduced before",
             )
-        fused[0].fused_backward(loss, learning_rate)
+        try:
+            fused[0].fused_backward(loss, learning_rate)
+        except RuntimeError as error:
+            explain_sharded_step(fused[0], error)
+            raise
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale the gradients of one optimizer, several, or (None) all, where they are complete."""
@@ -140,6 +154,7 @@ class TrainLoop:
         """Scale gradients so that their global norm is at most ``max_norm``; return the norm before."""
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self.gradients.sync_gradients:
+            self._warn_of_gone_gradients(params, "clip_grad_norm_")
             self._unscale_optimizers_of(params)
             return self.strategy.clip_norm(params, max_norm, norm_type)
         grads = self.strategy.gradients(params)
@@ -152,8 +167,22 @@ class TrainLoop:
         """Clamp each gradient element to ``[-clip_value, clip_value]``; do nothing while accumulating."""
         if self.gradients.sync_gradients:
             params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            self._warn_of_gone_gradients(params, "clip_grad_value_")
             self._unscale_optimizers_of(params)
             self.strategy.clip_value(params, clip_value)
+
+    def _warn_of_gone_gradients(self, params: list[torch.Tensor], call: str) -> None:
+        """Warn once where an optimizer has used or moved all gradients during the backward."""
+        for optimizer in self.prepared.optimizers:
+            if not (optimizer.fuses_backward or optimizer.host_copies) or optimizer in self._warned:
+                continue
+            if all(p.grad is None for p in optimizer.host_copies or params):
+                self._warned.add(optimizer)
+                warn_user(
+                    f"{call}() does not clip: {type(optimizer.optimizer).__name__} has taken the gradients "
+                    "during the backward. Clip by an option of the optimizer (clip_grad_norm of lomo-optim), "
+                    "or leave its offload_gradients out"
+                )
 
     def _unscale_optimizers_of(self, params: list[torch.Tensor]) -> None:
         """Unscale only optimizers whose gradients are clipped: others may have had no backward yet."""
@@ -168,7 +197,9 @@ class TrainLoop:
         """Warn on rank 0 if the first step has no gradients, or gradients that no rank reduces."""
         if self.strategy.owns_step or self.world.rank != 0:
             return
-        parameters = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
+        copies = {*optimizer.host_copies.values()}
+        stepped = (p for group in optimizer.optimizer.param_groups for p in group["params"])
+        parameters = [*(p for p in stepped if p not in copies), *optimizer.host_copies]
         prepared = {p for model in self.prepared.models for p in model.parameters()}
         if all(p.grad is None for p in parameters) and not self.precision.scales_loss:
             places = ", ".join(sorted({str(p.device) for p in parameters}))
@@ -221,6 +252,14 @@ class AccumulationContext(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> None:
         self.inner.__exit__(*error)
+
+
+def _no_learning_rate_error(optimizer: Any) -> PrepareError:
+    return PrepareError(
+        f"backward(loss) without a learning rate, and {type(optimizer).__name__} steps during the backward",
+        why="it would take the rate of the step before, and leave the gradient that comes last",
+        fix="accelerator.backward(loss, learning_rate=scheduler.get_last_lr()[0])",
+    )
 
 
 def _check_loss(loss: Any, kwargs: dict[str, Any]) -> None:

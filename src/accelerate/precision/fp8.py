@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from accelerate.core.errors import FeatureNotBuiltError, SettingError
+from accelerate.core.errors import SettingError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.core.setting import load_settings
@@ -19,7 +19,7 @@ from accelerate.precision.float8.library import ConversionReport, Float8Library
 from accelerate.precision.float8.msamp import MSAMPRecipeKwargs
 from accelerate.precision.float8.torchao import AORecipeKwargs, TorchAO
 from accelerate.precision.float8.transformer_engine import TERecipeKwargs, TransformerEngine
-from accelerate.precision.recipes.fp8 import FP8Settings, choose_backend, require_library
+from accelerate.precision.recipes.fp8 import MSAMP_REFUSAL, FP8Settings, choose_backend, require_library
 
 _LIBRARIES: Mapping[str, type[Float8Library]] = {"AO": TorchAO, "TE": TransformerEngine}
 # The library of each recipe; the class that derives from two others comes before them.
@@ -44,8 +44,7 @@ class FP8MixedPrecision(HalfPrecisionAutocast):
 
         Raises:
             MissingExtraError: no library is installed, or not the chosen one.
-            SettingError: two recipes are given.
-            FeatureNotBuiltError: MS-AMP is asked for.
+            SettingError: two recipes are given, or MS-AMP is asked for.
             DeviceError: the device lacks this format.
         """
         self.library.check()
@@ -63,9 +62,9 @@ class FP8MixedPrecision(HalfPrecisionAutocast):
         backend = (_RECIPES[given[0]] or getattr(recipe, "backend", "")) if given else ""
         backend = backend or choose_backend(load_settings(FP8Settings).value.backend)
         if backend not in _LIBRARIES:
-            raise FeatureNotBuiltError(
+            raise SettingError(
                 f"mixed_precision='fp8' does not train by {backend}",
-                why="MS-AMP is no longer maintained, and no package index has it",
+                why=MSAMP_REFUSAL,
                 fix="use AORecipeKwargs() or --fp8_backend AO: pip install torchao",
             )
         require_library(backend, "mixed_precision='fp8'")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,10 @@ logger = logging.getLogger(__name__)
 FORMATS_4BIT = ("fp4", "nf4")
 # The key of a saved 4-bit state that holds what is no tensor; it ends with the format.
 _STATE_4BIT = "quant_state.bitsandbytes__"
+# The weights of a scale in 4 bits, and the scales that double quantization quantizes together: the library's.
+_BLOCK, _NESTED_BLOCK = 64, 256
+# The weights that are quantized together on the CPU, whose kernels need several times their memory.
+_CPU_PIECE = 2**18
 
 
 @dataclass
@@ -137,6 +142,10 @@ class BnbQuantizer(Quantizer):
         return isinstance(module, (self.nn.Linear4bit, self.nn.Linear8bitLt))
 
 
+def _piece_size(device: torch.device) -> int:
+    return _CPU_PIECE if device.type == "cpu" else sys.maxsize
+
+
 class Bnb8bitQuantizer(BnbQuantizer):
     """Layers in 8 bits: ``bitsandbytes.nn.Linear8bitLt``."""
 
@@ -152,8 +161,14 @@ class Bnb8bitQuantizer(BnbQuantizer):
 
     def quantize(self, layer: nn.Module, weight: torch.Tensor, device: torch.device) -> nn.Parameter:
         """Return the int8 weight; its scales are ``SCB``, a float32 for each row."""
-        half = weight.detach().to(device=device, dtype=torch.float16)
-        values, scales, _ = self.functional.int8_vectorwise_quant(half.contiguous())
+        weight = weight.detach().to(device)
+        values = torch.empty(weight.shape, dtype=torch.int8, device=device)
+        scales = torch.empty(len(weight), dtype=torch.float32, device=device)
+        rows = max(1, _piece_size(device) // weight.shape[1])
+        for start in range(0, len(weight), rows):
+            piece = slice(start, start + rows)
+            half = weight[piece].to(torch.float16).contiguous()
+            values[piece], scales[piece], _ = self.functional.int8_vectorwise_quant(half)
         return self._parameter(values, scales)
 
     def _parameter(self, values: torch.Tensor, scales: torch.Tensor) -> nn.Parameter:
@@ -213,11 +228,25 @@ class Bnb4bitQuantizer(BnbQuantizer):
 
     def quantize(self, layer: nn.Module, weight: torch.Tensor, device: torch.device) -> nn.Parameter:
         """Return the packed weight, with its ``quant_state``, which the layer has too."""
-        values, state = self.functional.quantize_4bit(
-            weight.detach().to(device).contiguous(),
-            compress_statistics=self.config.bnb_4bit_use_double_quant,
-            quant_type=self.config.bnb_4bit_quant_type,
-        )
+        weight = weight.detach().to(device).contiguous()
+        state: Any = None
+        flat, size = weight.view(-1), _piece_size(device)
+        # Before the pieces: memory between two results that is freed again would stay with the process.
+        values = torch.empty((flat.numel() + 1) // 2, 1, dtype=torch.uint8, device=device)
+        scales = torch.empty(-(-flat.numel() // _BLOCK), dtype=torch.float32, device=device)
+        for start in range(0, flat.numel(), size):
+            piece, state = self.functional.quantize_4bit(
+                flat[start : start + size], blocksize=_BLOCK, quant_type=self.config.bnb_4bit_quant_type
+            )
+            values[start // 2 :][: len(piece)] = piece
+            scales[start // _BLOCK :][: len(state.absmax)] = state.absmax
+        state.absmax = scales
+        state.shape = weight.shape
+        if self.config.bnb_4bit_use_double_quant:
+            state.offset, state.nested = state.absmax.mean(), True
+            state.absmax, state.state2 = self.functional.quantize_blockwise(
+                state.absmax - state.offset, blocksize=_NESTED_BLOCK
+            )
         vars(layer)["quant_state"] = state
         return self._parameter(layer, values, quant_state=state, bnb_quantized=True)
 

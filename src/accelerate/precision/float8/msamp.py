@@ -1,4 +1,4 @@
-"""8-bit floats by MS-AMP: its recipe; training by it is refused, for the library is no longer maintained."""
+"""8-bit floats by MS-AMP: its recipe; training by it is refused: see ``MSAMP_REFUSAL``."""
 
 from __future__ import annotations
 

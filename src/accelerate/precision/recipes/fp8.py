@@ -16,6 +16,11 @@ BACKENDS = ("TE", "AO", "MSAMP", "NO")
 # The package of each library, the one that is chosen first at the front.
 PACKAGES = {"AO": "torchao", "TE": "transformer_engine"}
 TENSORWISE = "tensorwise"
+# Source: its repository, msamp/common/tensor/tensor.py and docs/getting-started/installation.mdx.
+MSAMP_REFUSAL = (
+    "MS-AMP turns weights into objects that are no tensors, which no checkpoint and no strategy could hold; "
+    "it is no longer maintained, and no package index has it"
+)
 PARTS = ("fprop", "dgrad", "wgrad")
 _TE, _AO, _MSAMP = ({"fp8_backend": (name,)} for name in ("TE", "AO", "MSAMP"))
 
@@ -202,8 +207,8 @@ class FP8Settings(MSAMPOptions, AOOptions, TEOptions):
             return
         if asked.value == "MSAMP":
             raise SettingError(
-                f"{precision.where} is fp8, and {asked.where} MSAMP is no longer maintained",
-                why="no package index has it",
+                f"{precision.where} is fp8, which does not train by {asked.where} MSAMP",
+                why=MSAMP_REFUSAL,
                 fix="use --fp8_backend AO: pip install torchao",
             )
         missing = f"and {asked.where} {asked.value} needs the package {package!r}"
