@@ -256,8 +256,11 @@ def is_main_process() -> bool:
 
 def _runs_here(tracker: GeneralTracker) -> bool:
     """Return True where ``tracker`` logs; without a world the environment is read once in a process."""
-    if not tracker.main_process_only or current() is not None:
-        return not tracker.main_process_only or is_main_process()
+    if not tracker.main_process_only:
+        return True
+    world = current()
+    if world is not None:
+        return world.rank == 0
     process = os.getpid()
     known: tuple[int, bool] = tracker.__dict__.get("_main", (0, False))
     if known[0] != process:

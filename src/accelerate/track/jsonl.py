@@ -80,7 +80,8 @@ class JSONLTracker(GeneralTracker):
             SettingError: there are ``kwargs``: a file has no options.
             TrackerFileError: the disk is full, or gone. The lines before stay whole.
         """
-        self.refuse_options("log", kwargs)
+        if kwargs:
+            self.refuse_options("log", kwargs)
         self._file.write(step=step, values=values)
 
     @on_main_process
