@@ -63,7 +63,10 @@ def run_in_terminal(folder: Path, script: str, **variables: str) -> str:
     ("script", "bars"),
     [
         (LOAD, ["loading weights"]),
-        (SAVE, ["saving weights", "saving the checkpoint"]),
+        (
+            SAVE,
+            ["saving weights", "saving the checkpoint", "verifying the checkpoint", "loading the checkpoint"],
+        ),
         ("FLAGS = []" + MERGE, ["merging weights"]),
     ],
     ids=["load", "save", "merge"],

@@ -126,7 +126,7 @@ class NumericsMonitor:
                 self._note_tensor(name, leaf)
 
     def _note_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        local: torch.Tensor = getattr(tensor, "to_local", lambda: tensor)().detach()
+        local: torch.Tensor = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
         if local.dtype in _DTYPES and local.layout is torch.strided and local.numel() and not local.is_meta:
             if len(self._names) == OUTPUTS:  # forwards without a backward
                 self._names, self._extremes = [], []
