@@ -46,7 +46,7 @@ def logged(tmp_path: Path) -> Path:
     accelerator = Accelerator(log_with="jsonl", project_dir=tmp_path)
     accelerator.init_trackers("digits", config={"lr": 0.1, "model": {"layers": 2}})
     for step in range(20):
-        accelerator.log({"loss": 1 / (step + 1), "train": {"norm": float(step)}, "note": HOSTILE}, step=step)
+        accelerator.log({"train": {"norm": float(step)}, "loss": 1 / (step + 1), "note": HOSTILE}, step=step)
     accelerator.log({"loss": float("nan")}, step=20)
     accelerator.get_tracker("jsonl").log_table("scores", columns=["class", "recall"], data=[["zero", 0.5]])
     accelerator.end_training()
@@ -67,7 +67,8 @@ def test_a_run_of_the_tracker_is_read_back_whole(logged: Path) -> None:
 def test_the_page_holds_every_number_and_no_text_of_a_run_ends_its_script(logged: Path) -> None:
     page = render_page(read_runs([logged]))
     data = data_of(page)
-    loss = next(chart for chart in data["charts"] if chart["title"] == "loss")["curves"][0]
+    assert [chart["title"] for chart in data["charts"]] == ["loss", "train/norm"]
+    loss = data["charts"][0]["curves"][0]
     assert loss["value"] == pytest.approx([1 / (n + 1) for n in range(20)], rel=1e-5)
     assert (loss["not_finite"], loss["first_not_finite"], loss["points"]) == (1, 20, 21)
     assert data["config"] == [

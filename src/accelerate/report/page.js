@@ -107,14 +107,18 @@ const savePicture = (plot, title) => {
 
 const table = (title, columns, rows, marked = () => false) => {
   if (!rows.length) return;
+  const valueOf = (row, index) => Array.isArray(row) ? row[index] : row[columns[index]];
+  // A column is to the right where all that it holds are numbers.
+  const classes = columns.map((_, index) => rows.every((row) => typeof valueOf(row, index) === "number") ? "number" : "");
   const body = rows.map((row) => element("tr", { className: marked(row) ? "marked" : "" },
-    ...columns.map((column, index) => {
-      const value = Array.isArray(row) ? row[index] : row[column];
+    ...columns.map((_, index) => {
+      const value = valueOf(row, index);
       const text = value === null || value === undefined ? "-" : typeof value === "object" ? JSON.stringify(value) : String(value);
-      return element("td", { className: typeof value === "number" ? "number" : "" }, text);
+      return element("td", { className: classes[index] }, text);
     })));
   byId("tables").append(element("h2", {}, title), element("div", { className: "scroll" }, element("table", {},
-    element("thead", {}, element("tr", {}, ...columns.map((column) => element("th", { scope: "col" }, String(column))))),
+    element("thead", {}, element("tr", {},
+      ...columns.map((column, index) => element("th", { scope: "col", className: classes[index] }, String(column))))),
     element("tbody", {}, ...body))));
 };
 

@@ -87,7 +87,7 @@ def _describe_run(run: RunRecord) -> dict[str, Any]:
 
 
 def _charts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Return one chart for each logged number, with a curve for each run that has it."""
+    """Return one chart for each logged number, losses first, with a curve for each run that has it."""
     names = dict.fromkeys(name for run in runs for name in run.series)
     return [
         {
@@ -99,7 +99,7 @@ def _charts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
                 if name in run.series
             ],
         }
-        for name in names
+        for name in sorted(names, key=lambda name: "loss" not in name.lower())
     ]
 
 
