@@ -28,6 +28,7 @@ __all__ = [
     "is_main_process",
     "missing_attributes",
     "on_main_process",
+    "runs_here",
     "to_json_types",
     "unwrap_scalar",
     "unwrap_scalars",
@@ -254,7 +255,7 @@ def is_main_process() -> bool:
     return get_rank_info()[0] == 0
 
 
-def _runs_here(tracker: GeneralTracker) -> bool:
+def runs_here(tracker: GeneralTracker) -> bool:
     """Return True where ``tracker`` logs; without a world the environment is read once in a process."""
     if not tracker.main_process_only:
         return True
@@ -273,7 +274,7 @@ def on_main_process(function: F) -> F:
 
     @functools.wraps(function)
     def wrapper(self: GeneralTracker, *args: Any, **kwargs: Any) -> Any:
-        return function(self, *args, **kwargs) if _runs_here(self) else None
+        return function(self, *args, **kwargs) if runs_here(self) else None
 
     return wrapper  # type: ignore[return-value]
 

@@ -148,7 +148,7 @@ def _encode(record: dict[str, Any]) -> bytes:
     """
     try:
         line = _ENCODER.encode(record)
-        is_whole = line.count(b"null") == [*record.values()].count(None)
+        is_whole = b"null" not in line or line.count(b"null") == [*record.values()].count(None)
     except (ValueError, TypeError):  # a key that JSON does not have, or a text that UTF-8 does not
         is_whole = False
     if not is_whole:
