@@ -372,15 +372,27 @@ def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
+# Arrows in the chart of the loss: the title says what the page shows at the cursor.
+PRESS = """
+const box = document.querySelector(".chart");
+const says = () => [...box.querySelectorAll(".u-legend th, .u-legend td")];
+box.focus();
+for (const shiftKey of [false, false, true])
+  box.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight", shiftKey, bubbles: true }));
+setTimeout(() => { document.title = says().map((cell) => cell.textContent).join(" "); }, 100);
+"""
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no chromium is installed")
 def test_a_browser_draws_a_chart_for_each_number(logged: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    page.write_text(render_page(read_runs([logged])))
+    page.write_text(render_page(read_runs([logged])).replace("</body>", f"<script>{PRESS}</script></body>"))
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    command = [str(BROWSER), *flags, "--dump-dom", page.as_uri()]
+    command = [str(BROWSER), *flags, "--virtual-time-budget=2000", "--dump-dom", page.as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert len(re.findall("<canvas", dom)) == 2
     assert "digits: last 0.05, least 0.05, greatest 1, 21 points" not in dom  # all points are drawn
     assert "1 of 21 values of digits are NaN or infinite, the first at step 20" in dom
     assert '<td class="">zero</td>' in dom
+    assert "<title>step 11 digits 0.083333</title>" in dom  # the first point, one more, ten more
     assert "alert(1)</script>" not in dom.partition('id="data"')[0]
