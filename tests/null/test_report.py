@@ -19,6 +19,7 @@ import pytest
 from accelerate import Accelerator
 from accelerate.cli.main import run
 from accelerate.core.errors import SettingError
+from accelerate.report import server as server_module
 from accelerate.report.page import POINTS, render_page
 from accelerate.report.records import downsample
 from accelerate.report.run_reader import RunReader, read_runs
@@ -311,7 +312,9 @@ def get(port: int, path: str, host: str = "127.0.0.1") -> str:
         return answer.read().decode()
 
 
-def test_the_served_page_has_what_was_logged_since_and_answers_no_other_host(tmp_path: Path) -> None:
+def test_the_served_page_has_what_was_logged_since_and_answers_no_other_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = lines(tmp_path / "a.jsonl", {"start": "a"}, {"step": 0, "values": {"loss": 1.0}})
     server = make_server([str(path)], 0)
     port = server.server_address[1]
@@ -326,9 +329,15 @@ def test_the_served_page_has_what_was_logged_since_and_answers_no_other_host(tmp
             with pytest.raises(urllib.error.HTTPError) as caught:
                 get(port, page, host)
             assert caught.value.code == code
+        monkeypatch.setattr(server_module, "QUICK", -1.0)  # a page that took long is not made anew at once
+        monkeypatch.setattr(server_module, "PAUSE", 1e6)
+        assert json.loads(get(port, "/data.json"))["charts"][0]["curves"][0]["value"] == [1, 0.5]
+        with path.open("a") as file:
+            file.write(json.dumps({"time": 104, "step": 2, "values": {"loss": 0.25}}) + "\n")
+        assert json.loads(get(port, "/data.json"))["charts"][0]["curves"][0]["value"] == [1, 0.5]
         path.unlink()
         with pytest.raises(urllib.error.HTTPError) as caught:
-            get(port, "/data.json")
+            get(port, "/")
         assert caught.value.code == 503
         with pytest.raises(SettingError, match=f"cannot serve on port {port}"):
             make_server([str(path)], port)
