@@ -15,8 +15,8 @@ from accelerate.report.page import page_data, render_page
 from accelerate.report.run_reader import RunReader
 
 REFRESH_SECONDS = 2.0
-# A page that takes longer to make than QUICK seconds is made anew after PAUSE times as long: the rest of the core
-# is for the run on the same machine.
+# A page that takes longer to make than QUICK seconds is made anew after PAUSE times as long: the rest of the
+# core is for the run on the same machine.
 QUICK, PAUSE = 0.1, 20
 
 
