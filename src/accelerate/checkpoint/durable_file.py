@@ -91,7 +91,9 @@ def file_digests(
         piece_digests = iter([_piece(path, index, new(), on_read) for path, index in pieces])
     else:
         with ThreadPoolExecutor(workers, "digest") as pool:
-            piece_digests = iter(list(pool.map(lambda piece: _piece(*piece, new(), on_read), pieces)))
+            piece_digests = iter(
+                list(pool.map(lambda piece: _piece(piece[0], piece[1], new(), on_read), pieces))
+            )
     return [new(b"".join(islice(piece_digests, count))).hexdigest() for count in counts]
 
 

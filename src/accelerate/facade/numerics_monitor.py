@@ -6,11 +6,12 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from accelerate.checkpoint.state_dict_files import is_distributed
 from accelerate.core import tree
 from accelerate.core.user_warning import warn_user
 from accelerate.data.position import FetchedBatch
@@ -126,7 +127,8 @@ class NumericsMonitor:
                 self._note_tensor(name, leaf)
 
     def _note_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        local: torch.Tensor = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
+        local: torch.Tensor = cast(Any, tensor).to_local() if is_distributed(tensor) else tensor
+        local = local.detach()
         if local.dtype in _DTYPES and local.layout is torch.strided and local.numel() and not local.is_meta:
             if len(self._names) == OUTPUTS:  # forwards without a backward
                 self._names, self._extremes = [], []

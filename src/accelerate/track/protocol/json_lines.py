@@ -148,10 +148,9 @@ def _encode(record: dict[str, Any]) -> bytes:
     """
     try:
         line = _ENCODER.encode(record)
-        is_whole = b"null" not in line or line.count(b"null") == [*record.values()].count(None)
     except (ValueError, TypeError):  # a key that JSON does not have, or a text that UTF-8 does not
-        is_whole = False
-    if not is_whole:
+        line = b""
+    if not line or (b"null" in line and line.count(b"null") != [*record.values()].count(None)):
         line = json.dumps(_finite(to_json_types(record)), allow_nan=False).encode()
     return line + b"\n"
 
