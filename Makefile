@@ -41,8 +41,8 @@ $(VENV)/ready-%: $(VENV)/constraints.txt pyproject.toml
 .PRECIOUS: $(VENV)/ready-%
 
 demo: $(VENV)/ready-examples  ## train on real data with two processes
-	$(BIN)/accelerate launch --num_processes 2 --record runs/digits/record examples/digits.py $(ARGS)
-	$(BIN)/accelerate report runs/digits/record --output runs/digits/report.html
+	$(BIN)/accelerate launch --num_processes 2 --record runs/digits examples/digits.py $(ARGS)
+	$(BIN)/accelerate report runs/digits --output runs/digits/report.html
 
 $(VENV)/system-packages: tests/support/system_packages.sh $(VENV)/constraints.txt
 	@sh $<

@@ -176,18 +176,20 @@ def alternate(
     blocks: int,
     steps: int,
     before: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Sample:
     """Times blocks of ``steps`` steps of two loops in turn, in microseconds per step.
 
-    The first two blocks of each warm up and are dropped; ``before`` runs, untimed, before each block.
+    The first two blocks of each warm up and are dropped; ``before`` runs, untimed, before each block. The
+    ``clock`` is the wall's, or ``time.process_time`` for work that waits for nothing.
     """
     loops, times = (base, value), ([], [])
     for turn in range(blocks + 2):
         for which in (0, 1) if turn % 2 == 0 else (1, 0):
             before()
-            start = time.perf_counter()
+            start = clock()
             loops[which]()
-            times[which].append((time.perf_counter() - start) / steps * 1e6)
+            times[which].append((clock() - start) / steps * 1e6)
     return compare(times[0][2:], times[1][2:], kind)
 
 

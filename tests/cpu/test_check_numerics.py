@@ -109,6 +109,33 @@ def test_a_weight_that_was_bad_before_is_named(ranks: RankServer) -> None:
     assert len(said) <= 6  # three of the loss, three of the gradients
 
 
+class Unusual(nn.Module):
+    """Outputs whose numbers no kernel compares, or that have none."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        eight_bits = x.detach().to(torch.float8_e4m3fn)
+        return {"sparse": x.detach().to_sparse(), "eight bits": eight_bits, "empty": x[:0], "x": x.double()}
+
+
+class UnusualInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.inner = nn.Linear(4, 1), Unusual()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.inner(x)["x"].float())
+
+
+def unusual_outputs() -> list[str]:
+    torch.manual_seed(0)
+    return train(Rows(7), UnusualInside())
+
+
+def test_outputs_that_cannot_be_compared_are_passed_over(ranks: RankServer) -> None:
+    (said,) = ranks(1, unusual_outputs, env={"ACCELERATE_CHECK_NUMERICS": "1"})
+    assert said[0].startswith("step 4, rank 0: the loss is ")
+
+
 def record_norms(folder: str, clip: bool) -> tuple[list[list[float]], int]:
     """Return the norms of both groups by plain torch before each step, and how often they were computed."""
     torch.manual_seed(0)
@@ -239,7 +266,7 @@ def copy_model(_: int) -> tuple[int, bool]:
     model = accelerator.prepare(nn.Linear(2, 2))
     copied = pickle.loads(pickle.dumps(copy.deepcopy(accelerator.unwrap_model(model))))
     copied(torch.full((1, 2), float("nan"))).sum().backward()
-    return len(accelerator._loop._monitor._outputs), copied.weight.grad is not None  # type: ignore[attr-defined]
+    return len(accelerator._loop._monitor._names), copied.weight.grad is not None  # type: ignore[attr-defined]
 
 
 def test_a_watched_model_can_be_copied_and_pickled(ranks: RankServer) -> None:

@@ -74,7 +74,10 @@ def show_on_terminal(folder: str, script: str) -> str:
     ("script", "bars"),
     [
         (LOAD, ["loading weights"]),
-        (SAVE, ["saving weights", "saving the checkpoint"]),
+        (
+            SAVE,
+            ["saving weights", "saving the checkpoint", "verifying the checkpoint", "loading the checkpoint"],
+        ),
         ("FLAGS = []" + MERGE, ["merging weights"]),
     ],
     ids=["load", "save", "merge"],

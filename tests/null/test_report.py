@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 from accelerate import Accelerator
 from accelerate.cli.main import run
 from accelerate.core.errors import SettingError
+from accelerate.report import server as server_module
 from accelerate.report.page import POINTS, render_page
 from accelerate.report.records import downsample
 from accelerate.report.run_reader import RunReader, read_runs
@@ -45,7 +47,7 @@ def logged(tmp_path: Path) -> Path:
     accelerator = Accelerator(log_with="jsonl", project_dir=tmp_path)
     accelerator.init_trackers("digits", config={"lr": 0.1, "model": {"layers": 2}})
     for step in range(20):
-        accelerator.log({"loss": 1 / (step + 1), "train": {"norm": float(step)}, "note": HOSTILE}, step=step)
+        accelerator.log({"train": {"norm": float(step)}, "loss": 1 / (step + 1), "note": HOSTILE}, step=step)
     accelerator.log({"loss": float("nan")}, step=20)
     accelerator.get_tracker("jsonl").log_table("scores", columns=["class", "recall"], data=[["zero", 0.5]])
     accelerator.end_training()
@@ -58,7 +60,7 @@ def test_a_run_of_the_tracker_is_read_back_whole(logged: Path) -> None:
     assert read.config == {"lr": 0.1, "model": {"layers": 2}}
     assert read.series["train/norm"].values == [float(n) for n in range(20)]
     assert read.series["loss"].steps == [float(n) for n in range(21)]
-    assert read.series["loss"].first_not_finite() == 20
+    assert math.isnan(read.series["loss"].values[20])
     assert read.texts == {"note": HOSTILE}
     assert read.tables == {"scores": (["class", "recall"], [["zero", 0.5]])}
 
@@ -66,7 +68,8 @@ def test_a_run_of_the_tracker_is_read_back_whole(logged: Path) -> None:
 def test_the_page_holds_every_number_and_no_text_of_a_run_ends_its_script(logged: Path) -> None:
     page = render_page(read_runs([logged]))
     data = data_of(page)
-    loss = next(chart for chart in data["charts"] if chart["title"] == "loss")["curves"][0]
+    assert [chart["title"] for chart in data["charts"]] == ["loss", "train/norm"]
+    loss = data["charts"][0]["curves"][0]
     assert loss["value"] == pytest.approx([1 / (n + 1) for n in range(20)], rel=1e-5)
     assert (loss["not_finite"], loss["first_not_finite"], loss["points"]) == (1, 20, 21)
     assert data["config"] == [
@@ -309,7 +312,9 @@ def get(port: int, path: str, host: str = "127.0.0.1") -> str:
         return answer.read().decode()
 
 
-def test_the_served_page_has_what_was_logged_since_and_answers_no_other_host(tmp_path: Path) -> None:
+def test_the_served_page_has_what_was_logged_since_and_answers_no_other_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = lines(tmp_path / "a.jsonl", {"start": "a"}, {"step": 0, "values": {"loss": 1.0}})
     server = make_server([str(path)], 0)
     port = server.server_address[1]
@@ -324,9 +329,15 @@ def test_the_served_page_has_what_was_logged_since_and_answers_no_other_host(tmp
             with pytest.raises(urllib.error.HTTPError) as caught:
                 get(port, page, host)
             assert caught.value.code == code
+        monkeypatch.setattr(server_module, "QUICK", -1.0)  # a page that took long is not made anew at once
+        monkeypatch.setattr(server_module, "PAUSE", 1e6)
+        assert json.loads(get(port, "/data.json"))["charts"][0]["curves"][0]["value"] == [1, 0.5]
+        with path.open("a") as file:
+            file.write(json.dumps({"time": 104, "step": 2, "values": {"loss": 0.25}}) + "\n")
+        assert json.loads(get(port, "/data.json"))["charts"][0]["curves"][0]["value"] == [1, 0.5]
         path.unlink()
         with pytest.raises(urllib.error.HTTPError) as caught:
-            get(port, "/data.json")
+            get(port, "/")
         assert caught.value.code == 503
         with pytest.raises(SettingError, match=f"cannot serve on port {port}"):
             make_server([str(path)], port)
@@ -370,15 +381,27 @@ def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
+# Arrows in the chart of the loss: the title says what the page shows at the cursor.
+PRESS = """
+const box = document.querySelector(".chart");
+const says = () => [...box.querySelectorAll(".u-legend th, .u-legend td")];
+box.focus();
+for (const shiftKey of [false, false, true])
+  box.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight", shiftKey, bubbles: true }));
+setTimeout(() => { document.title = says().map((cell) => cell.textContent).join(" "); }, 100);
+"""
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no chromium is installed")
 def test_a_browser_draws_a_chart_for_each_number(logged: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    page.write_text(render_page(read_runs([logged])))
+    page.write_text(render_page(read_runs([logged])).replace("</body>", f"<script>{PRESS}</script></body>"))
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    command = [str(BROWSER), *flags, "--dump-dom", page.as_uri()]
+    command = [str(BROWSER), *flags, "--virtual-time-budget=2000", "--dump-dom", page.as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert len(re.findall("<canvas", dom)) == 2
     assert "digits: last 0.05, least 0.05, greatest 1, 21 points" not in dom  # all points are drawn
     assert "1 of 21 values of digits are NaN or infinite, the first at step 20" in dom
     assert '<td class="">zero</td>' in dom
+    assert "<title>step 11 digits 0.083333</title>" in dom  # the first point, one more, ten more
     assert "alert(1)</script>" not in dom.partition('id="data"')[0]

@@ -414,16 +414,18 @@ def test_a_file_holds_whatever_is_given(tmp_path: Path) -> None:
     tracker.start()
     tracker.log({"nan": float("nan"), "inf": [float("-inf")], "t": torch.ones(1), "text": "a\nb"}, step=2)
     tracker.log_table("scores", columns=["a"], data=[[np.float32(1)]])
+    tracker.log({"half": "\ud800", (1, 2): np.float64("inf"), "none": None, "null": Path("a")})
     tracker.finish()
     tracker.finish()
-    _, first, table, end = lines(tmp_path / "deep" / "run.jsonl")
+    _, first, table, rare, end = lines(tmp_path / "deep" / "run.jsonl")
     assert first["values"] == {"nan": "NaN", "inf": ["-Infinity"], "t": 1.0, "text": "a\nb"}
     assert first["step"] == 2
     assert (table["table"], table["columns"], table["rows"]) == ("scores", ["a"], [[1.0]])
+    assert rare["values"] == {"half": "\ud800", "(1, 2)": "Infinity", "none": None, "null": "a"}
     assert end["end"] == "finished"
     tracker.start()
     tracker.finish()
-    assert len(lines(tmp_path / "deep" / "run.jsonl")) == 6
+    assert len(lines(tmp_path / "deep" / "run.jsonl")) == 7
 
 
 def test_what_was_logged_is_in_the_file_at_once(tmp_path: Path) -> None:

@@ -63,7 +63,12 @@ def file_digest(path: Path, hashing: str = HASHING, threads: int | None = None) 
     return file_digests([path], hashing, threads)[0]
 
 
-def file_digests(paths: Sequence[Path], hashing: str = HASHING, threads: int | None = None) -> list[str]:
+def file_digests(
+    paths: Sequence[Path],
+    hashing: str = HASHING,
+    threads: int | None = None,
+    on_read: Callable[[int], object] | None = None,
+) -> list[str]:
     """Return the digest of each file, computed by several threads.
 
     The pieces of all files are shared out, so one large file keeps all threads busy, and so do many small
@@ -73,6 +78,7 @@ def file_digests(paths: Sequence[Path], hashing: str = HASHING, threads: int | N
         paths: the files.
         hashing: how, as a manifest states it.
         threads: how many hash; all cores when None.
+        on_read: called with the bytes of each piece that is done, by several threads.
 
     Raises:
         OSError: a file cannot be read.
@@ -82,10 +88,12 @@ def file_digests(paths: Sequence[Path], hashing: str = HASHING, threads: int | N
     pieces = [(path, index) for path, count in zip(paths, counts, strict=True) for index in range(count)]
     workers = min(len(pieces), threads or usable_cores())
     if workers <= 1:
-        piece_digests = iter([_piece(path, index, new()) for path, index in pieces])
+        piece_digests = iter([_piece(path, index, new(), on_read) for path, index in pieces])
     else:
         with ThreadPoolExecutor(workers, "digest") as pool:
-            piece_digests = iter(list(pool.map(lambda piece: _piece(piece[0], piece[1], new()), pieces)))
+            piece_digests = iter(
+                list(pool.map(lambda piece: _piece(piece[0], piece[1], new(), on_read), pieces))
+            )
     return [new(b"".join(islice(piece_digests, count))).hexdigest() for count in counts]
 
 
@@ -96,7 +104,7 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _piece(path: Path, index: int, state: Any) -> bytes:
+def _piece(path: Path, index: int, state: Any, on_read: Callable[[int], object] | None) -> bytes:
     remaining, buffer = PIECE, memoryview(bytearray(_CHUNK))
     with path.open("rb", buffering=0) as file:
         file.seek(index * PIECE)
@@ -106,6 +114,8 @@ def _piece(path: Path, index: int, state: Any) -> bytes:
                 break
             state.update(buffer[:count])
             remaining -= count
+    if on_read is not None:
+        on_read(PIECE - remaining)
     return state.digest()
 
 

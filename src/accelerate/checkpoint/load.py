@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -28,6 +28,7 @@ from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.state_reader import TrainingStateReader
 from accelerate.checkpoint.storage import CheckpointStorage, read_manifest
 from accelerate.core.errors import AccelerateError, CheckpointError
+from accelerate.core.progress import ProgressBar
 from accelerate.core.units import show_bytes
 from accelerate.core.value_types import PathText
 from accelerate.world import world as worlds
@@ -230,8 +231,14 @@ def verify_files(folder: Path, manifest: Manifest, ranks: CheckpointRankGroup) -
         size = path.stat().st_size
         if size != record.size:
             raise CheckpointError(f"{path} is damaged", why=f"it has {size} bytes, expected {record.size}")
-    with file_errors("read", folder):
-        actual_digests = file_digests(list(local_share), manifest.hashing)
+    shows_progress = getattr(sys.stderr, "isatty", bool)()
+    size = sum(record.size for record in local_share.values())
+    with (
+        ProgressBar("verifying the checkpoint", size) if shows_progress else nullcontext() as progress,
+        file_errors("read", folder),
+    ):
+        on_read = None if progress is None else progress.advance
+        actual_digests = file_digests(list(local_share), manifest.hashing, on_read=on_read)
     for (path, record), actual in zip(local_share.items(), actual_digests, strict=True):
         if actual != record.digest:
             raise CheckpointError(
@@ -275,7 +282,7 @@ def local_checkpoint(
         with ranks.collective_section(action):
             file_sizes = _needed_files(_sizes(store, folder, manifest), manifest, train_state, ranks_here)
             _refuse_too_large(store.label(name), file_sizes, folder_here)
-            _fetch(store, folder, _local_share(file_sizes, ranks), folder_here)
+            _fetch(store, folder, _local_share(file_sizes, ranks), folder_here, file_sizes)
         yield folder_here, _narrow_manifest(manifest, file_sizes)
     except CheckpointError as error:
         message, reason = error.what, error.why
@@ -348,13 +355,18 @@ def _local_share(needed: dict[str, int], ranks: CheckpointRankGroup) -> list[str
     return largest_first[ranks.local_rank :: ranks.local_size]
 
 
-def _fetch(store: CheckpointStorage, folder: str, files: list[str], target: Path) -> None:
+def _fetch(
+    store: CheckpointStorage, folder: str, files: list[str], target: Path, sizes: Mapping[str, int]
+) -> None:
     for parent in {PurePosixPath(file).parent for file in files}:
         with file_errors("make the folder", target / parent):
             (target / parent).mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        for _ in pool.map(partial(_fetch_one, store, folder, target), files):
-            pass
+    total = sum(sizes[file] for file in files)
+    with ProgressBar("fetching the checkpoint", total) as progress, ThreadPoolExecutor(_AT_ONCE) as pool:
+        fetched = [pool.submit(_fetch_one, store, folder, target, file) for file in files]
+        for future, file in zip(fetched, files, strict=True):
+            future.result()
+            progress.advance(sizes[file])
 
 
 def _fetch_one(store: CheckpointStorage, folder: str, target: Path, file: str) -> None:

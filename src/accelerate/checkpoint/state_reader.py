@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -36,6 +37,7 @@ from accelerate.checkpoint.state_dict_files import (
 )
 from accelerate.core import tree
 from accelerate.core.errors import CheckpointError
+from accelerate.core.progress import ProgressBar
 
 # Errors that objects raise when a state does not fit them.
 _REFUSALS = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError)
@@ -76,6 +78,7 @@ class TrainingStateReader:
     step: int | None = None
     _stateful_count: int = field(default=0, init=False)
     _saved_ranks: int = field(default=0, init=False)
+    _sources: dict[str, Path] = field(default_factory=dict, init=False)  # file or folder of an action
     _undo: list[Callable[[], Any]] = field(default_factory=list, init=False)
     _again: list[tuple[str, Callable[[], Any]]] = field(default_factory=list, init=False)
 
@@ -134,8 +137,17 @@ class TrainingStateReader:
         Raises:
             CheckpointError: a file cannot be read any more.
         """
-        for action, function in (*self.pending, *self._again):
-            _attempt(action, function)
+        shows_progress = getattr(sys.stderr, "isatty", bool)()
+        sizes = (
+            {action: _size_of(source) for action, source in self._sources.items()} if shows_progress else {}
+        )
+        with (
+            ProgressBar("loading the checkpoint", sum(sizes.values())) if shows_progress else nullcontext()
+        ) as progress:
+            for action, function in (*self.pending, *self._again):
+                _attempt(action, function)
+                if progress is not None:
+                    progress.advance(sizes.get(action, 0))
 
     def finish(self, contents: CheckpointContents) -> None:
         """Load folders of own files, then random states: nothing draws a number after."""
@@ -175,7 +187,9 @@ class TrainingStateReader:
                 self._read_unsharded(each, folder, context)
             else:
                 load = sharded.prepare_load(folder, context)
-                self.pending.append((f"load {label} from {folder}", load))
+                action = f"load {label} from {folder}"
+                self._sources[action] = folder
+                self.pending.append((action, load))
         return True
 
     def _read_unsharded(self, each: CheckpointObject, folder: Path, context: CheckpointLoadContext) -> None:
@@ -254,6 +268,7 @@ class TrainingStateReader:
         if why and not (adapted and item.template):
             self.trials.append((action, partial(load, **options), item, copy_state))
         else:
+            self._sources[action] = source
             self.pending.append((action, partial(load, **options)))
 
     def _read_torch_file(self, each: CheckpointObject) -> None:
@@ -312,6 +327,7 @@ class TrainingStateReader:
         action = f"load {each.label} ({each.class_name}) from {source}"
         if why:
             raise _refusal(action, why)
+        self._sources[action] = source
         self.pending.append((action, load))
 
     def check_custom_count(self, contents: CheckpointContents) -> None:
@@ -413,6 +429,11 @@ def _describe_other_schedule(item: Any, state: Any) -> str:
     if not lacking or not surplus:
         return ""
     return f"it has no {', '.join(lacking[:4])}, and holds {', '.join(surplus[:4])}"
+
+
+def _size_of(path: Path) -> int:
+    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    return sum(file.stat().st_size for file in files)
 
 
 def _attempt(what: str, function: Callable[[], Any]) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Iterator
-from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from accelerate.checkpoint.state_dict_files import is_distributed
 from accelerate.core import tree
 from accelerate.core.user_warning import warn_user
 from accelerate.data.position import FetchedBatch
@@ -24,13 +25,16 @@ WINDOW, LEAST_LOSSES, SPIKE_DEVIATIONS = 50, 20, 10.0
 # How many warnings of one kind a run gives; the record of the run has more.
 WARNINGS, RECORDS = 3, 1000
 _SHOWN_INDICES = 32
+# Outputs of modules that are remembered between two backwards.
+OUTPUTS = 20_000
 
 
 class SpikeDetector:
     """Tells a spike from the losses before it."""
 
     def __init__(self) -> None:
-        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._losses: deque[float] = deque()
+        self._sorted: list[float] = []
         self._is_high = False
 
     def add(self, loss: float) -> float | None:
@@ -39,13 +43,25 @@ class SpikeDetector:
             return None
         usual = None
         if len(self._losses) >= LEAST_LOSSES:
-            usual = median(self._losses)
-            deviation = 1.4826 * median(abs(each - usual) for each in self._losses)
-            limit = usual + max(SPIKE_DEVIATIONS * deviation, 0.1 * abs(usual))
-            was_high, self._is_high = self._is_high, loss > limit
+            usual = _middle(self._sorted)
+            was_high, above = self._is_high, loss - usual
+            self._is_high = above > 0.1 * abs(usual) and self._deviates(above, usual)
             usual = usual if self._is_high and not was_high else None
+        if len(self._losses) == WINDOW:
+            del self._sorted[bisect_left(self._sorted, self._losses.popleft())]
         self._losses.append(loss)
+        insort(self._sorted, loss)
         return usual
+
+    def _deviates(self, difference: float, usual: float) -> bool:
+        deviation = _middle(sorted(abs(each - usual) for each in self._losses))
+        return difference > SPIKE_DEVIATIONS * 1.4826 * deviation
+
+
+def _middle(numbers: list[float]) -> float:
+    """Return the median of sorted numbers."""
+    half = len(numbers) // 2
+    return numbers[half] if len(numbers) % 2 else (numbers[half - 1] + numbers[half]) / 2
 
 
 class NumericsMonitor:
@@ -66,8 +82,9 @@ class NumericsMonitor:
         self._spikes = SpikeDetector()
         self._counts: dict[str, int] = {}
         self._has_optimizer = False
-        # Of the forwards since the last backward: a module, and whether its output was finite.
-        self._outputs: list[tuple[str, torch.Tensor]] = []
+        # Of the forwards since the last backward: modules, and the smallest and largest number of each.
+        self._names: list[str] = []
+        self._extremes: list[torch.Tensor] = []
         self._culprit = ""
         self._modules: dict[str, nn.Module] = {}
         # Ids of parameters and the norm of their gradients, of the clipping in this step.
@@ -102,10 +119,22 @@ class NumericsMonitor:
         """Compare the output of a module with what is finite; nothing waits for it."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
+        if isinstance(output, torch.Tensor):
+            self._note_tensor(name, output)
+            return
         for _, leaf in tree.iterate_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and not leaf.is_meta:
-                local = getattr(leaf, "to_local", lambda leaf=leaf: leaf)().detach()
-                self._outputs.append((name, torch.isfinite(local).all()))
+            if isinstance(leaf, torch.Tensor):
+                self._note_tensor(name, leaf)
+
+    def _note_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        local: torch.Tensor = cast(Any, tensor).to_local() if is_distributed(tensor) else tensor
+        local = local.detach()
+        if local.dtype in _DTYPES and local.layout is torch.strided and local.numel() and not local.is_meta:
+            if len(self._names) == OUTPUTS:  # forwards without a backward
+                self._names, self._extremes = [], []
+            # NaN if there is one. Three kernels fewer than torch.isfinite(local).all(); a sum may overflow.
+            self._names.append(name)
+            self._extremes += local.amin(), local.amax()
 
     # --- what is said
 
@@ -115,13 +144,12 @@ class NumericsMonitor:
         Args:
             loss: detached, as the script gave it.
         """
-        value = loss.float().mean()
-        names = [name for name, _ in self._outputs]
-        flags = [flag.to(value.device, torch.float32) for _, flag in self._outputs]
-        number, *are_finite = torch.stack([value, *flags]).tolist()
-        self._outputs.clear()
-        bad = next((name for name, finite in zip(names, are_finite, strict=True) if not finite), None)
-        self._culprit = "" if bad is None else self._describe_module(bad)
+        value = loss.reshape(()) if loss.numel() == 1 else loss.float().mean()
+        names, extremes = self._names, [each.to(value.device) for each in self._extremes]
+        number, *numbers = torch.stack([value, *extremes]).tolist()
+        self._names, self._extremes = [], []
+        bad = next((n for n, each in enumerate(numbers) if not math.isfinite(each)), None)
+        self._culprit = "" if bad is None else self._describe_module(names[bad // 2])
         if not math.isfinite(number):
             self._tell("not finite", f"the loss is {number}", self._culprit, loss=number)
         elif (usual := self._spikes.add(number)) is not None:
@@ -143,8 +171,10 @@ class NumericsMonitor:
         """
         norms: list[torch.Tensor] = []
         for group in optimizer.param_groups:
-            ids = {id(p) for p in group["params"] if p.requires_grad}
-            norm = next((norm for clipped, norm in reversed(self._clipped) if clipped == ids), None)
+            norm = None
+            if self._clipped:
+                ids = {id(p) for p in group["params"] if p.requires_grad}
+                norm = next((norm for clipped, norm in reversed(self._clipped) if clipped == ids), None)
             if norm is None and groups_step:
                 norm = self._strategy.clip_norm(group["params"], float("inf"), 2.0)
             if norm is not None:
@@ -210,6 +240,8 @@ class NumericsMonitor:
 
 
 _BATCH = "the batch"
+# Numbers of eight bits and sparse tensors have no kernels that compare them.
+_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 class _OutputCheck:

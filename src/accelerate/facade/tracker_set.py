@@ -94,21 +94,16 @@ class TrackerSet:
             self._has_warned_log = True
             warn_user("log() has no effect: no run is open; call init_trackers() first")
         for tracker in self.trackers:
-            self._log(tracker, values, step, options.get(tracker.name, {}))
-
-    def _log(
-        self, tracker: GeneralTracker, values: dict[str, Any], step: int | None, options: Mapping[str, Any]
-    ) -> None:
-        try:
-            tracker.log(values, step=step, **options)
-        except SettingError:
-            raise
-        except Exception as error:
-            if tracker not in self._logged:
-                raise  # the first call: something is set up wrongly
-            self._count_failure(tracker, error)
-        else:
-            self._logged.add(tracker)
+            try:
+                tracker.log(values, step=step, **options.get(tracker.name, {}))
+            except SettingError:  # noqa: PERF203 - a function for it is a frame more in each step
+                raise
+            except Exception as error:
+                if tracker not in self._logged:
+                    raise  # the first call: something is set up wrongly
+                self._count_failure(tracker, error)
+            else:
+                self._logged.add(tracker)
 
     def _count_failure(self, tracker: GeneralTracker, error: Exception) -> None:
         """Count a call that failed in the middle of a training; warn of the first of each tracker."""

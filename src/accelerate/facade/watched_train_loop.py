@@ -55,7 +55,9 @@ class WatchedTrainLoop(TrainLoop):
         if self._monitor is None or not isinstance(loss, torch.Tensor):
             super().backward(loss, num_items, kwargs)
             return
-        seen = loss.detach().clone()  # an engine may scale the loss in place
+        seen = loss.detach()
+        if self.engine is not None:
+            seen = seen.clone()  # it may scale the loss in place
         super().backward(loss, num_items, kwargs)
         if num_items is None or bool(num_items != 0):
             self._monitor.check_loss(seen)

@@ -79,12 +79,36 @@ const drawChart = (chart, options) => {
       { stroke: dim, grid: { stroke: line, width: 1 }, ticks: { stroke: line }, size: 72,
         values: (_, splits) => splits.map((each) => (each === null ? "" : show(each, chart.unit))) },
     ],
-    series: [{}, ...curves.map((curve) => ({
+    series: [{ label: options.axis, value: (_, x) => (x === null ? "-" : options.axis === "time" ? showTime(x) : showNumber(x)) },
+      ...curves.map((curve) => ({
       label: curve.name, stroke: COLORS[curve.color % COLORS.length], width: 1.6, spanGaps: true,
+      value: (_, y) => (y === null || y === undefined ? "-" : show(y, chart.unit)),
       points: { show: curve.value.length < 25 } }))],
   }, uPlot.join(tables), place);
   save.addEventListener("click", () => savePicture(plot, chart.title));
+  box.addEventListener("keydown", (event) => { if (event.target === box && pressKey(plot, event)) event.preventDefault(); });
   plots.push({ plot, place });
+};
+
+// Arrows move the cursor of a chart that has the focus, + and - zoom around it, 0 or Escape shows all.
+const pressKey = (plot, { key, shiftKey }) => {
+  const xs = plot.data[0], { min, max } = plot.scales.x;
+  const clamp = (index) => Math.min(Math.max(index, 0), xs.length - 1);
+  const at = plot.cursor.idx ?? null;
+  const factor = { "+": 0.5, "=": 0.5, "-": 2 }[key];
+  const move = { ArrowLeft: -1, ArrowRight: 1 }[key];
+  if (factor !== undefined) {
+    const middle = at === null ? (min + max) / 2 : xs[at];
+    const low = Math.max(xs[0], middle - (middle - min) * factor), high = Math.min(xs[xs.length - 1], middle + (max - middle) * factor);
+    if (high > low) plot.setScale("x", { min: low, max: high });
+  } else if (move !== undefined) {
+    const next = clamp(at === null ? (move > 0 ? 0 : xs.length - 1) : at + move * (shiftKey ? 10 : 1));
+    if (xs[next] < min || xs[next] > max) plot.setScale("x", { min: min + xs[next] - xs[at], max: max + xs[next] - xs[at] });
+    plot.setCursor({ left: plot.valToPos(xs[next], "x"), top: plot.over.clientHeight / 2 }, true, true);
+  } else if (key === "0" || key === "Escape") {
+    plot.setScale("x", { min: xs[0], max: xs[xs.length - 1] });
+  } else return false;
+  return true;
 };
 
 const savePicture = (plot, title) => {
@@ -107,14 +131,18 @@ const savePicture = (plot, title) => {
 
 const table = (title, columns, rows, marked = () => false) => {
   if (!rows.length) return;
+  const valueOf = (row, index) => Array.isArray(row) ? row[index] : row[columns[index]];
+  // A column is to the right where all that it holds are numbers.
+  const classes = columns.map((_, index) => rows.every((row) => typeof valueOf(row, index) === "number") ? "number" : "");
   const body = rows.map((row) => element("tr", { className: marked(row) ? "marked" : "" },
-    ...columns.map((column, index) => {
-      const value = Array.isArray(row) ? row[index] : row[column];
+    ...columns.map((_, index) => {
+      const value = valueOf(row, index);
       const text = value === null || value === undefined ? "-" : typeof value === "object" ? JSON.stringify(value) : String(value);
-      return element("td", { className: typeof value === "number" ? "number" : "" }, text);
+      return element("td", { className: classes[index] }, text);
     })));
   byId("tables").append(element("h2", {}, title), element("div", { className: "scroll" }, element("table", {},
-    element("thead", {}, element("tr", {}, ...columns.map((column) => element("th", { scope: "col" }, String(column))))),
+    element("thead", {}, element("tr", {},
+      ...columns.map((column, index) => element("th", { scope: "col", className: classes[index] }, String(column))))),
     element("tbody", {}, ...body))));
 };
 

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.resources import files
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -87,7 +87,7 @@ def _describe_run(run: RunRecord) -> dict[str, Any]:
 
 
 def _charts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Return one chart for each logged number, with a curve for each run that has it."""
+    """Return one chart for each logged number, losses first, with a curve for each run that has it."""
     names = dict.fromkeys(name for run in runs for name in run.series)
     return [
         {
@@ -99,7 +99,7 @@ def _charts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
                 if name in run.series
             ],
         }
-        for name in names
+        for name in sorted(names, key=lambda name: "loss" not in name.lower())
     ]
 
 
@@ -108,7 +108,8 @@ def _curve(name: str, color: int, series: Series) -> dict[str, Any]:
     steps, times, values = (
         np.asarray(each, dtype=float) for each in (series.steps, series.times, series.values)
     )
-    finite = np.flatnonzero(np.isfinite(values))
+    is_finite = np.isfinite(values)
+    finite = np.flatnonzero(is_finite)
     order = finite[np.argsort(steps[finite], kind="stable")]
     kept = order[downsample(steps[order], values[order], POINTS)] if len(order) else order
     numbers = values[finite]
@@ -123,7 +124,7 @@ def _curve(name: str, color: int, series: Series) -> dict[str, Any]:
         "min": _number(numbers.min()) if len(numbers) else None,
         "max": _number(numbers.max()) if len(numbers) else None,
         "not_finite": len(values) - len(finite),
-        "first_not_finite": series.first_not_finite(),
+        "first_not_finite": None if is_finite.all() else series.steps[int(is_finite.argmin())],
     }
 
 
@@ -217,14 +218,14 @@ def _utilization(run: RunRecord, tokens: Series) -> Series:
 
 def _rank_rows(run: RunRecord) -> list[dict[str, Any]]:
     """Return a row of the table of ranks for each rank, the slowest marked."""
-    medians = {rank: median(seconds) for rank, seconds in run.own_seconds.items() if seconds}
+    medians = {rank: float(np.median(seconds)) for rank, seconds in run.own_seconds.items() if seconds}
     slowest = max(medians, key=lambda rank: medians[rank], default=None)
     return [
         {
             "run": run.name,
             "rank": rank,
             "steps": len(steps.steps),
-            "median step": show_seconds(median(steps.seconds)),
+            "median step": show_seconds(float(np.median(steps.seconds))),
             "median own time": show_seconds(medians[rank]),
             "95 % of steps under": show_seconds(_quantile(steps.seconds, 0.95)),
             "waiting for data": _share(steps),

@@ -38,13 +38,6 @@ class Series:
     def __len__(self) -> int:
         return len(self.values)
 
-    def first_not_finite(self) -> float | None:
-        """Return the step of the first NaN or infinity, or None."""
-        return next(
-            (step for step, value in zip(self.steps, self.values, strict=True) if not math.isfinite(value)),
-            None,
-        )
-
 
 @dataclass
 class RankSteps:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from accelerate.core.errors import SettingError
 from accelerate.report.records import RunRecord
@@ -53,10 +54,13 @@ class RecordFile:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(line.decode())
+        record = _decode(line)
     except ValueError:  # also of bytes that are no text
         return None
     return record if isinstance(record, dict) else None
+
+
+_decode = msgspec.json.Decoder().decode
 
 
 class _TrackerRuns:

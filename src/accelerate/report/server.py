@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
@@ -14,21 +15,29 @@ from accelerate.report.page import page_data, render_page
 from accelerate.report.run_reader import RunReader
 
 REFRESH_SECONDS = 2.0
+# A page that takes longer to make than QUICK seconds is made anew after PAUSE times as long: the rest of the
+# core is for the run on the same machine.
+QUICK, PAUSE = 0.1, 20
 
 
 class _RunPages:
-    """The page of some runs and its data, as they are now; made anew only where something was appended."""
+    """The page of some runs and its data; made anew only where something was appended."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._reader, self._lock = RunReader(paths), threading.Lock()
-        self._data, self._version = "", -1
+        self._data, self._version, self._next = "", -1, 0.0
 
     def data(self) -> str:
-        """Return the data of the page."""
+        """Return the data of the page, as of now or, of a long run, as of some seconds ago."""
         with self._lock:  # each request has a thread
+            start = time.monotonic()
+            if start < self._next:
+                return self._data
             runs = self._reader.update()
             if self._version != self._reader.version:
                 self._data, self._version = page_data(runs), self._reader.version
+            took = time.monotonic() - start
+            self._next = start + PAUSE * took if took > QUICK else 0.0
             return self._data
 
     def render(self) -> str:

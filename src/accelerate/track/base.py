@@ -28,6 +28,7 @@ __all__ = [
     "is_main_process",
     "missing_attributes",
     "on_main_process",
+    "runs_here",
     "to_json_types",
     "unwrap_scalar",
     "unwrap_scalars",
@@ -254,10 +255,13 @@ def is_main_process() -> bool:
     return get_rank_info()[0] == 0
 
 
-def _runs_here(tracker: GeneralTracker) -> bool:
+def runs_here(tracker: GeneralTracker) -> bool:
     """Return True where ``tracker`` logs; without a world the environment is read once in a process."""
-    if not tracker.main_process_only or current() is not None:
-        return not tracker.main_process_only or is_main_process()
+    if not tracker.main_process_only:
+        return True
+    world = current()
+    if world is not None:
+        return world.rank == 0
     process = os.getpid()
     known: tuple[int, bool] = tracker.__dict__.get("_main", (0, False))
     if known[0] != process:
@@ -270,7 +274,7 @@ def on_main_process(function: F) -> F:
 
     @functools.wraps(function)
     def wrapper(self: GeneralTracker, *args: Any, **kwargs: Any) -> Any:
-        return function(self, *args, **kwargs) if _runs_here(self) else None
+        return function(self, *args, **kwargs) if runs_here(self) else None
 
     return wrapper  # type: ignore[return-value]
 

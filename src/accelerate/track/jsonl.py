@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from accelerate.track.base import GeneralTracker, on_main_process, to_json_types
+from accelerate.track.base import GeneralTracker, on_main_process, runs_here, to_json_types
 from accelerate.track.protocol.json_lines import JSONLinesFile
 from accelerate.track.protocol.media import to_table
 
@@ -72,7 +72,6 @@ class JSONLTracker(GeneralTracker):
         """Write the configuration; what JSON has no type for is written as text."""
         self._file.write(config=to_json_types(values))
 
-    @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write one line.
 
@@ -80,8 +79,10 @@ class JSONLTracker(GeneralTracker):
             SettingError: there are ``kwargs``: a file has no options.
             TrackerFileError: the disk is full, or gone. The lines before stay whole.
         """
-        self.refuse_options("log", kwargs)
-        self._file.write(step=step, values=values)
+        if runs_here(self):
+            if kwargs:
+                self.refuse_options("log", kwargs)
+            self._file.write(step=step, values=values)
 
     @on_main_process
     def log_table(

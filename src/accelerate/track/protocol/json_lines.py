@@ -8,8 +8,11 @@ import math
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from accelerate.core.errors import AccelerateError, SettingError
 from accelerate.core.user_warning import warn_user
@@ -85,7 +88,7 @@ class JSONLinesFile:
         """
         if self._file is None:
             raise SettingError(f"the run {self.path.stem!r} is not open", fix="call start() first")
-        line = _encode({"time": time.time(), **record}).encode() + b"\n"
+        line = _encode({"time": time.time(), **record})
         try:
             written = os.write(self._file, line)
             if written < len(line):  # the disk is full: what is in the file stays whole lines
@@ -138,15 +141,27 @@ def _ends_with_newline(file: int) -> bool:
     return size == 0 or os.read(file, 1) == b"\n"
 
 
-def _encode(record: dict[str, Any]) -> str:
-    """Return one line of JSON; numbers that are not finite become text."""
+def _encode(record: dict[str, Any]) -> bytes:
+    """Return one line of JSON; numbers that are not finite become text.
+
+    msgspec takes a tenth of the time of ``json``, and writes ``null`` for a number that is not finite, too.
+    """
     try:
-        return _ENCODER.encode(record)
-    except (ValueError, TypeError):  # NaN or infinity somewhere; a key that JSON does not have
-        return _ENCODER.encode(_finite(to_json_types(record)))
+        line = _ENCODER.encode(record)
+    except (ValueError, TypeError):  # a key that JSON does not have, or a text that UTF-8 does not
+        line = b""
+    if not line or (b"null" in line and line.count(b"null") != [*record.values()].count(None)):
+        line = json.dumps(_finite(to_json_types(record)), allow_nan=False).encode()
+    return line + b"\n"
 
 
-_ENCODER = json.JSONEncoder(allow_nan=False, default=to_json_types)
+def _leaf_to_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        raise TypeError("a key that JSON does not have")
+    return to_json_types(value)
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_leaf_to_json)
 
 
 def _finite(value: Any) -> Any:
