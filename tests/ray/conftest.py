@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 
-# Before Ray is imported: it tells nobody outside, and its processes listen on the loopback only.
-os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-collect_ignore = [] if find_spec("ray") else ["test_jobs.py"]
+if find_spec("ray"):
+    # Before Ray is imported: it tells nobody outside, and its processes listen on the loopback only.
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
     """A cluster of two raylets with two CPUs and one; what is connected to it, is this process."""
-    import ray
     from ray.cluster_utils import Cluster
+
+    import ray
 
     memory = {"object_store_memory": 80 * 2**20}
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, **memory})

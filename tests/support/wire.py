@@ -1,7 +1,7 @@
 """A switch with slow, lossy cables: Ethernet between network namespaces, through this process.
 
-The kernel's own way is ``tc netem``, which is a module that not every machine has. Here each host's ``eth0`` is
-a TAP device; a thread reads its frames, keeps each for the latency, drops some, and hands the rest to all others.
+The kernel's own way is ``tc netem``, a module that not every machine has. Here each host's ``eth0`` is a TAP
+device; a thread reads its frames, keeps each for the latency, drops some, and hands the rest to all others.
 """
 
 from __future__ import annotations

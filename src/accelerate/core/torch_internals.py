@@ -341,8 +341,9 @@ INTERNALS = (
         "heartbeats of a rendezvous",
         ("launch/elastic/rendezvous.py",),
         {
-            "torch.distributed.elastic.rendezvous.dynamic_rendezvous": "DynamicRendezvousHandler._state_holder "
-            "_BackendRendezvousStateHolder._sanitize"
+            "torch.distributed.elastic.rendezvous.dynamic_rendezvous": (
+                "DynamicRendezvousHandler._state_holder _BackendRendezvousStateHolder._sanitize"
+            )
         },
         "machines whose clocks differ by more than 15 s do not find each other",
     ),

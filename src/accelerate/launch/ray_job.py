@@ -1,9 +1,9 @@
 """A job on a Ray cluster: Ray says which machines take part, and a launcher on each runs their processes.
 
-The placement group has one bundle for each process, and an actor holds each. Actors on one machine are that
-machine's processes; the first of them runs ``accelerate launch`` there, on the devices that Ray gave to all of
-them. The launchers meet as those of several machines always do (``launch/elastic``), and so start again after
-a failed rank. What they print, and the files of their ranks, come back as a stream.
+The placement group has one bundle for each process, and an actor holds each. The first actor on a machine
+runs ``accelerate launch`` there, for as many processes as there are actors, on the devices that Ray gave to
+all of them. The launchers meet as those of several machines always do (``launch/elastic``), and so start
+again after a failed rank. What they print, and the files of their ranks, come back as a stream.
 
 Source: Ray 2.60 documentation, "Placement Groups", "Actors", "Dynamic generators", "Accelerator Support".
 """
@@ -164,14 +164,14 @@ class RayWorker:
             folder = Path(name)
             # No file of this machine says more than the flags do.
             (folder / "settings.yaml").write_text("{}\n", encoding="utf-8")
+            own_flags = ("--config_file", f"{folder}/settings.yaml")
             if parcel is not None:
                 (folder / "parcel").write_bytes(parcel)
                 program = (STARTER, str(folder / "parcel"), name)
             surrounding = dict.fromkeys(key for key in environ.snapshot() if _SURROUNDING.fullmatch(key))
             own: Variables = {"ACCELERATE_ERROR_FILE": folder / "error", "PYTHONUNBUFFERED": "1"}
             launcher = self._launcher = subprocess.Popen(
-                (sys.executable, "-m", "accelerate", "launch", "--config_file", f"{folder}/settings.yaml")
-                + (*flags, *program),
+                (sys.executable, "-m", "accelerate", "launch", *own_flags, *flags, *program),
                 env=environ.make_child_environment({**surrounding, **variables, **own}),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -192,7 +192,7 @@ class RayWorker:
 
 
 def _stream_output(process: subprocess.Popen[bytes]) -> Iterator[Message]:
-    """Yield what a process prints: ``{"output": [(1 or 2, lines)]}``, all that has come since the last one."""
+    """Yield what a process prints, all since the last message: ``{"output": [(1 or 2, lines)]}``."""
     lines: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
 
     def read(stream: int, pipe: IO[bytes]) -> None:
@@ -333,8 +333,9 @@ class RayJob:
             LaunchError: it has none within the time.
             RankError: a signal came meanwhile.
         """
-        import ray
         from ray.util import placement_group, remove_placement_group
+
+        import ray
 
         try:
             group = placement_group(bundles, strategy=self.placement)
@@ -348,9 +349,7 @@ class RayJob:
                 waited = time.monotonic() - began
                 capacity = ray.cluster_resources()
                 missing = [
-                    name
-                    for name, count in bundles[0].items()
-                    if capacity.get(name, 0) < count * len(bundles)
+                    name for name, count in bundles[0].items() if capacity.get(name, 0) < count * len(bundles)
                 ]
                 has = ", ".join(f"{capacity.get(name, 0):g} {name}" for name in bundles[0])
                 if waited > self.join_timeout:
@@ -360,11 +359,10 @@ class RayJob:
                         why=f"the cluster has {has}" + ("" if missing else ", and others use them"),
                         fix="start fewer processes (-n), or each with less",
                     )
-                if missing and not has_announced or waited > QUIET_WAIT_SECONDS and not has_announced:
-                    has_announced = True
+                if not has_announced and (missing or waited > QUIET_WAIT_SECONDS):
+                    has_announced, most = True, f"for {self.join_timeout:g} s at most"
                     self.print_line(
-                        f"waiting for Ray to place {_describe(bundles)}, for {self.join_timeout:g} s at most; "
-                        f"the cluster has {has}"
+                        f"waiting for Ray to place {_describe(bundles)}, {most}; the cluster has {has}"
                     )
                 for number in signals.wait(0):
                     if number in STOP_SIGNALS:
@@ -447,8 +445,9 @@ class RayAttempt:
 
     def run(self) -> None:
         """Pass output and signals on until no launcher is left."""
-        import ray
         from ray.exceptions import RayError
+
+        import ray
 
         while self.streams:
             for number in self.signals.wait(0):
@@ -510,9 +509,10 @@ class RayAttempt:
 
 def _find_machines(group: Any, bundles: list[dict[str, float]]) -> list[RayMachine]:
     """Start the actor of each bundle; return the machines, in the order of their first bundles."""
-    import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    import ray
 
     more = {name: count for name, count in bundles[0].items() if name not in ("CPU", "GPU", "memory")}
     workers = [

@@ -182,8 +182,8 @@ class DynamicRendezvous:
 class HeartbeatObserver:
     """Has a c10d rendezvous judge machines by the clock of this one alone.
 
-    torch writes a heartbeat as the time of the machine that sends it, and compares it with the time of the one
-    that reads: a machine whose clock is some seconds behind is dead to the others, which wait for it for ever.
+    torch writes a heartbeat as the time of the machine that sends it, and compares it with the time of the
+    one that reads: a machine whose clock is some seconds behind is dead to the others, which wait for it.
     Here a heartbeat is as old as this machine has seen it unchanged.
 
     Args:
@@ -192,7 +192,9 @@ class HeartbeatObserver:
 
     def __init__(self, holder: Any) -> None:
         self.holder, self.remove_dead_machines = holder, holder._sanitize
-        self.last_seen: dict[Any, tuple[datetime, datetime]] = {}  # what was written, and when it was new here
+        self.last_seen: dict[
+            Any, tuple[datetime, datetime]
+        ] = {}  # what was written, and when it was new here
         holder._sanitize = self._sanitize
 
     def _sanitize(self) -> None:

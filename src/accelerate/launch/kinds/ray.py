@@ -60,7 +60,8 @@ class RayLaunch(LaunchKind[LaunchPlan]):
         parse_resources(request)
         if request.get("max_restarts") < 0:
             raise SettingError(
-                f"{request.origin('max_restarts').where} is {request.get('max_restarts')}, but it is at least 0"
+                f"{request.origin('max_restarts').where} is {request.get('max_restarts')}, "
+                "but it is at least 0"
             )
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
