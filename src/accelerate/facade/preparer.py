@@ -33,7 +33,14 @@ from accelerate.facade.runtime import Runtime
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.offload.offloaded_tensor import check_trainable
 from accelerate.offload.quantization.adapters import check_adapters, quantized_models
-from accelerate.strategy.base import BatchPlacement, DataSharding, ObjectKind, PrepareBundle, PrepareStep
+from accelerate.strategy.base import (
+    BatchPlacement,
+    DataSharding,
+    LoaderAdaptation,
+    ObjectKind,
+    PrepareBundle,
+    PrepareStep,
+)
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
 logger = logging.getLogger(__name__)
@@ -433,6 +440,8 @@ class Preparer:
         loaders.run_pending = hardware.run_pending if hardware.is_lazy else None
         shard.active, shard.gradient_state = loaders, runtime.gradients
         shard.slice_batch, shard.data_shard = slicer, share
+        if isinstance(strategy, LoaderAdaptation):
+            strategy.adapt_loader(shard)
         return shard
 
 

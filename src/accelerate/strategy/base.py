@@ -374,6 +374,14 @@ class SubclassGathering:
         return True
 
 
+class LoaderAdaptation:
+    """A capability: a prepared loader is adapted to what programs for this back end expect of one."""
+
+    def adapt_loader(self, loader: Any) -> None:
+        """Change a prepared loader in place."""
+        raise NotImplementedError
+
+
 class BatchPlacement:
     """A capability: batches are annotated once they are on the device, before the program gets them."""
 

@@ -8,6 +8,7 @@ Losses, norms, state dicts and checkpoints are those of one process.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -58,14 +59,14 @@ class XLASPMDStrategy(BatchPlacement, XLADataParallel):
         if not runtime.is_spmd():
             _refuse_started_runtime()
             runtime.use_spmd()
-        self._mesh: Any = self._spmd.get_global_mesh() or self._new_mesh(
-            runtime.global_runtime_device_count()
-        )
+        if self._mesh is None:
+            count = runtime.global_runtime_device_count()
+            self._spmd.set_global_mesh(self._spmd.Mesh(list(range(count)), (count,), (AXIS,)))
 
-    def _new_mesh(self, count: int) -> Any:
-        mesh = self._spmd.Mesh(list(range(count)), (count,), (AXIS,))
-        self._spmd.set_global_mesh(mesh)
-        return mesh
+    @property
+    def _mesh(self) -> Any:
+        """The global mesh; programs may replace it after the ``Accelerator`` was made."""
+        return self._spmd.get_global_mesh()
 
     @classmethod
     def claims(cls, request: StrategyRequest) -> bool:
@@ -139,6 +140,28 @@ class XLASPMDStrategy(BatchPlacement, XLADataParallel):
     def place_batch(self, batch: Any) -> Any:
         """Shard the tensors of a batch by samples."""
         return tree.map_tree(self._shard_samples, batch)
+
+    def adapt_loader(self, loader: Any) -> None:
+        """Make a prepared loader torch_xla's too, and shard its batches as its ``input_sharding`` says."""
+        super().adapt_loader(loader)
+        if loader.slice_batch is not None:
+            loader.slice_batch = functools.partial(self._place_batch_of, loader)
+
+    def _place_batch_of(self, loader: Any, batch: Any) -> Any:
+        spec = loader._parallel_loader_kwargs.get("input_sharding")
+        if not isinstance(spec, Mapping):
+            return tree.map_tree(functools.partial(self._shard_input, spec), batch)
+        return {
+            name: tree.map_tree(functools.partial(self._shard_input, spec.get(name)), value)
+            for name, value in batch.items()
+        }
+
+    def _shard_input(self, spec: Any, value: Any) -> Any:
+        """Shard a tensor by a ``ShardingSpec`` that fits its dimensions, else by samples."""
+        if spec is None or not isinstance(value, torch.Tensor) or not spec.can_apply(value):
+            return self._shard_samples(value)
+        spec.apply(value)
+        return value
 
     def _shard_models(self, bundle: PrepareBundle) -> None:
         from accelerate.strategy.sharding.fsdp_unit_plan import plan_layout
