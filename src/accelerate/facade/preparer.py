@@ -406,18 +406,19 @@ class Preparer:
         world, strategy = runtime.world, runtime.strategy
         if isinstance(loader, DataLoaderShard) and loader.active is runtime.gradients.loaders:
             return loader
-        more: dict[str, Any] = {"shard": config.shard} if config.shard != "auto" else {}
-        if config.legacy_random_numbers:
-            more["legacy_random_numbers"] = True
+        own = (
+            ("shard", config.shard, "auto"),
+            ("legacy_random_numbers", config.legacy_random_numbers, False),
+        )
+        more: dict[str, Any] = {name: value for name, value, default in own if value != default}
         share = strategy.data_shard
         slicer = strategy.place_batch if isinstance(strategy, BatchPlacement) else None
         if isinstance(strategy, DataSharding):
             share, slicer = strategy.data_shard_for(loader), strategy.batch_slicer_for(loader)
         more.update((name, value) for name, value in options.items() if value is not None)
-        # Some programs patch this public function; call theirs then.
-        prepare = lazy_names.get_override(
-            "accelerate.data_loader", "prepare_data_loader", prepare_data_loader
-        )
+        # Some programs patch this public function; call theirs then. They know the arguments of 1.x alone.
+        public = "accelerate.data_loader", "prepare_data_loader"
+        prepare = lazy_names.get_override(*public, prepare_data_loader)
         shard = prepare(
             loader,
             world.device,

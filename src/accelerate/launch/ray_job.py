@@ -10,22 +10,16 @@ Source: Ray 2.60 documentation, "Placement Groups", "Actors", "Dynamic generator
 
 from __future__ import annotations
 
-import json
 import os
-import queue
-import re
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import accelerate.device as devices
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, MissingExtraError, RankError, SettingError
 from accelerate.core.frozen_dataclass import frozen_dataclass
@@ -34,9 +28,9 @@ from accelerate.core.value_types import Count, Index, PositiveNumber
 from accelerate.launch import rank_reports
 from accelerate.launch.base import Variables
 from accelerate.launch.kinds.mpi import FORWARDED_VARIABLES
-from accelerate.launch.logs import OutputSink, read_lines
+from accelerate.launch.logs import OutputSink
 from accelerate.launch.notebook import payload
-from accelerate.launch.notebook.function_launcher import STARTER, error_to_raise, read_results
+from accelerate.launch.notebook.function_launcher import error_to_raise, read_results
 from accelerate.launch.notebook.launchers import (
     check_call,
     check_numbers,
@@ -44,23 +38,15 @@ from accelerate.launch.notebook.launchers import (
     refuse_nested,
 )
 from accelerate.launch.rank_reports import JobOutcome, ProcessExit
+from accelerate.launch.ray_worker import Message, RayWorker
 from accelerate.launch.supervisor import (
     FORWARDED_SIGNALS,
     STOP_SIGNALS,
-    GuardProcess,
     SignalAndChildExitWaiter,
 )
-from accelerate.world.ports import ReservedPort
 
-STOP_TIMEOUT = 12.0  # seconds that a launcher has, whose ranks have 3, before the guard kills it
 POLL_SECONDS = 0.1  # seconds between looks for signals
 QUIET_WAIT_SECONDS = 10.0  # seconds of waiting for Ray before it is said
-# What a scheduler or launcher around Ray's own processes says to them: not about the ranks of this job.
-_SURROUNDING = re.compile(
-    r"(SLURM|OMPI|PMI|PMIX|HYDRA|MPI|LSB|LSF|MV2|PET|TORCHELASTIC|ROLE|GROUP|LOCAL|MASTER)_\w+|RANK|WORLD_SIZE"
-)
-
-Message = dict[str, Any]
 
 
 def launch(
@@ -117,101 +103,6 @@ def launch(
         print_line=lambda line: print(line, file=sys.stderr, flush=True),
     )
     return job.call(function, call, precision_variables(mixed_precision))
-
-
-class RayWorker:
-    """The actor of one bundle. The first one on a machine runs the launcher there.
-
-    Args:
-        folder: the working folder of the driver, used where this machine has it and the job no other.
-    """
-
-    def __init__(self, folder: str) -> None:
-        import ray
-
-        self._context = ray.get_runtime_context()
-        if "working_dir" not in self._context.runtime_env and os.path.isdir(folder):
-            os.chdir(folder)
-        self._port: ReservedPort | None = None
-        self._launcher: subprocess.Popen[bytes] | None = None
-
-    def describe(self) -> Message:
-        """Return the machine of this worker, and the variables by which Ray shows it devices."""
-        import ray.util
-
-        names = (device.visible_variable for device in devices.accelerators())
-        visible = {name: value for name in names if name and (value := environ.get(name))}
-        address = ray.util.get_node_ip_address()
-        return {"node": self._context.get_node_id(), "address": address, "visible": visible}
-
-    def reserve_port(self) -> int:
-        """Return a port of this machine that is free until its launcher listens there."""
-        self._port = ReservedPort()
-        return self._port.number
-
-    def run(
-        self, flags: Sequence[str], program: Sequence[str], variables: Variables, parcel: bytes | None
-    ) -> Iterator[Message]:
-        """Run the launcher; yield its output, and at the end its exit code, its error and its ranks' files.
-
-        Args:
-            flags: of ``accelerate launch``.
-            program: the script; not used with a parcel.
-            variables: of its environment.
-            parcel: a function to call, as ``payload.write_payload`` has it.
-        """
-        with tempfile.TemporaryDirectory(prefix="accelerate-") as name, GuardProcess(STOP_TIMEOUT) as guard:
-            folder = Path(name)
-            # No file of this machine says more than the flags do.
-            (folder / "settings.yaml").write_text("{}\n", encoding="utf-8")
-            own_flags = ("--config_file", f"{folder}/settings.yaml")
-            if parcel is not None:
-                (folder / "parcel").write_bytes(parcel)
-                program = (STARTER, str(folder / "parcel"), name)
-            surrounding = dict.fromkeys(key for key in environ.snapshot() if _SURROUNDING.fullmatch(key))
-            own: Variables = {"ACCELERATE_ERROR_FILE": folder / "error", "PYTHONUNBUFFERED": "1"}
-            launcher = self._launcher = subprocess.Popen(
-                (sys.executable, "-m", "accelerate", "launch", *own_flags, *flags, *program),
-                env=environ.make_child_environment({**surrounding, **variables, **own}),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-            )
-            guard.write_line(f"+{launcher.pid}")
-            yield from _stream_output(launcher)
-            code = launcher.wait()
-            error = (folder / "error").read_text(encoding="utf-8") if (folder / "error").is_file() else "{}"
-            files = {file.name: file.read_bytes() for file in folder.glob("rank_*")}
-            yield {"code": code, "error": json.loads(error), "files": files}
-
-    def stop(self, number: int) -> None:
-        """Pass a signal on to the launcher."""
-        if self._launcher is not None and self._launcher.poll() is None:
-            os.kill(self._launcher.pid, number)
-
-
-def _stream_output(process: subprocess.Popen[bytes]) -> Iterator[Message]:
-    """Yield what a process prints, all since the last message: ``{"output": [(1 or 2, lines)]}``."""
-    lines: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
-
-    def read(stream: int, pipe: IO[bytes]) -> None:
-        for piece in read_lines(pipe):
-            lines.put((stream, b"".join(piece)))
-        lines.put(None)
-
-    assert process.stdout is not None
-    assert process.stderr is not None
-    for stream, pipe in ((1, process.stdout), (2, process.stderr)):
-        threading.Thread(target=read, args=(stream, pipe), daemon=True).start()
-    are_open = 2
-    while are_open:
-        pieces = [lines.get()]
-        while not lines.empty():
-            pieces.append(lines.get())
-        are_open -= pieces.count(None)
-        if output := [piece for piece in pieces if piece is not None]:
-            yield {"output": output}
 
 
 @dataclass
@@ -393,22 +284,22 @@ class RayJob:
         bundles = self._request_bundles()
         uses_device = bool(bundles[0].keys() - {"CPU", "memory"})
         flags = (*flags, *(() if uses_device else ("--cpu",)))
+        restarts = 0
         with SignalAndChildExitWaiter() as signals:
-            for restart in range(self.max_restarts + 1):
+            while True:
                 group = self._place(bundles, signals)
                 try:
-                    machines = _find_machines(group, bundles)
-                    attempt = RayAttempt(machines, signals)
+                    attempt = RayAttempt(_find_machines(group, bundles), signals)
                     attempt.start(flags, program, {**forwarded, **variables}, parcel)
                     attempt.run()
                 finally:
                     remove_placement_group(group)
                 error = attempt.error()
-                if not isinstance(error, MachineLostError) or restart == self.max_restarts:
-                    break
-                self.print_line(f"{error.what}; restart {restart + 1} of {self.max_restarts}")
-        _write_rank_files(machines, folder)
-        return len(bundles), attempt.outcome, error
+                if not isinstance(error, MachineLostError) or restarts == self.max_restarts:
+                    _write_rank_files(attempt.machines, folder)
+                    return len(bundles), attempt.outcome, error
+                restarts += 1
+                self.print_line(f"{error.what}; restart {restarts} of {self.max_restarts}")
 
 
 class RayAttempt:
