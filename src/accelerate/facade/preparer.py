@@ -33,14 +33,7 @@ from accelerate.facade.runtime import Runtime
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.offload.offloaded_tensor import check_trainable
 from accelerate.offload.quantization.adapters import check_adapters, quantized_models
-from accelerate.strategy.base import (
-    BatchPlacement,
-    DataSharding,
-    LoaderAdaptation,
-    ObjectKind,
-    PrepareBundle,
-    PrepareStep,
-)
+from accelerate.strategy.base import BatchPlacement, DataSharding, ObjectKind, PrepareBundle, PrepareStep
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
 logger = logging.getLogger(__name__)
@@ -406,19 +399,18 @@ class Preparer:
         world, strategy = runtime.world, runtime.strategy
         if isinstance(loader, DataLoaderShard) and loader.active is runtime.gradients.loaders:
             return loader
-        own = (
-            ("shard", config.shard, "auto"),
-            ("legacy_random_numbers", config.legacy_random_numbers, False),
-        )
-        more: dict[str, Any] = {name: value for name, value, default in own if value != default}
+        more: dict[str, Any] = {"shard": config.shard} if config.shard != "auto" else {}
+        if config.legacy_random_numbers:
+            more["legacy_random_numbers"] = True
         share = strategy.data_shard
-        slicer = strategy.place_batch if isinstance(strategy, BatchPlacement) else None
+        slicer = None
         if isinstance(strategy, DataSharding):
             share, slicer = strategy.data_shard_for(loader), strategy.batch_slicer_for(loader)
         more.update((name, value) for name, value in options.items() if value is not None)
-        # Some programs patch this public function; call theirs then. They know the arguments of 1.x alone.
-        public = "accelerate.data_loader", "prepare_data_loader"
-        prepare = lazy_names.get_override(*public, prepare_data_loader)
+        # Some programs patch this public function; call theirs then.
+        prepare = lazy_names.get_override(
+            "accelerate.data_loader", "prepare_data_loader", prepare_data_loader
+        )
         shard = prepare(
             loader,
             world.device,
@@ -440,9 +432,9 @@ class Preparer:
         loaders, hardware = runtime.gradients.loaders, world.hardware
         loaders.run_pending = hardware.run_pending if hardware.is_lazy else None
         shard.active, shard.gradient_state = loaders, runtime.gradients
+        if isinstance(strategy, BatchPlacement):
+            slicer = strategy.batch_placer_for(shard)
         shard.slice_batch, shard.data_shard = slicer, share
-        if isinstance(strategy, LoaderAdaptation):
-            strategy.adapt_loader(shard)
         return shard
 
 

@@ -374,19 +374,11 @@ class SubclassGathering:
         return True
 
 
-class LoaderAdaptation:
-    """A capability: a prepared loader is adapted to what programs for this back end expect of one."""
-
-    def adapt_loader(self, loader: Any) -> None:
-        """Change a prepared loader in place."""
-        raise NotImplementedError
-
-
 class BatchPlacement:
-    """A capability: batches are annotated once they are on the device, before the program gets them."""
+    """A capability: prepared loaders are adapted to the back end, and batches annotated on the device."""
 
-    def place_batch(self, batch: Any) -> Any:
-        """Return the batch, whose tensors are on the device."""
+    def batch_placer_for(self, loader: Any) -> Callable[[Any], Any] | None:
+        """Adapt a prepared loader in place; return what is called with each batch on the device, or None."""
         raise NotImplementedError
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import weakref
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from accelerate.strategy.base import (
-    LoaderAdaptation,
+    BatchPlacement,
     OpenGradients,
     PrepareBundle,
     PrepareStep,
@@ -29,7 +29,7 @@ from accelerate.strategy.base import (
 from accelerate.world import collective
 
 
-class XLADataParallel(OpenGradients, LoaderAdaptation, Strategy):
+class XLADataParallel(OpenGradients, BatchPlacement, Strategy):
     """Training of one process, or of several that average gradients, on devices of PyTorch/XLA.
 
     One process has run on the CPU client of torch_xla 2.9, which has no collectives between processes:
@@ -61,7 +61,7 @@ class XLADataParallel(OpenGradients, LoaderAdaptation, Strategy):
                 self._models.append(weakref.ref(model))
                 collective.broadcast([*model.parameters(), *model.buffers()])
 
-    def adapt_loader(self, loader: Any) -> None:
+    def batch_placer_for(self, loader: Any) -> Callable[[Any], Any] | None:
         """Make a prepared loader an ``MpDeviceLoader`` of torch_xla too: programs for TPUs ask for one.
 
         It moves batches and ends steps itself. ``_parallel_loader_kwargs`` is where they say how SPMD shards.
@@ -69,6 +69,7 @@ class XLADataParallel(OpenGradients, LoaderAdaptation, Strategy):
         if not hasattr(loader, "_parallel_loader_kwargs"):
             loader.__class__ = _loader_class(type(loader))
             loader._parallel_loader_kwargs = {}
+        return None
 
     # --- the loop
 

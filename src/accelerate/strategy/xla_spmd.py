@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 from accelerate.core import tree
 from accelerate.core.errors import SettingError, WorldError
 from accelerate.core.option_report import OptionStatus, RequestedOption
-from accelerate.strategy.base import BatchPlacement, PrepareBundle, PrepareStep, StrategyRequest
+from accelerate.strategy.base import PrepareBundle, PrepareStep, StrategyRequest
 from accelerate.strategy.sharding.sharded_strategy import FSDP_SELECTION
 from accelerate.strategy.xla import XLADataParallel
 
@@ -39,7 +39,7 @@ _USED = {
 }
 
 
-class XLASPMDStrategy(BatchPlacement, XLADataParallel):
+class XLASPMDStrategy(XLADataParallel):
     """Batches sharded over the devices of one process, and with FSDP's plugin parameters too.
 
     Run on four virtual devices of the CPU client of torch_xla 2.9. Source: PyTorch/XLA documentation,
@@ -137,17 +137,12 @@ class XLASPMDStrategy(BatchPlacement, XLADataParallel):
             reason = f"{self.device_count} devices hold a shard of each parameter"
             yield PrepareStep("shard", reason, self._shard_models)
 
-    def place_batch(self, batch: Any) -> Any:
-        """Shard the tensors of a batch by samples."""
-        return tree.map_tree(self._shard_samples, batch)
-
-    def adapt_loader(self, loader: Any) -> None:
+    def batch_placer_for(self, loader: Any) -> Callable[[Any], Any]:
         """Make a prepared loader torch_xla's too, and shard its batches as its ``input_sharding`` says."""
-        super().adapt_loader(loader)
-        if loader.slice_batch is not None:
-            loader.slice_batch = functools.partial(self._place_batch_of, loader)
+        super().batch_placer_for(loader)
+        return functools.partial(self._place_batch, loader)
 
-    def _place_batch_of(self, loader: Any, batch: Any) -> Any:
+    def _place_batch(self, loader: Any, batch: Any) -> Any:
         spec = loader._parallel_loader_kwargs.get("input_sharding")
         if not isinstance(spec, Mapping):
             return tree.map_tree(functools.partial(self._shard_input, spec), batch)
