@@ -124,7 +124,7 @@ $(XLA)/ready: $(XLA)/constraints.txt tests/xla/requirements.txt pyproject.toml
 test-xla: $(XLA)/ready  ## training on PyTorch/XLA, on its client for CPUs
 	OMP_NUM_THREADS=$(THREADS) $(XLA)/bin/python -m pytest tests/xla $(ARGS)
 
-# Ray with two raylets on this machine.
+# Ray with two raylets on this machine, and the clients of Kubernetes and Kubeflow.
 RAY = .venv-ray
 $(RAY)/constraints.txt: tests/ray/requirements.txt
 	@echo "an environment in $(RAY) with $(TORCH) and Ray"
@@ -136,8 +136,8 @@ $(RAY)/ready: $(RAY)/constraints.txt tests/ray/requirements.txt pyproject.toml
 	@$(RAY)/bin/python $(PIP) install -c $< -r tests/ray/requirements.txt -e . pytest pytest-timeout
 	@touch $@
 
-test-ray: $(RAY)/ready  ## jobs on Ray, on two raylets of this machine
-	OMP_NUM_THREADS=$(THREADS) $(RAY)/bin/python -m pytest tests/ray $(ARGS)
+test-ray: $(RAY)/ready  ## jobs on Ray, on two raylets of this machine; manifests, read by the clients of Kubernetes
+	OMP_NUM_THREADS=$(THREADS) $(RAY)/bin/python -m pytest tests/ray tests/null/test_manifests.py $(ARGS)
 
 test-mutations: $(VENV)/ready-test  ## do the tests find mistakes in the source?
 	$(BIN)/python -m tests.support.mutations $(ARGS)
