@@ -1,5 +1,5 @@
 # One command runs the demo, one runs the tests. Both set themselves up; neither needs the other first.
-#   make demo | test | test-all | test-torch | test-clients | test-trackers | test-xla | test-processors | test-mutations | check | bench | bench-peer | gpu | docs | clean
+#   make demo | test | test-all | test-torch | test-clients | test-trackers | test-xla | test-ray | test-processors | test-mutations | check | bench | bench-peer | gpu | docs | clean
 #   make demo TORCH=torch==2.9.0      another torch      make demo PYTHON=python3.12   another Python
 TORCH  ?= torch==2.13.0
 # The versions that are supported, each tested in an environment of its own by `make test-torch`.
@@ -19,7 +19,7 @@ WORKERS_PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --max-wo
 PYTEST = OMP_NUM_THREADS=$(THREADS) $(WORKERS_PYTEST)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-reduced test-torch test-newest test-clients record-clients test-trackers test-xla test-mutations test-processors check types-of-package calls-of-others format bench bench-peer gpu docs clean
+.PHONY: help demo test test-all test-reduced test-torch test-newest test-clients record-clients test-trackers test-xla test-ray test-mutations test-processors check types-of-package calls-of-others format bench bench-peer gpu docs clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -124,6 +124,21 @@ $(XLA)/ready: $(XLA)/constraints.txt tests/xla/requirements.txt pyproject.toml
 test-xla: $(XLA)/ready  ## training on PyTorch/XLA, on its client for CPUs
 	OMP_NUM_THREADS=$(THREADS) $(XLA)/bin/python -m pytest tests/xla $(ARGS)
 
+# Ray with two raylets on this machine, and the clients of Kubernetes and Kubeflow.
+RAY = .venv-ray
+$(RAY)/constraints.txt: tests/ray/requirements.txt
+	@echo "an environment in $(RAY) with $(TORCH) and Ray"
+	@$(PYTHON) -m venv $(RAY)
+	@$(RAY)/bin/python $(PIP) install "$(TORCH)" numpy
+	@$(RAY)/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $@
+
+$(RAY)/ready: $(RAY)/constraints.txt tests/ray/requirements.txt pyproject.toml
+	@$(RAY)/bin/python $(PIP) install -c $< -r tests/ray/requirements.txt -e . pytest pytest-timeout
+	@touch $@
+
+test-ray: $(RAY)/ready  ## jobs on Ray, on two raylets of this machine; manifests, read by the clients of Kubernetes
+	OMP_NUM_THREADS=$(THREADS) $(RAY)/bin/python -m pytest tests/ray tests/null/test_manifests.py $(ARGS)
+
 test-mutations: $(VENV)/ready-test  ## do the tests find mistakes in the source?
 	$(BIN)/python -m tests.support.mutations $(ARGS)
 
@@ -168,4 +183,4 @@ docs: $(VENV)/ready-docs  ## build the documentation into site/
 	$(BIN)/mkdocs build --strict
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(PEER) $(CLIENTS) $(CLIENTS_PEER) $(TRACKERS) $(XLA) .venv-torch-* site runs .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEER) $(CLIENTS) $(CLIENTS_PEER) $(TRACKERS) $(XLA) $(RAY) .venv-torch-* site runs .pytest_cache .ruff_cache

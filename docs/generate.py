@@ -158,6 +158,19 @@ def _launching() -> Iterator[Claim]:
         "`mpirun` on the machines of a file (`--mpirun_hostfile`)",
         "cpu/test_schedulers.py::file_of_machines_is_launched",
     )
+    yield tested(
+        "four machines on a slow, lossy network: one joins late, one is lost, clocks differ",
+        "cpu/test_machines.py::four_machines",
+    )
+    yield tested(
+        "Ray (`--ray`, `accelerate.ray.launch`), by `make test-ray`; with a fake of it in `make test`",
+        "ray/test_jobs.py::a_function_trains_on_two_machines",
+        "null/test_ray_launch.py::machines_are_numbered",
+    )
+    yield tested(
+        "manifests (`--print_manifest`) for Kubeflow, JobSet and SkyPilot, applied to no cluster",
+        "null/test_manifests.py::a_pytorch_job_of_a_file",
+    )
     yield faked(
         "TPU and its pods (`--tpu`, `--tpu_use_cluster`, `tpu-config`)",
         "null/test_tpu_launch.py::once_for_each_device",

@@ -14,6 +14,7 @@ from accelerate import logging as logging
 from accelerate import memory_utils as memory_utils
 from accelerate import optimizer as optimizer
 from accelerate import parallelism_config as parallelism_config
+from accelerate import ray as ray
 from accelerate import scheduler as scheduler
 from accelerate import state as state
 from accelerate import test_utils as test_utils

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -157,3 +159,71 @@ while True:
     assert re.search(lost, results[1].stderr), results[1].output
     for result in results:
         assert "--machine_timeout" in result.stderr
+
+
+# Each attempt tells its world; the job ends when a fourth machine has come and gone again.
+COME_AND_GO = """
+import os, socket, sys, time
+rank, size, host = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), socket.gethostname()
+exchange = lambda: time.sleep(0.05)
+if {gloo}:
+    import datetime, torch
+    import torch.distributed as dist
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    def exchange():
+        sum = torch.ones(1)
+        dist.all_reduce(sum)
+        assert sum.item() == size
+        time.sleep(0.05)
+exchange()
+sys.stdout.write(f"{{host}} is one of {{size}}, its clock says {{time.time():.0f}}\\n")
+sys.stdout.flush()
+mark = "seen_four_" + host
+if size == 4:
+    open(mark, "w").close()
+while size == 4 or not os.path.exists(mark):
+    exchange()
+"""
+
+
+@pytest.mark.skipif(bool(support.unable_to_switch()), reason=support.unable_to_switch() or "possible here")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler for the library that moves a clock")
+@pytest.mark.parametrize("gloo", [False, long_run_param(True)])
+@pytest.mark.timeout(300)
+def test_four_machines_on_a_slow_lossy_network(tmp_path: Path, gloo: bool) -> None:
+    """One joins late, one is cut off, and the clocks of two are minutes behind and ahead.
+
+    A frame takes 10 ms to the other machine, and one in a hundred is lost. Torch's rendezvous alone takes the
+    machine whose clock is behind for a dead one, and all wait for it.
+    """
+    place = ("--rdzv_backend", "c10d", "--rdzv_endpoint", "hosta:29400", "--rdzv_conf", "last_call_timeout=2")
+    flags = ("--cpu", "--num_machines", "3:4", "--nproc_per_node", "1", "--machine_timeout", "10")
+    skews, clock = {"hostb": "-300", "hostc": "300"}, str(support.build_clock(tmp_path))
+    with Hosts(4, latency=0.01, loss=0.01) as hosts:
+
+        def begin(name: str) -> Running:
+            command = hosts.command(name, [*CONSOLE, "launch", *flags, *place])
+            skew = {"LD_PRELOAD": clock, "HOST_CLOCK_SKEW": skews[name]} if name in skews else {}
+            env = {"OMP_NUM_THREADS": "1", **skew}
+            return Running(command, script_text=COME_AND_GO.format(gloo=gloo), env=env)
+
+        jobs = {name: begin(name) for name in hosts.names[:3]}
+        for name, job in jobs.items():
+            job.wait_for(f"{name} is one of 3", timeout=90)
+        jobs["hostd"] = begin("hostd")
+        for name, job in jobs.items():
+            job.wait_for(f"{name} is one of 4", timeout=90)
+        hosts.cut("hostd")
+        *others, alone = ends(hosts, list(jobs.values()), timeout=120)
+        assert hosts.switch is not None
+        assert hosts.switch.lost > 0
+    clocks: dict[str, float] = {}
+    for name, result in zip(hosts.names[:3], others, strict=True):
+        assert result.returncode == 0, result.output
+        said = re.findall(rf"{name} is one of (\d), its clock says (\d+)", result.stdout)
+        assert [size for size, _ in said] == ["3", "4", "3"]
+        clocks[name] = float(said[0][1])
+        assert "another machine has come" in result.stderr
+        assert re.search(r"\(hostd\) is lost", result.stderr), result.output
+    assert clocks["hostb"] + 200 < clocks["hosta"] < clocks["hostc"] - 200
+    assert alone.returncode == 1, alone.output

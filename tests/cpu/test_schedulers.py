@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,6 +97,57 @@ def test_the_first_failing_rank_ends_the_step_with_its_code(cluster: slurm.Slurm
     script = "import os, sys\nsys.exit(7 if os.environ['RANK'] == '1' else 0)"
     finished = srun(cluster, "-N2", "-n2", *CONSOLE, "launch", "--cpu", script=script)
     assert finished.returncode == 7, finished.output
+
+
+# It is told to stop in its first start, and goes on from its checkpoint in the second one.
+REQUEUED = """
+import os, signal, sys
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+
+project = ProjectConfiguration("project", automatic_checkpoint_naming=True)
+accelerator = Accelerator(cpu=True, project_config=project)
+model = accelerator.prepare(torch.nn.Linear(1, 1))
+restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+if accelerator.resume_from:
+    accelerator.load_state(accelerator.resume_from)
+resumes = bool(accelerator.resume_from)
+print(f"start {restarts}, rank {accelerator.process_index}, resumes: {resumes}\\n", end="")
+sys.stdout.flush()
+if restarts == "0":
+    accelerator.should_stop
+    if accelerator.is_main_process:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    while not accelerator.should_stop:
+        pass
+    accelerator.save_state()
+    accelerator.exit_to_resume()
+"""
+
+
+@pytest.mark.parametrize("processes", [1, long_run_param(2)])
+def test_a_job_that_stops_to_be_resumed_is_requeued_and_goes_on(
+    cluster: slurm.Slurm, tmp_path: Path, processes: int
+) -> None:
+    """D12: SLURM's ``RequeueExit=75`` starts it again, from its checkpoint."""
+    (tmp_path / "train.py").write_text(REQUEUED)
+    command = f"{CONSOLE[0]} launch --cpu -n {processes} --resume auto train.py"
+    (tmp_path / "job.sh").write_text(f"#!/bin/sh\nexec {command}\n")
+    options = ("--wait", "--requeue", "--open-mode=append", "--output=out", "-N1", "-n1")
+    job = Running(["sbatch", *options, "job.sh"], env=cluster.env, cwd=tmp_path)
+    job.wait_for("Submitted batch job")
+    number = job.text().split()[-1]
+    # A requeued job waits for two minutes; whoever may, says that it need not.
+    while cluster.ask("squeue", "-h", "-j", number, "-o", "%r") != "BeginTime":
+        time.sleep(0.2)
+    cluster.ask("scontrol", "update", f"JobId={number}", "StartTime=now")
+    finished, text = job.wait(60), (tmp_path / "out").read_text()
+    assert finished.returncode == 0, finished.output + text
+    starts = [line for line in text.splitlines() if line.startswith("start ")]
+    assert sorted(starts) == [
+        f"start {start}, rank {rank}, resumes: {start == 1}" for start in (0, 1) for rank in range(processes)
+    ]
 
 
 def test_a_number_that_is_not_the_schedulers_is_refused(cluster: slurm.Slurm) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -23,6 +24,9 @@ def train(window: int) -> tuple[Numbers, list[int], str, str]:
         objects: Any = (model, parity.adamw(model), loader)
         plan = str(accelerator.plan(*objects))
         model, optimizer, loader = accelerator.prepare(*objects)
+        # What transformers asks of a loader for a TPU, and where it writes how SPMD shards batches.
+        assert isinstance(loader, sys.modules["torch_xla.distributed.parallel_loader"].MpDeviceLoader)
+        assert loader._parallel_loader_kwargs == {}
         losses, norms = [], []
         for batch in loader:
             with accelerator.accumulate(model):

@@ -45,6 +45,13 @@ def test_an_unknown_type_is_refused_with_the_nearest() -> None:
     assert "did you mean 'cuda'?" in str(caught.value)
 
 
+@pytest.mark.parametrize(("called", "device"), [("tpu", "xla"), ("gpu", "cuda"), ("habana", "hpu")])
+def test_a_device_by_its_common_name_is_suggested_by_torchs(called: str, device: str) -> None:
+    with pytest.raises(DeviceError) as caught:
+        devices.get(called)
+    assert caught.value.fix == f"did you mean {device!r}?"
+
+
 def test_a_device_with_no_file_is_fully_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeModule("mtia", 4)
     monkeypatch.setattr(torch, "mtia", fake)

@@ -43,7 +43,7 @@ def test_capabilities_are_found_by_type() -> None:
         "fsdp1",
         "parallelism",
     }
-    assert {name for name, kind in kinds.items() if issubclass(kind, BatchPlacement)} == {"xla_spmd"}
+    assert {name for name, kind in kinds.items() if issubclass(kind, BatchPlacement)} == {"xla", "xla_spmd"}
     assert all(kind.owns_step is issubclass(kind, EngineStrategy) for kind in kinds.values())
 
 

@@ -36,6 +36,7 @@ SlurmctldPort={port}
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge/socket
+RequeueExit=75
 MpiDefault=none
 ProctrackType=proctrack/pgid
 TaskPlugin=task/none
@@ -98,6 +99,12 @@ class Slurm:
         self._end_steps()
         _name_nodes(False)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def ask(self, *command: str) -> str:
+        """What a command of SLURM prints."""
+        done = subprocess.run(command, env=clean(self.env), capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
 
     def _end_steps(self) -> None:
         """Ends what manages a step and has nobody left to report to; it has a log of this folder open."""

@@ -73,9 +73,12 @@ def xla_over_gloo() -> Iterator[list[int]]:
     calls: list[int] = []
     fake = types.ModuleType("torch_xla.core.xla_model")
     fake.REDUCE_SUM, fake.all_reduce = "sum", all_reduce  # type: ignore[attr-defined]
+    loaders = types.ModuleType("torch_xla.distributed.parallel_loader")
+    loaders.MpDeviceLoader = type("MpDeviceLoader", (), {})  # type: ignore[attr-defined]
     kind = STRATEGIES.get("xla")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, fake.__name__, fake)
+        patch.setitem(sys.modules, loaders.__name__, loaders)
         patch.setattr(STRATEGIES.get("xla_spmd"), "selection", kind.selection)  # the subclass keeps its own
         patch.setattr(kind, "selection", replace(kind.selection, device_type="cpu", min_world_size=2))
         yield calls

@@ -38,6 +38,17 @@ def report(training: Training) -> dict[str, Any]:
     }
 
 
+def shard_as_asked(loader: Any) -> str:
+    """How batches are sharded if a program asks for it as it would ask torch_xla's own loader."""
+    import torch_xla.distributed.spmd as spmd
+    from torch_xla.distributed.parallel_loader import MpDeviceLoader
+
+    assert isinstance(loader, MpDeviceLoader)
+    spec = spmd.ShardingSpec(spmd.get_global_mesh(), (None, "fsdp"))
+    loader._parallel_loader_kwargs["input_sharding"] = spec
+    return sharding(next(iter(loader))["input_ids"])
+
+
 def main(kind: str, folder: str) -> None:
     """Trains, saves, resumes, and writes what there is to compare."""
     options: dict[str, Any] = {}
@@ -64,6 +75,7 @@ def main(kind: str, folder: str) -> None:
     result["numbers"], result["compiled"] = epoch(whole)
     result["sharding"] = report(whole)
     result["distributed_type"] = str(whole.accelerator.distributed_type)
+    result["asked_sharding"] = shard_as_asked(whole.loader)
     accumulated = prepared(gradient_accumulation_steps=2, **options)
     result["accumulated"], result["accumulated_compiled"] = epoch(accumulated)
     torch.save(result, f"{folder}/result.pt")

@@ -42,6 +42,7 @@ def test_losses_norms_and_weights_are_those_of_one_cpu(job: tuple[Any, Path]) ->
 def test_tensors_are_sharded(job: tuple[Any, Path]) -> None:
     """Batches by samples; parameters and moments along a dimension of their own, after a load as well."""
     result, _ = job
+    assert result["asked_sharding"] == "{devices=[1,4]0,1,2,3}"
     for sharding in (result["sharding"], result["resumed_sharding"]):
         assert sharding["batch"] == "{devices=[4,1]0,1,2,3}"
         tensors = [*sharding["parameters"].values(), *sharding["states"].values()]

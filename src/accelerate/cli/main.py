@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import click
 
+from accelerate.core import environ
 from accelerate.core.errors import AccelerateError, RankError, SettingError, UnknownNameError
 from accelerate.core.registry import Registry
 
@@ -82,13 +83,17 @@ def run(args: Sequence[str], name: str = "accelerate") -> int:
     try:
         result = accelerate.main(args=list(args), prog_name=name, standalone_mode=False)
         return result if isinstance(result, int) else 0
-    except RankError as error:
-        click.echo(error.format_text(), file=sys.stderr)
-        return error.code
     except click.UsageError as error:
         _print_error(_convert_usage_error(error, _command_name(args, name)), _command_name(args, name))
     except AccelerateError as error:
-        _print_error(error, _command_name(args, name))
+        code = error.code if isinstance(error, RankError) else USAGE_EXIT_CODE
+        if report := environ.get("ACCELERATE_ERROR_FILE"):
+            _write_error(error, code, report)
+        elif isinstance(error, RankError):
+            click.echo(error.format_text(), file=sys.stderr)
+        else:
+            _print_error(error, _command_name(args, name))
+        return code
     except (click.Abort, KeyboardInterrupt):
         return 130
     return USAGE_EXIT_CODE
@@ -105,6 +110,14 @@ def _print_error(error: AccelerateError, command: str) -> None:
     lines += [f"  {click.style('why:', bold=True)} {error.why}"] if error.why else []
     lines += [f"  {click.style('fix:', fg='green', bold=True)} {error.fix}"] if error.fix else []
     click.echo("\n".join(lines), file=sys.stderr)
+
+
+def _write_error(error: AccelerateError, code: int, path: str) -> None:
+    """Leaves an error for the launcher around this one, which prints those of all machines once."""
+    import json
+
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({**vars(error), "code": code}, file)
 
 
 def _convert_usage_error(error: click.UsageError, command: str) -> AccelerateError:

@@ -24,6 +24,7 @@ PROTOCOL_VARIABLES: dict[str, str] = {
     "ACCELERATE_ASKED": "the options requested of the launcher, each with its flag or file line, as JSON",
     "ACCELERATE_QUIET": "true: no progress bars of loading, saving and estimating; set by launch --quiet",
     "ACCELERATE_STOP_FOLDER": "where a process tells its launcher that it stops in good order when asked",
+    "ACCELERATE_ERROR_FILE": "where the command line leaves its error instead of printing it, as JSON",
     "FORK_LAUNCHED": "true: the process group belongs to a parent and is not destroyed here",
     "RANK": "rank of this process in the world",
     "WORLD_SIZE": "number of processes in the world",

@@ -338,6 +338,16 @@ INTERNALS = (
         },
     ),
     Internals(
+        "heartbeats of a rendezvous",
+        ("launch/elastic/rendezvous.py",),
+        {
+            "torch.distributed.elastic.rendezvous.dynamic_rendezvous": (
+                "DynamicRendezvousHandler._state_holder _BackendRendezvousStateHolder._sanitize"
+            )
+        },
+        "machines whose clocks differ by more than 15 s do not find each other",
+    ),
+    Internals(
         "categories of memory in a profile",
         ("watch/memory_timeline.py",),
         {

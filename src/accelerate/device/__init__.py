@@ -40,7 +40,7 @@ def _make_default_device(type: str) -> Device:
     try:
         torch.get_device_module(type)
     except RuntimeError as error:
-        near = nearest(type, DEVICES.names())
+        near = _device_called(type) or nearest(type, DEVICES.names())
         raise DeviceError(
             f"unknown device {type!r}",
             why=f"torch has no module for it; known: {', '.join(DEVICES.names())}",
@@ -50,6 +50,16 @@ def _make_default_device(type: str) -> Device:
     if torch.distributed.is_available():
         device.backend = torch.distributed.Backend.default_device_backend_map.get(type, "")
     return device
+
+
+def _device_called(name: str) -> str | None:
+    """Return the type of the device whose own variables have a name that torch does not use: ``"tpu"``."""
+    common = [device for device in DEVICES if device.is_most_common]
+    for device in (*common, *accelerators()):
+        words = f"{device.distributed_type}_{device.visible_variable}".split("_")
+        if name.upper() in words:
+            return device.type
+    return None
 
 
 def accelerators() -> list[Device]:

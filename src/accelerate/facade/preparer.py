@@ -411,7 +411,7 @@ class Preparer:
         if config.legacy_random_numbers:
             more["legacy_random_numbers"] = True
         share = strategy.data_shard
-        slicer = strategy.place_batch if isinstance(strategy, BatchPlacement) else None
+        slicer = None
         if isinstance(strategy, DataSharding):
             share, slicer = strategy.data_shard_for(loader), strategy.batch_slicer_for(loader)
         more.update((name, value) for name, value in options.items() if value is not None)
@@ -440,6 +440,8 @@ class Preparer:
         loaders, hardware = runtime.gradients.loaders, world.hardware
         loaders.run_pending = hardware.run_pending if hardware.is_lazy else None
         shard.active, shard.gradient_state = loaders, runtime.gradients
+        if isinstance(strategy, BatchPlacement):
+            slicer = strategy.batch_placer_for(shard)
         shard.slice_batch, shard.data_shard = slicer, share
         return shard
 

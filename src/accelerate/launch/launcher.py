@@ -103,6 +103,10 @@ CONFLICTS = (
     SettingConflictRule("use_cpu", "tpu", "each asks for another device"),
     SettingConflictRule("multi_gpu", "tpu", "each asks for another device"),
     SettingConflictRule("use_cpu", "gpu_ids", "a CPU has no device numbers", flags_only=True),
+    SettingConflictRule("ray", "tpu", "each starts the processes in its own way"),
+    SettingConflictRule(
+        "ray", "print_manifest", "Ray starts the processes, a manifest has a cluster start them"
+    ),
     SettingConflictRule("module", "no_python", "a module is started by Python, a program by itself"),
 )
 

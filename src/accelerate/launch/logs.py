@@ -130,7 +130,7 @@ def parse_tee(tee: str) -> tuple[int, dict[int, int]]:
         ) from error
 
 
-def _read_lines(pipe: IO[bytes]) -> Iterator[list[bytes]]:
+def read_lines(pipe: IO[bytes]) -> Iterator[list[bytes]]:
     """Yield the whole lines of each read; of a line that does not end, long pieces.
 
     A carriage return ends a line too, for progress bars.
@@ -156,7 +156,7 @@ def _read_lines(pipe: IO[bytes]) -> Iterator[list[bytes]]:
 def _forward_output(pipe: IO[bytes], console: OutputSink, log: OutputSink | None, mark: bytes) -> None:
     """Pass the lines of a rank on, until it closes its end; whatever happens to the places they go to."""
     before = b"\n"
-    for lines in _read_lines(pipe):
+    for lines in read_lines(pipe):
         if log is not None:
             log.write(b"".join(lines))
         marked: list[bytes] = []

@@ -39,6 +39,10 @@ _LOCAL = {
     "print_manifest",
     "manifest_image",
     "manifest_accelerator",
+    "ray",
+    "ray_address",
+    "ray_resources",
+    "ray_placement",
 }
 _SECRET = re.compile(r"secret|password|token|access_key", re.IGNORECASE)
 
@@ -119,11 +123,11 @@ def _describe_job(request: LaunchRequest, kind: str) -> ManifestJob:
     if kind != "skypilot":
         # Kubernetes would take $(NAME) in the user's words for a variable.
         program = tuple(word.replace("$(", "$$(") for word in program)
-    flags = tuple(_iterate_flags(request))
+    flags = tuple(iterate_flags(request))
     return ManifestJob(name, machines, processes, settings.manifest_image, accelerator, flags, program)
 
 
-def _iterate_flags(request: LaunchRequest) -> Iterator[str]:
+def iterate_flags(request: LaunchRequest) -> Iterator[str]:
     """Yield the flags of every setting that some source gave a value of its own."""
     switches = request.strategy_switches
     for cls in request.loaded:

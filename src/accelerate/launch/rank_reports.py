@@ -150,7 +150,8 @@ def rank_process(request: LaunchRequest, folder: Path, rank: int, variables: Var
         kind = "module" if request.settings.module else "script"
         files = (str(fault_file(folder, rank)), str(error_file(folder, rank)))
         program = (sys.executable, RANK_SCRIPT, *files, kind, *program)
-    env = environ.make_child_environment({**variables, "ACCELERATE_STOP_FOLDER": folder})
+    own: Variables = {"ACCELERATE_STOP_FOLDER": folder, "ACCELERATE_ERROR_FILE": None}
+    env = environ.make_child_environment({**variables, **own})
     # One reader is right for a terminal; the others would steal its lines.
     return ProcessSpec(program, env, stdin=None if rank == 0 else subprocess.DEVNULL)
 

@@ -375,10 +375,10 @@ class SubclassGathering:
 
 
 class BatchPlacement:
-    """A capability: batches are annotated once they are on the device, before the program gets them."""
+    """A capability: prepared loaders are adapted to the back end, and batches annotated on the device."""
 
-    def place_batch(self, batch: Any) -> Any:
-        """Return the batch, whose tensors are on the device."""
+    def batch_placer_for(self, loader: Any) -> Callable[[Any], Any] | None:
+        """Adapt a prepared loader in place; return what is called with each batch on the device, or None."""
         raise NotImplementedError
 
 

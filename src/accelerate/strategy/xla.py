@@ -6,9 +6,10 @@ overlaps it with computation. So there are no buckets, and nothing here waits fo
 
 from __future__ import annotations
 
+import functools
 import importlib
 import weakref
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from accelerate.strategy.base import (
+    BatchPlacement,
     OpenGradients,
     PrepareBundle,
     PrepareStep,
@@ -27,7 +29,7 @@ from accelerate.strategy.base import (
 from accelerate.world import collective
 
 
-class XLADataParallel(OpenGradients, Strategy):
+class XLADataParallel(OpenGradients, BatchPlacement, Strategy):
     """Training of one process, or of several that average gradients, on devices of PyTorch/XLA.
 
     One process has run on the CPU client of torch_xla 2.9, which has no collectives between processes:
@@ -58,6 +60,16 @@ class XLADataParallel(OpenGradients, Strategy):
             if all(known() is not model for known in self._models):
                 self._models.append(weakref.ref(model))
                 collective.broadcast([*model.parameters(), *model.buffers()])
+
+    def batch_placer_for(self, loader: Any) -> Callable[[Any], Any] | None:
+        """Make a prepared loader an ``MpDeviceLoader`` of torch_xla too: programs for TPUs ask for one.
+
+        It moves batches and ends steps itself. ``_parallel_loader_kwargs`` is where they say how SPMD shards.
+        """
+        if not hasattr(loader, "_parallel_loader_kwargs"):
+            loader.__class__ = _loader_class(type(loader))
+            loader._parallel_loader_kwargs = {}
+        return None
 
     # --- the loop
 
@@ -103,6 +115,13 @@ class XLADataParallel(OpenGradients, Strategy):
             functions = importlib.import_module("torch_xla.core.xla_model")
             gradients = [parameter.grad for parameter in parameters]
             functions.all_reduce(functions.REDUCE_SUM, gradients, scale=1.0 / self.world.size)
+
+
+@functools.cache
+def _loader_class(kind: type) -> type:
+    """Return the class of a prepared loader that is torch_xla's too, by the name that it has in 1.x."""
+    parallel_loader = importlib.import_module("torch_xla.distributed.parallel_loader")
+    return type("MpDeviceLoaderWrapper", (kind, parallel_loader.MpDeviceLoader), {})
 
 
 PLUGIN = XLADataParallel

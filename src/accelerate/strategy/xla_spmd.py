@@ -8,8 +8,9 @@ Losses, norms, state dicts and checkpoints are those of one process.
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from accelerate.core import tree
 from accelerate.core.errors import SettingError, WorldError
 from accelerate.core.option_report import OptionStatus, RequestedOption
-from accelerate.strategy.base import BatchPlacement, PrepareBundle, PrepareStep, StrategyRequest
+from accelerate.strategy.base import PrepareBundle, PrepareStep, StrategyRequest
 from accelerate.strategy.sharding.sharded_strategy import FSDP_SELECTION
 from accelerate.strategy.xla import XLADataParallel
 
@@ -38,7 +39,7 @@ _USED = {
 }
 
 
-class XLASPMDStrategy(BatchPlacement, XLADataParallel):
+class XLASPMDStrategy(XLADataParallel):
     """Batches sharded over the devices of one process, and with FSDP's plugin parameters too.
 
     Run on four virtual devices of the CPU client of torch_xla 2.9. Source: PyTorch/XLA documentation,
@@ -58,14 +59,14 @@ class XLASPMDStrategy(BatchPlacement, XLADataParallel):
         if not runtime.is_spmd():
             _refuse_started_runtime()
             runtime.use_spmd()
-        self._mesh: Any = self._spmd.get_global_mesh() or self._new_mesh(
-            runtime.global_runtime_device_count()
-        )
+        if self._mesh is None:
+            count = runtime.global_runtime_device_count()
+            self._spmd.set_global_mesh(self._spmd.Mesh(list(range(count)), (count,), (AXIS,)))
 
-    def _new_mesh(self, count: int) -> Any:
-        mesh = self._spmd.Mesh(list(range(count)), (count,), (AXIS,))
-        self._spmd.set_global_mesh(mesh)
-        return mesh
+    @property
+    def _mesh(self) -> Any:
+        """The global mesh; programs may replace it after the ``Accelerator`` was made."""
+        return self._spmd.get_global_mesh()
 
     @classmethod
     def claims(cls, request: StrategyRequest) -> bool:
@@ -136,9 +137,26 @@ class XLASPMDStrategy(BatchPlacement, XLADataParallel):
             reason = f"{self.device_count} devices hold a shard of each parameter"
             yield PrepareStep("shard", reason, self._shard_models)
 
-    def place_batch(self, batch: Any) -> Any:
-        """Shard the tensors of a batch by samples."""
-        return tree.map_tree(self._shard_samples, batch)
+    def batch_placer_for(self, loader: Any) -> Callable[[Any], Any]:
+        """Make a prepared loader torch_xla's too, and shard its batches as its ``input_sharding`` says."""
+        super().batch_placer_for(loader)
+        return functools.partial(self._place_batch, loader)
+
+    def _place_batch(self, loader: Any, batch: Any) -> Any:
+        spec = loader._parallel_loader_kwargs.get("input_sharding")
+        if not isinstance(spec, Mapping):
+            return tree.map_tree(functools.partial(self._shard_input, spec), batch)
+        return {
+            name: tree.map_tree(functools.partial(self._shard_input, spec.get(name)), value)
+            for name, value in batch.items()
+        }
+
+    def _shard_input(self, spec: Any, value: Any) -> Any:
+        """Shard a tensor by a ``ShardingSpec`` that fits its dimensions, else by samples."""
+        if spec is None or not isinstance(value, torch.Tensor) or not spec.can_apply(value):
+            return self._shard_samples(value)
+        spec.apply(value)
+        return value
 
     def _shard_models(self, bundle: PrepareBundle) -> None:
         from accelerate.strategy.sharding.fsdp_unit_plan import plan_layout

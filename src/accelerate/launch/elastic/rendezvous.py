@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from accelerate.core.errors import LaunchError
@@ -133,6 +133,8 @@ class DynamicRendezvous:
                     fix="start the machine of that address first, or give another --rdzv_endpoint",
                 ) from error
             self.handler = self._create_handler(here=False)  # another launch on this machine was first
+        if hasattr(getattr(self.handler, "_state_holder", None), "_sanitize"):
+            HeartbeatObserver(self.handler._state_holder)
 
     def _create_handler(self, *, here: bool) -> Any:
         from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -175,6 +177,35 @@ class DynamicRendezvous:
     def shutdown(self) -> None:
         """Tells machines that still wait to join that the job is over."""
         self.handler.shutdown()
+
+
+class HeartbeatObserver:
+    """Has a c10d rendezvous judge machines by the clock of this one alone.
+
+    torch writes a heartbeat as the time of the machine that sends it, and compares it with the time of the
+    one that reads: a machine whose clock is some seconds behind is dead to the others, which wait for it.
+    Here a heartbeat is as old as this machine has seen it unchanged.
+
+    Args:
+        holder: the state of the rendezvous, as this machine knows it.
+    """
+
+    def __init__(self, holder: Any) -> None:
+        self.holder, self.remove_dead_machines = holder, holder._sanitize
+        self.last_seen: dict[
+            Any, tuple[datetime, datetime]
+        ] = {}  # what was written, and when it was new here
+        holder._sanitize = self._sanitize
+
+    def _sanitize(self) -> None:
+        state, now = self.holder.state, datetime.now(timezone.utc)
+        written = state.last_heartbeats
+        for machine, heartbeat in written.items():
+            if machine not in self.last_seen or self.last_seen[machine][0] != heartbeat:
+                self.last_seen[machine] = (heartbeat, now)
+        state.last_heartbeats = {machine: self.last_seen[machine][1] for machine in written}
+        self.remove_dead_machines()
+        state.last_heartbeats = {machine: written[machine] for machine in state.last_heartbeats}
 
 
 def open_store(place: RendezvousInfo, seconds: float) -> Any:

@@ -79,8 +79,8 @@ def notebook_launcher(
         FunctionError: it failed on a rank; the text ends with that rank's traceback.
         KeyboardInterrupt: the cell was interrupted; no process is left.
     """
-    call = _check_call(function, args)
-    _check_numbers(
+    call = check_call(function, args)
+    check_numbers(
         num_processes=(num_processes, LocalCount | None),
         num_nodes=(num_nodes, Count),
         node_rank=(node_rank, Index),
@@ -89,10 +89,10 @@ def notebook_launcher(
     )
     _check_place(mixed_precision, node_rank, num_nodes)
     port = _parse_port(use_port)
-    _refuse_nested("notebook_launcher")
+    refuse_nested("notebook_launcher")
     device, count = _detect_devices()
     processes = _count_processes(num_processes, device, count)
-    variables = {**environ.filter_unset(device.environment), **_precision_variables(mixed_precision)}
+    variables = {**environ.filter_unset(device.environment), **precision_variables(mixed_precision)}
     alone = processes * num_nodes == 1 and rdzv_backend == "static"
     _print_launch(processes, device, here=alone and not max_restarts)
     if device.starts_ranks and processes > 1:
@@ -146,9 +146,9 @@ def debug_launcher(
         Exception: the one that the first failing rank raised, caused by a ``FunctionError`` that names the
             rank and ends with its traceback; that error itself, if the exception cannot be pickled.
     """
-    call = _check_call(function, args)
-    _check_numbers(num_processes=(num_processes, LocalCount))
-    _refuse_nested("debug_launcher")
+    call = check_call(function, args)
+    check_numbers(num_processes=(num_processes, LocalCount))
+    refuse_nested("debug_launcher")
     variables = {"ACCELERATE_USE_CPU": "true", **_thread_variables(num_processes)}
     if sys.platform == "linux":
         variables["GLOO_SOCKET_IFNAME"] = "lo"  # the name of a test machine need not resolve
@@ -225,7 +225,7 @@ def _open_group(rank: int) -> None:
 # --- what is meant
 
 
-def _check_call(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, ...]:
+def check_call(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, ...]:
     if not callable(function):
         raise SettingError(
             f"{function!r} cannot be called",
@@ -238,7 +238,7 @@ def _check_call(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any,
     return tuple(args)
 
 
-def _check_numbers(**arguments: tuple[Any, Any]) -> None:
+def check_numbers(**arguments: tuple[Any, Any]) -> None:
     for name, (value, kind) in arguments.items():
         if not convert_to(kind, value, "code")[0]:
             raise wrong_value(f"the argument {name}", name, kind, value)
@@ -257,7 +257,7 @@ def _precision_name(precision: Any) -> str:
     return str(getattr(precision, "value", precision)).lower()
 
 
-def _precision_variables(precision: str) -> dict[str, object | None]:
+def precision_variables(precision: str) -> dict[str, object | None]:
     return (
         {}
         if _precision_name(precision) == "no"
@@ -273,7 +273,7 @@ def _parse_port(port: str | int) -> int:
     )
 
 
-def _refuse_nested(name: str) -> None:
+def refuse_nested(name: str) -> None:
     from accelerate.world import clusters, world
 
     cluster, open_now = clusters.detect(environ.snapshot()), world.current()
