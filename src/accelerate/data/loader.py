@@ -49,6 +49,7 @@ class DataLoaderAdapter(DataLoader[Any]):
     """A loader that wraps another one and delegates unknown attributes to it."""
 
     base_dataloader: Any
+    use_stateful_dataloader: bool
 
     def __init__(
         self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
@@ -64,7 +65,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         return getattr(self.base_dataloader, name)
 
     # Torch's own guards attributes that live in the base, and costs as much as moving a batch.
-    __setattr__ = object.__setattr__  # type: ignore[assignment]
+    __setattr__: Callable[[str, Any], None] = object.__setattr__  # type: ignore[assignment]
 
     def __len__(self) -> int:
         return len(self.base_dataloader)
@@ -114,6 +115,9 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     # Fetches of the process that reads in which a step is read.
     _fetches_per_step: int = 1
+    device: torch.device | None
+    skip_batches: int
+    position: LoaderPosition
 
     def __init__(
         self,
@@ -271,7 +275,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             self._original.reset()
         if not self._drop_last:
             try:
-                self.remainder = self.total_dataset_length % self.total_batch_size
+                self.remainder: int = self.total_dataset_length % self.total_batch_size
             except TypeError:  # a stream without a length
                 self.remainder = -1
 
@@ -292,7 +296,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             self.show_batch(fetched)
             if self._original is not None:
                 self._original.show_batch(fetched)
-            self.micro_steps_before, self.micro_steps = self.micro_steps or self.micro_steps_before, 0
+            self.micro_steps_before: int = self.micro_steps or self.micro_steps_before
+            self.micro_steps: int = 0
             yield batch
             if self.active.on_request is not None:
                 self.active.on_request(self)
@@ -439,7 +444,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self._set_epochs(self.iteration)
 
     # For loaders of torchdata, whose state_dict has another form.
-    position_state, load_position = state_dict, load_state_dict
+    position_state: Callable[..., dict[str, Any]] = state_dict
+    load_position: Callable[..., None] = load_state_dict
 
     def get_sampler(self) -> Any:
         """Return the sampler of single indices."""

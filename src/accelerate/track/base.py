@@ -289,6 +289,8 @@ class ProjectTracker(GeneralTracker):
 
     requires_logging_directory = False
     main_process_only = False
+    run_name: str
+    init_kwargs: dict[str, Any]
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__()

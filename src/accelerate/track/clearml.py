@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 from accelerate.core import environ
 from accelerate.track.base import GeneralTracker, on_main_process, to_json_types, unwrap_scalars
@@ -32,7 +32,9 @@ class ClearMLTracker(GeneralTracker):
 
     name = "clearml"
     requires_logging_directory = False
-    packages = ("clearml",)
+    packages: ClassVar[tuple[str, ...]] = ("clearml",)
+    user_provided_run_name: str | None
+    init_kwargs: dict[str, Any]
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__()

@@ -62,7 +62,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         self._may_gather = self._settings.value.zero3_save_16bit_model
         self._refuse_msamp()
         names = self.transformer_moe_cls_names
-        self.transformer_moe_cls_names = names if isinstance(names, str | None) else ",".join(names)
+        self.transformer_moe_cls_names: Any = names if isinstance(names, str | None) else ",".join(names)
         source = self.hf_ds_config
         if isinstance(source, str) and source.lower() == "none":
             source = None
@@ -107,7 +107,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
     def _read_configuration(self, source: Any) -> None:
         if not isinstance(source, HfDeepSpeedConfig):
             source = HfDeepSpeedConfig(source)
-        self.hf_ds_config = source
+        self.hf_ds_config: Any = source
         config = source.config
         if "zero_optimization" not in config:
             raise SettingError(
@@ -125,7 +125,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
             setattr(self, row.field, row.fallback if value is None else value)
         if config_tree.has_key(config, _GATHER) and config_tree.get_key(config, _GATHER) != AUTO:
             self._may_gather = bool(config_tree.get_key(config, _GATHER))
-        self.zero3_save_16bit_model = bool(self._may_gather)
+        self.zero3_save_16bit_model: bool | None = bool(self._may_gather)
         self._apply_zero3_init()
 
     def _configured_rows(self) -> Iterator[Setting]:
