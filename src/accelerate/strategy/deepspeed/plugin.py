@@ -15,6 +15,7 @@ from accelerate.core.errors import MissingExtraError, SettingError
 from accelerate.core.option_report import RequestedOption
 from accelerate.core.packages import is_installed
 from accelerate.core.setting import Setting, declared_settings, describe_fields, load_fields
+from accelerate.core.value_types import PositiveInt
 from accelerate.strategy.deepspeed import config_tree
 from accelerate.strategy.deepspeed.config_tree import AUTO, HfDeepSpeedConfig, is_same
 from accelerate.strategy.launch_settings.deepspeed import COUNTERPARTS, DeepSpeedOptions
@@ -84,7 +85,9 @@ class DeepSpeedPlugin(DeepSpeedOptions):
     # --- where the values come from
 
     def _build_from_fields(self) -> None:
-        self.gradient_accumulation_steps = _accumulation_steps(self.gradient_accumulation_steps)
+        self.gradient_accumulation_steps: PositiveInt | Literal["auto"] | None = _accumulation_steps(
+            self.gradient_accumulation_steps
+        )
         config: dict[str, Any] = {
             "train_batch_size": AUTO,
             "train_micro_batch_size_per_gpu": AUTO,

@@ -138,7 +138,8 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
             name = parse_enum_name(enum_name(state_dict_type), StateDictType, "state_dict_type")
             self.state_dict_type = StateDictType[name]
         configs = self._version_options.state_dict_configs(self.state_dict_type)
-        self.state_dict_config, self.optim_state_dict_config = configs
+        self.state_dict_config: Any = configs[0]
+        self.optim_state_dict_config: Any = configs[1]
 
     def set_cpu_offload(self) -> None:
         """Convert ``cpu_offload`` to torch's object."""
