@@ -108,7 +108,7 @@ def wrong_script(words: Any) -> Iterator[str]:
 
 
 def wrong_pip(words: list[str]) -> Iterator[str]:
-    assert words[0] == "install"
+    assert words[0] in ("install", "uninstall")
     for word in words[1:]:
         if word not in ("torch", ".", "accelerate"):
             yield f"is {word} to be installed?"
@@ -122,7 +122,13 @@ def wrong_under(words: list[str]) -> Iterator[str]:
     yield from wrong_accelerate(words[words.index("accelerate") + 1 :])
 
 
+def wrong_batch(words: list[str]) -> Iterator[str]:
+    if not (ROOT / words[0]).is_file():
+        yield f"there is no {words[0]}"
+
+
 CHECKS = {
+    "sbatch": wrong_batch,
     "mpirun": wrong_under,
     "srun": wrong_under,
     "make": wrong_make,
