@@ -4,12 +4,13 @@
     accelerate launch --num_processes 4 examples/strategies.py tensor_parallel
 
 ``ddp``, ``bf16_hook`` (DDP that sends gradients in bfloat16), ``fsdp`` (FSDP2), ``tensor_parallel``,
-``context_parallel``, ``ulysses``, ``pipeline`` and ``deepspeed`` (ZeRO-2, by a configuration of DeepSpeed).
+``context_parallel``, ``ulysses``, ``pipeline`` and ``deepspeed`` (ZeRO-2, by ``configs/zero2.json``).
 The loop is the same under each. The main process prints the losses beside those of a plain loop on one
 process, and how many of the weights each process holds.
 """
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,13 +123,9 @@ def make_accelerator(strategy: str) -> Accelerator:
     elif strategy == "pipeline":
         options["parallelism_config"] = ParallelismConfig(pp_size=size)
     elif strategy == "deepspeed":
-        config = {
-            "zero_optimization": {"stage": 2},
-            "gradient_accumulation_steps": 1,
-            "gradient_clipping": 0.0,  # DeepSpeed clips to a norm of 1 unless it is told otherwise
-            "train_micro_batch_size_per_gpu": ROWS // size,
-        }
-        options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config)
+        # Its file fills "auto" in from what is prepared, and clips no gradients, as the plain loop.
+        file = Path(__file__).with_name("configs") / "zero2.json"
+        options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=str(file))
     return Accelerator(**options)
 
 
