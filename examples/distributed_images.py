@@ -9,9 +9,12 @@ picture has a seed of its own, so a picture does not depend on the process that 
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
+from diffusers.models.unets.unet_2d import UNet2DModel
+from diffusers.pipelines.ddpm.pipeline_ddpm import DDPMPipeline
+from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
 
 from accelerate import PartialState
 from accelerate.utils import gather_object
@@ -19,7 +22,7 @@ from accelerate.utils import gather_object
 PICTURES, STEPS = 5, 3
 
 
-def make_pipeline() -> DDPMPipeline:
+def make_pipeline() -> Any:
     torch.manual_seed(0)
     unet = UNet2DModel(
         sample_size=16,
@@ -45,7 +48,7 @@ def main() -> None:
     with state.split_between_processes(list(range(PICTURES))) as own_seeds:
         for seed in own_seeds:
             generator = torch.Generator().manual_seed(seed)
-            picture = pipeline(num_inference_steps=STEPS, generator=generator).images[0]  # type: ignore[index]
+            picture = pipeline(num_inference_steps=STEPS, generator=generator).images[0]
             if args.folder:
                 args.folder.mkdir(parents=True, exist_ok=True)
                 picture.save(args.folder / f"picture_{seed}.png")

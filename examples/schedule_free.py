@@ -23,8 +23,8 @@ BATCH, EPOCHS, TEST = 64, 4, 297
 
 
 def read_digits() -> tuple[TensorDataset, TensorDataset]:
-    digits = load_digits()
-    images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
+    pixels, digits = load_digits(return_X_y=True)
+    images, labels = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(digits)
     return TensorDataset(images[TEST:], labels[TEST:]), TensorDataset(images[:TEST], labels[:TEST])
 
 

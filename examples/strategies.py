@@ -11,13 +11,13 @@ process, and how many of the weights each process holds.
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from accelerate import (
     Accelerator,
@@ -72,13 +72,14 @@ class Decoder(nn.Module):
         return self.head(x)
 
 
-def make_samples() -> list[dict[str, torch.Tensor]]:
+def make_samples() -> Dataset[dict[str, torch.Tensor]]:
     """Words that go up in steps, and the next word of each: ``shift_labels`` are not shifted again."""
     random = torch.Generator().manual_seed(0)
     start, step = (torch.randint(1, 8, (ROWS * STEPS, 1), generator=random) for _ in range(2))
     words = (start + step * torch.arange(LENGTH + 1)) % WORDS
     positions = torch.arange(LENGTH)
-    return [{"input_ids": row[:-1], "position_ids": positions, "shift_labels": row[1:]} for row in words]
+    rows = [{"input_ids": row[:-1], "position_ids": positions, "shift_labels": row[1:]} for row in words]
+    return cast("Dataset[dict[str, torch.Tensor]]", rows)  # a list has what a map-style dataset needs
 
 
 def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
