@@ -26,6 +26,10 @@ class SwanLabTracker(ProjectTracker):
 
     name = "swanlab"
     packages: ClassVar[tuple[str, ...]] = ("swanlab",)
+    missing_account: ClassVar[tuple[str, str] | None] = (
+        "interactive login",
+        "swanlab login, or export SWANLAB_MODE=offline to write files that `swanlab sync` sends later",
+    )
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -26,6 +26,10 @@ class WandBTracker(ProjectTracker):
 
     name = "wandb"
     packages: ClassVar[tuple[str, ...]] = ("wandb",)
+    missing_account: ClassVar[tuple[str, str] | None] = (
+        "No API key",
+        "wandb login, or export WANDB_MODE=offline to write files that `wandb sync` sends later",
+    )
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
