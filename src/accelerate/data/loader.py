@@ -49,7 +49,6 @@ class DataLoaderAdapter(DataLoader[Any]):
     """A loader that wraps another one and delegates unknown attributes to it."""
 
     base_dataloader: Any
-    use_stateful_dataloader: bool
 
     def __init__(
         self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
@@ -115,9 +114,6 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     # Fetches of the process that reads in which a step is read.
     _fetches_per_step: int = 1
-    device: torch.device | None
-    skip_batches: int
-    position: LoaderPosition
 
     def __init__(
         self,
@@ -147,7 +143,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         skip: int = 0,
     ) -> None:
         self.device, self.skip_batches = device, skip
-        self.position = LoaderPosition(iteration)
+        self.position: LoaderPosition = LoaderPosition(iteration)
         # For a twin of ``skip_first_batches``: what every epoch skips, and the loader without the skip.
         self._skip: EpochSkip = EpochSkip()
         self._unskipped: DataLoader[Any] | None = None
@@ -296,8 +292,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             self.show_batch(fetched)
             if self._original is not None:
                 self._original.show_batch(fetched)
-            self.micro_steps_before: int = self.micro_steps or self.micro_steps_before
-            self.micro_steps: int = 0
+            self.micro_steps_before, self.micro_steps = self.micro_steps or self.micro_steps_before, 0
             yield batch
             if self.active.on_request is not None:
                 self.active.on_request(self)
@@ -444,8 +439,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self._set_epochs(self.iteration)
 
     # For loaders of torchdata, whose state_dict has another form.
-    position_state: Callable[..., dict[str, Any]] = state_dict
-    load_position: Callable[..., None] = load_state_dict
+    position_state, load_position = state_dict, load_state_dict
 
     def get_sampler(self) -> Any:
         """Return the sampler of single indices."""
