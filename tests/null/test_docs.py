@@ -449,3 +449,23 @@ def test_commit_hooks_use_the_tools_of_the_project() -> None:
     tools = {Path(entry[0]).name for entry in entries}
     assert tools == {"ruff", "pyright", "python"}
     assert all((ROOT / word).is_file() for entry in entries for word in entry[1:] if word.endswith(".py"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("activation checkpointing", "gradient checkpointing", "ZeRO-3", "comm hook", "out of memory"),
+        *("NCCL timeout", "mixed precision", "torch.compile", "SLURM", "Kubernetes", "SageMaker", "LoRA"),
+    ],
+)
+def test_a_search_for_what_people_call_it_finds_a_page(words: str) -> None:
+    """The words of the field stand on a page of the manual, not only in the list of changes."""
+    menu = yaml.safe_load(text("mkdocs.yml"))["nav"]
+    how_to = next(entry["How to"] for entry in menu if "How to" in entry)
+    pages = re.findall(r"[\w/]+\.md", str(how_to))
+    assert [page for page in pages if words.lower() in text(f"docs/{page}").lower()]
+
+
+def test_the_menu_has_four_kinds_of_pages() -> None:
+    menu = yaml.safe_load(text("mkdocs.yml"))["nav"]
+    assert [kind for entry in menu for kind in entry] == ["Start", "How to", "Reference", "How it works"]
