@@ -67,9 +67,8 @@ def main() -> None:
         predicted = torch.full_like(growers, -1)
         scores = []
         for train_part, test_part in folds:
-            found = run_fold(
-                accelerator, Subset(dataset, train_part), Subset(dataset, test_part), args.epochs
-            )
+            train_set, test_set = Subset(dataset, train_part.tolist()), Subset(dataset, test_part.tolist())
+            found = run_fold(accelerator, train_set, test_set, args.epochs)
             predicted[test_part] = torch.tensor(found)
             scores.append(accuracy_score(growers[test_part], found))
         right = int((predicted == growers).sum())

@@ -8,6 +8,8 @@ and takes some of the texts. Those of a batch are padded on the left, so that wh
 the text.
 """
 
+from typing import Any
+
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -19,7 +21,7 @@ BATCH, NEW = 4, 8  # texts of a process at once, letters to add
 PAD = 0
 
 
-def make_model() -> GPT2LMHeadModel:
+def make_model() -> Any:
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=128,
@@ -42,7 +44,7 @@ def encode(texts: list[str]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": (ids != PAD).long()}
 
 
-def generate(model: GPT2LMHeadModel, texts: list[str]) -> list[list[int]]:
+def generate(model: Any, texts: list[str]) -> list[list[int]]:
     """The letters that are added to each text, as numbers."""
     batch = {name: value.to(model.device) for name, value in encode(texts).items()}
     out = model.generate(**batch, max_new_tokens=NEW, do_sample=False, pad_token_id=PAD, eos_token_id=None)

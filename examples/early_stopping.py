@@ -72,7 +72,7 @@ def main() -> None:
         DataLoader(train_set, batch_size=64 // accelerator.num_processes, shuffle=True),
         DataLoader(validation_set, batch_size=50),
     )
-    patience = Patience(args.patience)
+    patience, epoch = Patience(args.patience), 0
     for epoch in range(1, args.epochs + 1):
         train(accelerator, model, optimizer, train_loader)
         loss = validate(model, validation_loader)

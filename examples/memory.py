@@ -63,6 +63,7 @@ def main() -> None:
     accelerator.print(f"batch size of each process: {sizes}")
 
     loader = accelerator.prepare(DataLoader(dataset, size, shuffle=True, drop_last=True))
+    loss = torch.zeros(())
     for _ in range(3):
         for images, labels in loader:
             loss = F.cross_entropy(model(images), labels)

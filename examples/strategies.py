@@ -4,19 +4,20 @@
     accelerate launch --num_processes 4 examples/strategies.py tensor_parallel
 
 ``ddp``, ``bf16_hook`` (DDP that sends gradients in bfloat16), ``fsdp`` (FSDP2), ``tensor_parallel``,
-``context_parallel``, ``ulysses``, ``pipeline`` and ``deepspeed`` (ZeRO-2, by a configuration of DeepSpeed).
+``context_parallel``, ``ulysses``, ``pipeline`` and ``deepspeed`` (ZeRO-2, by ``configs/zero2.json``).
 The loop is the same under each. The main process prints the losses beside those of a plain loop on one
 process, and how many of the weights each process holds.
 """
 
 import argparse
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from accelerate import (
     Accelerator,
@@ -71,13 +72,14 @@ class Decoder(nn.Module):
         return self.head(x)
 
 
-def make_samples() -> list[dict[str, torch.Tensor]]:
+def make_samples() -> Dataset[dict[str, torch.Tensor]]:
     """Words that go up in steps, and the next word of each: ``shift_labels`` are not shifted again."""
     random = torch.Generator().manual_seed(0)
     start, step = (torch.randint(1, 8, (ROWS * STEPS, 1), generator=random) for _ in range(2))
     words = (start + step * torch.arange(LENGTH + 1)) % WORDS
     positions = torch.arange(LENGTH)
-    return [{"input_ids": row[:-1], "position_ids": positions, "shift_labels": row[1:]} for row in words]
+    rows = [{"input_ids": row[:-1], "position_ids": positions, "shift_labels": row[1:]} for row in words]
+    return cast("Dataset[dict[str, torch.Tensor]]", rows)  # a list has what a map-style dataset needs
 
 
 def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -122,13 +124,9 @@ def make_accelerator(strategy: str) -> Accelerator:
     elif strategy == "pipeline":
         options["parallelism_config"] = ParallelismConfig(pp_size=size)
     elif strategy == "deepspeed":
-        config = {
-            "zero_optimization": {"stage": 2},
-            "gradient_accumulation_steps": 1,
-            "gradient_clipping": 0.0,  # DeepSpeed clips to a norm of 1 unless it is told otherwise
-            "train_micro_batch_size_per_gpu": ROWS // size,
-        }
-        options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config)
+        # Its file fills "auto" in from what is prepared, and clips no gradients, as the plain loop.
+        file = Path(__file__).with_name("configs") / "zero2.json"
+        options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=str(file))
     return Accelerator(**options)
 
 

@@ -11,11 +11,12 @@ of short lines weigh more; with ``num_items`` the step is that of the big batch,
 
 import copy
 import pydoc_data.topics
+from typing import cast
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -25,13 +26,14 @@ LETTERS = 128
 IGNORED = -100
 
 
-def read_lines() -> list[str]:
+def read_lines() -> Dataset[str]:
     """Lines of Python's help, from 2 to 60 letters, the short ones together: that is where means differ."""
     text = " ".join(pydoc_data.topics.topics[name] for name in ("for", "class", "with", "lambda", "function"))
     lines = [line.strip()[:60] for line in text.splitlines() if len(line.strip()) > 1 and line.isascii()]
     lines = (lines * 10)[: STEP * STEPS]
     steps = [sorted(lines[i : i + STEP], key=len) for i in range(0, len(lines), STEP)]
-    return [line for step in steps for line in step]
+    # A list has what a map-style dataset needs.
+    return cast("Dataset[str]", [line for step in steps for line in step])
 
 
 def collate(lines: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,7 +64,7 @@ def loss_of(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> tuple[
     return loss, (labels != IGNORED).sum()
 
 
-def big_batches(model: nn.Module, lines: list[str]) -> list[float]:
+def big_batches(model: nn.Module, lines: Dataset[str]) -> list[float]:
     """The loss of every step of a plain loop on one process."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
@@ -76,7 +78,7 @@ def big_batches(model: nn.Module, lines: list[str]) -> list[float]:
 
 
 def micro_batches(
-    accelerator: Accelerator, model: nn.Module, lines: list[str], weighted: bool
+    accelerator: Accelerator, model: nn.Module, lines: Dataset[str], weighted: bool
 ) -> list[float]:
     """The same by windows of micro-batches, on all processes together."""
     size = STEP // (accelerator.num_processes * MICRO_BATCHES)

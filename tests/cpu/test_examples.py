@@ -4,6 +4,7 @@ torchrun; the others in ranks of the fork server, alone and in company.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from dataclasses import dataclass
@@ -268,3 +269,32 @@ def test_texts_are_continued_alike_on_any_number_of_processes(ranks: RankServer)
     assert len({line.partition(": ")[2] for line in alone[1:]}) > 1
     for lines in several:
         assert lines[1:] == alone[1:]
+
+
+def test_fsdp2_holds_a_shard_of_what_ddp_holds(ranks: RankServer) -> None:
+    text = script_output(ranks, 2, EXAMPLES / "fsdp2_memory.py")
+    differences = re.findall(r"(\w+): largest difference from a plain loop ([\d.e+-]+)", text)
+    assert [name for name, _ in differences] == ["ddp", "fsdp"]
+    assert all(float(difference) < 1e-5 for _, difference in differences)
+    sizes = re.findall(r"weights (\d+) KB, gradients (\d+) KB, optimizer state (\d+) KB", text)
+    assert len(sizes) == 4
+    whole, shard = ([int(size) for size in row] for row in (sizes[0], sizes[2]))
+    assert sizes[0] == sizes[1]
+    assert all(2 * part <= all_ < 2.1 * part for part, all_ in zip(shard, whole, strict=True))
+
+
+@ALONE_OR_TWO
+def test_trackers_get_numbers_a_table_and_a_picture(
+    ranks: RankServer, processes: int, tmp_path: Path
+) -> None:
+    options = ["--folder", str(tmp_path), "--trackers", "jsonl", *(["tensorboard"] if processes == 2 else [])]
+    text = script_output(ranks, processes, EXAMPLES / "tracking.py", *options)
+    first, last = map(float, re.findall(r"[\d.]+", text)[:2])
+    assert last < 0.1 * first
+    (file,) = tmp_path.rglob("*.jsonl")
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert [line["step"] for line in lines if "loss" in str(line.get("values", line))][:3] == [
+        16 // processes * epoch for epoch in (1, 2, 3)
+    ]
+    assert '"lr"' in file.read_text(encoding="utf-8")
+    assert len(list(tmp_path.rglob("events.out.tfevents*"))) >= processes - 1

@@ -108,7 +108,7 @@ def wrong_script(words: Any) -> Iterator[str]:
 
 
 def wrong_pip(words: list[str]) -> Iterator[str]:
-    assert words[0] == "install"
+    assert words[0] in ("install", "uninstall")
     for word in words[1:]:
         if word not in ("torch", ".", "accelerate"):
             yield f"is {word} to be installed?"
@@ -122,7 +122,13 @@ def wrong_under(words: list[str]) -> Iterator[str]:
     yield from wrong_accelerate(words[words.index("accelerate") + 1 :])
 
 
+def wrong_batch(words: list[str]) -> Iterator[str]:
+    if not (ROOT / words[0]).is_file():
+        yield f"there is no {words[0]}"
+
+
 CHECKS = {
+    "sbatch": wrong_batch,
     "mpirun": wrong_under,
     "srun": wrong_under,
     "make": wrong_make,
@@ -443,3 +449,23 @@ def test_commit_hooks_use_the_tools_of_the_project() -> None:
     tools = {Path(entry[0]).name for entry in entries}
     assert tools == {"ruff", "pyright", "python"}
     assert all((ROOT / word).is_file() for entry in entries for word in entry[1:] if word.endswith(".py"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("activation checkpointing", "gradient checkpointing", "ZeRO-3", "comm hook", "out of memory"),
+        *("NCCL timeout", "mixed precision", "torch.compile", "SLURM", "Kubernetes", "SageMaker", "LoRA"),
+    ],
+)
+def test_a_search_for_what_people_call_it_finds_a_page(words: str) -> None:
+    """The words of the field stand on a page of the manual, not only in the list of changes."""
+    menu = yaml.safe_load(text("mkdocs.yml"))["nav"]
+    how_to = next(entry["How to"] for entry in menu if "How to" in entry)
+    pages = re.findall(r"[\w/]+\.md", str(how_to))
+    assert [page for page in pages if words.lower() in text(f"docs/{page}").lower()]
+
+
+def test_the_menu_has_four_kinds_of_pages() -> None:
+    menu = yaml.safe_load(text("mkdocs.yml"))["nav"]
+    assert [kind for entry in menu for kind in entry] == ["Start", "How to", "Reference", "How it works"]

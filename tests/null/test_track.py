@@ -279,6 +279,34 @@ def test_comet_without_an_account_says_what_to_type(
     assert ("no variable COMET_MODE" in str(caught.value)) == bool(mode)
 
 
+@pytest.mark.parametrize(
+    ("tracker", "said", "typed"),
+    [
+        ("wandb", "No API key configured. Use `wandb login` to log in.", "export WANDB_MODE=offline"),
+        ("swanlab", "online mode: no TTY is available for interactive login.", "export SWANLAB_MODE=offline"),
+        ("clearml", "It seems ClearML is not configured on this machine!", "export CLEARML_OFFLINE_MODE=1"),
+    ],
+)
+def test_a_tracker_without_an_account_says_what_to_type(
+    monkeypatch: pytest.MonkeyPatch, tracker: str, said: str, typed: str
+) -> None:
+    """The words are those that each library was seen to say; another error of it stays as it is."""
+
+    def begin(**_: Any) -> None:
+        raise RuntimeError(said)
+
+    module = types.ModuleType(tracker)
+    module.init = begin  # type: ignore[attr-defined]
+    module.Task = types.SimpleNamespace(init=begin, current_task=lambda: None)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, tracker, module)
+    with pytest.raises(SettingError, match="no API key") as caught:
+        track.TRACKERS.get(tracker)("run").start()
+    assert typed in str(caught.value)
+    said = "the disk is full"
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        track.TRACKERS.get(tracker)("run").start()
+
+
 def test_every_run_is_ended_whatever_one_raises() -> None:
     first, second, third = Second(), Own(), Second()
     acc = accelerator([first, second, third])

@@ -26,6 +26,7 @@ from accelerate.launch.launch_request import read_request
 from accelerate.launch.launcher import check_request
 from tests.support.command import run
 from tests.support.devices import pretend_devices
+from tests.support.environment import ROOT
 
 DOWN, LEFT, ENTER, CTRL_C = "\x1b[B", "\x1b[D", "\r", "\x03"
 CPUS = {"machine": "MULTI_CPU"}
@@ -437,6 +438,10 @@ FILES = {
     "elastic": "distributed_type: MULTI_GPU\nnum_processes: 8\nnum_machines: '1:2'\nmax_restarts: 3\n",
     "SageMaker": "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: DATA_PARALLEL\n"
     "ec2_instance_type: ml.p3.16xlarge\niam_role_name: trainer\nnum_machines: 2\nmixed_precision: fp16\n",
+    **{
+        f"examples/configs/{path.name}": path.read_text(encoding="utf-8")
+        for path in sorted((ROOT / "examples/configs").glob("*.yaml"))
+    },
 }  # fmt: skip
 
 
@@ -474,8 +479,20 @@ def test_what_a_launch_would_refuse_is_said_before_the_file_is_written(
         said: list[str] = []
         offers: list[str] = []
 
-        def select(text: str, labels: list[str], offered: int = 0, *_: Any, offers: Any = offers) -> int:
+        # An address can be a flag, and a hostfile lie on another machine; the numbers are wrong anywhere.
+        may_write = name != "num_processes"
+
+        def select(
+            text: str,
+            labels: list[str],
+            offered: int = 0,
+            closed: Any = (),
+            *_: Any,
+            offers: Any = offers,
+            may_write: bool = may_write,
+        ) -> int:
             offers.append(labels[offered])
+            assert (0 in closed) == (text == "Write this file?" and not may_write)
             return offered if text == "Which one?" else 1 if len(offers) == 1 else 2
 
         answered(monkeypatch, CPUS | choices)

@@ -168,7 +168,13 @@ def print_layouts(
 
 
 def _notes(layouts: Sequence[ParallelLayoutEstimate], cluster: ClusterDeviceMemory) -> Iterator[str]:
-    yield from dict.fromkeys(note for layout in layouts for note in layout.estimate.notes)
+    rows: dict[str, list[str]] = {}
+    for number, layout in enumerate(layouts, 1):
+        for note in layout.estimate.notes:
+            rows.setdefault(note, []).append(str(number))
+    for note, numbers in rows.items():
+        whose = "" if len(numbers) == len(layouts) else f"row{'s'[: len(numbers) - 1]} {', '.join(numbers)}: "
+        yield whose + note
     waiting = max(layout.estimate.unreduced for layout in layouts)
     if waiting:
         yield (

@@ -42,6 +42,9 @@ class AccelerateError(Exception):
     """
 
     failed_rank: int | None = None
+    what: str
+    why: str
+    fix: str
 
     def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
         self.what, self.why, self.fix = what, why, fix

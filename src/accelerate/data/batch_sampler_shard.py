@@ -55,6 +55,11 @@ class BatchSamplerShard(BatchSampler):
         PrepareError: ``split_batches`` and the batch size does not divide by the number of processes.
     """
 
+    num_processes: int
+    process_index: int
+    split_batches: bool
+    even_batches: bool
+
     def __init__(
         self,
         batch_sampler: BatchSampler,

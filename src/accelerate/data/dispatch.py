@@ -55,6 +55,10 @@ class DataLoaderDispatcher(DataLoaderShard):
         iteration: number of the next epoch.
     """
 
+    split_batches: bool
+    even_batches: bool
+    slice_fn: Slice | None
+
     def __init__(
         self,
         dataset: Any,

@@ -92,6 +92,16 @@ class IterableDatasetShard(IterableDataset[Any]):
         *("dataset", "batch_size", "drop_last", "num_processes", "process_index", "split_batches"),
         *("even_batches", "marks", "epoch", "remainder", "last_real"),
     )
+    dataset: IterableDataset[Any]
+    batch_size: int
+    drop_last: bool
+    num_processes: int
+    process_index: int
+    split_batches: bool
+    even_batches: bool
+    marks: bool
+    epoch: int
+    remainder: int
 
     def __init__(
         self,

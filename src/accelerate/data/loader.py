@@ -64,7 +64,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         return getattr(self.base_dataloader, name)
 
     # Torch's own guards attributes that live in the base, and costs as much as moving a batch.
-    __setattr__ = object.__setattr__  # type: ignore[assignment]
+    __setattr__: Callable[[str, Any], None] = object.__setattr__  # type: ignore[assignment]
 
     def __len__(self) -> int:
         return len(self.base_dataloader)
@@ -143,7 +143,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         skip: int = 0,
     ) -> None:
         self.device, self.skip_batches = device, skip
-        self.position = LoaderPosition(iteration)
+        self.position: LoaderPosition = LoaderPosition(iteration)
         # For a twin of ``skip_first_batches``: what every epoch skips, and the loader without the skip.
         self._skip: EpochSkip = EpochSkip()
         self._unskipped: DataLoader[Any] | None = None
@@ -271,7 +271,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             self._original.reset()
         if not self._drop_last:
             try:
-                self.remainder = self.total_dataset_length % self.total_batch_size
+                self.remainder: int = self.total_dataset_length % self.total_batch_size
             except TypeError:  # a stream without a length
                 self.remainder = -1
 

@@ -181,6 +181,9 @@ class LoaderPosition:
         restored_state: see ``Epoch``.
     """
 
+    iteration: int
+    counted_batches: int
+
     def __init__(self, iteration: int = 0) -> None:
         self.iteration = iteration
         self.current: Epoch | None = None

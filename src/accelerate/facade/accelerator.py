@@ -32,8 +32,8 @@ from accelerate.data.loader import skip_first_batches as skip
 from accelerate.facade import runtime as runtimes
 from accelerate.facade.checkpoint_manager import CheckpointManager, register_hook
 from accelerate.facade.compilation import TorchDynamoPlugin
-from accelerate.facade.enums import FP8BackendType, RNGName
-from accelerate.facade.gradient_state import GradientAccumulationPlugin
+from accelerate.facade.enums import DistributedType, FP8BackendType, RNGName
+from accelerate.facade.gradient_state import GradientAccumulationPlugin, GradientState
 from accelerate.facade.join import join_uneven_inputs
 from accelerate.facade.launch_settings import ResumeSettings
 from accelerate.facade.metrics import gather_for_metrics, mean_loss
@@ -50,9 +50,10 @@ from accelerate.facade.tracker_set import TrackerSet
 from accelerate.facade.train_loop import AccumulationContext, TrainLoop
 from accelerate.facade.watched_train_loop import WatchedTrainLoop
 from accelerate.precision.autocast import AutocastKwargs
+from accelerate.precision.base import Precision
 from accelerate.precision.fp16 import GradScalerKwargs
 from accelerate.strategy import STRATEGIES
-from accelerate.strategy.base import DataSharding
+from accelerate.strategy.base import DataSharding, Strategy
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 from accelerate.track.base import GeneralTracker
 from accelerate.watch.batch_size_search import release_memory, restore_after_failure
@@ -62,6 +63,7 @@ from accelerate.world.preemption import PreemptionKwargs
 from accelerate.world.world import InitProcessGroupKwargs, World
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import TypeVarTuple, Unpack
 
     from accelerate.strategy.deepspeed.plugin import DeepSpeedPlugin
@@ -84,6 +86,7 @@ _UNSET: Any = object()
 _DATA_OPTION = "The option of ``DataLoaderConfiguration``; used by the next ``prepare``."
 T = TypeVar("T")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+HandlerT = TypeVar("HandlerT", bound=KwargsHandler)
 logger = logging.getLogger(__name__)
 
 
@@ -106,14 +109,24 @@ class ComponentAttribute(Generic[T]):
         setattr(self._holder(instance), self._name, value)
 
 
-def _handler_property(kind: type[KwargsHandler], doc: str) -> property:
+class TypedProperty(property, Generic[T]):
+    """A property whose values have a type, for those that a function makes."""
+
+    if TYPE_CHECKING:
+
+        def __get__(  # pyright: ignore[reportIncompatibleMethodOverride] - typeshed's gives itself
+            self, instance: Any, owner: type | None = None
+        ) -> T: ...
+
+
+def _handler_property(kind: type[HandlerT], doc: str) -> TypedProperty[HandlerT | None]:
     """Return a property with the kwargs handler of a class; None where none was given."""
-    return property(lambda self: self.handlers.get(kind), doc=doc)
+    return TypedProperty(lambda self: self.handlers.get(kind), doc=doc)
 
 
-def _mesh_rank_property(dimension: str, doc: str) -> property:
+def _mesh_rank_property(dimension: str, doc: str) -> TypedProperty[int]:
     """Return a property with this process's rank along one dimension of the device mesh."""
-    return property(lambda self: _mesh_rank(self.strategy.mesh, dimension), doc=doc)
+    return TypedProperty(lambda self: _mesh_rank(self.strategy.mesh, dimension), doc=doc)
 
 
 @check_arguments
@@ -157,6 +170,12 @@ class Accelerator(ProcessMixin):
         WorldError: the environment does not describe a world.
         FeatureNotBuiltError: a requested feature is not built yet.
     """
+
+    handlers: dict[type, KwargsHandler]
+    state: AcceleratorState
+    strategy: Strategy
+    precision: Precision
+    gradient_state: GradientState
 
     def __init__(
         self,
@@ -207,7 +226,7 @@ class Accelerator(ProcessMixin):
         project = self._project = project_config or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and project.project_dir is None:
             project.set_directories(str(project_dir))
-        self.state: AcceleratorState = runtime.state
+        self.state = runtime.state
         self.strategy, self.precision = runtime.strategy, runtime.precision
         self.gradient_state = runtime.gradients
         prepared = self._prepared = PreparedObjects()
@@ -266,35 +285,35 @@ class Accelerator(ProcessMixin):
 
     # --- attributes that components hold
 
-    device_placement = ComponentAttribute[bool](
+    device_placement: ComponentAttribute[bool] = ComponentAttribute(
         "_preparer.options.device_placement", "Return whether models and batches go to the device."
     )
-    step_scheduler_with_optimizer = ComponentAttribute[bool](
+    step_scheduler_with_optimizer: ComponentAttribute[bool] = ComponentAttribute(
         "_preparer.options.step_scheduler_with_optimizer",
         "Return whether schedulers advance with the optimizer, not at every call.",
     )
-    rng_types = ComponentAttribute[list[Any] | None](
+    rng_types: ComponentAttribute[list[Any] | None] = ComponentAttribute(
         "_preparer.options.rng_types", "The generators that rank 0 broadcasts at the start of an epoch."
     )
-    dataloader_config = ComponentAttribute[DataLoaderConfiguration](
+    dataloader_config: ComponentAttribute[DataLoaderConfiguration] = ComponentAttribute(
         "_preparer.options.dataloader", "How loaders share data; used by the next ``prepare``."
     )
-    project_configuration = ComponentAttribute[ProjectConfiguration](
+    project_configuration: ComponentAttribute[ProjectConfiguration] = ComponentAttribute(
         "_checkpoints.project", "Where checkpoints and logs go."
     )
-    log_with = ComponentAttribute[list[Any]](
+    log_with: ComponentAttribute[list[Any]] = ComponentAttribute(
         "_trackers.log_with", "The requested trackers: names, and objects that the user made."
     )
-    trackers = ComponentAttribute[list[GeneralTracker]](
+    trackers: ComponentAttribute[list[GeneralTracker]] = ComponentAttribute(
         "_trackers.trackers", "The trackers whose run is open; none on processes other than rank 0."
     )
-    sync_gradients = ComponentAttribute[bool](
+    sync_gradients: ComponentAttribute[bool] = ComponentAttribute(
         "gradient_state.sync_gradients", "Return whether gradients are complete after the current backward."
     )
-    step = ComponentAttribute[int](
+    step: ComponentAttribute[int] = ComponentAttribute(
         "gradient_state.step", "The micro-batches since the last window closed at the end of a loader."
     )
-    ddp_handler = ComponentAttribute[Any](
+    ddp_handler: ComponentAttribute[Any] = ComponentAttribute(
         "strategy.handler", "The options of DDP that the next ``prepare`` uses, given or not."
     )
     _models = ComponentAttribute[list[nn.Module]]("_prepared.models", "The prepared models.")
@@ -309,32 +328,54 @@ class Accelerator(ProcessMixin):
         "_checkpoints.custom_objects", "The objects of ``register_for_checkpointing``."
     )
 
-    split_batches = ComponentAttribute[bool]("dataloader_config.split_batches", _DATA_OPTION)
-    dispatch_batches = ComponentAttribute[bool | None]("dataloader_config.dispatch_batches", _DATA_OPTION)
-    even_batches = ComponentAttribute[bool]("dataloader_config.even_batches", _DATA_OPTION)
-    use_seedable_sampler = ComponentAttribute[bool]("dataloader_config.use_seedable_sampler", _DATA_OPTION)
-    non_blocking = ComponentAttribute[bool]("dataloader_config.non_blocking", _DATA_OPTION)
-    use_stateful_dataloader = ComponentAttribute[bool](
+    split_batches: ComponentAttribute[bool] = ComponentAttribute(
+        "dataloader_config.split_batches", _DATA_OPTION
+    )
+    dispatch_batches: ComponentAttribute[bool | None] = ComponentAttribute(
+        "dataloader_config.dispatch_batches", _DATA_OPTION
+    )
+    even_batches: ComponentAttribute[bool] = ComponentAttribute(
+        "dataloader_config.even_batches", _DATA_OPTION
+    )
+    use_seedable_sampler: ComponentAttribute[bool] = ComponentAttribute(
+        "dataloader_config.use_seedable_sampler", _DATA_OPTION
+    )
+    non_blocking: ComponentAttribute[bool] = ComponentAttribute(
+        "dataloader_config.non_blocking", _DATA_OPTION
+    )
+    use_stateful_dataloader: ComponentAttribute[bool] = ComponentAttribute(
         "dataloader_config.use_stateful_dataloader", _DATA_OPTION
     )
 
-    autocast_handler = _handler_property(AutocastKwargs, "The options of autocast.")
-    scaler_handler = _handler_property(GradScalerKwargs, "The options of the gradient scaler.")
-    init_handler = _handler_property(InitProcessGroupKwargs, "The options of ``init_process_group``.")
-    profile_handler = _handler_property(ProfileKwargs, "The options of the profiler.")
-    preemption_handler = _handler_property(PreemptionKwargs, "The options of preemption.")
+    autocast_handler: TypedProperty[AutocastKwargs | None] = _handler_property(
+        AutocastKwargs, "The options of autocast."
+    )
+    scaler_handler: TypedProperty[GradScalerKwargs | None] = _handler_property(
+        GradScalerKwargs, "The options of the gradient scaler."
+    )
+    init_handler: TypedProperty[InitProcessGroupKwargs | None] = _handler_property(
+        InitProcessGroupKwargs, "The options of ``init_process_group``."
+    )
+    profile_handler: TypedProperty[ProfileKwargs | None] = _handler_property(
+        ProfileKwargs, "The options of the profiler."
+    )
+    preemption_handler: TypedProperty[PreemptionKwargs | None] = _handler_property(
+        PreemptionKwargs, "The options of preemption."
+    )
 
-    tensor_parallel_rank = _mesh_rank_property(
+    tensor_parallel_rank: TypedProperty[int] = _mesh_rank_property(
         "tp", "The tensor parallel rank; 0 without tensor parallelism."
     )
-    pipeline_parallel_rank = _mesh_rank_property("pp", "The pipeline stage; 0 without pipeline parallelism.")
-    context_parallel_rank = _mesh_rank_property(
+    pipeline_parallel_rank: TypedProperty[int] = _mesh_rank_property(
+        "pp", "The pipeline stage; 0 without pipeline parallelism."
+    )
+    context_parallel_rank: TypedProperty[int] = _mesh_rank_property(
         "cp", "The context parallel rank; 0 without context parallelism."
     )
-    data_parallel_rank = _mesh_rank_property(
+    data_parallel_rank: TypedProperty[int] = _mesh_rank_property(
         "dp_replicate", "The rank among the replicas of the model; 0 without replicas."
     )
-    data_parallel_shard_rank = _mesh_rank_property(
+    data_parallel_shard_rank: TypedProperty[int] = _mesh_rank_property(
         "dp_shard", "The rank among the shards of the parameters; 0 without sharding."
     )
 
@@ -346,7 +387,7 @@ class Accelerator(ProcessMixin):
         return self.state.world
 
     @property
-    def distributed_type(self) -> Any:
+    def distributed_type(self) -> DistributedType:
         """The ``DistributedType`` of the run."""
         return self.state.distributed_type
 
@@ -376,12 +417,12 @@ class Accelerator(ProcessMixin):
         return self.state.is_fsdp2
 
     @property
-    def parallelism_config(self) -> Any:
+    def parallelism_config(self) -> ParallelismConfig | None:
         """The ``ParallelismConfig``: the size of each mesh dimension; None without a device mesh."""
         return self.state.parallelism_config
 
     @property
-    def torch_device_mesh(self) -> Any:
+    def torch_device_mesh(self) -> DeviceMesh | None:
         """The device mesh, None without."""
         return self.state.device_mesh
 
@@ -391,7 +432,7 @@ class Accelerator(ProcessMixin):
         return self.strategy.mesh is not None
 
     @property
-    def deepspeed_plugin(self) -> Any:
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The selected DeepSpeed plugin; None without DeepSpeed."""
         return self.state.deepspeed_plugin
 

@@ -19,7 +19,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
-        self.__has_overflow__ = hasattr(optimizer, "overflow")
+        self.__has_overflow__: bool = hasattr(optimizer, "overflow")
 
     def step(self) -> None:  # type: ignore[override]
         """Take DeepSpeed's step, unless gradients are being accumulated."""

@@ -33,6 +33,11 @@ class GradientAccumulationWindows:
         PrepareError: the end of ``loader`` cannot be known, or ``n`` is not a whole number above 0.
     """
 
+    gradients: GradientState
+    strategy: Strategy
+    models: Callable[[], Sequence[nn.Module]]
+    trained_params: Callable[[], Iterable[torch.Tensor]]
+
     def __init__(
         self,
         gradients: GradientState,

@@ -62,6 +62,11 @@ class AcceleratedOptimizer(Optimizer):
         scaler: a gradient scaler to step through, when no ``Accelerator`` prepares it.
     """
 
+    optimizer: Optimizer
+    device_placement: bool
+    gradient_state: GradientState
+    fuses_backward: bool
+
     def __init__(
         self, optimizer: Optimizer, device_placement: bool = True, scaler: torch.amp.GradScaler | None = None
     ) -> None:

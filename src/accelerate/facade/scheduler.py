@@ -33,6 +33,10 @@ class AcceleratedScheduler:
             with ``GradientAccumulationPlugin(step_scheduler_once=True)``.
     """
 
+    step_with_optimizer: bool
+    split_batches: bool
+    gradient_state: GradientState
+
     def __init__(
         self, scheduler: Any, optimizers: Any, step_with_optimizer: bool = True, split_batches: bool = False
     ) -> None:

@@ -72,6 +72,15 @@ class AlignDevicesHook(ModelHook):
     Several forwards may run at once, inside each other or in threads: the first brings in, the last drops.
     """
 
+    execution_device: DeviceLike | None
+    offload: bool
+    io_same_device: bool
+    weights_map: Mapping[str, Any] | None
+    offload_buffers: bool
+    place_submodules: bool
+    skip_keys: Keys
+    original_devices: dict[str, torch.device]
+
     def __init__(
         self,
         execution_device: DeviceLike | None = None,

@@ -380,6 +380,9 @@ class UserCpuOffloadHook:
         hook: its hook.
     """
 
+    model: nn.Module
+    hook: ModelHook
+
     def __init__(self, model: nn.Module, hook: ModelHook) -> None:
         self.model, self.hook = model, hook
 

@@ -249,6 +249,8 @@ class LayerwiseCastingHook(ModelHook):
     """
 
     _is_stateful = False
+    storage_dtype: torch.dtype
+    compute_dtype: torch.dtype
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
         self.storage_dtype, self.compute_dtype = storage_dtype, compute_dtype

@@ -213,9 +213,9 @@ class OffloadedTensor(torch.Tensor):
     source: TensorSource
     execution_device: torch.device
     # Results are plain tensors: torch must not make them look like their operands.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
     # Torch asks this one to learn whether there are values, as when it loads a state dict; there are.
-    is_meta = property(lambda _: False)  # pyright: ignore[reportAssignmentType]
+    is_meta: Any = property(lambda _: False)  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
     def __new__(

@@ -47,6 +47,11 @@ class LocalSGDContext(ABC):
             copy of the model on every process.
     """
 
+    accelerator: Any
+    model: nn.Module
+    enabled: bool
+    num_steps: int
+
     def __init__(
         self, accelerator: Any, model: nn.Module, sync_interval: int, enabled: bool, option_name: str
     ) -> None:

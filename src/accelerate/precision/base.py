@@ -36,6 +36,7 @@ class Precision(ABC):
     autocast_format: ClassVar[str | None] = None
     planned_feature: ClassVar[str] = ""
     handler_classes: ClassVar[tuple[type[KwargsHandler], ...]] = ()
+    handlers: dict[type, KwargsHandler]
 
     def __init__(self, device: Device, handlers: Mapping[type, KwargsHandler] | None = None) -> None:
         self.device = device

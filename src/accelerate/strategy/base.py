@@ -242,6 +242,7 @@ class Strategy(GradientSync, ABC):
     shards_params: ClassVar[bool] = False
     supports_loss_weighting: ClassVar[bool] = True
     owns_step: ClassVar[bool] = False
+    world: World
 
     def __init__(self, request: StrategyRequest) -> None:
         self.request = request

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from accelerate.track.base import GeneralTracker, on_main_process, to_json_types
 from accelerate.track.protocol.media import is_own_object, join_name, to_images, to_pil
@@ -31,7 +31,10 @@ class AimTracker(GeneralTracker):
 
     name = "aim"
     requires_logging_directory = True
-    packages = ("aim",)
+    packages: ClassVar[tuple[str, ...]] = ("aim",)
+    run_name: str
+    aim_repo_path: str | os.PathLike[str] | None
+    init_kwargs: dict[str, Any]
 
     def __init__(
         self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from accelerate.core import packages
@@ -24,6 +25,7 @@ __all__ = [
     "GeneralTracker",
     "ProjectTracker",
     "UnfinishedTrackerError",
+    "explain_missing_account",
     "flatten_config",
     "is_main_process",
     "missing_attributes",
@@ -39,6 +41,31 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 class UnfinishedTrackerError(SettingError, NotImplementedError):
     """A tracker class lacks an attribute that every tracker has."""
+
+
+@contextmanager
+def explain_missing_account(library: str, words: str, fix: str, why: str = "") -> Generator[None]:
+    """Turn a library's error for a missing account into one that says what to type.
+
+    Args:
+        library: its name.
+        words: some of its own error; other errors stay as they are.
+        fix: what to type, with an account and without.
+        why: the reason; by default that it sends what is logged.
+
+    Raises:
+        SettingError: there is no account.
+    """
+    try:
+        yield
+    except Exception as error:
+        if words not in str(error):
+            raise
+        raise SettingError(
+            f"{library} has no API key",
+            why=why or "it sends what is logged to an account, unless it is told to write a file",
+            fix=fix,
+        ) from error
 
 
 class GeneralTracker:
@@ -289,10 +316,16 @@ class ProjectTracker(GeneralTracker):
     Args:
         run_name: name of the project.
         kwargs: options of the library's ``init``.
+
+    Attributes:
+        missing_account: words of the library's error without an account, and what to type then.
     """
 
     requires_logging_directory = False
     main_process_only = False
+    missing_account: ClassVar[tuple[str, str] | None] = None
+    run_name: str
+    init_kwargs: dict[str, Any]
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__()
@@ -305,9 +338,15 @@ class ProjectTracker(GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Begin the run."""
+        """Begin the run.
+
+        Raises:
+            SettingError: there is no account.
+        """
         library: Any = importlib.import_module(self.packages[0])
-        self.run: Any = library.init(project=self.run_name, **self.init_kwargs)
+        explained = self.missing_account
+        with explain_missing_account(self.packages[0], *explained) if explained else nullcontext():
+            self.run: Any = library.init(project=self.run_name, **self.init_kwargs)
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

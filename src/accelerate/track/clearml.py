@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 from accelerate.core import environ
-from accelerate.track.base import GeneralTracker, on_main_process, to_json_types, unwrap_scalars
+from accelerate.track.base import (
+    GeneralTracker,
+    explain_missing_account,
+    on_main_process,
+    to_json_types,
+    unwrap_scalars,
+)
 from accelerate.track.protocol.media import join_name, to_images, to_table
 
 # Prefixes of names that are the series of a plot, as scripts write them: eval_loss is loss of "eval".
@@ -32,7 +38,9 @@ class ClearMLTracker(GeneralTracker):
 
     name = "clearml"
     requires_logging_directory = False
-    packages = ("clearml",)
+    packages: ClassVar[tuple[str, ...]] = ("clearml",)
+    user_provided_run_name: str | None
+    init_kwargs: dict[str, Any]
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__()
@@ -46,7 +54,11 @@ class ClearMLTracker(GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Open the task, or takes the one that is open."""
+        """Open the task, or take the one that is open.
+
+        Raises:
+            SettingError: there is no account.
+        """
         from clearml import Task
 
         self.task: Any = Task.current_task()
@@ -56,7 +68,12 @@ class ClearMLTracker(GeneralTracker):
                 "project_name": environ.get("CLEARML_PROJECT", self.user_provided_run_name),
                 "task_name": environ.get("CLEARML_TASK", self.user_provided_run_name),
             }
-            self.task = Task.init(**{**names, **self.init_kwargs})
+            fix = (
+                "clearml-init, or export CLEARML_OFFLINE_MODE=1 to write a file that "
+                "`clearml-task --import-offline-session` sends later"
+            )
+            with explain_missing_account("clearml", "not configured", fix):
+                self.task = Task.init(**{**names, **self.init_kwargs})
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

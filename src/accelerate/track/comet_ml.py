@@ -6,8 +6,7 @@ import functools
 from typing import Any, ClassVar
 
 from accelerate.core import environ
-from accelerate.core.errors import SettingError
-from accelerate.track.base import GeneralTracker, on_main_process, to_json_types
+from accelerate.track.base import GeneralTracker, explain_missing_account, on_main_process, to_json_types
 from accelerate.track.protocol.media import join_name, to_images, to_pil, to_table
 
 
@@ -50,20 +49,13 @@ class CometMLTracker(GeneralTracker):
         """
         import comet_ml
 
-        try:
+        mode = environ.get("COMET_MODE")
+        why = f"it knows no variable COMET_MODE (it is {mode!r})" if mode else ""
+        fix = (
+            "comet login, or export COMET_START_ONLINE=false to write a file that `comet upload` sends later"
+        )
+        with explain_missing_account("comet_ml", "API key", fix, why):
             self.writer: Any = comet_ml.start(project_name=self.run_name, **self.init_kwargs)
-        except ValueError as error:
-            if "API key" not in str(error):
-                raise
-            mode = environ.get("COMET_MODE")
-            raise SettingError(
-                "comet_ml has no API key",
-                why=f"it knows no variable COMET_MODE (it is {mode!r})"
-                if mode
-                else "it sends what is logged to an account, unless it is told to write a file",
-                fix="comet login, or export COMET_START_ONLINE=false to write a file that `comet upload` "
-                "sends later",
-            ) from error
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

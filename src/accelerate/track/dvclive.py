@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 from accelerate.track.base import GeneralTracker, on_main_process, to_json_types
 from accelerate.track.protocol.media import join_name, to_images
@@ -29,7 +29,9 @@ class DVCLiveTracker(GeneralTracker):
 
     name = "dvclive"
     requires_logging_directory = False
-    packages = ("dvclive",)
+    packages: ClassVar[tuple[str, ...]] = ("dvclive",)
+    live: Any
+    init_kwargs: dict[str, Any]
 
     def __init__(self, run_name: str | None = None, live: Any | None = None, **kwargs: Any) -> None:
         super().__init__()

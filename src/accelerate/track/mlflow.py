@@ -6,7 +6,7 @@ import json
 import os
 import re
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError
@@ -47,7 +47,12 @@ class MLflowTracker(GeneralTracker):
 
     name = "mlflow"
     requires_logging_directory = False
-    packages = ("mlflow",)
+    packages: ClassVar[tuple[str, ...]] = ("mlflow",)
+    experiment_name: str | None
+    run_id: str | None
+    nested_run: bool
+    run_name: str | None
+    description: str | None
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 from accelerate.track.base import ProjectTracker, on_main_process, unwrap_scalars
 from accelerate.track.protocol.media import is_own_object, to_images, to_table
@@ -25,7 +25,11 @@ class SwanLabTracker(ProjectTracker):
     """
 
     name = "swanlab"
-    packages = ("swanlab",)
+    packages: ClassVar[tuple[str, ...]] = ("swanlab",)
+    missing_account: ClassVar[tuple[str, str] | None] = (
+        "interactive login",
+        "swanlab login, or export SWANLAB_MODE=offline to write files that `swanlab sync` sends later",
+    )
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

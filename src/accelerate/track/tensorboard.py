@@ -6,7 +6,7 @@ import functools
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import yaml
@@ -32,7 +32,11 @@ class TensorBoardTracker(GeneralTracker):
 
     name = "tensorboard"
     requires_logging_directory = True
-    packages = ("tensorboard", "tensorboardX")
+    packages: ClassVar[tuple[str, ...]] = ("tensorboard", "tensorboardX")
+    run_name: str
+    logging_dir_param: str | os.PathLike[str]
+    logging_dir: str
+    init_kwargs: dict[str, Any]
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
         super().__init__()

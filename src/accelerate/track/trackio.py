@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 from accelerate.track.base import ProjectTracker, on_main_process
 from accelerate.track.protocol.media import is_own_object, join_name, to_images, to_table
@@ -25,7 +25,7 @@ class TrackioTracker(ProjectTracker):
     """
 
     name = "trackio"
-    packages = ("trackio",)
+    packages: ClassVar[tuple[str, ...]] = ("trackio",)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 from accelerate.track.base import ProjectTracker, on_main_process, to_json_types
 from accelerate.track.protocol.media import join_name, to_images, to_table
@@ -25,7 +25,11 @@ class WandBTracker(ProjectTracker):
     """
 
     name = "wandb"
-    packages = ("wandb",)
+    packages: ClassVar[tuple[str, ...]] = ("wandb",)
+    missing_account: ClassVar[tuple[str, str] | None] = (
+        "No API key",
+        "wandb login, or export WANDB_MODE=offline to write files that `wandb sync` sends later",
+    )
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

@@ -60,7 +60,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     (current.hardware if current else devices.detect()).empty_cache()
 
 
-def release_memory(*objects: Any) -> list[None]:
+def release_memory(*objects: Any) -> list[Any]:
     """Return one None per object and empty the device's cache: ``a, b = release_memory(a, b)``.
 
     The memory is free once the caller's names hold the Nones and nothing else refers to the objects.

@@ -73,7 +73,8 @@ def run_wizard(path: Path, before: Mapping[str, Any]) -> dict[str, Any] | None:
         # What only this machine lacks is no reason to change an answer: the file may be for another one.
         refused, changed = _find_new_refusal(values, before, path), questions[-1]
         with suppress(StepBack):
-            decision = _select_option("Write this file?", decisions, offered=int(refused is not None))
+            closed = {} if refused is None else {0: "accelerate launch refuses it"}
+            decision = _select_option("Write this file?", decisions, len(closed), closed)
             if decision == 0:
                 return values
             if decision == 2:

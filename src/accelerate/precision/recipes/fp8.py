@@ -162,7 +162,7 @@ class FP8Settings(MSAMPOptions, AOOptions, TEOptions):
         "amax_compute_algorithm": "fp8_amax_compute_algo",
         "optimization_level": "fp8_opt_level",
     }
-    __first__ = ("backend",)
+    __first__: ClassVar[tuple[str, ...]] = ("backend",)
 
     backend: str | None = setting(
         None,

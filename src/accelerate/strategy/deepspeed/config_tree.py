@@ -191,6 +191,10 @@ class DummyOptim:
     """
 
     prepared_as: ClassVar[str] = "optimizer"
+    params: Any
+    lr: float
+    weight_decay: float
+    kwargs: dict[str, Any]
 
     def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
         self.params = list(params) if isinstance(params, Iterator) else params
@@ -208,6 +212,11 @@ class DummyScheduler:
     """
 
     prepared_as: ClassVar[str] = "scheduler"
+    optimizer: Any
+    total_num_steps: int | None
+    warmup_num_steps: int
+    lr_scheduler_callable: Callable[[Any], Any] | None
+    kwargs: dict[str, Any]
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ from accelerate.core.errors import MissingExtraError, SettingError
 from accelerate.core.option_report import RequestedOption
 from accelerate.core.packages import is_installed
 from accelerate.core.setting import Setting, declared_settings, describe_fields, load_fields
+from accelerate.core.value_types import PositiveInt
 from accelerate.strategy.deepspeed import config_tree
 from accelerate.strategy.deepspeed.config_tree import AUTO, HfDeepSpeedConfig, is_same
 from accelerate.strategy.launch_settings.deepspeed import COUNTERPARTS, DeepSpeedOptions
@@ -62,7 +63,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         self._may_gather = self._settings.value.zero3_save_16bit_model
         self._refuse_msamp()
         names = self.transformer_moe_cls_names
-        self.transformer_moe_cls_names = names if isinstance(names, str | None) else ",".join(names)
+        self.transformer_moe_cls_names: Any = names if isinstance(names, str | None) else ",".join(names)
         source = self.hf_ds_config
         if isinstance(source, str) and source.lower() == "none":
             source = None
@@ -84,7 +85,9 @@ class DeepSpeedPlugin(DeepSpeedOptions):
     # --- where the values come from
 
     def _build_from_fields(self) -> None:
-        self.gradient_accumulation_steps = _accumulation_steps(self.gradient_accumulation_steps)
+        self.gradient_accumulation_steps: PositiveInt | Literal["auto"] | None = _accumulation_steps(
+            self.gradient_accumulation_steps
+        )
         config: dict[str, Any] = {
             "train_batch_size": AUTO,
             "train_micro_batch_size_per_gpu": AUTO,
@@ -107,7 +110,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
     def _read_configuration(self, source: Any) -> None:
         if not isinstance(source, HfDeepSpeedConfig):
             source = HfDeepSpeedConfig(source)
-        self.hf_ds_config = source
+        self.hf_ds_config: Any = source
         config = source.config
         if "zero_optimization" not in config:
             raise SettingError(
@@ -125,7 +128,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
             setattr(self, row.field, row.fallback if value is None else value)
         if config_tree.has_key(config, _GATHER) and config_tree.get_key(config, _GATHER) != AUTO:
             self._may_gather = bool(config_tree.get_key(config, _GATHER))
-        self.zero3_save_16bit_model = bool(self._may_gather)
+        self.zero3_save_16bit_model: bool | None = bool(self._may_gather)
         self._apply_zero3_init()
 
     def _configured_rows(self) -> Iterator[Setting]:

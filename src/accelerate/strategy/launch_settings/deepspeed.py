@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError
@@ -55,8 +55,8 @@ class DeepSpeedOptions:
     __section__ = "deepspeed_config"
     __variables__ = "ACCELERATE_DEEPSPEED_"
     __switch__ = "use_deepspeed"
-    __elsewhere__ = ("gradient_accumulation_steps",)
-    __first__ = (
+    __elsewhere__: ClassVar[tuple[str, ...]] = ("gradient_accumulation_steps",)
+    __first__: ClassVar[tuple[str, ...]] = (
         *("hf_ds_config", "zero_stage", "offload_optimizer_device", "offload_param_device"),
         *("offload_optimizer_nvme_path", "offload_param_nvme_path"),
     )

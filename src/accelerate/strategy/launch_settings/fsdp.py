@@ -7,7 +7,7 @@ An option is declared here. What it means stands in ``strategy/sharding/fsdp2_op
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from accelerate.core.frozen_dataclass import frozen_dataclass, mutable_dataclass
 from accelerate.core.setting import setting
@@ -46,7 +46,7 @@ class FSDPSettings:
     __prefix__ = "fsdp_"
     __variables__ = ""
     __switch__ = "use_fsdp"
-    __first__ = (
+    __first__: ClassVar[tuple[str, ...]] = (
         *("fsdp_version", "reshard_after_forward", "auto_wrap_policy", "transformer_cls_names_to_wrap"),
         *("min_num_params", "cpu_offload", "state_dict_type", "cpu_ram_efficient_loading"),
         *(

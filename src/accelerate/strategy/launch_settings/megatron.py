@@ -6,7 +6,7 @@ An option is declared here; ``strategy/megatron/`` uses it. Those that are refus
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from accelerate.core.frozen_dataclass import frozen_dataclass, mutable_dataclass
 from accelerate.core.setting import setting
@@ -58,7 +58,7 @@ class MegatronSettings:
     __prefix__ = "megatron_lm_"
     __variables__ = ""
     __switch__ = "use_megatron_lm"
-    __first__ = (
+    __first__: ClassVar[tuple[str, ...]] = (
         *("tp_degree", "pp_degree", "num_micro_batches", "sequence_parallelism"),
         *("use_distributed_optimizer", "gradient_clipping", "recompute_activations"),
     )

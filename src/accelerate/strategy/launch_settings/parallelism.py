@@ -6,7 +6,7 @@ A section of a file with any key asks for it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from accelerate.core.frozen_dataclass import frozen_dataclass, mutable_dataclass
 from accelerate.core.setting import setting
@@ -120,7 +120,7 @@ class ParallelismSettings(SequenceParallelSettings, ContextParallelSettings, Mes
     __topic__ = "Degrees of parallelism"
     __switch__ = "use_parallelism_config"
     __asks__ = "use_parallelism_config"
-    __first__ = (
+    __first__: ClassVar[tuple[str, ...]] = (
         *("dp_replicate_size", "dp_shard_size", "tp_size", "pp_size"),
         *("cp_size", "cp_backend", "cp_comm_strategy", "sp_size", "sp_backend"),
     )

@@ -26,6 +26,10 @@ class MegatronLMDummyScheduler:
     """
 
     prepared_as: ClassVar[str] = "scheduler"
+    optimizer: Any
+    total_num_steps: int | None
+    warmup_num_steps: int
+    kwargs: dict[str, Any]
 
     def __init__(
         self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any

@@ -138,8 +138,9 @@ class MegatronLMPlugin(MegatronSettings):
             micro_batch_size: samples of a micro-batch.
             dp_degree: copies of the model.
         """
-        self.data_parallel_size, self.micro_batch_size = dp_degree, micro_batch_size
-        self.global_batch_size = dp_degree * micro_batch_size * self.num_micro_batches
+        self.data_parallel_size: int = dp_degree
+        self.micro_batch_size: int = micro_batch_size
+        self.global_batch_size: int = dp_degree * micro_batch_size * self.num_micro_batches
         for name in ("data_parallel_size", "micro_batch_size", "global_batch_size"):
             self.megatron_lm_default_args[name] = getattr(self, name)
 

@@ -52,6 +52,15 @@ class GPTTrainStep(AbstractTrainStep):
         model_output_class: what a forward returns.
     """
 
+    args: Any
+    plugin: Any
+    eod_token: int | None
+    pad_token: int | None
+    eod_mask_loss: bool
+    get_batch: Callable[[Iterator[Any]], Any]
+    loss_func: Callable[..., Any]
+    forward_step: Callable[[Iterator[Any], Any], Any]
+
     def __init__(self, accelerator: Any, args: Any) -> None:
         super().__init__("GPTTrainStep")
         from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions

@@ -74,18 +74,18 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
         options = self._version_options
         options.apply_settings(self, loaded)
         if isinstance(self.auto_wrap_policy, str):
-            self.auto_wrap_policy = _POLICY[self.auto_wrap_policy]
+            self.auto_wrap_policy: Any = _POLICY[self.auto_wrap_policy]
         names = self.transformer_cls_names_to_wrap
         if isinstance(names, str):
             names = [name.strip() for name in names.split(",") if name.strip()]
-        self.transformer_cls_names_to_wrap = list(names) if names else None
-        self.cpu_offload = options.parse_offload(self.cpu_offload)
+        self.transformer_cls_names_to_wrap: Any = list(names) if names else None
+        self.cpu_offload: Any = options.parse_offload(self.cpu_offload)
         if rank0_loading is not None:
             environ.set_variables({"FSDP_CPU_RAM_EFFICIENT_LOADING": str(self.cpu_ram_efficient_loading)})
         if self.mixed_precision_policy is not None:
-            self.mixed_precision_policy = options.parse_precision(self.mixed_precision_policy)
+            self.mixed_precision_policy: Any = options.parse_precision(self.mixed_precision_policy)
         if self.state_dict_type is None:
-            self.state_dict_type = StateDictType[options.STATE_DICT_TYPE]
+            self.state_dict_type: Any = StateDictType[options.STATE_DICT_TYPE]
             self.set_state_dict_type()
         else:
             self.set_state_dict_type(self.state_dict_type)
@@ -138,7 +138,8 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
             name = parse_enum_name(enum_name(state_dict_type), StateDictType, "state_dict_type")
             self.state_dict_type = StateDictType[name]
         configs = self._version_options.state_dict_configs(self.state_dict_type)
-        self.state_dict_config, self.optim_state_dict_config = configs
+        self.state_dict_config: Any = configs[0]
+        self.optim_state_dict_config: Any = configs[1]
 
     def set_cpu_offload(self) -> None:
         """Convert ``cpu_offload`` to torch's object."""
