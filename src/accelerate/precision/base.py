@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from accelerate.core.errors import FeatureNotBuiltError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.device.base import Device
@@ -27,14 +26,12 @@ class Precision(ABC):
         name: the value of ``mixed_precision`` that selects it.
         scales_loss: whether it scales losses and may skip steps; if not, loops call it for neither.
         autocast_format: the format of all that it does not convert, where that has another name.
-        planned_feature: what is planned, for a precision that is not built yet.
         handler_classes: kwargs handlers that configure it.
     """
 
     name: ClassVar[str]
     scales_loss: ClassVar[bool] = False
     autocast_format: ClassVar[str | None] = None
-    planned_feature: ClassVar[str] = ""
     handler_classes: ClassVar[tuple[type[KwargsHandler], ...]] = ()
     handlers: dict[type, KwargsHandler]
 
@@ -47,12 +44,8 @@ class Precision(ABC):
 
         Raises:
             DeviceError: the device lacks this format.
-            FeatureNotBuiltError: this precision is not built yet.
         """
-        if self.planned_feature:
-            raise FeatureNotBuiltError(
-                f"mixed_precision={self.name!r} is not built yet", why=self.planned_feature
-            )
+        return
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
