@@ -10,7 +10,9 @@ Megabytes are what one process wrote to the others by gloo, as Linux counts it; 
 
 import argparse
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import psutil
 import torch
@@ -58,15 +60,15 @@ def train(method: str, epochs: int, every: int) -> tuple[float, float]:
         DataLoader(train_set, share, shuffle=True, drop_last=True),
         DataLoader(test_set, batch_size=64),
     )
-    local = {
+    contexts: dict[str, Callable[[], Any]] = {
         "DDP": nullcontext,
         "LocalSGD": lambda: LocalSGD(accelerator, model, local_sgd_steps=every),
         "DiLoCo": lambda: DiLoCo(accelerator, model, inner_steps=every),
-    }[method]
+    }
 
     accelerator.wait_for_everyone()
     before = megabytes_sent()
-    with local() as local_steps:
+    with contexts[method]() as local_steps:
         for _ in range(epochs):
             for images, labels in train_loader:
                 accelerator.backward(F.cross_entropy(model(images), labels))

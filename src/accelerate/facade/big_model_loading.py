@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -45,6 +45,7 @@ from accelerate.offload.offloaded_tensor import TensorSource, make_stand_in
 from accelerate.offload.quantization.base import Quantizer
 from accelerate.offload.quantization.bitsandbytes import find_8bit_layers
 
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Device = int | str | torch.device
 Disk = Literal["disk"]
 DISK: Disk = "disk"
@@ -125,7 +126,7 @@ def load_checkpoint_in_model(
 
 
 def load_checkpoint_and_dispatch(
-    model: nn.Module,
+    model: ModuleT,
     checkpoint: str | os.PathLike[str],
     device_map: str | dict[str, int | str | torch.device] | None = None,
     max_memory: dict[int | str, int | str] | None = None,
@@ -141,7 +142,7 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
     allow_missing: bool = False,
-) -> nn.Module:
+) -> ModuleT:
     """Load a checkpoint into a model, and dispatch it to the devices of its weights.
 
     Args:

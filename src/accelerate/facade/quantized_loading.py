@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -35,9 +36,11 @@ from accelerate.offload.quantization.base import (
     unquantized_modules,
 )
 
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
 
 def load_and_quantize_model(
-    model: nn.Module,
+    model: ModuleT,
     bnb_quantization_config: QuantizationConfig,
     weights_location: str | os.PathLike[str] | None = None,
     device_map: str | dict[str, Device] | None = None,
@@ -45,7 +48,7 @@ def load_and_quantize_model(
     max_memory: dict[int | str, int | str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     offload_state_dict: bool = False,
-) -> nn.Module:
+) -> ModuleT:
     """Quantize the linear layers of a model, with the weights that it has or those of a checkpoint.
 
     Args:

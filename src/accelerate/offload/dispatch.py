@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -51,6 +51,8 @@ from accelerate.offload.offloaded_tensor import OffloadedTensor
 from accelerate.offload.pager import Pager, PagerStats
 
 # ------------------------------------------------------------------------------------------------ devices
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def _with_index(device: torch.device) -> torch.device:
@@ -123,7 +125,7 @@ def _main_device(homes: Mapping[str, Home], asked: DeviceLike | None) -> torch.d
 
 
 def dispatch_model(
-    model: nn.Module,
+    model: ModuleT,
     device_map: Mapping[str, str | int | torch.device],
     main_device: DeviceLike | None = None,
     state_dict: dict[str, torch.Tensor] | None = None,
@@ -133,7 +135,7 @@ def dispatch_model(
     skip_keys: str | list[str] | None = None,
     preload_module_classes: list[str] | None = None,
     force_hooks: bool = False,
-) -> nn.Module:
+) -> ModuleT:
     """Dispatch a model: put each module on the device of the map, and let the whole run as before.
 
     What is on an accelerator stays there. What is on ``"cpu"`` or ``"disk"`` runs on the main device: if that
@@ -278,12 +280,12 @@ def _device_of_model(model: nn.Module, asked: DeviceLike | None) -> torch.device
 
 
 def cpu_offload(
-    model: nn.Module,
+    model: ModuleT,
     execution_device: DeviceLike | None = None,
     offload_buffers: bool = False,
     state_dict: dict[str, torch.Tensor] | None = None,
     preload_module_classes: list[str] | None = None,
-) -> nn.Module:
+) -> ModuleT:
     """Keep all weights of a model in (pinned) host memory, and copy them to a device while they are needed.
 
     Args:
@@ -308,12 +310,12 @@ def cpu_offload(
 
 
 def disk_offload(
-    model: nn.Module,
+    model: ModuleT,
     offload_dir: Folder,
     execution_device: DeviceLike | None = None,
     offload_buffers: bool = False,
     preload_module_classes: list[str] | None = None,
-) -> nn.Module:
+) -> ModuleT:
     """Keep all weights of a model in files, and copy them to a device while they are needed.
 
     Args:
