@@ -21,11 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from accelerate.core.errors import FeatureNotBuiltError
+from accelerate.core.errors import AccelerateError
 from accelerate.core.registry import Registry
 
 ROOT = Path(__file__).resolve().parents[1]
-Column = Literal["built", "unrun", "planned"]
+Column = Literal["built", "unrun", "refused"]
 
 
 # --- what works where ---------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ class Claim:
     Attributes:
         text: the thing.
         column: ``"built"`` and tested by ``make test``; ``"unrun"``, written to the real interface and tested
-            with a stand-in; or ``"planned"``, refused when it is asked for.
+            with a stand-in; or ``"refused"`` when it is asked for.
         holds: whether it is so.
         proof: what ``holds`` looks at, for the error of the test.
     """
@@ -68,16 +68,16 @@ def _is_tested(name: str) -> bool:
 
 
 def refused(text: str, use: Callable[[], object], proof: str) -> Claim:
-    """Something that raises FeatureNotBuiltError when it is used."""
+    """Something that is an error of the package, with the reason, when it is used."""
 
     def holds() -> bool:
         try:
             use()
-        except FeatureNotBuiltError:
-            return True
+        except AccelerateError as error:
+            return bool(error.why)
         return False
 
-    return Claim(text, "planned", holds, f"{proof} raises FeatureNotBuiltError")
+    return Claim(text, "refused", holds, f"{proof} raises an error that gives the reason")
 
 
 def later(text: str, *names: str) -> Claim:
@@ -90,7 +90,7 @@ def later(text: str, *names: str) -> Claim:
         sources = (NAME_SOURCES[f"accelerate.{module}"][name] for module, name in pairs)
         return all(isinstance(source, UnimplementedName) for source in sources)
 
-    return Claim(text, "planned", holds, f"{', '.join(names)} are planned in accelerate.names")
+    return Claim(text, "refused", holds, f"{', '.join(names)} are planned in accelerate.names")
 
 
 def plugins(registry: Registry[Any], column: Callable[[Any], Column], leave_out: str = "") -> list[Claim]:
@@ -105,7 +105,7 @@ def plugins(registry: Registry[Any], column: Callable[[Any], Column], leave_out:
 def by_plan(plugin: Any) -> Column:
     """A precision says itself when it is only planned, a strategy when it has not run on its hardware."""
     return (
-        "planned"
+        "refused"
         if getattr(plugin, "planned_feature", "")
         else "built"
         if getattr(plugin, "hardware_tested", True)
@@ -349,7 +349,7 @@ def support_table() -> str:
     titles: dict[Column, str] = {
         "built": "Built, and tested by `make test`",
         "unrun": "Written to the real interface, tested with fakes of it",
-        "planned": "Planned: refused until built",
+        "refused": "Refused, with the reason",
     }
     rows = []
     for row, found in claims().items():
