@@ -17,11 +17,6 @@ def exports(text: str) -> dict[str, NameSource]:
     return {public: f"{file}:{own_name or public}" for public, _, own_name in pairs}
 
 
-def not_built(text: str, names: str) -> dict[str, NameSource]:
-    """Return names that are not built yet."""
-    return dict.fromkeys(names.split(), UnimplementedName(text))
-
-
 def words(text: str) -> list[str]:
     """Return a new list of the words of ``text``."""
     return text.split()
@@ -388,7 +383,9 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | exports("world.collective: wait_for_everyone=barrier")
     | exports("checkpoint.weight_files: TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors load save"),
     "accelerate.utils.random": exports("world.rng: set_seed synchronize_rng_state synchronize_rng_states"),
-    "accelerate.utils.torch_xla": not_built("nothing to install: pip install torch_xla", "install_xla"),
+    "accelerate.utils.torch_xla": {
+        "install_xla": UnimplementedName("packages are pip's to install", "pip install torch_xla")
+    },
     "accelerate.utils.tqdm": exports("watch.console: tqdm"),
     "accelerate.utils.transformer_engine": exports(
         "precision.float8.transformer_engine: apply_fp8_autowrap contextual_fp8_autocast convert_model "

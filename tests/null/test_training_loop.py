@@ -127,7 +127,7 @@ def test_a_fused_backward_is_not_done_by_halves(tmp_path: Path) -> None:
     accelerator = Accelerator()
     other = nn.Linear(2, 1)
     optimizer = Lomo(other.parameters())
-    optimizer.exp_avg_sq = {"weight": torch.ones(2)}
+    vars(optimizer)["exp_avg_sq"] = {"weight": torch.ones(2)}
     model, optimizer = accelerator.prepare(other, optimizer)
     with pytest.raises(PrepareError, match="without a learning rate") as error:
         accelerator.backward(model(torch.ones(1, 2)).sum())
