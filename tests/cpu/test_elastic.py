@@ -299,7 +299,7 @@ def test_an_agent_that_ignores_everything_is_killed(tmp_path: Path, monkeypatch:
 
 
 def test_heartbeats_are_judged_by_when_they_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch alone compares another machine's clock with its own. One that writes nothing new is dead here, too."""
+    """Torch alone compares the clocks of two machines. One that writes nothing new is dead here, too."""
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torchs
 
     now = datetime(2026, 1, 1, tzinfo=timezone.utc)
