@@ -9,11 +9,13 @@ import select
 import signal
 import socket
 import sys
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from accelerate.launch.elastic import attempts
+from accelerate.launch.elastic import attempts, rendezvous
 from accelerate.launch.supervisor import GuardProcess
 from tests.support.command import CONSOLE, Finished, Running, launch, start
 
@@ -291,6 +293,40 @@ def test_an_agent_that_ignores_everything_is_killed(tmp_path: Path, monkeypatch:
         select.select([agent.output], [], [], 30)
         assert [message["event"] for message in agent.read_messages()] == ["start"]
         assert agent.finish() == -signal.SIGKILL
+
+
+# ---------------------------------------------------------------- clocks
+
+
+def test_heartbeats_are_judged_by_when_they_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch alone compares the clocks of two machines. One that writes nothing new is dead here, too."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torchs
+
+    now = datetime(2026, 1, 1, tzinfo=timezone.utc)
+    clock = SimpleNamespace(now=lambda zone: now)
+    monkeypatch.setattr(torchs, "datetime", clock)
+    monkeypatch.setattr(rendezvous, "datetime", clock)
+    settings = torchs.RendezvousSettings("job", 2, 2, torchs.RendezvousTimeout(), timedelta(seconds=5), 3)
+    holder = torchs._BackendRendezvousStateHolder(SimpleNamespace(name="fake"), settings)  # type: ignore[arg-type]
+    torch_alone = torchs._BackendRendezvousStateHolder(SimpleNamespace(name="fake"), settings)  # type: ignore[arg-type]
+    rendezvous.HeartbeatObserver(holder)
+    behind, skew = torchs._NodeDesc("behind", 1, 0), timedelta(minutes=5)
+    for each in (holder, torch_alone):
+        each.state.participants[behind] = 0
+        each.state.last_heartbeats[behind] = now - skew
+        each._sanitize()
+    assert (behind in holder.state.participants, behind in torch_alone.state.participants) == (True, False)
+    assert holder.state.last_heartbeats == {behind: now - skew}
+    now += timedelta(seconds=14)
+    holder.state.last_heartbeats[behind] = now - skew
+    holder._sanitize()
+    now += timedelta(seconds=14)
+    holder._sanitize()
+    assert behind in holder.state.participants
+    now += timedelta(seconds=2)
+    holder._sanitize()
+    assert behind not in holder.state.participants
+    assert holder.state.last_heartbeats == {}
 
 
 # ---------------------------------------------------------------- preemption

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,16 @@ def test_without_ray_one_line_says_what_to_install(
     assert "Traceback" not in err
     with pytest.raises(ImportError, match="'ray'"):
         accelerate.ray.launch(print, num_workers=2)
+
+
+def test_the_launcher_of_a_machine_leaves_its_error_to_the_one_around_it(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ACCELERATE_ERROR_FILE", str(tmp_path / "error"))
+    assert run(["launch", "--cpu", "--multi_gpu", script]) == 2
+    assert capfd.readouterr().err == ""
+    error = json.loads((tmp_path / "error").read_text())
+    assert (error["what"], error["code"]) == ("--cpu and --multi_gpu do not go together", 2)
 
 
 def test_a_ray_option_without_ray_has_no_effect(script: str, capfd: pytest.CaptureFixture[str]) -> None:
