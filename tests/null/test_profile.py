@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from torch import nn
 from torch.profiler import profile
@@ -103,6 +104,17 @@ def test_many_moments_are_thinned_to_the_fullest() -> None:
     assert len(line.seconds) == memory_timeline.MOMENTS
     assert line.total.max() == 7 * MB
     assert list(line.bytes) == ["other"]
+
+
+def test_the_colours_have_numbers_of_the_fullest_moment() -> None:
+    sizes = {"parameters": np.array([2, 2, 2]) * MB, "activations": np.array([0, 3, 1]) * MB}
+    line = memory_timeline._make_timeline("cpu", np.array([0.0, 0.5, 1.0]), sizes)
+    axes = Figure().subplots()
+    memory_timeline._draw_panel(axes, line)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "activations: 3.00 MB",
+        "parameters: 2.00 MB",
+    ]
 
 
 def test_no_allocation_makes_a_picture_too(tmp_path: Path) -> None:

@@ -146,19 +146,27 @@ def _draw_panel(axes: Any, line: DeviceMemoryTimeline) -> None:
     unit, scale = _choose_unit(int(line.total.max()))
     below = np.zeros(len(line.seconds))
     milliseconds = line.seconds * 1e3
+    peak = int(np.argmax(line.total))
     for name, values in line.bytes.items():
         above = below + values / scale
-        axes.fill_between(milliseconds, below, above, step="post", color=KINDS[name], label=name, lw=0)
+        label = f"{name}: {show_bytes(int(values[peak]))}"
+        axes.fill_between(milliseconds, below, above, step="post", color=KINDS[name], label=label, lw=0)
         below = above
     axes.step(milliseconds, below, where="post", color="black", lw=0.6)
-    top = int(np.argmax(below))
-    axes.plot(milliseconds[top], below[top], "kv", ms=6)
+    axes.plot(milliseconds[peak], below[peak], "kv", ms=6)
     axes.set_title(f"memory of {line.device}: at most {show_bytes(int(line.total.max()))}")
     axes.set(xlabel="milliseconds", ylabel=unit, xlim=(0, max(milliseconds[-1], 1e-3)))
     axes.set_ylim(0, max(below.max() * 1.08, 1e-3))
     axes.grid(alpha=0.3)
     handles, names = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    axes.legend(
+        handles[::-1],
+        names[::-1],
+        title="at the mark",
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+        frameon=False,
+    )
 
 
 def _choose_unit(size: int) -> tuple[str, float]:
