@@ -40,8 +40,9 @@ from torch.distributed.tensor import DTensor
 
 from accelerate.checkpoint import layout, torch_files
 from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
-from accelerate.checkpoint.file_reads import FileRangeReader, LazyTensor, ReadPlan, TensorLocation
+from accelerate.checkpoint.file_reads import FileRangeReader, LazyTensor
 from accelerate.checkpoint.layout import ManifestEntry
+from accelerate.checkpoint.read_plan import ReadPlan, TensorLocation
 from accelerate.core.errors import CheckpointError
 from accelerate.core.pickle_scan import paused_gc, scan_pickle
 

@@ -4,7 +4,7 @@ What is loaded must not depend on its file any more: a mapped file that is chang
 later, would change or end the training. And it must not be in memory twice. So torch files are read through
 ``FileRangeReader``, which torch lets fill the memory of each tensor; tensors of safetensors files, which
 are mapped and not touched, are read into the tensor that takes them, see ``FileReadTorchFunctionMode``; and
-shards by a ``ReadPlan``, which knows where in a file the values of each tensor are.
+shards by a ``ReadPlan`` (``read_plan.py``), which knows where in a file the values of each tensor are.
 
 Weights for inference stay mapped, and privately: nothing is read before a page is touched, what is written
 goes to memory of this process, page by page, and nothing is ever written back. Who replaces the file by
@@ -19,7 +19,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from accelerate.checkpoint.errors import file_errors
 from accelerate.core.errors import CheckpointError
 
 CHUNK = 4 * 2**20
+HOST = torch.device("cpu")
 _LARGE = 2**20
 
 
@@ -214,11 +215,11 @@ class FileReadTorchFunctionMode(TorchFunctionMode):
         return True
 
 
-def is_plain(tensor: Any) -> bool:
-    """Return True for a contiguous plain tensor in host memory."""
+def is_plain(tensor: Any, device: torch.device = HOST) -> bool:
+    """Return True for a contiguous plain tensor in host memory, or on another device."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-        and tensor.device.type == "cpu"
+        and tensor.device == device
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
@@ -229,78 +230,6 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU, as bytes."""
     # A dimension of length one may have any stride.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
-
-
-@dataclass(frozen=True)
-class TensorLocation:
-    """The position of a tensor's values in a file.
-
-    Attributes:
-        path: the file they are in.
-        start: of the tensor's storage, in bytes.
-        meta_tensor: the tensor on the meta device.
-    """
-
-    path: Path
-    start: int
-    meta_tensor: torch.Tensor
-
-
-@dataclass
-class ReadPlan:
-    """The reads of a load, and the tensors that they fill; nothing is read before ``run``.
-
-    Attributes:
-        direct_reads: (file, position, memory that it fills).
-        fallback_reads: functions that read what cannot be read straight.
-        written_tensors: tensors that get new values.
-    """
-
-    direct_reads: list[tuple[Path, int, memoryview]] = field(default_factory=list)
-    fallback_reads: list[Callable[[], None]] = field(default_factory=list)
-    written_tensors: list[torch.Tensor] = field(default_factory=list)
-
-    def add(self, location: TensorLocation, source: torch.Tensor, target: torch.Tensor) -> bool:
-        """Plan to fill ``target`` straight from a file; return False if that would not give the same bytes.
-
-        Args:
-            location: the position of the values.
-            source: a view of ``location.meta_tensor``: which of them.
-            target: of its shape.
-        """
-        fits = is_plain(target) and source.is_contiguous() and target.dtype == source.dtype
-        if not fits or source.is_conj() or source.is_neg() or source.is_quantized:
-            return False
-        at = location.start + int(source.storage_offset()) * source.element_size()
-        view = memory_of(target)
-        for first in range(0, len(view), CHUNK):
-            self.direct_reads.append((location.path, at + first, view[first : first + CHUNK]))
-        self.written_tensors.append(target)
-        return True
-
-    def run(self) -> None:
-        """Run all reads.
-
-        Raises:
-            CheckpointError: a file cannot be read.
-        """
-        if len(self.direct_reads) > 1:
-            with ThreadPoolExecutor(usable_cores(), "read") as pool:
-                for _ in pool.map(_run_read, self.direct_reads):
-                    pass
-        else:
-            for job in self.direct_reads:
-                _run_read(job)
-        for function in self.fallback_reads:
-            function()
-        for tensor in self.written_tensors:
-            torch.autograd.graph.increment_version(tensor)
-
-
-def _run_read(job: tuple[Path, int, memoryview]) -> None:
-    path, at, view = job
-    with file_errors("read", path):
-        read_exactly(path, at, view)
 
 
 @dataclass(frozen=True)

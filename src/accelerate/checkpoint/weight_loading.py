@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from accelerate.checkpoint.file_reads import LazyTensor, MappedFiles
+from accelerate.checkpoint.device_uploads import DeviceUploads
+from accelerate.checkpoint.file_reads import FileRegion, LazyTensor, MappedFiles
 from accelerate.checkpoint.state_dict_files import as_dtype, canonical_name, is_distributed
 from accelerate.core.errors import CheckpointError
 from accelerate.core.progress import ProgressBar
@@ -75,7 +76,13 @@ class ModelTensor:
 
 
 class WeightPlacer(Protocol):
-    """Places the tensors of a model: in memory, on a device, or in the file itself."""
+    """Places the tensors of a model: in memory, on a device, or in the file itself.
+
+    Attributes:
+        uploads: a context in which tensors are placed; at its end their values are there.
+    """
+
+    uploads: DeviceUploads
 
     def check(self, pairs: Sequence[TensorMatch]) -> None:
         """Refuse, before anything is read, tensors that cannot be placed."""
@@ -118,7 +125,7 @@ class CurrentDeviceWeightPlacer:
     """Keeps tensors on their devices; those on the meta device are mapped into host memory."""
 
     def __init__(self) -> None:
-        self.maps = MappedFiles()
+        self.maps, self.uploads = MappedFiles(), DeviceUploads()
 
     def check(self, pairs: Sequence[TensorMatch]) -> None:
         """Accept everything."""
@@ -127,7 +134,7 @@ class CurrentDeviceWeightPlacer:
         """Copy into memory that there is; otherwise return a view of the file."""
         current = target.tensor
         if current.device.type != "meta" or is_distributed(current):
-            return copy_into(current, saved, dtype, self.maps)
+            return copy_into(current, saved, dtype, self.maps, self.uploads)
         return host_tensor(saved, dtype, self.maps)
 
     def device(self, name: str, current: torch.device) -> torch.device:
@@ -143,27 +150,51 @@ def host_tensor(saved: LazyTensor, dtype: torch.dtype, maps: MappedFiles) -> tor
 
 
 @torch.no_grad()
-def copy_into(target: torch.Tensor, saved: LazyTensor, dtype: torch.dtype, maps: MappedFiles) -> torch.Tensor:
+def copy_into(
+    target: torch.Tensor, saved: LazyTensor, dtype: torch.dtype, maps: MappedFiles, uploads: DeviceUploads
+) -> torch.Tensor:
     """Copy saved values to a tensor's device, in place if possible; of a DTensor, its local shard."""
-    value = host_tensor(saved, saved.dtype, maps)
     if is_distributed(target):
-        return _copy_into_shard(target, value, dtype)
+        return _copy_into_shard(target, saved, dtype, maps, uploads)
+    if uploads.accepts(saved.region, target.device) and target.is_contiguous():
+        values = target if target.dtype == dtype else torch.empty_like(target, dtype=dtype)
+        return upload(saved, values, uploads)
+    value = host_tensor(saved, saved.dtype, maps)
     if target.dtype == dtype and target.device.type != "meta":
         return target.copy_(value)
     return value.to(device=target.device, dtype=dtype)
 
 
-def _copy_into_shard(target: Any, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def upload(saved: LazyTensor, values: torch.Tensor, uploads: DeviceUploads) -> torch.Tensor:
+    """Have saved values uploaded to a tensor of their shape, which is returned; ``uploads`` accepts them."""
+    assert saved.region is not None
+    uploads.add(saved.region, saved.dtype, values)
+    return values
+
+
+def _copy_into_shard(
+    target: Any, saved: LazyTensor, dtype: torch.dtype, maps: MappedFiles, uploads: DeviceUploads
+) -> torch.Tensor:
     local = target.to_local()
     if local.device.type == "meta" or local.dtype != dtype:
         local = torch.empty_like(local, device=target.device_mesh.device_type, dtype=dtype)
-    if value.shape == local.shape and value.shape != target.shape:  # the file holds the local shard
-        local.copy_(value)
-    else:
-        for chunk in target.__create_chunk_list__() if local.numel() else ():
-            region = value
-            for dim, (offset, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                region = region.narrow(dim, offset, length)
+    value = host_tensor(saved, saved.dtype, maps)
+    # Files that hold the local shard have its shape.
+    chunks = [] if value.shape == local.shape != target.shape else target.__create_chunk_list__()
+    regions = [value] if not chunks else []
+    for chunk in chunks if local.numel() else ():
+        region = value
+        for dim, (offset, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            region = region.narrow(dim, offset, length)
+        regions.append(region)
+    for region in regions:
+        # A mapped tensor begins where its storage does.
+        begin = int(region.storage_offset()) * saved.dtype.itemsize
+        if region.is_contiguous() and local.is_contiguous() and uploads.accepts(saved.region, local.device):
+            assert saved.region is not None
+            place = FileRegion(saved.region.path, saved.region.offset + begin)
+            uploads.add(place, saved.dtype, local)
+        else:
             local.copy_(region)
     if local is target.to_local() or local.data_ptr() == target.to_local().data_ptr():
         return target
@@ -222,7 +253,8 @@ def load_weights(
     _refuse_missing_keys(source, missing, unexpected, strict=strict, allow_missing=allow_missing)
     _refuse_uninitialized(targets, allow_missing=allow_missing)
     placement.check(pairs)
-    with ProgressBar("loading weights", sum(pair.saved.nbytes for pair in pairs)) as progress:
+    total = sum(pair.saved.nbytes for pair in pairs)
+    with ProgressBar("loading weights", total) as progress, placement.uploads:
         for pair in pairs:
             _assign_tensor(pair.target, placement.place_tensor(pair.target, pair.saved, pair.dtype))
             _warn_untied(pair)

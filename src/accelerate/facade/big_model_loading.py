@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 from torch import nn
 
+from accelerate.checkpoint.device_uploads import DeviceUploads
 from accelerate.checkpoint.file_reads import FileRegion, LazyTensor, MappedFiles
 from accelerate.checkpoint.lazy_weights import open_weights, weights_from_rank0
 from accelerate.checkpoint.state_dict_files import is_distributed
@@ -29,6 +30,7 @@ from accelerate.checkpoint.weight_loading import (
     copy_into,
     host_tensor,
     load_weights,
+    upload,
 )
 from accelerate.core.errors import (
     CheckpointError,
@@ -335,7 +337,7 @@ class DeviceMapPlacement:
         self.execution_device = accelerators[0] if accelerators else _HOST
         self.folder = None if offload_folder is None else Path(offload_folder).expanduser()
         self.offload_buffers = offload_buffers
-        self.maps = MappedFiles()
+        self.maps, self.uploads = MappedFiles(), DeviceUploads()
 
     def check(self, pairs: Sequence[TensorMatch]) -> None:
         """Refuse a map that leaves a weight out, and what cannot be on disk.
@@ -373,13 +375,15 @@ class DeviceMapPlacement:
         tensor, home = target.tensor, self._target_device(target)
         assert home is not None
         if is_distributed(tensor):
-            return copy_into(tensor, saved, dtype, self.maps)
+            return copy_into(tensor, saved, dtype, self.maps, self.uploads)
         if home == DISK:
             return self._place_on_disk(target, saved, dtype)
         if tensor.device == home and tensor.dtype == dtype:
-            return copy_into(tensor, saved, dtype, self.maps)
+            return copy_into(tensor, saved, dtype, self.maps, self.uploads)
         if home == _HOST:
             return _with_file_source(target, host_tensor(saved, dtype, self.maps), saved, dtype)
+        if self.uploads.accepts(saved.region, home):
+            return upload(saved, torch.empty(saved.shape, dtype=dtype, device=home), self.uploads)
         value = saved.read()
         if dtype.itemsize < value.dtype.itemsize:
             value = value.to(dtype)

@@ -1,0 +1,211 @@
+"""Weights from files to a device that pins memory: what is read, through which blocks, and in which order."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from accelerate import device as devices
+from accelerate import init_empty_weights, load_checkpoint_in_model
+from accelerate.checkpoint import device_uploads
+from accelerate.checkpoint.device_uploads import DeviceUploads
+from accelerate.checkpoint.read_plan import ReadPlan
+from accelerate.core.errors import CheckpointError
+from accelerate.device.base import Device
+from tests.null.test_read_plan import LARGE, locate, put
+
+KiB = 2**10
+HOST = devices.get("cpu")
+
+
+class Event:
+    """An event that knows whether the host has waited for it."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def synchronize(self) -> None:
+        self.is_over = True
+
+
+class Pinning(Device):
+    """The simulated device with pinned memory and streams; it tells what waited for what."""
+
+    pins_memory = True
+
+    def __init__(self) -> None:
+        super().__init__("sim")
+        self.waits: list[tuple[str, str]] = []
+        self.copies: list[Event] = []
+
+    def stream(self, index: int | None = None) -> Any:
+        return "copies"
+
+    def current_stream(self, index: int | None = None) -> Any:
+        return "compute"
+
+    def use_stream(self, stream: Any) -> Any:
+        assert stream == "copies"
+        assert self.waits, "the memory of a target may be in use"
+        return super().use_stream(None)
+
+    def record_event(self, stream: Any, timed: bool = False) -> Any:
+        if stream != "copies":
+            return stream
+        self.copies.append(Event())
+        return self.copies[-1]
+
+    def wait_event(self, event: Any, stream: Any) -> None:
+        self.waits.append((event, stream))
+
+
+@pytest.fixture
+def hardware(monkeypatch: pytest.MonkeyPatch) -> Pinning:
+    """It stands for ``sim`` in all of the package; blocks are small."""
+    hardware = Pinning()
+    monkeypatch.setattr(devices, "get", lambda type: hardware if type == "sim" else HOST)
+    monkeypatch.setattr(device_uploads, "BLOCK", 32 * KiB)
+    monkeypatch.setattr(device_uploads, "CHUNK", 12 * KiB)
+    return hardware
+
+
+Read = tuple[int, int]
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Read]:
+    """(Position, bytes) of each read. None goes into a block that is still copied from."""
+    known: list[Read] = []
+    read: Callable[..., None] = device_uploads.read_exactly
+    next_block = device_uploads.DeviceUploader._next_block
+
+    def watched_block(uploader: Any, size: int) -> torch.Tensor:
+        copied_from = [*uploader._blocks]
+        block = next_block(uploader, size)
+        assert all(event.is_over for memory, event in copied_from if memory is block)
+        return block
+
+    def watched_read(path: Path, at: int, view: memoryview) -> None:
+        known.append((at, len(view)))
+        read(path, at, view)
+
+    monkeypatch.setattr(device_uploads.DeviceUploader, "_next_block", watched_block)
+    monkeypatch.setattr(device_uploads, "read_exactly", watched_read)
+    return known
+
+
+class Net(nn.Module):
+    """Tensors below, at and above the size of a block, one of no dimension, and two that are tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.Linear(130, 301), nn.Linear(3, 5)
+        self.embed = nn.Embedding(64, 128)
+        self.head = nn.Linear(128, 64, bias=False)
+        self.tie_weights()
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("mask", torch.ones(5, dtype=torch.bool))
+
+    def tie_weights(self) -> None:
+        self.head.weight = self.embed.weight
+
+
+def saved_net(folder: Path) -> tuple[Net, Path]:
+    torch.manual_seed(0)
+    net = Net()
+    state = {name: value for name, value in net.state_dict().items() if name != "head.weight"}
+    save_file(state, folder / "model.safetensors")
+    return net, folder / "model.safetensors"
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["as saved", "converted"])
+def test_a_model_is_filled_through_few_pinned_blocks(
+    hardware: Pinning, reads: list[Read], tmp_path: Path, dtype: torch.dtype | None
+) -> None:
+    """E4, E11: each byte is read once, and what is in flight at most fills three blocks."""
+    net, path = saved_net(tmp_path)
+    gc.collect()
+    with init_empty_weights():
+        model = Net()
+    load_checkpoint_in_model(model, path, {"": "sim:0"}, dtype=dtype)
+    assert model.head.weight is model.embed.weight
+    for name, value in net.state_dict().items():
+        told = model.state_dict()[name]
+        wanted = value.to(dtype) if dtype and value.is_floating_point() else value
+        assert (str(told.device), told.dtype) == ("sim:0", wanted.dtype)
+        assert torch.equal(told.cpu(), wanted), name
+    ends = [at + size for at, size in sorted(reads)]
+    assert all(end <= at for end, (at, _) in zip(ends, sorted(reads)[1:], strict=False)), "nothing twice"
+    assert sum(size for _, size in reads) == sum(
+        value.nbytes for name, value in net.state_dict().items() if name != "head.weight"
+    )
+    assert len(hardware.copies) > 3
+    assert set(hardware.waits) == {("compute", "copies")}
+    assert all(event.is_over for event in hardware.copies), "the load is over when all values are there"
+
+
+def test_values_are_copied_into_the_tensors_that_there_are(hardware: Pinning, tmp_path: Path) -> None:
+    net, path = saved_net(tmp_path)
+    model = Net().to("sim")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    before = {name: (p.data_ptr(), p._version) for name, p in model.named_parameters()}
+    load_checkpoint_in_model(model, path)
+    assert hardware.copies
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.cpu(), net.get_parameter(name))
+        assert parameter.data_ptr() == before[name][0]
+        assert parameter._version > before[name][1], "a backward that needs the old values must see it"
+
+
+def test_shards_are_read_straight_into_tensors_of_a_device(
+    hardware: Pinning, reads: list[Read], tmp_path: Path
+) -> None:
+    """Boxes of whole rows alone: the file is read where they are, once."""
+    (source,) = put(tmp_path / "file", LARGE)
+    there, plan = locate(source), ReadPlan()
+    rows, column = (torch.zeros(*shape, device="sim") for shape in ((3, 2000), (3, 1)))
+    assert plan.add(there, there.meta_tensor[5:8], rows)
+    assert not plan.add(there, there.meta_tensor[:3, 4:5], column)
+    assert not rows.any()
+    plan.run()
+    assert torch.equal(rows.cpu(), LARGE[5:8])
+    assert sum(size for _, size in reads) == rows.nbytes
+    assert all(event.is_over for event in hardware.copies)
+
+
+def test_a_file_that_cannot_be_read_is_named_and_no_copy_goes_on(
+    hardware: Pinning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D2"""
+    _, path = saved_net(tmp_path)
+    read, calls = device_uploads.read_exactly, itertools.count()
+
+    def fails_late(path: Path, at: int, view: memoryview) -> None:
+        if next(calls) == 8:
+            raise OSError(5, "Input/output error")
+        read(path, at, view)
+
+    monkeypatch.setattr(device_uploads, "read_exactly", fails_late)
+    with init_empty_weights():
+        model = Net()
+    with pytest.raises(CheckpointError, match=r"cannot read .*model\.safetensors"):
+        load_checkpoint_in_model(model, path, {"": "sim:0"})
+    assert hardware.copies
+    assert all(event.is_over for event in hardware.copies)
+
+
+def test_only_devices_that_pin_memory_take_uploads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _, path = saved_net(tmp_path)
+    monkeypatch.setattr(DeviceUploads, "add", None)
+    model = Net().to("sim")
+    load_checkpoint_in_model(model, path)
