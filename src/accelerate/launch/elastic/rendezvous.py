@@ -192,9 +192,8 @@ class HeartbeatObserver:
 
     def __init__(self, holder: Any) -> None:
         self.holder, self.remove_dead_machines = holder, holder._sanitize
-        self.last_seen: dict[
-            Any, tuple[datetime, datetime]
-        ] = {}  # what was written, and when it was new here
+        # What each machine wrote, and when it was new here.
+        self.last_seen: dict[Any, tuple[datetime, datetime]] = {}
         holder._sanitize = self._sanitize
 
     def _sanitize(self) -> None:
@@ -202,7 +201,7 @@ class HeartbeatObserver:
         written = state.last_heartbeats
         for machine, heartbeat in written.items():
             if machine not in self.last_seen or self.last_seen[machine][0] != heartbeat:
-                self.last_seen[machine] = (heartbeat, now)
+                self.last_seen[machine] = (heartbeat, now.replace(tzinfo=heartbeat.tzinfo))
         state.last_heartbeats = {machine: self.last_seen[machine][1] for machine in written}
         self.remove_dead_machines()
         state.last_heartbeats = {machine: written[machine] for machine in state.last_heartbeats}
