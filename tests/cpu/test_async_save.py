@@ -369,7 +369,7 @@ def script(folder: Path, end: str = "", *, full: bool = False) -> str:
     ("n", "end", "code"),
     [
         (1, "", 0),
-        (1, "raise ZeroDivisionError('mine')", 1),
+        long_run_param(1, "raise ZeroDivisionError('mine')", 1),
         (1, "sys.exit(3)", 3),
         long_run_param(2, "", 0),
         (2, "raise ZeroDivisionError('mine')", 1),

@@ -152,7 +152,7 @@ def asks_for_another_start(done: Finished, size: int, code: int = 75) -> None:
         (1, "asks", "step", "SIGTERM to the launcher"),
         (1, "automatic", "save", "SIGUSR1 to the launcher"),
         (2, "asks", "evaluation", "SIGUSR1 to the launcher"),
-        (2, "asks", "save", "SIGTERM to rank 1"),
+        long_run_param(2, "asks", "save", "SIGTERM to rank 1"),
         (2, "automatic", "step", "SIGTERM to the launcher"),
         long_run_param(2, "automatic", "evaluation", "SIGUSR1 to rank 0"),
     ],

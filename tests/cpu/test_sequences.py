@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from tests.support.long_run import long_run_param
 from tests.support.ranks import RankServer, same_on_all
 from tests.support.sequences import (
     IGNORED,
@@ -258,7 +259,7 @@ def compared_staged(size: str) -> dict[str, dict[str, float]]:
     return {name: compared(size, name, 2) for name in STAGED}
 
 
-@BOTH
+@pytest.mark.parametrize("size", ["cp_size", long_run_param("sp_size")])
 def test_they_are_so_in_stages_too(ranks: RankServer, size: str) -> None:
     """Stages see the rows of a batch in chunks; each chunk is a part of its sequences."""
     for found in ranks(4, compared_staged, size, timeout=110):

@@ -104,7 +104,7 @@ BF16_WAYS = (
 )
 # Ways that also train compiled, as a whole or by regions; the others, and by inductor, in the long run.
 # Pipeline stages refuse to be compiled.
-COMPILED_WAYS = (("copies", False), ("shards", True))
+COMPILED_WAYS = (("shards", True),)
 COMPILED = (
     *((way, "aot_eager", regional) for way, regional in COMPILED_WAYS),
     *(long_run_param(way, "inductor", False) for way in ("one process", "copies", "shards")),
@@ -237,7 +237,9 @@ def test_every_strategy_is_under_this_law() -> None:
     assert not missing, f"say in WAYS how to ask for {sorted(missing)}"
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [long_run_param(way) if way == "sequences, heads x layers" else way for way in WAYS]
+)
 def test_it_trains_to_the_numbers_of_one_process(runs: Runs, way: str) -> None:
     """B7, B8: with gradients of one batch, and accumulated over four."""
     every, _ = runs(way)
