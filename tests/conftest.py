@@ -20,8 +20,8 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
         signal.signal(number, handler)
 
 # The sockets of torch's key-value store ask for the name of ::ffff:127.0.0.1 by DNS. With a name server that
-# answered six questions in seven, two ranks that open a group took 0.82 s on average, 0.22 s with a limit of one
-# second, and 0.06 s so: no question is sent. Names of this machine are in its files.
+# answered six questions in seven, two ranks that open a group took 0.82 s on average, 0.22 s with a limit of
+# one second, and 0.06 s so: no question is sent. Names of this machine are in its files.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 # Folders with long files first: the short files of the others fill the end of a run on several workers.
