@@ -1,4 +1,4 @@
-"""The examples that need a library: fine-tuning, LoRA, diffusion, a schedule-free optimizer."""
+"""The examples that need a library: fine-tuning, LoRA, diffusion, stages, a schedule-free optimizer."""
 
 from __future__ import annotations
 
@@ -75,6 +75,16 @@ def test_pictures_are_drawn_alike_on_any_number_of_processes(ranks: RankServer, 
     assert alone[1:] == pair[1:]
     assert len({line.split()[-1] for line in alone[1:]}) == 5, "each has noise of its own"
     assert len(list(tmp_path.glob("picture_*.png"))) == 5
+
+
+def test_a_gpt2_in_stages_continues_texts_as_the_whole_model_does(ranks: RankServer) -> None:
+    text = output(ranks, 2, "pipeline_gpt2.py", needs=("transformers",))
+    lines = text.splitlines()
+    held = [int(size) for size in re.findall(r"process \d holds (\d+) KB", text)]
+    assert len(held) == 2
+    assert max(held) < 0.7 * sum(held), "the layers are spread over both"
+    assert len({line.partition(": ")[2] for line in lines[2:6]}) > 1, "texts that show a difference"
+    assert lines[-1] == "as by the whole model: True"
 
 
 @BOTH

@@ -32,8 +32,8 @@ BOUNDS = {
     # With the lines that it logs, the lock of the place, and the comparison of the ranks.
     "save_state, FSDP2": (142, 34),  #      90 / 15
     "save_state, DDP": (143, 33),  # with the question who calls: the main process may do so alone
-    # It compares everything with the objects, and takes back what one of them refuses.
-    "load_state, FSDP2": (168, 34),  #      90 / 15
+    # It compares everything with the objects, takes back what one of them refuses, and shows its progress.
+    "load_state, FSDP2": (168, 36),  #      90 / 15
     "load_state, DDP": (162, 34),
     "launch of 2 processes": (122, 26),  #  120 / 25: reached
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -34,6 +35,7 @@ CONSOLE = (str(Path(sys.executable).with_name("accelerate")),)
 MODULE = (sys.executable, "-m", "accelerate")
 MARK = "ACCELERATE_TESTS_MARK"
 _started: list[Running] = []
+_NOISE = re.compile(r"\[Gloo\] Rank |\[W.*\[c10d\] The hostname of the client socket cannot be retrieved")
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,8 @@ class Running:
     def text(self, name: str = "stdout") -> str:
         """What was written to ``"stdout"`` or ``"stderr"`` so far."""
         lines = self._file(name).read_text(errors="replace").splitlines(keepends=True)
-        # Gloo of torch 2.8 prints how it connects.
-        return "".join(line for line in lines if not line.startswith("[Gloo] Rank "))
+        # Gloo of torch 2.8 prints how it connects, and c10d that a name server does not answer (RES_OPTIONS).
+        return "".join(line for line in lines if not _NOISE.match(line))
 
     def wait_for(self, text: str, timeout: float = 30, name: str = "stdout") -> None:
         """Returns as soon as ``text`` was written.

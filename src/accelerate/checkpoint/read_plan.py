@@ -60,12 +60,12 @@ class ReadPlan:
         if not fits or source.is_conj() or source.is_neg() or source.is_quantized:
             return False
         at = location.start + int(source.storage_offset()) * source.element_size()
-        region = FileRegion(location.path, at)
-        if is_plain(target, target.device) and self.uploader.accepts(region, target.device):
-            self.uploads.append((region, target))
-            return True
         if not is_plain(target):
-            return False
+            region = FileRegion(location.path, at)
+            accepts = is_plain(target, target.device) and self.uploader.accepts(region, target.device)
+            if accepts:
+                self.uploads.append((region, target))
+            return accepts
         view = memory_of(target)
         for first in range(0, len(view), CHUNK):
             self.direct_reads.append((location.path, at + first, view[first : first + CHUNK]))
@@ -85,9 +85,10 @@ class ReadPlan:
         else:
             for job in self.direct_reads:
                 _run_read(job)
-        with self.uploader:
-            for region, target in self.uploads:
-                self.uploader.add(region, target.dtype, target)
+        if self.uploads:
+            with self.uploader:
+                for region, target in self.uploads:
+                    self.uploader.add(region, target.dtype, target)
         for function in self.fallback_reads:
             function()
         for tensor in self.written_tensors:
