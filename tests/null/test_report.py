@@ -381,8 +381,17 @@ def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
-# Arrows in the chart of the loss: the title says what the page shows at the cursor.
+# Arrows in the chart of the loss: the title says what the page shows at the cursor. The button PNG: the body has
+# the length of the picture, and its first bytes.
 PRESS = """
+HTMLAnchorElement.prototype.click = () => {};
+URL.createObjectURL = (blob) => {
+  blob.arrayBuffer().then((bytes) => {
+    document.body.dataset.png = [bytes.byteLength, ...new Uint8Array(bytes).slice(0, 4)].join(" ");
+  });
+  return "#";
+};
+[...document.querySelectorAll("button")].find((button) => button.textContent === "PNG").click();
 const box = document.querySelector(".chart");
 const says = () => [...box.querySelectorAll(".u-legend th, .u-legend td")];
 box.focus();
@@ -404,4 +413,7 @@ def test_a_browser_draws_a_chart_for_each_number(logged: Path, tmp_path: Path) -
     assert "1 of 21 values of digits are NaN or infinite, the first at step 20" in dom
     assert '<td class="">zero</td>' in dom
     assert "<title>step 11 digits 0.083333</title>" in dom  # the first point, one more, ten more
+    saved = re.search(r'data-png="(\d+) 137 80 78 71"', dom)  # as every PNG begins
+    assert saved is not None
+    assert int(saved[1]) > 5000
     assert "alert(1)</script>" not in dom.partition('id="data"')[0]
