@@ -381,8 +381,8 @@ def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
-# Arrows in the chart of the loss: the title says what the page shows at the cursor. The button PNG: the body has
-# the length of the picture, and its first bytes.
+# Arrows in the chart of the loss: the title says what the page shows at the cursor. The button PNG: the body
+# has the length of the picture, and its first bytes.
 PRESS = """
 HTMLAnchorElement.prototype.click = () => {};
 URL.createObjectURL = (blob) => {
