@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.packages import is_installed
 from tests.support.ranks import NO_LAUNCHER, RankServer
 
 # Everything here is over in less time than a bar waits for.
@@ -33,6 +34,21 @@ accelerator.load_state("state")
 accelerator.save_model(model, "pickled", safe_serialization=False)
 exported = torch.load("pickled/pytorch_model.bin")
 assert torch.equal(exported["weight"], accelerator.unwrap_model(model).weight)
+"""
+FETCH = """
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+accelerator.prepare(torch.nn.Linear(64, 64))
+accelerator.save_state("memory://store/state")
+accelerator.load_state("memory://store/state")
+"""
+ESTIMATE = """
+import json
+from accelerate.cli.main import run
+config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 16}
+json.dump({**config, "architectures": ["GPT2LMHeadModel"]}, open("config.json", "w"))
+assert run(["estimate-memory", ".", "--training", "--batch", "1", "--length", "8"]) == 0
 """
 MERGE = """
 import torch
@@ -78,9 +94,17 @@ def show_on_terminal(folder: str, script: str) -> str:
             SAVE,
             ["saving weights", "saving the checkpoint", "verifying the checkpoint", "loading the checkpoint"],
         ),
+        (FETCH, ["fetching the checkpoint"]),
+        pytest.param(
+            ESTIMATE,
+            ["tracing "],
+            marks=pytest.mark.skipif(
+                not is_installed("transformers"), reason="transformers is not installed"
+            ),
+        ),
         ("FLAGS = []" + MERGE, ["merging weights"]),
     ],
-    ids=["load", "save", "merge"],
+    ids=["load", "save", "fetch", "estimate", "merge"],
 )
 def test_a_terminal_shows_a_bar_and_quiet_shows_none(
     ranks: RankServer, tmp_path: Path, script: str, bars: list[str]
