@@ -180,8 +180,10 @@ def trained(
     batches = loader(ROWS // share.count, workers, BATCHES[window])
     model, optimizer, batches = accelerator.prepare(model, adamw(model), batches)
 
-    between = {window: begin for begin, window in (between_steps(way),)}
-    positions = {between.get(window), *(positions_in_window(way) if window > 1 else ())}
+    positions = positions_in_window(way) if window > 1 else ()
+    begin, saved_window = between_steps(way)
+    if window == saved_window:
+        positions = (begin, *positions)
 
     def save(number: int) -> None:
         if number in positions:

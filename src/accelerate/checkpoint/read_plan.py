@@ -36,17 +36,17 @@ class ReadPlan:
 
     Attributes:
         direct_reads: (file, position, memory that it fills).
-        uploads: (position in a file, tensor of a device that it fills).
+        upload_reads: (position in a file, tensor of a device that it fills).
         fallback_reads: functions that read what cannot be read straight.
         written_tensors: tensors of the host that get new values.
-        uploader: runs the uploads.
+        device_uploads: runs the reads of devices.
     """
 
     direct_reads: list[tuple[Path, int, memoryview]] = field(default_factory=list)
-    uploads: list[tuple[FileRegion, torch.Tensor]] = field(default_factory=list)
+    upload_reads: list[tuple[FileRegion, torch.Tensor]] = field(default_factory=list)
     fallback_reads: list[Callable[[], None]] = field(default_factory=list)
     written_tensors: list[torch.Tensor] = field(default_factory=list)
-    uploader: DeviceUploads = field(default_factory=DeviceUploads)
+    device_uploads: DeviceUploads = field(default_factory=DeviceUploads)
 
     def add(self, location: TensorLocation, source: torch.Tensor, target: torch.Tensor) -> bool:
         """Plan to fill ``target`` straight from a file; return False if that would not give the same bytes.
@@ -62,9 +62,9 @@ class ReadPlan:
         at = location.start + int(source.storage_offset()) * source.element_size()
         if not is_plain(target):
             region = FileRegion(location.path, at)
-            accepts = is_plain(target, target.device) and self.uploader.accepts(region, target.device)
+            accepts = is_plain(target, target.device) and self.device_uploads.accepts(region, target.device)
             if accepts:
-                self.uploads.append((region, target))
+                self.upload_reads.append((region, target))
             return accepts
         view = memory_of(target)
         for first in range(0, len(view), CHUNK):
@@ -85,10 +85,10 @@ class ReadPlan:
         else:
             for job in self.direct_reads:
                 _run_read(job)
-        if self.uploads:
-            with self.uploader:
-                for region, target in self.uploads:
-                    self.uploader.add(region, target.dtype, target)
+        if self.upload_reads:
+            with self.device_uploads:
+                for region, target in self.upload_reads:
+                    self.device_uploads.add(region, target.dtype, target)
         for function in self.fallback_reads:
             function()
         for tensor in self.written_tensors:
