@@ -14,6 +14,8 @@ ARGS   ?=
 # Of the tests: workers that share them, one more than cores since some tests wait; threads of each process.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 THREADS ?= 1
+# Where Python may not write bytecode, every run would rewrite the assertions of all tests, 7 s of CPU per worker.
+export PYTHONDONTWRITEBYTECODE =
 # A worker that crashes is not replaced: pytest-xdist 3.8 then ends without the list of failures.
 WORKERS_PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --max-worker-restart 0
 PYTEST = OMP_NUM_THREADS=$(THREADS) $(WORKERS_PYTEST)

@@ -14,6 +14,8 @@ import pytest
 
 from tests.support.ranks import RankServer
 
+gc.disable()  # while modules are imported, which takes seconds; see pytest_collection_finish
+
 # Under nohup, or in the background of a script, these come ignored, and what is started here inherits that.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) == signal.SIG_IGN:
@@ -63,6 +65,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_finish() -> None:
     """What all modules have imported stays: no collection in a test, or in what it forks, walks it again."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

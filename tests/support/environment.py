@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+STARTUP = str(ROOT / "tests" / "support" / "startup")  # its sitecustomize makes short processes cheaper
 
 # A list of what may pass, not of what may not: a variable set by some cluster, user or earlier test must
 # not decide how a test ends.
@@ -48,6 +49,8 @@ def clean(values: Mapping[str, object | None] | None = None, *, accelerators: bo
             kept.pop(name, None)
         else:
             kept[name] = str(value)
+    if STARTUP not in (paths := [*filter(None, kept.get("PYTHONPATH", "").split(os.pathsep))]):
+        kept["PYTHONPATH"] = os.pathsep.join([*paths, STARTUP])
     return kept
 
 
