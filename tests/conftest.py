@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.rank_server import use_huge_pages
 from tests.support.ranks import RankServer
 
 gc.disable()  # while modules are imported, which takes seconds; see pytest_collection_finish
@@ -68,6 +69,7 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+    use_huge_pages()
 
 
 @pytest.fixture(scope="session")

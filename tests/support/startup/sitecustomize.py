@@ -1,8 +1,8 @@
 """Python imports this when a process of a test starts: nearly all of them import torch, train a step and end.
 
-The collector would walk what torch has imported a few times while it is imported, and again at the exit. Without
-that, two processes that are launched and train cost 4.0 s of CPU instead of 6.0. ``tests/support/environment.py``
-puts this folder at the end of ``PYTHONPATH``, so a test may have a ``sitecustomize`` of its own.
+The collector would walk what torch has imported a few times while it is imported, and again at the exit.
+Without that, two processes that are launched and train cost 4.0 s of CPU instead of 6.0. The folder is at the
+end of ``PYTHONPATH`` (``tests/support/environment.py``), so a test may have a ``sitecustomize`` of its own.
 """
 
 import atexit
