@@ -16,10 +16,11 @@ BACKENDS = ("TE", "AO", "MSAMP", "NO")
 # The package of each library, the one that is chosen first at the front.
 PACKAGES = {"AO": "torchao", "TE": "transformer_engine"}
 TENSORWISE = "tensorwise"
-# Source: its repository, msamp/common/tensor/tensor.py and docs/getting-started/installation.mdx.
+# Sources: its repository, msamp/common/utils/transformer_engine_wrapper.py, which the package imports at
+# once; pull request 877 of TransformerEngine.
 MSAMP_REFUSAL = (
-    "MS-AMP turns weights into objects that are no tensors, which no checkpoint and no strategy could hold; "
-    "it is no longer maintained, and no package index has it"
+    "no torch that is supported can import MS-AMP: it needs the module transformer_engine_extensions, which "
+    "TransformerEngine has not had since 1.8 of 2024; it is no longer maintained, and no package index has it"
 )
 PARTS = ("fprop", "dgrad", "wgrad")
 _TE, _AO, _MSAMP = ({"fp8_backend": (name,)} for name in ("TE", "AO", "MSAMP"))
