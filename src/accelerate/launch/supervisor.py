@@ -95,7 +95,11 @@ class WorkerSupervisor:
     def run_with(self, guard: GuardProcess, signals: SignalAndChildExitWaiter) -> JobOutcome:
         """Run all processes under a guard and a listener that the launcher shares between attempts."""
         try:
-            self._start(guard)
+            for rank, command in enumerate(self.commands, self.first_rank):
+                process = self._create_process(rank, command, guard)
+                self.processes[rank] = self.alive[rank] = process
+                guard.write_line(f"+{process.pid}")
+                self.logs.read(rank, process)
             while self.alive:
                 due = self.stop_at if self.kill_at is None else self.kill_at
                 seconds = POLL_SECONDS if due is None else max(0.01, due - time.monotonic())
@@ -109,21 +113,20 @@ class WorkerSupervisor:
         self.logs.finish()
         return self.outcome
 
-    def _start(self, guard: GuardProcess) -> None:
-        for rank, command in enumerate(self.commands, self.first_rank):
-            stdout, stderr = self.logs.pipes(rank)
-            with explain_start_error(command.program[0]):
-                process = subprocess.Popen(
-                    command.program,
-                    env=command.env,
-                    stdin=command.stdin,
-                    stdout=stdout,
-                    stderr=stderr,
-                    start_new_session=True,
-                )
-            self.processes[rank] = self.alive[rank] = process
-            guard.write_line(f"+{process.pid}")
-            self.logs.read(rank, process)
+    def _create_process(
+        self, rank: int, command: ProcessSpec, guard: GuardProcess
+    ) -> subprocess.Popen[bytes]:
+        """Start one process, with pipes for the output that is to be read."""
+        stdout, stderr = self.logs.pipes(rank)
+        with explain_start_error(command.program[0]):
+            return subprocess.Popen(
+                command.program,
+                env=command.env,
+                stdin=command.stdin,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
 
     def _reap_processes(self, guard: GuardProcess) -> None:
         for rank, process in list(self.alive.items()):

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import field
 from pathlib import Path
@@ -30,6 +30,7 @@ from accelerate.launch.base import Variables
 from accelerate.launch.kinds.local import torchrun_variables
 from accelerate.launch.logs import RankLogSettings
 from accelerate.launch.notebook import device_use, payload
+from accelerate.launch.notebook.fork_server_client import ForkServerSupervisor
 from accelerate.launch.notebook.function_ranks import (
     ForkedRankSpec,
     ForkSupervisor,
@@ -128,8 +129,10 @@ class FunctionLauncher:
             None,
             prefix=lambda rank: template.safe_substitute(rank=rank, local_rank=rank, role_name="default"),
         )
-        each = torchrun_variables(
-            self.processes, LOOPBACK, port, os.urandom(4).hex(), restarts=(attempt, self.max_restarts)
+        each = list(
+            torchrun_variables(
+                self.processes, LOOPBACK, port, os.urandom(4).hex(), restarts=(attempt, self.max_restarts)
+            )
         )
         commands = [
             start.process_spec(
@@ -141,7 +144,7 @@ class FunctionLauncher:
             )
             for rank, variables in enumerate(each)
         ]
-        outcome = start.supervisor_class(commands, logs, folder, stop_timeout=STOP_TIMEOUT).run()
+        outcome = start.create_supervisor(commands, logs, folder, job_variables=each[0]).run()
         return error_to_raise(outcome, folder, rank_reports.build_job_error(outcome, folder))
 
 
@@ -171,10 +174,20 @@ class FunctionTransport:
     args: tuple[Any, ...] = ()
     payload_file: str = ""
 
-    @property
-    def supervisor_class(self) -> type[WorkerSupervisor]:
-        """The supervisor class that starts and watches the ranks."""
-        return WorkerSupervisor if self.function is None else ForkSupervisor
+    def create_supervisor(
+        self,
+        commands: Sequence[ProcessSpec],
+        logs: RankLogSettings,
+        folder: Path,
+        *,
+        job_variables: Collection[str],
+    ) -> WorkerSupervisor:
+        """Return the supervisor that starts and watches the ranks; ``job_variables`` differ between them."""
+        if self.function is not None:
+            return ForkSupervisor(commands, logs, folder, stop_timeout=STOP_TIMEOUT)
+        return ForkServerSupervisor(
+            commands, logs, folder, stop_timeout=STOP_TIMEOUT, job_variables=job_variables
+        )
 
     def process_spec(self, rank: int, folder: Path, env: dict[str, str]) -> ProcessSpec:
         """One rank to start."""

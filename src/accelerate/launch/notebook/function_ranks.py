@@ -13,6 +13,7 @@ import linecache
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from accelerate.launch import rank_reports
 from accelerate.launch.accelerate_rank import RankErrorFile
 from accelerate.launch.notebook import payload
 from accelerate.launch.rank_reports import ProcessSpec
-from accelerate.launch.supervisor import WorkerSupervisor
+from accelerate.launch.supervisor import GuardProcess, WorkerSupervisor
 
 THIS_FOLDER = str(Path(__file__).parent)
 
@@ -205,12 +206,11 @@ class ForkedProcess:
 class ForkSupervisor(WorkerSupervisor):
     """Ranks that are started by copying this process; the rest is theirs."""
 
-    def _start(self, guard: Any) -> None:
-        for rank, command in enumerate(self.commands):
-            process = cast(Any, ForkedProcess(rank, cast(ForkedRankSpec, command), guard))
-            self.processes[rank] = self.alive[rank] = process
-            guard.write_line(f"+{process.pid}")
-            self.logs.read(rank, process)
+    def _create_process(
+        self, rank: int, command: ProcessSpec, guard: GuardProcess
+    ) -> subprocess.Popen[bytes]:
+        process = ForkedProcess(rank, cast(ForkedRankSpec, command), guard)
+        return cast("subprocess.Popen[bytes]", process)
 
 
 def _run_as_rank(rank: int, copy: ForkedRankSpec, outputs: dict[int, int]) -> None:

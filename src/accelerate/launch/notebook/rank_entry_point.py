@@ -1,4 +1,4 @@
-"""The first file of a rank that runs a function: ``rank_entry_point.py PARCEL FOLDER [RANK]``.
+"""The first file of a fresh rank that runs a function: ``rank_entry_point.py PARCEL FOLDER [RANK]``.
 
 It imports nothing of this package before the modules of the notebook's own process can be found.
 """
@@ -6,10 +6,16 @@ It imports nothing of this package before the modules of the notebook's own proc
 import pickle
 import sys
 
-if __name__ == "__main__":
-    with open(sys.argv[1], "rb") as file:
-        start, (folder, *rank) = pickle.load(file), sys.argv[2:]
+
+def run(payload_file: str, folder: str, *rank: str) -> None:
+    """Call the function of a payload, with ``sys.path`` as in the process that sent it."""
+    with open(payload_file, "rb") as file:
+        start = pickle.load(file)
         sys.path[:] = start["path"]
         from accelerate.launch.notebook.function_ranks import run_payload
 
         run_payload(file, start, folder, *rank)
+
+
+if __name__ == "__main__":
+    run(*sys.argv[1:])
