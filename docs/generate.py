@@ -1,6 +1,7 @@
 """Writes the tables of the documentation from the code that they describe: ``python docs/generate.py``.
 
     docs/settings.md    every setting, from its declaration
+    docs/cli.md         every command, from its help
     docs/support.md     what works where, from the registries
     docs/figures.md     the figures, from benchmarks/RESULTS.md; README.md, two of them
     docs/*.md           options of a class NAME, after <!-- options:NAME -->; trackers; examples
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+
+import click
 
 from accelerate.core.errors import AccelerateError
 from accelerate.core.registry import Registry
@@ -497,6 +500,30 @@ def _given() -> Iterator[list[str]]:
 # --- options of a class -------------------------------------------------------------------------------------
 
 
+def command_line_page() -> str:
+    """The page on the commands: the help of each."""
+    from accelerate.cli.main import accelerate
+
+    sections = "".join(_command_sections(accelerate, "accelerate"))
+    return (
+        "# Command line\n\n"
+        "What each command says to `--help`. All flags of `accelerate launch` are those of "
+        "[Settings](settings.md).\n"
+        f"{sections}"
+    )
+
+
+def _command_sections(command: click.Command, name: str) -> Iterator[str]:
+    context = click.Context(command, info_name=name, terminal_width=100, max_content_width=100)
+    text = command.get_help(context).rstrip().replace(str(Path.home()), "~")
+    yield f"\n## {name}\n\n```text\n{text}\n```\n"
+    if isinstance(command, click.Group):
+        for each in command.list_commands(context):
+            found = command.get_command(context, each)
+            assert found is not None
+            yield from _command_sections(found, f"{name} {each}")
+
+
 def options_table(cls: type) -> str:
     """The fields of a dataclass with their defaults and what its docstring says about each."""
     said = _attributes(inspect.getdoc(cls) or "")
@@ -654,6 +681,7 @@ def pages_with_tables() -> dict[str, Callable[[], str]]:
 
 PAGES: dict[str, Callable[[], str]] = {
     "docs/settings.md": settings_page,
+    "docs/cli.md": command_line_page,
     **pages_with_tables(),
 }
 

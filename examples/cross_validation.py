@@ -21,6 +21,8 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
+Rows = Subset[tuple[torch.Tensor, ...]]
+
 
 def read_data() -> TensorDataset:
     """(13 measurements, standardised; one of 3 growers) for each wine."""
@@ -29,7 +31,7 @@ def read_data() -> TensorDataset:
     return TensorDataset(torch.tensor(measured, dtype=torch.float32), torch.tensor(grower))
 
 
-def run_fold(accelerator, train_set, test_set, epochs: int) -> list[int]:
+def run_fold(accelerator: Accelerator, train_set: Rows, test_set: Rows, epochs: int) -> list[int]:
     """Trains on one part and predicts the other; the predictions, in the order of ``test_set``."""
     set_seed(0)
     model = nn.Sequential(nn.Linear(13, 32), nn.ReLU(), nn.Linear(32, 3))

@@ -13,12 +13,16 @@ import inspect
 import pydoc_data.topics
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import AutoModelForSequenceClassification, BertConfig, get_linear_schedule_with_warmup
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    PreTrainedModel,
+    get_linear_schedule_with_warmup,
+)
 
 from accelerate import Accelerator, DataLoaderConfiguration
 
@@ -54,7 +58,7 @@ def save_base(folder: Path) -> None:
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
 
 
-def load(folder: Path) -> tuple[Any, torch.optim.AdamW, LambdaLR]:
+def load(folder: Path) -> tuple[PreTrainedModel, torch.optim.AdamW, LambdaLR]:
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     return model, optimizer, get_linear_schedule_with_warmup(optimizer, 4, STEPS)

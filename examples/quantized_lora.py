@@ -10,10 +10,10 @@ sequence of words. The base stays frozen; only the adapters have gradients and o
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -34,7 +34,7 @@ BITS = BnbQuantizationConfig(
 )
 
 
-def load(folder: Path, device: torch.device) -> Any:
+def load(folder: Path, device: torch.device) -> nn.Module:
     """The quantized base with fresh adapters."""
     with init_empty_weights():
         model = LlamaForCausalLM(CONFIG)
@@ -49,11 +49,11 @@ def make_loader() -> DataLoader[tuple[torch.Tensor, ...]]:
     return DataLoader(TensorDataset((start + step * torch.arange(LENGTH)) % WORDS), batch_size=BATCH)
 
 
-def trained(model: Any) -> list[torch.nn.Parameter]:
+def trained(model: nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def train_plainly(model: Any, device: torch.device) -> list[float]:
+def train_plainly(model: nn.Module, device: torch.device) -> list[float]:
     """The losses of a loop without this package's training."""
     optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
     losses = []

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.null.test_reference import OBJECTS
+from tests.support.environment import ROOT
 from tests.support.long_run import LONG_RUN
 
 SCRIPT = """
@@ -63,19 +66,63 @@ first, *rest = accelerator.prepare(*objects)
 """
 
 
-@pytest.mark.timeout(300)
-def test_prepared_and_gathered_objects_keep_their_types(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    (tmp_path / "pyrightconfig.json").write_text("{}")
+@pytest.fixture(scope="module")
+def revealed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What one run of pyright says of the script, and in `make test-all` of what examples prepare."""
+    folder = tmp_path_factory.mktemp("types")
+    (folder / "pyrightconfig.json").write_text("{}")
+    (folder / "train.py").write_text(SCRIPT)
+    for path in (ROOT / "examples").glob("*.py") if LONG_RUN else ():
+        (folder / path.name).write_text(reveal_prepared(path.read_text(encoding="utf-8")))
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "-p"]
-    result = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=False)
-    said = json.loads(result.stdout)["generalDiagnostics"]
+    result = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False)
+    said: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for each in json.loads(result.stdout)["generalDiagnostics"]:
+        said[Path(each["file"]).name].append(each)
+    return said
+
+
+def reveal_prepared(source: str) -> str:
+    """The source with ``reveal_type`` of each target after each assignment of what ``prepare`` returns."""
+    lines = source.splitlines()
+    calls = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and ast.unparse(node.value.func).endswith(".prepare")
+    ]
+    for node in sorted(calls, key=lambda node: -node.lineno):
+        lines.insert(
+            node.end_lineno or node.lineno,
+            f"{' ' * node.col_offset}reveal_type({ast.unparse(node.targets[0])})",
+        )
+    return "\n".join(lines)
+
+
+@pytest.mark.timeout(300)
+def test_prepared_and_gathered_objects_keep_their_types(
+    revealed: dict[str, list[dict[str, Any]]],
+) -> None:
+    said = revealed["train.py"]
     assert [each["message"] for each in said if each["severity"] == "error"] == []
     shown = {each["range"]["start"]["line"]: each["message"] for each in said}
     lines = {n: line.partition("  # ")[2] for n, line in enumerate(SCRIPT.splitlines()) if "  # " in line}
     assert len(lines) == 22
     assert {n: shown.get(n, "").partition(" is ")[2].strip('"') for n in lines} == lines
+
+
+@pytest.mark.skipif(not LONG_RUN, reason="half a minute of CPU; runs in `make test-all`")
+@pytest.mark.timeout(300)
+def test_no_type_is_lost_where_an_example_prepares(revealed: dict[str, list[dict[str, Any]]]) -> None:
+    shown = {
+        name: [each["message"] for each in said if each["severity"] == "information"]
+        for name, said in revealed.items()
+        if name != "train.py"
+    }
+    assert sum(len(messages) for messages in shown.values()) >= 15
+    lost = {name: [m for m in messages if "Any" in m or "Unknown" in m] for name, messages in shown.items()}
+    assert not any(lost.values()), lost
 
 
 @pytest.mark.skipif(not LONG_RUN, reason="takes most of a minute; runs in `make test-all`")
