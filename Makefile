@@ -21,7 +21,7 @@ WORKERS_PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --max-wo
 PYTEST = OMP_NUM_THREADS=$(THREADS) $(WORKERS_PYTEST)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-reduced test-torch test-newest test-clients record-clients test-trackers test-xla test-ray test-mutations test-processors check types-of-package calls-of-others format bench bench-peer gpu docs clean
+.PHONY: help demo test test-all test-reduced test-torch test-newest test-clients record-clients test-trackers test-xla test-ray test-mutations test-processors test-coverage check types-of-package calls-of-others format bench bench-peer gpu docs clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -146,6 +146,15 @@ test-mutations: $(VENV)/ready-test  ## do the tests find mistakes in the source?
 
 test-processors: $(VENV)/ready-test $(VENV)/system-packages  ## what computes, as other processors round
 	PYTEST="$(WORKERS_PYTEST)" sh tests/support/processors.sh $(ARGS)
+
+# Half an hour: each process of each test counts its lines.
+test-coverage: $(VENV)/ready-test $(VENV)/system-packages  ## how many lines of the package the suite runs
+	@$(BIN)/python $(PIP) install "coverage>=7.10"
+	@rm -rf .coverage-data && mkdir .coverage-data
+	COVERAGE_FOLDER=$(CURDIR)/.coverage-data OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m coverage run --rcfile=tests/support/coverage.ini \
+	    -m pytest -n $(WORKERS) --max-worker-restart 0 $(ARGS) || true
+	@COVERAGE_FOLDER=$(CURDIR)/.coverage-data $(BIN)/python -m coverage combine -q --rcfile=tests/support/coverage.ini
+	COVERAGE_FOLDER=$(CURDIR)/.coverage-data $(BIN)/python -m coverage report --rcfile=tests/support/coverage.ini --sort=miss | tail -60
 
 check: $(VENV)/ready-dev  ## lint, format, types
 	$(BIN)/ruff check .

@@ -126,10 +126,12 @@ if restarts == "0":
 """
 
 
-def wait_until(condition: Callable[[], bool], describe: Callable[[], str]) -> None:
+def wait_until(wanted: str, state: Callable[[], str], output: Path) -> None:
     deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, describe()
+    while (now := state()) != wanted:
+        told = output.read_text() if output.exists() else ""
+        assert not now.startswith("FAILED"), f"{now}\n{told}"
+        assert time.monotonic() < deadline, f"{now}\n{told}"
         time.sleep(0.2)
 
 
@@ -151,9 +153,9 @@ def test_a_job_that_stops_to_be_resumed_is_requeued_and_goes_on(
         return " ".join(re.findall(r"\b(?:JobState|Reason)=(\S+)", told))
 
     # A requeued job waits for two minutes; whoever may, says that it need not.
-    wait_until(lambda: state() == "PENDING BeginTime", state)
+    wait_until("PENDING BeginTime", state, tmp_path / "out")
     cluster.ask("scontrol", "update", f"JobId={number}", "StartTime=now")
-    wait_until(lambda: state().startswith("COMPLETED"), state)
+    wait_until("COMPLETED None", state, tmp_path / "out")
     text = (tmp_path / "out").read_text()
     starts = [line for line in text.splitlines() if line.startswith("start ")]
     assert sorted(starts) == [
