@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 
 from accelerate import track
+from tests.support.long_run import long_run_param
 from tests.support.tracker_runs import ABSENT, READERS, STORED_CONFIG, offline_variables, start_run
 from tests.support.trackers import LIBRARIES
 
 LOSSES = [1.5, 0.75, 0.25]
 NAMES = track.TRACKERS.names()
+ALL_TRACKERS = "TESTS_ALL_TRACKERS" in os.environ
 HERE = [name for name in NAMES if track.TRACKERS.get(name).is_available()]
 # How a library calls a run that has ended well, and one that has not; the files of the others do not say.
 ENDS = {
@@ -42,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_libraries_are_installed() -> None:
     absent = sorted(set(NAMES) - set(HERE))
-    if "TESTS_ALL_TRACKERS" in os.environ:
+    if ALL_TRACKERS:
         assert not absent
     elif absent:
         pytest.skip(f"not installed, not run: {', '.join(absent)}")
@@ -74,7 +76,10 @@ def test_every_kind_can_be_read_back_or_is_left_out_by_name(name: str, folder: P
     assert len(left_out) == len(set(left_out)), "said twice"
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize(
+    "name",
+    [long_run_param(name) if name == "tensorboard" and not ALL_TRACKERS else name for name in HERE],
+)
 def test_a_run_goes_on_in_another_process(name: str, folder: Path) -> None:
     if name == "clearml":
         pytest.skip("clearml resumes with its server only")

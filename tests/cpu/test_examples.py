@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.command import Finished, Running, launch, start
 from tests.support.environment import ROOT
+from tests.support.long_run import LONG_RUN, long_run_param
 from tests.support.packages import is_installed
 from tests.support.ranks import RanksError, RankServer
 from tests.support.scripts import script_output
@@ -109,6 +110,7 @@ def test_three_processes_count_every_test_image_once(ranks: RankServer, tmp_path
     assert [(found[1], found[5]) for found in EPOCH.finditer(text)] == [("1", "360")]
 
 
+@pytest.mark.skipif(not LONG_RUN, reason="runs in `make test-all`")
 def test_torchrun_resumes_a_killed_run_to_the_same_numbers(launched: Launched, tmp_path: Path) -> None:
     """Killed in epoch 3, it goes on from the newest whole checkpoint, to the losses of a run left alone.
 
@@ -244,7 +246,13 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        long_run_param(name) if name in ("tensor_parallel", "context_parallel", "ulysses") else name
+        for name in STRATEGIES
+    ],
+)
 def test_a_strategy_trains_to_the_losses_of_a_plain_loop(ranks: RankServer, strategy: str) -> None:
     if strategy == "deepspeed" and not is_installed("deepspeed"):
         pytest.skip("deepspeed is not installed: pip install deepspeed")

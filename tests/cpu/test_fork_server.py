@@ -62,15 +62,19 @@ def test_ranks_of_all_launches_are_forks_of_one_server_and_as_fresh_processes_ar
     assert {rank["sockets"] for rank in ranks} == {0}  # a rank does not keep the server's end open
 
 
-def test_other_variables_at_the_import_of_torch_need_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    (first, _) = debug_launcher(describe)
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    monkeypatch.setenv("WORD", "other")
-    (second, _) = debug_launcher(describe)
-    assert first["parent"] != second["parent"]
-    assert not psutil.pid_exists(first["parent"])
-    assert (second["threads"], second["word"]) == ("2", "other")
+def test_launches_of_two_threads_share_it() -> None:
+    results: list[Any] = []
+
+    def launch() -> None:
+        results.append(debug_launcher(describe))
+
+    threads = [threading.Thread(target=launch) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(results) == 2
+    assert len({rank["parent"] for result in results for rank in result}) == 1
 
 
 def test_a_server_that_has_ended_is_replaced() -> None:
@@ -95,6 +99,17 @@ def test_ranks_do_not_outlive_their_server() -> None:
         debug_launcher(wait)
 
 
+def test_other_variables_at_the_import_of_torch_need_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (first, _) = debug_launcher(describe)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setenv("WORD", "other")
+    (second, _) = debug_launcher(describe)
+    assert first["parent"] != second["parent"]
+    assert not psutil.pid_exists(first["parent"])
+    assert (second["threads"], second["word"]) == ("2", "other")
+
+
 ON_DEVICE = """
 import sys
 from accelerate.launch.notebook import fork_server
@@ -114,21 +129,6 @@ def test_a_server_that_uses_a_device_forks_no_rank(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("accelerate.launch.notebook.fork_server_client.PROGRAM", str(program))
     monkeypatch.setenv("WORD", "another server")
     assert {rank["parent"] for rank in debug_launcher(describe)} == {os.getpid()}
-
-
-def test_launches_of_two_threads_share_it() -> None:
-    results: list[Any] = []
-
-    def launch() -> None:
-        results.append(debug_launcher(describe))
-
-    threads = [threading.Thread(target=launch) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(results) == 2
-    assert len({rank["parent"] for result in results for rank in result}) == 1
 
 
 def test_it_ends_with_the_process_that_uses_it() -> None:

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -221,7 +222,8 @@ def test_four_machines_on_a_slow_lossy_network(tmp_path: Path, gloo: bool) -> No
     for name, result in zip(hosts.names[:3], others, strict=True):
         assert result.returncode == 0, result.output
         said = re.findall(rf"{name} is one of (\d), its clock says (\d+)", result.stdout)
-        assert [size for size, _ in said] == ["3", "4", "3"]
+        # The three may meet a second time before the fourth, which has come, is through to them.
+        assert [size for size, _ in groupby(size for size, _ in said)] == ["3", "4", "3"]
         clocks[name] = float(said[0][1])
         assert "another machine has come" in result.stderr
         assert re.search(r"\(hostd\) is lost", result.stderr), result.output

@@ -111,7 +111,7 @@ def measured(options: dict[str, Any] | None, window: int = 1) -> tuple[int, int]
 @pytest.mark.parametrize(
     ("asked", "options"),
     [
-        ({"strategy": "ddp"}, None),
+        long_run_param({"strategy": "ddp"}, None),
         ({"strategy": "fsdp"}, {}),
         long_run_param({"strategy": "fsdp", "recompute": "full"}, {"activation_checkpointing": True}),
         long_run_param({"strategy": "fsdp", "accumulation": 2}, {}),

@@ -36,6 +36,7 @@ from accelerate.checkpoint.save_lock import LockOwner, PlaceInUseError, RemoteSa
 from accelerate.core.errors import CheckpointError, MissingExtraError, SettingError
 from accelerate.utils import ProjectConfiguration
 from tests.null.test_checkpoint_commit import Box, box, value_of
+from tests.support.long_run import long_run_param
 from tests.support.objects import Objects, serving
 
 
@@ -186,7 +187,8 @@ class Scenario:
 def scenarios() -> Iterator[Any]:
     for name in ("fresh", "replaced", "numbered", "limited"):
         for how in ("gone", "refused", "unanswered"):
-            yield pytest.param(name, how, id=f"{name}-{how}")
+            param = pytest.param if how != "unanswered" or name == "replaced" else long_run_param
+            yield param(name, how)
 
 
 @pytest.mark.parametrize(("name", "how"), list(scenarios()))

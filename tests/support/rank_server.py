@@ -114,6 +114,7 @@ def file_of(folder: str, rank: int, what: str) -> Path:
 def serve(descriptor: int) -> NoReturn:
     """The root server."""
     _preload(*PRELOAD, *_package_modules())
+    use_huge_pages()
     _serve_modules(Connection(descriptor), ())
 
 
@@ -145,6 +146,7 @@ def _serve_modules(client: Connection, preloaded: tuple[str, ...]) -> NoReturn:
 def _serve_preload(job: Job, root: Connection) -> NoReturn:
     sys.path[:] = job.path
     _preload(*job.preload)
+    use_huge_pages()
     _serve_modules(root, job.preload)
 
 
@@ -227,7 +229,6 @@ def _preload(*names: str) -> None:
         _try_import(name)
     gc.collect()
     gc.freeze()  # a collection in a fork would write to all objects, and so copy the memory it shares with us
-    use_huge_pages()
 
 
 def use_huge_pages() -> None:
