@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, cast
@@ -64,7 +64,7 @@ class ForkServer:
             )
         self.connection.send(json.dumps(key.path).encode())
 
-    def start(self, request_file: Path, streams: tuple[int, int, int]) -> int:
+    def start(self, request_file: Path, streams: Sequence[int]) -> int:
         """Let it start a rank and return the process number.
 
         Raises:
