@@ -18,13 +18,13 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset, random_split
+from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration, set_seed, tqdm
 
 
-def read_data():
+def read_data() -> list[Subset[tuple[torch.Tensor, ...]]]:
     """Two datasets of (image, label), image a float tensor (1, 8, 8) in 0..1; the split never changes."""
     pixels, labels = load_digits(return_X_y=True)
     images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 16

@@ -14,13 +14,13 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset, random_split
+from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 
-def read_data():
+def read_data() -> list[Subset[tuple[torch.Tensor, ...]]]:
     """Two datasets of (pixels, label), pixels a float tensor (64,) in 0..1; the split never changes."""
     pixels, labels = load_digits(return_X_y=True)
     dataset = TensorDataset(torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(labels))

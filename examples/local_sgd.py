@@ -19,14 +19,14 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset, random_split
+from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 
 from accelerate import Accelerator
 from accelerate.local_sgd import DiLoCo, LocalSGD
 from accelerate.utils import set_seed
 
 
-def read_data():
+def read_data() -> list[Subset[tuple[torch.Tensor, ...]]]:
     """1,437 images of digits to train on and 360 to test on: (pixels (64,) in 0..1, label)."""
     pixels, labels = load_digits(return_X_y=True)
     dataset = TensorDataset(torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(labels))
