@@ -515,7 +515,7 @@ def command_line_page() -> str:
 
 def _command_sections(command: click.Command, name: str) -> Iterator[str]:
     context = click.Context(command, info_name=name, terminal_width=100, max_content_width=100)
-    text = command.get_help(context).rstrip().replace(str(Path.home()), "~")
+    text = command.get_help(context).rstrip()
     yield f"\n## {name}\n\n```text\n{text}\n```\n"
     if isinstance(command, click.Group):
         for each in command.list_commands(context):

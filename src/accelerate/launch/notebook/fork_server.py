@@ -7,6 +7,9 @@ the file of a request, and brings the three standard streams of the rank. The an
 that has started, and ``-PID CODE`` for one that has ended.
 
 It ends when its client does, or when nothing was asked for ``IDLE_SECONDS``.
+
+``multiprocessing.forkserver`` itself does not do: it imports the main module of the program that launches,
+which would run a script again, it belongs to that program, and its processes share environment and output.
 """
 
 import contextlib

@@ -110,6 +110,10 @@ class ForkServer:
         """Tell whether ranks of it run, as far as is known."""
         return None in self.exit_codes.values()
 
+    def has_ended(self) -> bool:
+        """Tell whether it has ended, as it does after a while without a launch."""
+        return self._process.poll() is not None
+
     def close(self) -> None:
         """End the server."""
         self.connection.close()
@@ -137,9 +141,10 @@ def request_server(env: dict[str, str], job_variables: Collection[str]) -> ForkS
         if name not in job_variables and not name.startswith("ACCELERATE_")
     }
     # The server asks for no device: a driver that has been asked for its devices does not survive a fork.
-    key = ServerKey({**fixed, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}, tuple(sys.path))
+    path = tuple(place for place in sys.path if isinstance(place, str))  # Python takes no notice of others
+    key = ServerKey({**fixed, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}, path)
     with _server_lock:
-        if _server is not None and _server.key != key:
+        if _server is not None and (_server.key != key or _server.has_ended()):
             if not _server.is_busy():  # else another thread launches with it; it ends when it is idle
                 _server.close()
             _server = None
@@ -229,12 +234,12 @@ class ForkServerSupervisor(WorkerSupervisor):
     ) -> subprocess.Popen[bytes]:
         if self._server is not None:
             request_file = self.folder / f"rank_{rank}.request"
-            request = {"env": command.env, "cwd": os.getcwd(), "arguments": command.program[2:]}
-            request_file.write_text(json.dumps(request), encoding="utf-8")
             try:
+                request = {"env": command.env, "cwd": os.getcwd(), "arguments": command.program[2:]}
+                request_file.write_text(json.dumps(request), encoding="utf-8")
                 process = ServedProcess(self._server, request_file, command.stdin, self.logs.pipes(rank))
                 return cast("subprocess.Popen[bytes]", process)
-            except OSError:  # it has ended: it was idle, or cannot serve here
+            except OSError:  # it has ended, since it cannot serve here; or the working folder is gone
                 forget_server(self._server)
                 self._server, self.wake_fds = None, ()
         return super()._create_process(rank, command, guard)
