@@ -151,10 +151,9 @@ test-processors: $(VENV)/ready-test $(VENV)/system-packages  ## what computes, a
 test-coverage: $(VENV)/ready-test $(VENV)/system-packages  ## how many lines of the package the suite runs
 	@$(BIN)/python $(PIP) install "coverage>=7.10"
 	@rm -rf .coverage-data && mkdir .coverage-data
-	COVERAGE_FOLDER=$(CURDIR)/.coverage-data OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m coverage run --rcfile=tests/support/coverage.ini \
-	    -m pytest -n $(WORKERS) --max-worker-restart 0 $(ARGS) || true
-	@COVERAGE_FOLDER=$(CURDIR)/.coverage-data $(BIN)/python -m coverage combine -q --rcfile=tests/support/coverage.ini
-	COVERAGE_FOLDER=$(CURDIR)/.coverage-data $(BIN)/python -m coverage report --rcfile=tests/support/coverage.ini --sort=miss | tail -60
+	@export COVERAGE_FOLDER=$(CURDIR)/.coverage-data COVERAGE_RCFILE=$(CURDIR)/tests/support/coverage.ini; \
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m coverage run -m pytest -n $(WORKERS) --max-worker-restart 0 $(ARGS); passed=$$?; \
+	$(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage report --sort=miss | tail -60; exit $$passed
 
 check: $(VENV)/ready-dev  ## lint, format, types
 	$(BIN)/ruff check .

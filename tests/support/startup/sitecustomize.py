@@ -7,6 +7,8 @@ end of ``PYTHONPATH`` (``tests/support/environment.py``), so a test may have a `
 
 import atexit
 import gc
+import os
 
-gc.set_threshold(50_000, 20, 100)
-atexit.register(gc.freeze)  # registered first, so it runs last: what is left is not walked again
+if "TESTS_ALL" not in os.environ:  # the long run starts processes as users do
+    gc.set_threshold(50_000, 20, 100)
+    atexit.register(gc.freeze)  # registered first, so it runs last: what is left is not walked again
