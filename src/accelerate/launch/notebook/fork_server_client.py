@@ -27,7 +27,7 @@ PROGRAM = str(Path(__file__).with_name("fork_server.py"))
 
 @frozen_dataclass
 class ServerKey:
-    """What a fork server has from its start, so that another needs another server.
+    """The state that a fork server has from its start: ranks with another need another server.
 
     Attributes:
         env: its variables, without those that tell a rank of its job.
