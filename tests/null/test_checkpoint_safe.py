@@ -8,6 +8,7 @@ import datetime
 import decimal
 import enum
 import fractions
+import gc
 import io
 import os
 import pathlib
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import types
 import uuid
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -274,3 +276,17 @@ def test_looking_for_what_would_be_refused_costs_nothing_for_plain_states(
     torch_files.write({"ema": weights, "all": PLAIN[:3], "array": np.ones(3)}, io.BytesIO(), what="plain")
     torch_files.write({"ema": weights, "colour": Colour.RED}, io.BytesIO(), what="coloured")
     assert looked == ["coloured"]
+
+
+def test_what_was_written_is_not_held(tmp_path: Path) -> None:
+    """A state on a device would take its memory until the collector runs."""
+    tensor = torch.zeros(3)
+    held = weakref.ref(tensor)
+    gc.disable()
+    try:
+        with (tmp_path / "file").open("wb") as file:
+            torch_files.write({"tensor": tensor}, file)
+        del tensor
+        assert held() is None
+    finally:
+        gc.enable()

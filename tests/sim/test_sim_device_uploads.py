@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from accelerate import Accelerator, init_empty_weights, load_checkpoint_in_model
 from accelerate import device as devices
-from accelerate import init_empty_weights, load_checkpoint_in_model
 from accelerate.checkpoint import device_uploads
 from accelerate.checkpoint.device_uploads import DeviceUploads
 from accelerate.checkpoint.read_plan import ReadPlan
@@ -209,3 +209,97 @@ def test_only_devices_that_pin_memory_take_uploads(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(DeviceUploads, "add", None)
     model = Net().to("sim")
     load_checkpoint_in_model(model, path)
+
+
+class Doubling(nn.Linear):
+    """A layer that computes with its weights as soon as they are loaded."""
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.doubled = self.weight.detach().view(-1) * 2
+
+
+@pytest.fixture
+def saved_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Accelerator, Any, Any, Path]:
+    """A training on the simulated device that has saved, and gone on for a step."""
+    monkeypatch.setattr("accelerate.checkpoint.mapped_state.LARGE", 1)
+    monkeypatch.setattr("accelerate.checkpoint.mapped_state._file_system", lambda path: "ext4")
+    torch.manual_seed(0)
+    accelerator = Accelerator()
+    assert accelerator.device.type == "sim"
+    model = nn.Sequential(nn.Linear(301, 130), Doubling(130, 200), nn.Linear(200, 1))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    train_step(accelerator, model, optimizer)
+    folder = Path(accelerator.save_state(tmp_path / "state"))
+    return accelerator, model, optimizer, folder
+
+
+def train_step(accelerator: Accelerator, model: Any, optimizer: Any) -> None:
+    accelerator.backward(model(torch.linspace(0, 1, 301, device=accelerator.device)[None]).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def values_of(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    moments = {
+        f"{number} {name}": value
+        for number, state in enumerate(optimizer.state.values())
+        for name, value in state.items()
+    }
+    return {**dict(model.named_parameters()), **moments}
+
+
+@pytest.mark.parametrize("map_location", [None, "on_device"])
+def test_load_state_uploads_weights_and_moments(
+    saved_training: Any, request: pytest.FixtureRequest, map_location: str | None
+) -> None:
+    """D13: into the memory that there is, each byte read once; what is small is copied."""
+    accelerator, model, optimizer, folder = saved_training
+    wanted = {name: value.detach().cpu().clone() for name, value in values_of(model, optimizer).items()}
+    train_step(accelerator, model, optimizer)
+    before = {name: value.data_ptr() for name, value in values_of(model, optimizer).items()}
+    hardware, reads = request.getfixturevalue("hardware"), request.getfixturevalue("reads")
+    accelerator.load_state(folder, map_location=map_location)
+    found = values_of(model, optimizer)
+    for name, value in wanted.items():
+        assert torch.equal(found[name].cpu(), value), name
+    moments = {name: value for name, value in found.items() if " exp" in name and value.nbytes >= 2**16}
+    filled = {**dict(model.named_parameters()), **moments}
+    assert len(moments) == 4
+    assert {name: value.data_ptr() for name, value in filled.items()} == {
+        name: before[name] for name in filled
+    }
+    assert all(value.device.type == "sim" for value in filled.values())
+    assert sum(size for _, size in reads) == sum(value.nbytes for value in filled.values())
+    assert hardware.copies
+    assert all(event.is_over for event in hardware.copies)
+    assert torch.equal(model[1].doubled.cpu(), 2 * wanted["1.weight"].view(-1)), "used while it was uploaded"
+
+
+def test_moments_that_somebody_holds_keep_their_values(saved_training: Any, hardware: Pinning) -> None:
+    accelerator, model, optimizer, folder = saved_training
+    wanted = {name: value.detach().cpu().clone() for name, value in values_of(model, optimizer).items()}
+    train_step(accelerator, model, optimizer)
+    held = optimizer.state_dict()["state"][0]["exp_avg"]
+    of_now = held.cpu().clone()
+    accelerator.load_state(folder)
+    assert torch.equal(held.cpu(), of_now)
+    assert torch.equal(values_of(model, optimizer)["0 exp_avg"].cpu(), wanted["0 exp_avg"])
+
+
+def test_a_load_state_that_cannot_read_a_file_names_it(
+    saved_training: Any, hardware: Pinning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator, _, _, folder = saved_training
+    read, calls = device_uploads.read_exactly, itertools.count()
+
+    def fails_late(path: Path, at: int, view: memoryview) -> None:
+        if next(calls) == 8:
+            raise OSError(5, "Input/output error")
+        read(path, at, view)
+
+    monkeypatch.setattr(device_uploads, "read_exactly", fails_late)
+    with pytest.raises(CheckpointError, match=r"cannot read .*model\.safetensors"):
+        accelerator.load_state(folder)
+    assert hardware.copies
+    assert all(event.is_over for event in hardware.copies)

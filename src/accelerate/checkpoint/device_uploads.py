@@ -150,13 +150,27 @@ class DeviceUploads:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self.close()
+
+    def finish(self) -> None:
+        """Return when all values that were added are where they belong; others may be added after.
+
+        Raises:
+            CheckpointError: a file cannot be read, or ends too early.
+        """
         try:
-            if kind is None:
-                for uploader in self._uploaders.values():
-                    uploader.finish()
+            for uploader in self._uploaders.values():
+                uploader.finish()
         finally:
-            while self._uploaders:
-                self._uploaders.popitem()[1].close()
+            self.close()
+
+    def close(self) -> None:
+        """Drop what is not read yet, and wait until no copy is under way."""
+        while self._uploaders:
+            self._uploaders.popitem()[1].close()
 
     def accepts(self, region: FileRegion | None, device: torch.device) -> bool:
         """Return whether values of a file can be uploaded: they lie row after row, the device pins memory."""

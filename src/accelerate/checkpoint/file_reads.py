@@ -3,8 +3,9 @@
 What is loaded must not depend on its file any more: a mapped file that is changed, or whose disk goes away
 later, would change or end the training. And it must not be in memory twice. So torch files are read through
 ``FileRangeReader``, which torch lets fill the memory of each tensor; tensors of safetensors files, which
-are mapped and not touched, are read into the tensor that takes them, see ``FileReadTorchFunctionMode``; and
-shards by a ``ReadPlan`` (``read_plan.py``), which knows where in a file the values of each tensor are.
+are mapped and not touched, are read into the tensor that takes them, or uploaded to its device, see
+``FileReadTorchFunctionMode``; and shards by a ``ReadPlan`` (``read_plan.py``), which knows where in a file
+the values of each tensor are.
 
 Weights for inference stay mapped, and privately: nothing is read before a page is touched, what is written
 goes to memory of this process, page by page, and nothing is ever written back. Who replaces the file by
@@ -29,11 +30,13 @@ from torch.overrides import TorchFunctionMode
 from accelerate.checkpoint import state_dict_files
 from accelerate.checkpoint.durable_file import usable_cores
 from accelerate.checkpoint.errors import file_errors
+from accelerate.core import tree
 from accelerate.core.errors import CheckpointError
 
 CHUNK = 4 * 2**20
 HOST = torch.device("cpu")
 _LARGE = 2**20
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def read_at(number: int, view: memoryview, offset: int) -> int:
@@ -177,8 +180,9 @@ def load_from_mapped(
 class FileReadTorchFunctionMode(TorchFunctionMode):
     """A torch function mode: ``a.copy_(b)`` reads the file that ``b`` is mapped from straight into ``a``.
 
-    Only where that gives the same bytes: a plain tensor on the CPU of the same dtype and shape, both
-    contiguous. Everything else goes its usual way, through the mapping.
+    Only where that gives the same values: a plain tensor of the same shape, both contiguous, and ``a`` of the
+    same dtype in host memory, or on a device that takes uploads. Uploads are over at the end of the mode, or
+    before something else uses such a tensor. Everything else goes its usual way, through the mapping.
 
     Attributes:
         failure: why a file could not be read.
@@ -189,23 +193,33 @@ class FileReadTorchFunctionMode(TorchFunctionMode):
         self.failure: CheckpointError | None = None
         self._sources = {at: (file.path, *place) for file in files for at, place in file.file_ranges.items()}
         self._pool = ThreadPoolExecutor(usable_cores(), "copy")
+        self._uploads: Any = None
+        self._uploaded: set[int] = set()  # addresses of the storages whose values are on their way
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._pool.shutdown()
+        if self._uploads is not None:
+            self._uploads.__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.copy_ and len(args) == 2 and not kwargs and self._read_directly(*args):
             return args[0]
+        if self._uploaded and func.__name__ != "__get__":
+            self._finish_uploads_of(args, kwargs)
         return func(*args, **(kwargs or {}))
 
     def _read_directly(self, target: Any, source: Any) -> bool:
-        if not (is_plain(target) and is_plain(source)):
+        if not (is_plain(source) and is_plain(target, target.device)) or target.shape != source.shape:
             return False
         path, at, size = self._sources.get(source.data_ptr(), (Path(), 0, 0))
-        if target.dtype != source.dtype or target.shape != source.shape or not 0 < target.nbytes <= size:
+        if not 0 < source.nbytes <= size:
             return False
         try:
+            if target.device.type != "cpu":
+                return self._upload(FileRegion(path, at), source.dtype, target)
+            if target.dtype != source.dtype:
+                return False
             with file_errors("read", path):
                 read_parallel(path, at, memory_of(target), self._pool)
         except CheckpointError as error:
@@ -214,11 +228,33 @@ class FileReadTorchFunctionMode(TorchFunctionMode):
         torch.autograd.graph.increment_version(target)
         return True
 
+    def _upload(self, region: FileRegion, dtype: torch.dtype, target: torch.Tensor) -> bool:
+        """Have the values of ``target`` uploaded, if its device takes that; return whether it does."""
+        from accelerate.checkpoint.device_uploads import DeviceUploads  # which reads files by this module
+
+        self._uploads = self._uploads or DeviceUploads()
+        if not self._uploads.accepts(region, target.device):
+            return False
+        self._uploads.add(region, dtype, target)
+        self._uploaded.add(target.untyped_storage().data_ptr())
+        return True
+
+    def _finish_uploads_of(self, args: Any, kwargs: Any) -> None:
+        """Finish all uploads if an argument is a tensor, or a view of one, whose values are on their way."""
+        for _, leaf in tree.iterate_leaves([args, kwargs or {}]):
+            if not isinstance(leaf, torch.Tensor) or leaf.device.type in ("cpu", "meta"):
+                continue
+            # A tensor that wraps others may wrap one of these.
+            if type(leaf) not in _PLAIN or leaf.untyped_storage().data_ptr() in self._uploaded:
+                self._uploaded.clear()
+                self._uploads.finish()
+                return
+
 
 def is_plain(tensor: Any, device: torch.device = HOST) -> bool:
     """Return True for a contiguous plain tensor in host memory, or on another device."""
     return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        type(tensor) in _PLAIN
         and tensor.device == device
         and tensor.layout is torch.strided
         and tensor.is_contiguous()

@@ -39,6 +39,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from accelerate import device as devices
 from accelerate.checkpoint import torch_files
 from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.owned_state import MappedFile
@@ -100,7 +101,7 @@ class MappedOptimizerState:
         Args:
             load: takes the state.
             optimizer: the one that ``load`` gives it to. The tensors of its present state are filled, where
-                it alone has them; so there is nothing left to copy.
+                it alone has them, and what belongs on a device is uploaded; so there is nothing left to copy.
 
         Raises:
             CheckpointError: the file cannot be read.
@@ -112,7 +113,7 @@ class MappedOptimizerState:
             if optimizer is not None and tensors:
                 mapping = _find_mapping(tensors[0].data_ptr())
                 mapped = MappedFile(self.path, self._file.fileno(), mapping.start, mapping.end)
-                hooks.callback(optimizer.register_load_state_dict_pre_hook(mapped.fill_owned_tensors).remove)
+                hooks.callback(optimizer.register_load_state_dict_pre_hook(mapped.fill_tensors).remove)
             tensors.clear()
             load(state)
         del state
@@ -272,9 +273,12 @@ def _watch_steps() -> None:
 
 
 def can_map(path: Path, location: Any) -> bool:
-    """Return True if a torch file may be mapped: large, on a local disk, for use in host memory."""
-    on_host = str(location) == "cpu"
-    return on_host and path.stat().st_size >= LARGE and can_detach() and _file_system(path) in _LOCAL
+    """Return True if a torch file may be mapped: large, on a local disk, for the host or for uploads."""
+    if not isinstance(location, str | torch.device) or path.stat().st_size < LARGE:
+        return False
+    kind = torch.device(location).type
+    is_used = kind == "cpu" or (kind != "meta" and devices.get(kind).pins_memory)
+    return is_used and can_detach() and _file_system(path) in _LOCAL
 
 
 @cache

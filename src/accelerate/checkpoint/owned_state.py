@@ -1,9 +1,9 @@
-"""Optimizer states that are read into the tensors which the optimizer already has.
+"""Optimizer states that are read into the tensors which the optimizer already has, or uploaded to its device.
 
 A process that loads again, as to go back to the best checkpoint, has memory for the state already. Reading
 the file into it takes a fraction of the time that filling fresh memory takes, and no second copy. A tensor
 that somebody else refers to, as through ``optimizer.state_dict()``, keeps its values: then new memory takes
-the saved ones.
+the saved ones. On a device, that is new memory of the device: see ``device_uploads.py``.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from accelerate.checkpoint.device_uploads import DeviceUploads
 from accelerate.checkpoint.durable_file import usable_cores
 from accelerate.checkpoint.errors import file_errors
-from accelerate.checkpoint.file_reads import CHUNK, is_plain, memory_of, read_at
+from accelerate.checkpoint.file_reads import CHUNK, HOST, FileRegion, is_plain, memory_of, read_at
 
 _LARGE = 2**16  # bytes; less is not worth a read of its own
 
@@ -40,8 +42,8 @@ class MappedFile:
     start: int
     end: int
 
-    def fill_owned_tensors(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Read saved tensors into those that an optimizer has; these take their places in ``state``.
+    def fill_tensors(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Read saved tensors into those that an optimizer has, or will have; these take their places.
 
         It serves as a hook of ``Optimizer.register_load_state_dict_pre_hook``.
 
@@ -54,14 +56,24 @@ class MappedFile:
         """
         jobs: list[tuple[int, memoryview]] = []
         filled: list[torch.Tensor] = []
-        for values, name, owned in _find_pairs(optimizer, state):
-            address = values[name].data_ptr()
-            if not self.start <= address < self.end:
-                continue
-            offset, memory = address - self.start, memory_of(owned)
-            jobs += [(offset + at, memory[at : at + CHUNK]) for at in range(0, len(memory), CHUNK)]
-            values[name] = owned
-            filled.append(owned)
+        with DeviceUploads() as uploads:
+            for parameter, values, name in _find_tensors(optimizer, state):
+                saved: torch.Tensor = values[name]
+                if not self.start <= saved.data_ptr() < self.end:
+                    continue
+                region = FileRegion(self.path, saved.data_ptr() - self.start)
+                target = _owned_tensor(optimizer, parameter, name, saved)
+                if uploads.accepts(region, parameter.device):
+                    if target is None:
+                        target = torch.empty_like(saved, device=parameter.device)
+                    uploads.add(region, saved.dtype, target)
+                elif target is not None and target.device == HOST:
+                    memory, starts = memory_of(target), range(0, target.nbytes, CHUNK)
+                    jobs += [(region.offset + at, memory[at : at + CHUNK]) for at in starts]
+                    filled.append(target)
+                else:
+                    continue
+                values[name] = target
         with file_errors("read", self.path), ThreadPoolExecutor(usable_cores(), "read") as pool:
             for _ in pool.map(self._read, jobs):
                 pass
@@ -74,33 +86,44 @@ class MappedFile:
             raise EOFError(f"it ends before {offset + len(memory)} bytes")
 
 
-def _find_pairs(
+def _find_tensors(
     optimizer: Optimizer, state: Mapping[str, Any]
-) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Yield the saved values of a parameter, a name in them, and the optimizer's tensor that can take it.
-
-    None where torch does not say how many tensors share a memory.
-    """
-    if not hasattr(torch._C, "_storage_Use_Count"):
-        return
-    alone = _reference_counts({0: {"": torch.zeros(1)}}, 0, "")
+) -> Iterator[tuple[torch.Tensor, dict[str, Any], str]]:
+    """Yield each parameter, its saved values, and the name of a large plain tensor among these."""
     for ours, theirs in zip(optimizer.param_groups, state["param_groups"], strict=False):
         for parameter, number in zip(ours["params"], theirs["params"], strict=False):
-            if parameter not in optimizer.state:
-                continue
-            values, saved = optimizer.state[parameter], state["state"].get(number, {})
-            names = [name for name, value in saved.items() if _fits(values.get(name), value)]
-            del values  # which would count as a reference
-            for name in names:
-                if _reference_counts(optimizer.state, parameter, name) == alone:
-                    yield saved, name, optimizer.state[parameter][name]
+            values = state["state"].get(number, {})
+            for name, saved in values.items():
+                if is_plain(saved) and saved.nbytes >= _LARGE:
+                    yield parameter, values, name
 
 
-def _fits(owned: Any, saved: Any) -> bool:
-    """Return True for two plain tensors of the same dtype and shape, which are large."""
-    if not (is_plain(owned) and is_plain(saved)) or saved.nbytes < _LARGE:
+def _owned_tensor(
+    optimizer: Optimizer, parameter: torch.Tensor, name: str, saved: torch.Tensor
+) -> torch.Tensor | None:
+    """Return the tensor of a parameter that can take the saved values: nobody else refers to it.
+
+    None where there is none, or where torch does not say how many tensors share a memory.
+    """
+    if parameter not in optimizer.state or not hasattr(torch._C, "_storage_Use_Count"):
+        return None
+    if not _fits(optimizer.state[parameter].get(name), saved, parameter.device):
+        return None
+    if _reference_counts(optimizer.state, parameter, name) != _counts_of_unshared():
+        return None
+    return optimizer.state[parameter][name]
+
+
+def _fits(owned: Any, saved: torch.Tensor, device: torch.device) -> bool:
+    """Return True for a plain tensor of the same dtype and shape, on that device."""
+    if not is_plain(owned, device):
         return False
     return bool(owned.dtype == saved.dtype and owned.shape == saved.shape)
+
+
+@cache
+def _counts_of_unshared() -> tuple[int, int, int]:
+    return _reference_counts({0: {"": torch.zeros(1)}}, 0, "")
 
 
 def _reference_counts(states: Mapping[Any, dict[str, Any]], key: Any, name: str) -> tuple[int, int, int]:

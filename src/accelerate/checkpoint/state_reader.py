@@ -287,7 +287,7 @@ class TrainingStateReader:
             and "mmap" not in kwargs
             and mapped_state.can_map(path, kwargs["map_location"])
         ):
-            mapped = mapped_state.MappedOptimizerState(path, **kwargs)
+            mapped = mapped_state.MappedOptimizerState(path, **{**kwargs, "map_location": "cpu"})
             inner = item.optimizer if isinstance(item, StatefulAdapter) else None
             state, load = mapped.state, partial(mapped.load_into, item.load_state_dict, inner)
         else:

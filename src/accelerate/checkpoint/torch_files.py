@@ -122,11 +122,14 @@ def write(value: Any, file: BinaryIO, what: str = "") -> None:
     class RecordedPickler(_WeightsOnlyCompatiblePickler):
         instances = picklers
 
-    torch.save(value, file, pickle_module=types.SimpleNamespace(Pickler=RecordedPickler, __name__="pickle"))
-    if what:
-        for pickler in picklers:
+    module = types.SimpleNamespace(Pickler=RecordedPickler, __name__="pickle")
+    try:
+        torch.save(value, file, pickle_module=module)
+        for pickler in picklers if what else ():
             if isinstance(pickler.file, io.BytesIO) and not pickler.seen_types <= _known_types():
                 _warn_refused(what, pickler.file.getvalue())
+    finally:
+        picklers.clear()  # the class and they hold each other, and they hold all that was written
 
 
 @cache
