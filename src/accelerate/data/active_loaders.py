@@ -29,7 +29,7 @@ class ActiveLoaders:
 
     def touch(self, loader: Any) -> None:
         """Make a loader that yields a batch the innermost one: loops inside its own are over."""
-        if self.innermost is not loader:
+        if not self._stack or self._stack[-1]() is not loader:
             self.remove(loader)
             self.add(loader)
         elif self.run_pending is not None:

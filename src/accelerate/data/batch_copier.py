@@ -40,6 +40,7 @@ class BatchCopier:
         self.non_blocking = non_blocking
         self._requests: deque[Any] = deque()
         self._stream: Any = None
+        self._is_host = self.device is not None and self.device.type == "cpu"
         if self.device is not None and self.device.type not in ("cpu", "meta"):
             self._hardware = devices.get(self.device.type)
             if self._hardware.pins_memory:
@@ -53,6 +54,8 @@ class BatchCopier:
         """
         if self.device is None:
             return batch
+        if self._is_host and _is_plain_host_batch(batch):
+            return type(batch)(batch)
         leaves = [] if self._stream is None else [leaf for _, leaf in tree.iterate_leaves(batch)]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not tensors or not all(map(_can_use_copy_stream, leaves)):
@@ -75,6 +78,16 @@ class BatchCopier:
         self._requests.append(self._hardware.record_event(stream))
         if len(self._requests) > _BATCHES_AHEAD:
             self._requests.popleft().synchronize()
+
+
+def _is_plain_host_batch(batch: Any) -> bool:
+    """Return whether a batch is a list, tuple or dict of tensors of the host, as most are."""
+    if type(batch) not in (list, tuple, dict):
+        return False
+    for item in batch.values() if type(batch) is dict else batch:
+        if type(item) is not torch.Tensor or not item.is_cpu:
+            return False
+    return True
 
 
 def _can_use_copy_stream(leaf: Any) -> bool:

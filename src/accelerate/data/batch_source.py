@@ -164,6 +164,9 @@ def fetch_batches(
     generators = loader_generators(base)
     outside = torch.default_generator.get_state()
     inside = epoch.is_resumed and not epoch.advances_generators
+    # Processes that read the same shard use the same random numbers, also without workers.
+    seeds_workers = base.num_workers > 0 and not epoch.keeps_torch_numbers
+    seeds_here = not seeds_workers and epoch.data_shard is not None
     # Torch draws a seed when it starts workers: it does so here, but did not where the epoch began.
     started = base.persistent_workers and epoch.workers_started and indexed._iterator is None
     epoch.later_states = capture_generators(generators) if inside or started else None
@@ -173,14 +176,12 @@ def fetch_batches(
             torch.default_generator.set_state(outside)
             restore_generators(generators, epoch.later_states or [])
             epoch.later_states = None
-        # Processes that read the same shard use the same random numbers, also without workers.
-        workers = base.num_workers > 0 and not epoch.keeps_torch_numbers
         steps = (opener or open_steps)(outer_sampler(base), generators, epoch)
-        if not workers and epoch.data_shard is None:
+        if not seeds_workers and not seeds_here:
             yield from _record_steps(epoch, steps, pending_steps)
             return
         indices = _seed_indices(base, epoch, steps, pending_steps)
-        yield from indices if workers else _seed_fetches(indices, snapshots)
+        yield from indices if seeds_workers else _seed_fetches(indices, snapshots)
 
     index_sampler.upcoming = issue_indices()
     restore_loader_state(indexed, epoch)
@@ -188,7 +189,7 @@ def fetch_batches(
     if inside:
         torch.default_generator.set_state(outside)
     single = base.batch_sampler is None
-    for batch in _restore_after_fetch(iterator, snapshots):
+    for batch in _restore_after_fetch(iterator, snapshots) if seeds_here else iterator:
         step = pending_steps.popleft()
         if single:
             yield single_item(batch, step)

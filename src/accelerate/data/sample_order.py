@@ -190,7 +190,7 @@ def _slice_order(order: torch.Tensor | range, start: int, stop: int) -> torch.Te
 
 def count_samples(item: Any) -> int:
     """Count the samples of an item of a sampler: a batch of indices, or one."""
-    return len(item) if isinstance(item, list | tuple) or hasattr(item, "__len__") else 1
+    return len(item) if hasattr(item, "__len__") else 1
 
 
 def skip_items(

@@ -77,7 +77,8 @@ class AcceleratedScheduler:
         count = self._count_advances()
         if count == 0:
             return
-        args, kwargs = self._agree_on_metric(args, kwargs)
+        if self._metric is not None:
+            args, kwargs = self._agree_on_metric(self._metric, args, kwargs)
         if count > 1:
             self._overrun_monitor.check_step(self.optimizers, count)
         # A one-cycle schedule raises when it is stepped past its end.
@@ -97,18 +98,19 @@ class AcceleratedScheduler:
             raise _unprepared_optimizer_error()
         if self._is_metric_based:
             return 1
-        if any(optimizer.step_was_skipped for optimizer in self.optimizers):
-            return 0
+        for optimizer in self.optimizers:
+            if optimizer.step_was_skipped:
+                return 0
         is_once = self.split_batches or state.plugin_kwargs.get("step_scheduler_once", False)
         return 1 if is_once else self._data_shards or collective.world_size()
 
     def _agree_on_metric(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, metric: tuple[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with the mean of the metric over all processes; collective if there is one."""
-        if self._metric is None or collective.world_size() == 1:
+        """Return the arguments with the mean of the metric over all processes; collective."""
+        if collective.world_size() == 1:
             return args, kwargs
-        place, name = self._metric
+        place, name = metric
         value = args[place] if place < len(args) else kwargs.get(name)
         if value is None:
             return args, kwargs

@@ -16,7 +16,7 @@ from accelerate.facade.micro_batch_windows import GradientAccumulationWindows
 from accelerate.facade.optimizer import AcceleratedOptimizer, explain_sharded_step
 from accelerate.facade.preparer import PreparedObjects
 from accelerate.facade.runtime import Runtime
-from accelerate.strategy.base import ReductionMonitor
+from accelerate.strategy.base import NO_CONTEXT, ReductionMonitor
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
 
@@ -248,10 +248,12 @@ class AccumulationContext(AbstractContextManager[None]):
         sync = gradients.advance() or gradients.plugin_kwargs.get("sync_each_batch", False)
         models = self.models or self.loop.prepared.models
         self.inner = self.loop.strategy.accumulation_context(models, sync=sync)
-        self.inner.__enter__()
+        if self.inner is not NO_CONTEXT:
+            self.inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self.inner.__exit__(*error)
+        if self.inner is not NO_CONTEXT:
+            self.inner.__exit__(*error)
 
 
 def _no_learning_rate_error(optimizer: Any) -> PrepareError:
