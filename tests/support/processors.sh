@@ -1,6 +1,7 @@
 #!/bin/sh
 # Runs the tests that compute as other processors and loads would: kernels of other instruction sets, which add in
-# other orders, with 1, 2 and 4 threads; and beside eight busy processes of low priority. Arguments go to pytest.
+# other orders, with 1, 2 and 4 threads; and beside eight busy processes of low priority. Threads that wait sleep, since
+# there are more of them than cores: the sums stay the same. Arguments go to pytest.
 #   make test-processors            all of them, in turn
 #   make test-processors ONLY=sse   one of: sse avx2 threads load
 COMPUTES="tests/laws/test_7_parity.py tests/laws/test_7_same_loss.py tests/clients tests/cpu tests/sim tests/null"
@@ -12,7 +13,7 @@ run() {  # name, then variables
     [ -n "$ONLY" ] && [ "$ONLY" != "$name" ] && return
     echo "--- $name: $*"
     # shellcheck disable=SC2086
-    env "$@" $PYTEST $COMPUTES $ARGUMENTS || failed="$failed $name"
+    env OMP_WAIT_POLICY=PASSIVE "$@" $PYTEST $COMPUTES $ARGUMENTS || failed="$failed $name"
 }
 
 ARGUMENTS=$*
