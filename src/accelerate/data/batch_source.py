@@ -220,7 +220,8 @@ def _record_steps(
     """Yield the indices of each step, and record the step in ``pending_steps``."""
     for step in steps:
         pending_steps.append(step)
-        epoch.exhausted = epoch.exhausted or step.last
+        if step.last:
+            epoch.exhausted = True
         yield step.indices
 
 

@@ -162,13 +162,11 @@ class AcceleratedOptimizer(Optimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Return whether the last ``step`` did not happen because a gradient was not finite."""
-        return self._is_overflow
-
-    @property
-    def _is_overflow(self) -> bool:
         if isinstance(self._has_stepped, torch.Tensor):
             self._has_stepped = bool(self._has_stepped.item())
         return not self._has_stepped
+
+    _is_overflow = step_was_skipped  # clients of Accelerate 1.x read it
 
     @property
     def skipped_steps(self) -> int:

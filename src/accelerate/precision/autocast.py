@@ -56,7 +56,7 @@ class _AutocastContextStack(threading.local):
 
 
 class _AutocastScope:
-    """Enters autocast before a forward and exits it afterwards, also when the forward raises.
+    """The autocast that two hooks enter before a forward, and exit afterwards, also when the forward raises.
 
     Contexts form a stack per thread, since a forward may run inside another and in several threads at once.
     A copied or pickled module keeps its precision.
@@ -71,19 +71,6 @@ class _AutocastScope:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.device, self.dtype, self.options)
 
-    def enter(self) -> None:
-        local = self.contexts
-        context = local.unused.pop() if local.unused else autocast(self.device, self.dtype, self.options)
-        context.__enter__()
-        local.entered.append(context)
-
-    def leave(self) -> None:
-        local = self.contexts
-        if local.entered:
-            context = local.entered.pop()
-            context.__exit__(None, None, None)
-            local.unused.append(context)
-
 
 class _AutocastPreHook:
     """The forward pre-hook that enters autocast."""
@@ -92,8 +79,13 @@ class _AutocastPreHook:
         self.scope = around
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if not (self.scope.around_compiled_call and torch.compiler.is_compiling()):
-            self.scope.enter()
+        scope = self.scope
+        if scope.around_compiled_call and torch.compiler.is_compiling():
+            return
+        local = scope.contexts
+        context = local.unused.pop() if local.unused else autocast(scope.device, scope.dtype, scope.options)
+        context.__enter__()
+        local.entered.append(context)
 
 
 class _AutocastExitHook:
@@ -103,8 +95,13 @@ class _AutocastExitHook:
         self.scope, self.upcast = around, upcast
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not (self.scope.around_compiled_call and torch.compiler.is_compiling()):
-            self.scope.leave()
+        scope = self.scope
+        if not (scope.around_compiled_call and torch.compiler.is_compiling()):
+            local = scope.contexts
+            if local.entered:
+                context = local.entered.pop()
+                context.__exit__(None, None, None)
+                local.unused.append(context)
         return convert_to_fp32(output) if self.upcast else None
 
 

@@ -15,6 +15,8 @@ from accelerate.core import tree
 from accelerate.core.errors import PrepareError
 from accelerate.core.tree import is_namedtuple as is_namedtuple
 
+_HALF_PRECISION = (torch.float16, torch.bfloat16)
+
 
 @dataclass
 class TensorInformation:
@@ -217,14 +219,13 @@ def slice_tensors(
 def convert_to_fp32(tensor: Any) -> Any:
     """Convert the half precision tensors of ``tensor`` (any tree) to float32."""
 
-    # Most models give one tensor: no walk for it.
-    return _upcast(tensor) if isinstance(tensor, torch.Tensor) else tree.map_tree(_upcast, tensor)
+    if isinstance(tensor, torch.Tensor):  # most models give one: no walk for it
+        return tensor.float() if tensor.dtype in _HALF_PRECISION else tensor
+    return tree.map_tree(lambda leaf: leaf.float() if _is_half_precision(leaf) else leaf, tensor)
 
 
-def _upcast(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16):
-        return leaf.float()
-    return leaf
+def _is_half_precision(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in _HALF_PRECISION
 
 
 class ConvertOutputsToFp32:
