@@ -138,7 +138,7 @@ $(RAY)/ready: $(RAY)/constraints.txt tests/ray/requirements.txt pyproject.toml
 	@$(RAY)/bin/python $(PIP) install -c $< -r tests/ray/requirements.txt -e . pytest pytest-timeout
 	@touch $@
 
-test-ray: $(RAY)/ready  ## jobs on Ray, on two raylets of this machine; manifests, read by the clients of Kubernetes
+test-ray: $(RAY)/ready  ## jobs on Ray, on two raylets of this machine; manifests, read by the clients of Kubernetes and SkyPilot
 	OMP_NUM_THREADS=$(THREADS) $(RAY)/bin/python -m pytest tests/ray tests/null/test_manifests.py $(ARGS)
 
 test-mutations: $(VENV)/ready-test  ## do the tests find mistakes in the source?

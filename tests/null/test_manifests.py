@@ -108,6 +108,25 @@ def test_the_models_of_the_clients_take_the_pods(folder: Path, capfd: pytest.Cap
     assert read_and_write(template, "V1JobTemplateSpec") == template
 
 
+def test_sky_pilot_reads_the_task(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its schema takes the printed task, and its own class says the same of it."""
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.setenv("SKYPILOT_DISABLE_USAGE_COLLECTION", "1")
+    sky = pytest.importorskip("sky")
+    words = ("--config_file", "job.yaml", "--manifest_accelerator", "H100", "my_Train.py")
+    document = manifest(capfd, "skypilot", *words)
+    schema = sky.utils.schemas.get_task_schema()
+    sky.utils.common_utils.validate_schema(document, schema, "")
+    with pytest.raises(ValueError, match="num_node"):
+        sky.utils.common_utils.validate_schema({**document, "num_node": 2}, schema, "")
+    task = sky.Task.from_yaml_config(dict(document))  # it takes the entries out
+    (resources,) = task.resources
+    assert (task.name, task.num_nodes, task.run) == ("my-train", 2, document["run"])
+    assert resources.accelerators == {"H100": 8}
+
+
 def test_a_pod_of_a_pytorch_job_knows_its_place(
     folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
