@@ -153,6 +153,8 @@ def alone(function: Callable[[], Any]) -> Any:
 
 def _child(function: Callable[[Callable[[], None]], Any], answers: IO[bytes]) -> NoReturn:
     code = 1
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)  # OpenMP's threads are not in a fork, and it would wait for them
     try:
         try:
             answer = (function(_begin), "")

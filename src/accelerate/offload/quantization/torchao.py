@@ -14,8 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate import device as devices
 from accelerate.core import packages
-from accelerate.core.errors import CheckpointError, MissingExtraError, SettingError, UnknownNameError
+from accelerate.core.errors import (
+    CheckpointError,
+    DeviceError,
+    MissingExtraError,
+    SettingError,
+    UnknownNameError,
+)
 from accelerate.core.value_types import CustomDtype
 from accelerate.offload.quantization.base import Quantizer, check_module_names, read_dtype
 
@@ -60,11 +67,7 @@ class TorchAOQuantizationConfig:
         self.target_dtype: torch.dtype | CustomDtype = torch.int8
 
     def make_quantizer(self) -> Quantizer:
-        """Return the quantizer of the chosen scheme.
-
-        Raises:
-            MissingExtraError: torchao is not installed.
-        """
+        """Return the quantizer of the chosen scheme, or raise what it raises."""
         return TorchAOQuantizer(self)
 
 
@@ -73,6 +76,10 @@ class TorchAOQuantizer(Quantizer):
 
     Args:
         config: the options.
+
+    Raises:
+        DeviceError: the model would compute on this processor, and wrong in this scheme.
+        MissingExtraError: torchao is not installed.
     """
 
     library = "torchao"
@@ -85,6 +92,25 @@ class TorchAOQuantizer(Quantizer):
         self.quantization: Any = importlib.import_module("torchao.quantization")
         self.weight_class: type[Any] = importlib.import_module("torchao.utils").TorchAOBaseTensor
         self.model_attributes = {}
+        if config.scheme == INT8_DYNAMIC and devices.detect().type == "cpu" and self.saturates():
+            raise DeviceError(
+                f"scheme={INT8_DYNAMIC!r} gives wrong results on this processor",
+                why="it has no VNNI instructions, without which sums of products of 8-bit numbers saturate",
+                fix=f"use scheme={INT8_WEIGHT_ONLY!r}",
+            )
+
+    def saturates(self) -> bool:
+        """Return whether a layer in ``int8_dynamic`` computes wrong products on this processor.
+
+        oneDNN sums pairs of products in 16 bits where the processor has no instruction for it.
+
+        Source: oneDNN Developer Guide, "Nuances of int8 Computations".
+        """
+        probe = nn.Linear(64, 32, bias=False)
+        probe.weight = nn.Parameter(torch.ones(32, 64), requires_grad=False)
+        self.quantization.quantize_(probe, self.quantization.Int8DynamicActivationInt8WeightConfig())
+        with torch.no_grad():
+            return not torch.allclose(probe(torch.ones(32, 64)), torch.tensor(64.0), rtol=0.02)
 
     def _scheme(self) -> Any:
         library = self.quantization
