@@ -11,6 +11,7 @@ from pathlib import Path
 
 from accelerate.names import NAMES
 from tests.support.environment import ROOT
+from tests.support.mutations import MUTATIONS, check_table
 
 AT_MOST = 78
 # The tree of errors is public, although no table lists it.
@@ -41,3 +42,8 @@ def test_an_import_inside_a_function_counts(tmp_path: Path) -> None:
         "def f():\n    from accelerate.world.world import current\n    import accelerate.core.tree\n"
     )
     assert private_rooms(file) == {"accelerate.world.world", "accelerate.core.tree"}
+
+
+def test_the_mutations_fit_the_source() -> None:
+    """``make test-mutations`` is not run often: what a change has left behind would show late."""
+    check_table(MUTATIONS)

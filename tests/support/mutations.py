@@ -280,8 +280,8 @@ MUTATIONS = (
         room="facade: schedules",
         mistake="a schedule advances though its optimizer has skipped the step",
         file="facade/scheduler.py",
-        old="any(optimizer.step_was_skipped for optimizer in self.optimizers)",
-        new="any(optimizer.step_was_skipped for optimizer in [])",
+        old="            if optimizer.step_was_skipped:",
+        new="            if False:",
         tests=("tests/null/test_accelerator.py::test_a_skipped_step_is_seen_and_the_schedule_waits",),
     ),
     Mutation(
