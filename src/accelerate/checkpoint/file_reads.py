@@ -205,7 +205,7 @@ class FileReadTorchFunctionMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.copy_ and len(args) == 2 and not kwargs and self._read_directly(*args):
             return args[0]
-        if self._uploaded and func.__name__ != "__get__":
+        if self._uploaded and getattr(func, "__name__", "") != "__get__":
             self._finish_uploads_of(args, kwargs)
         return func(*args, **(kwargs or {}))
 
