@@ -476,6 +476,23 @@ def test_any_damage_is_an_error_that_names_the_file_and_changes_nothing(
     assert torch.equal(torch.get_rng_state(), draws)
 
 
+@pytest.mark.parametrize("size", [1, 5000])
+def test_a_changed_number_of_the_weights_is_found_whichever_file_is_the_largest(
+    tmp_path: Path, size: int
+) -> None:
+    """D2: torch's own files have checksums; a file of safetensors has none, and loads as it is."""
+    weights = torch.nn.Linear(size, 1)
+    path = save.save(CheckpointContents(models=[weights]), tmp_path / "c")
+    sizes = {file.stat().st_size: file.name for file in path.iterdir()}
+    assert (sizes[max(sizes)] == "model.safetensors") == (size > 1)
+    file = path / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        load.load(CheckpointContents(models=[weights]), path)
+
+
 def test_sizes_are_compared_even_without_digests(tmp_path: Path) -> None:
     path = save.save(training(steps=2), tmp_path / "c")
     damage(path / "optimizer.bin", "truncated")

@@ -184,10 +184,7 @@ MUTATIONS = (
         file="checkpoint/save.py",
         old='for name in records} | {"."}:',
         new='for name in records} - {"."}:',
-        tests=(
-            "tests/null/test_checkpoint_commit.py"
-            "::test_a_save_that_stops_at_any_write_leaves_the_old_or_the_new_checkpoint",
-        ),
+        tests=("tests/cpu/test_crash.py::test_nothing_is_committed_before_it_is_on_the_disk",),
     ),
     Mutation(
         name="digest",
@@ -198,7 +195,7 @@ MUTATIONS = (
         new="by_size[ranks.local_rank + 1 :: ranks.local_size]",
         tests=(
             "tests/null/test_checkpoint_state.py"
-            "::test_any_damage_is_an_error_that_names_the_file_and_changes_nothing",
+            "::test_a_changed_number_of_the_weights_is_found_whichever_file_is_the_largest",
         ),
     ),
     Mutation(
