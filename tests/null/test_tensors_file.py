@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from accelerate.checkpoint import file_reads, state_dict_files, torch_files
+from accelerate.checkpoint.device_uploads import DeviceUploads
 from accelerate.core.errors import CheckpointError
 
 DTYPES = sorted(state_dict_files._CODES, key=str)
@@ -152,7 +153,7 @@ def load_mapped(path: Path, model: nn.Module, **kwargs: Any) -> dict[str, Any]:
     state, aliases = state_dict_files.read_safetensors(path)
     files = [file_reads.MappedTensorAddresses.create(path, state)]
     state = state_dict_files.fit_names(state, aliases, model.state_dict())
-    file_reads.load_from_mapped(files, model.load_state_dict, state, **kwargs)
+    file_reads.load_from_mapped(files, DeviceUploads, model.load_state_dict, state, **kwargs)
     return state
 
 
@@ -195,7 +196,7 @@ def test_a_file_that_got_shorter_meanwhile_is_an_error(tmp_path: Path) -> None:
     files = [file_reads.MappedTensorAddresses.create(path, state)]
     os.truncate(path, 3000)
     try:
-        file_reads.load_from_mapped(files, model.load_state_dict, state)
+        file_reads.load_from_mapped(files, DeviceUploads, model.load_state_dict, state)
         text = ""
     except CheckpointError as error:
         text = str(error)
@@ -214,4 +215,4 @@ def test_copies_elsewhere_are_left_alone(tmp_path: Path) -> None:
         assert torch.equal(torch.zeros(500).copy_(state["a"][:500]), torch.ones(500))
         assert torch.equal(torch.zeros(500).copy_(state["a"][::2]), torch.ones(500))
 
-    file_reads.load_from_mapped([file_reads.MappedTensorAddresses.create(path, state)], load)
+    file_reads.load_from_mapped([file_reads.MappedTensorAddresses.create(path, state)], DeviceUploads, load)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -160,15 +160,45 @@ class MappedTensorAddresses:
         return cls(path, {value.data_ptr(): places[name] for name, value in state.items()})
 
 
+class TensorUploads(Protocol):
+    """Uploads to devices; see ``DeviceUploads``, which reads files by this module."""
+
+    def accepts(self, region: FileRegion | None, device: torch.device) -> bool:
+        """Return whether values of a file can be uploaded to a device."""
+        ...
+
+    def add(self, region: FileRegion, dtype: torch.dtype, target: torch.Tensor) -> None:
+        """Fill a tensor with values of a file, at the latest in ``finish``."""
+        ...
+
+    def finish(self) -> None:
+        """Return when all values are where they belong."""
+        ...
+
+    def close(self) -> None:
+        """Drop what is not read yet."""
+        ...
+
+
 def load_from_mapped(
-    files: Iterable[MappedTensorAddresses], load: Callable[..., Any], *args: Any, **kwargs: Any
+    files: Iterable[MappedTensorAddresses],
+    make_uploads: Callable[[], TensorUploads],
+    load: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Call ``load``, and read from mapped ``files`` what it copies; return its result.
+
+    Args:
+        files: those from which tensors are mapped.
+        make_uploads: makes the uploads, if a tensor of a device takes values.
+        load: copies mapped tensors into others.
+        args, kwargs: its arguments.
 
     Raises:
         CheckpointError: a file cannot be read.
     """
-    with FileReadTorchFunctionMode(files) as copies:
+    with FileReadTorchFunctionMode(files, make_uploads) as copies:
         try:
             return load(*args, **kwargs)
         except RuntimeError as error:  # a module gathers what its copies raise into one text
@@ -184,29 +214,37 @@ class FileReadTorchFunctionMode(TorchFunctionMode):
     same dtype in host memory, or on a device that takes uploads. Uploads are over at the end of the mode, or
     before something else uses such a tensor. Everything else goes its usual way, through the mapping.
 
+    Args:
+        files, make_uploads: see ``load_from_mapped``.
+
     Attributes:
         failure: why a file could not be read.
     """
 
-    def __init__(self, files: Iterable[MappedTensorAddresses]) -> None:
+    def __init__(
+        self, files: Iterable[MappedTensorAddresses], make_uploads: Callable[[], TensorUploads]
+    ) -> None:
         super().__init__()
         self.failure: CheckpointError | None = None
         self._sources = {at: (file.path, *place) for file in files for at, place in file.file_ranges.items()}
         self._pool = ThreadPoolExecutor(usable_cores(), "copy")
-        self._uploads: Any = None
+        self._make_uploads = make_uploads
+        self._uploads: TensorUploads | None = None
         self._uploaded: set[int] = set()  # addresses of the storages whose values are on their way
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._pool.shutdown()
-        if self._uploads is not None:
-            self._uploads.__exit__(*error)
+        if self._uploads is not None and error[0] is None:
+            self._uploads.finish()
+        elif self._uploads is not None:
+            self._uploads.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.copy_ and len(args) == 2 and not kwargs and self._read_directly(*args):
             return args[0]
-        if self._uploaded and getattr(func, "__name__", "") != "__get__":
-            self._finish_uploads_of(args, kwargs)
+        if self._uploads is not None and self._uploaded and getattr(func, "__name__", "") != "__get__":
+            self._finish_uploads_of(self._uploads, args, kwargs)
         return func(*args, **(kwargs or {}))
 
     def _read_directly(self, target: Any, source: Any) -> bool:
@@ -230,16 +268,15 @@ class FileReadTorchFunctionMode(TorchFunctionMode):
 
     def _upload(self, region: FileRegion, dtype: torch.dtype, target: torch.Tensor) -> bool:
         """Have the values of ``target`` uploaded, if its device takes that; return whether it does."""
-        from accelerate.checkpoint.device_uploads import DeviceUploads  # which reads files by this module
-
-        self._uploads = self._uploads or DeviceUploads()
+        if self._uploads is None:
+            self._uploads = self._make_uploads()
         if not self._uploads.accepts(region, target.device):
             return False
         self._uploads.add(region, dtype, target)
         self._uploaded.add(target.untyped_storage().data_ptr())
         return True
 
-    def _finish_uploads_of(self, args: Any, kwargs: Any) -> None:
+    def _finish_uploads_of(self, uploads: TensorUploads, args: Any, kwargs: Any) -> None:
         """Finish all uploads if an argument is a tensor, or a view of one, whose values are on their way."""
         for _, leaf in tree.iterate_leaves([args, kwargs or {}]):
             if not isinstance(leaf, torch.Tensor) or leaf.device.type in ("cpu", "meta"):
@@ -247,7 +284,7 @@ class FileReadTorchFunctionMode(TorchFunctionMode):
             # A tensor that wraps others may wrap one of these.
             if type(leaf) not in _PLAIN or leaf.untyped_storage().data_ptr() in self._uploaded:
                 self._uploaded.clear()
-                self._uploads.finish()
+                uploads.finish()
                 return
 
 

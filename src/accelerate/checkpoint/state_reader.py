@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint import file_reads, layout, mapped_state, state_dict_files, torch_files
+from accelerate.checkpoint.device_uploads import DeviceUploads
 from accelerate.checkpoint.durable_file import file_digest
 from accelerate.checkpoint.errors import file_errors
 from accelerate.checkpoint.layout import (
@@ -238,7 +239,7 @@ class TrainingStateReader:
         for alias, name in state_dict_files.find_untied(aliases, template).items():
             self.notes.append(f"{path.name} has {alias} tied to {name}; in this model they are two tensors")
         state = state_dict_files.fit_names(state, aliases, template)
-        load = partial(file_reads.load_from_mapped, files, model.load_state_dict, state)
+        load = partial(file_reads.load_from_mapped, files, DeviceUploads, model.load_state_dict, state)
         self._add_model(each, path, state, template, load)
 
     def _add_model(
