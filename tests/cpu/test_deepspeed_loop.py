@@ -262,6 +262,29 @@ def test_a_full_memory_is_said_while_another_rank_averages(ranks: RankServer) ->
     assert {waiting.kind, full.kind} == {"CollectiveError"}
 
 
+def gather_on_one() -> None:
+    """Rank 0 gathers, while rank 1 averages gradients in a group of DeepSpeed."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    speed_up_watchdog()
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
+    model = nn.Linear(2, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    for number in range(2):
+        if number and accelerator.is_main_process:
+            accelerator.gather(torch.ones(1))
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+
+
+def test_ranks_that_wait_for_each_other_in_a_group_of_deepspeed_are_named(ranks: RankServer) -> None:
+    """G11: the first one knows it by the collectives of the other."""
+    first, _ = ranks.outcomes(2, gather_on_one, grace=60)
+    assert first.kind == "CollectiveError"
+    assert "gather at test_deepspeed_loop.py:" in first.message
+    assert "rank 1 is in " in first.message
+
+
 def frozen_later(kind: str) -> list[str]:
     """Change what trains after ``prepare``: the step says so, until it is changed back."""
     accelerator, model, optimizer = engine(ASKED[kind])
