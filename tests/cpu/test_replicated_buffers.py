@@ -240,6 +240,22 @@ def test_changing_buffers_are_one_broadcast_and_others_none(ranks: RankServer) -
     assert "the buffers of layers.0, layers.0.norm, layers.1 and 1 more modules change in training" in note
 
 
+def keep_apart() -> list[float]:
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    handler = DistributedDataParallelKwargs(broadcast_buffers=False)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    net = Net()
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    train(accelerator, model, optimizer, range(4))
+    return evaluate(model)
+
+
+def test_each_rank_keeps_its_own_under_ddp_if_asked_to(ranks: RankServer) -> None:
+    first, second = ranks(2, keep_apart)
+    assert first[0] == first[1] != second[0] == second[1]
+
+
 def used() -> tuple[list[float], bool]:
     """Two forwards before a backward, and layers that begin to train late."""
     accelerator = accelerator_of({"fsdp": 2})
