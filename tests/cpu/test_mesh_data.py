@@ -271,7 +271,7 @@ def part_of_an_epoch(kind: str, folder: str, workers: int, resumes: bool) -> lis
     elif kind.endswith("_size"):
         more["parallelism_config"] = ParallelismConfig(**{kind: 2})
     accelerator = Accelerator(cpu=True, **more)
-    data = accelerator.prepare(DataLoader(Sequences(), batch_size=3, shuffle=True, num_workers=workers))
+    data: Any = accelerator.prepare(DataLoader(Sequences(), batch_size=3, shuffle=True, num_workers=workers))
     found: list[int] = []
     if resumes:
         with warnings.catch_warnings():
