@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.utils import is_deepspeed_available
+from accelerate.utils import find_executable_batch_size, is_deepspeed_available
 from tests.cpu.test_deepspeed import ASKED, engine
 from tests.support.ranks import RankServer, same_on_all
 from tests.support.sharded_models import adamw, batches, share, tiny
+from tests.support.watchdog import speed_up_watchdog
 
 # What the rank server imports once for this module.
 PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.utils")
@@ -230,6 +231,58 @@ def test_items_and_experts(ranks: RankServer, tmp_path: Path) -> None:
     weighted, losses = same_on_all(ranks(2, both, str(tmp_path), timeout=200))
     assert len(weighted) == 9
     assert losses[-1] < losses[0]
+
+
+def fill_memory_of_one() -> None:
+    """Rank 1 has no memory for its second batch; rank 0 averages gradients in a group of DeepSpeed."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    speed_up_watchdog()
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
+
+    @find_executable_batch_size(starting_batch_size=20)
+    def train(batch_size: int) -> None:
+        model = nn.Linear(2, 2)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        for number in range(2):
+            loss = model(torch.ones(batch_size, 2)).sum()
+            if number and accelerator.process_index == 1:
+                raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            accelerator.backward(loss)
+            optimizer.step()
+
+    train()
+
+
+def test_a_full_memory_is_said_while_another_rank_averages(ranks: RankServer) -> None:
+    """C8: DeepSpeed's collectives are counted, so that it is known for whom a rank waits."""
+    waiting, full = ranks.outcomes(2, fill_memory_of_one, grace=60)
+    assert "find_executable_batch_size at test_deepspeed_loop.py:" in waiting.message
+    assert "the memory of rank 1 is full with batches of 20" in full.message
+    assert {waiting.kind, full.kind} == {"CollectiveError"}
+
+
+def gather_on_one() -> None:
+    """Rank 0 gathers, while rank 1 averages gradients in a group of DeepSpeed."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    speed_up_watchdog()
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
+    model = nn.Linear(2, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    for number in range(2):
+        if number and accelerator.is_main_process:
+            accelerator.gather(torch.ones(1))
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+
+
+def test_ranks_that_wait_for_each_other_in_a_group_of_deepspeed_are_named(ranks: RankServer) -> None:
+    """G11: the first one knows it by the collectives of the other."""
+    first, _ = ranks.outcomes(2, gather_on_one, grace=60)
+    assert first.kind == "CollectiveError"
+    assert "gather at test_deepspeed_loop.py:" in first.message
+    assert "rank 1 is in " in first.message
 
 
 def frozen_later(kind: str) -> list[str]:

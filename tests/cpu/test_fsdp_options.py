@@ -23,6 +23,18 @@ def test_gathering_ahead_changes_no_number(ranks: RankServer) -> None:
     close(same_on_all(ranks(2, prepared, {**AHEAD, **kept}, 4)), plain(4), 1e-5)
 
 
+def name_strategies() -> list[str]:
+    """The strategies of dicts in place of plug-ins, which have trained as one plain process."""
+    from accelerate import Accelerator
+
+    plugins: list[Any] = [{"fsdp_version": 2}, {"fsdp_version": 1}]
+    return [Accelerator(cpu=True, fsdp_plugin=plugin).strategy.name for plugin in plugins]
+
+
+def test_a_dict_in_place_of_the_plugin_shards(ranks: RankServer) -> None:
+    assert same_on_all(ranks(2, name_strategies)) == ["fsdp", "fsdp1"]
+
+
 def said(accelerator: Any) -> dict[str, tuple[bool | None, str]]:
     return {effect.option: (effect.applied, effect.why) for effect in accelerator.effects()}
 

@@ -251,6 +251,57 @@ def test_a_mesh_goes_on_where_processes_without_one_were(
     assert sorted(seen + [row[0] for row in rest]) == list(map(float, range(SAMPLES)))
 
 
+class Sequences(Dataset[Any]):
+    """A sample is a sequence of its index."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.full((4,), index), "shift_labels": torch.full((4,), index)}
+
+
+def part_of_an_epoch(kind: str, folder: str, workers: int, resumes: bool) -> list[int]:
+    """The samples of this rank in two batches before a save, or in all that are left after a load."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+
+    more: dict[str, Any] = {}
+    if kind == "fsdp":
+        more["fsdp_plugin"] = FullyShardedDataParallelPlugin()
+    elif kind.endswith("_size"):
+        more["parallelism_config"] = ParallelismConfig(**{kind: 2})
+    accelerator = Accelerator(cpu=True, **more)
+    data: Any = accelerator.prepare(DataLoader(Sequences(), batch_size=3, shuffle=True, num_workers=workers))
+    found: list[int] = []
+    if resumes:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # other processes get the samples
+            accelerator.load_state(folder)
+    batches = accelerator.skip_first_batches(data, None) if resumes else data
+    for number, batch in enumerate(batches, 1):
+        found += batch["input_ids"][: data.real, 0].tolist()
+        if number == 2 and not resumes:
+            break
+    if not resumes:
+        accelerator.save_state(folder)
+    return found
+
+
+@pytest.mark.parametrize("workers", [(0, 2), (2, 0)], ids=str)
+@pytest.mark.parametrize("mesh", ["tp_size", "cp_size", "sp_size", "pp_size"])
+def test_every_mesh_goes_on_where_there_was_none(
+    ranks: RankServer, tmp_path: Path, mesh: str, workers: tuple[int, int]
+) -> None:
+    """G9: after one process, DDP and FSDP; shuffled, with other workers."""
+    for kind, size in ("single", 1), ("ddp", 2), ("fsdp", 2):
+        folder = str(tmp_path / kind)
+        seen = ranks(size, part_of_an_epoch, kind, folder, workers[0], False)
+        left = ranks(2, part_of_an_epoch, mesh, folder, workers[1], True)
+        first, rest = ({sample for part in parts for sample in part} for parts in (seen, left))
+        assert len(first) == 6 * size, kind
+        assert rest == set(range(24)) - first, kind
+
+
 def refused(call: Any) -> str:
     try:
         call()

@@ -336,12 +336,12 @@ def test_another_learning_rate_on_a_rank_is_refused(ranks: RankServer, kind: str
 
 
 def saved(folder: str) -> list[list[str]]:
-    """What each save says: of equal replicas, of another rate, of another parameter, and when not asked."""
+    """What each save says: of equal replicas, another rate, another parameter; and when not asked to."""
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration
 
     found = []
-    for interval in 1, 0:
+    for interval in 1, 0, 2:
         project = ProjectConfiguration(replica_check_interval=interval)
         accelerator = Accelerator(cpu=True, project_config=project)
         net = Net().to(torch.bfloat16)
@@ -378,7 +378,7 @@ def test_a_save_names_another_learning_rate_of_a_sharded_model(ranks: RankServer
 
 def test_a_save_names_what_has_drifted(ranks: RankServer, tmp_path: Path) -> None:
     said, silent = ranks(2, saved, str(tmp_path))
-    assert silent == [[]] * 6
-    assert [len(each) for each in said] == [0, 1, 1, 0, 0, 0]
+    assert silent == [[]] * 9
+    assert [len(each) for each in said] == [0, 1, 1, 0, 0, 0, 0, 0, 1]
     assert "the learning rate of group 0 of the SGD of rank 1 is not that of rank 0" in said[1][0]
     assert "head.bias and 1 more of rank 1" in said[2][0]

@@ -145,6 +145,57 @@ def test_evaluation_and_a_resumed_run_are_equal(ranks: RankServer, way: str, tmp
     assert len({value for pair in whole for value in pair}) == 3, "the model trains between evaluations"
 
 
+class ScaledInput(nn.Module):
+    """A moving size of the inputs, which differs by rank, and by which the output is divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(WIDTH, 1)
+        self.register_buffer("size", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.size += 0.1 * (x.abs().mean() - self.size)
+        return self.linear(x) / self.size
+
+
+def run_saved_in_a_window(
+    said: dict[str, Any], folder: str, evaluates: bool
+) -> tuple[list[float], list[float]]:
+    """Save after three micro-batches of eight, of which every second steps; the values of both runs."""
+
+    def begin() -> tuple[Any, Any, Any]:
+        accelerator = accelerator_of(said)
+        net = ScaledInput()
+        return accelerator, *accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    def go_on(run: tuple[Any, Any, Any]) -> list[float]:
+        found = evaluate(run[1]) if evaluates else []
+        train(*run, range(3, 8))
+        weights = run[0].get_state_dict(run[1])
+        return [*found, *evaluate(run[1]), *(weights["linear.weight"].flatten().tolist() if weights else ())]
+
+    run = begin()
+    train(*run, range(3))
+    run[0].save_state(folder)
+    whole = go_on(run)
+    run = begin()
+    run[0].load_state(folder)
+    return whole, go_on(run)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("said", [{}, {"fsdp": 2, "policy": None}], ids=str)
+def test_a_window_that_was_saved_open_goes_on_with_its_buffers(
+    ranks: RankServer, said: dict[str, Any], evaluates: bool, tmp_path: Path
+) -> None:
+    """G1, G2: under DDP each rank has buffers of its own until the window ends, or until an evaluation."""
+    for whole, resumed in ranks(2, run_saved_in_a_window, said, str(tmp_path / "state"), evaluates):
+        assert whole == resumed
+
+
 def cost() -> dict[str, Any]:
     """What is sent by the training of three models, and what is said of it."""
     accelerator = accelerator_of({"fsdp": 2, "policy": None})
@@ -187,6 +238,22 @@ def test_changing_buffers_are_one_broadcast_and_others_none(ranks: RankServer) -
     assert second["said"] == []
     (note,) = first["said"]
     assert "the buffers of layers.0, layers.0.norm, layers.1 and 1 more modules change in training" in note
+
+
+def keep_apart() -> list[float]:
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    handler = DistributedDataParallelKwargs(broadcast_buffers=False)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    net = Net()
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    train(accelerator, model, optimizer, range(4))
+    return evaluate(model)
+
+
+def test_each_rank_keeps_its_own_under_ddp_if_asked_to(ranks: RankServer) -> None:
+    first, second = ranks(2, keep_apart)
+    assert first[0] == first[1] != second[0] == second[1]
 
 
 def used() -> tuple[list[float], bool]:

@@ -52,12 +52,13 @@ def leave_others_behind(where: str, strategy: str) -> list[Any]:
     import torch
     import torch.distributed as dist
 
-    from accelerate import Accelerator
+    from accelerate import Accelerator, ParallelismConfig
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     speed_up_watchdog()
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if strategy == "fsdp2" else None
-    accelerator = Accelerator(fsdp_plugin=plugin, cpu=True)
+    mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2) if strategy == "hsdp" else None
+    accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=mesh, cpu=True)
     torch.manual_seed(0)
     around = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     outer, outer_optimizer = accelerator.prepare(around, torch.optim.SGD(around.parameters(), lr=0.1))
@@ -100,13 +101,20 @@ def test_ranks_that_wait_for_a_full_one_leave_the_attempt_with_it(
     assert (size, tried, ones) == (14, [20, 18, 16, 14], [1.0] * world)
 
 
-def test_a_model_that_ranks_share_ends_the_search_with_the_size_to_start_with(ranks: RankServer) -> None:
+@pytest.mark.parametrize(("strategy", "world"), [("fsdp2", 2), ("hsdp", 4)])
+def test_a_model_that_ranks_share_ends_the_search_with_the_size_to_start_with(
+    ranks: RankServer, strategy: str, world: int
+) -> None:
+    """C8: also where they wait in a group of their own, which ends with the process of the full rank."""
     with pytest.raises(RanksError) as caught:
-        ranks(2, leave_others_behind, "backward", "fsdp2")
-    for outcome in caught.value.outcomes:
+        ranks(world, leave_others_behind, "backward", strategy)
+    for rank, outcome in enumerate(caught.value.outcomes):
         assert outcome.kind == "CollectiveError"
-        assert "the memory of rank 1 is full with batches of 20" in outcome.message
-        assert "starting_batch_size=18" in outcome.message
+        if world == 2 or rank == 1:
+            assert "the memory of rank 1 is full with batches of 20" in outcome.message
+            assert "starting_batch_size=18" in outcome.message
+        else:
+            assert "find_executable_batch_size at test_watch_ranks.py:" in outcome.message
 
 
 def record_attempts() -> list[Any]:

@@ -126,6 +126,7 @@ RESUME_PAIRS = (
     ("stages x sequences, keys", "copies of shards"),
     ("copies", "layers"),
     ("copies", "stages"),
+    ("one process", "stages"),
     ("shards", "ZeRO 3"),
     ("sequences, keys x layers", "ZeRO 1"),
     ("ZeRO 2", "shards"),

@@ -442,6 +442,19 @@ def test_models_are_compiled_in_place(regional: bool) -> None:
     assert not any("_orig_mod" in name for name in accelerator.get_state_dict(prepared))
 
 
+@pytest.mark.parametrize("prepares", [False, True])
+def test_the_state_of_a_model_that_the_user_compiled_has_its_own_names(prepares: bool) -> None:
+    """As a whole, and a layer of it."""
+    names = {"0.weight", "0.bias", "1.weight", "1.bias"}
+    whole = torch.compile(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), backend="eager")
+    layer = nn.Sequential(torch.compile(nn.Linear(3, 3), backend="eager"), nn.Linear(3, 1))  # type: ignore[arg-type]
+    for model in (whole, layer):
+        assert set(model.state_dict()) != names  # type: ignore[union-attr]
+        accelerator = Accelerator()
+        kept: Any = accelerator.prepare(model) if prepares else model
+        assert accelerator.get_state_dict(kept).keys() == names
+
+
 def test_the_launchers_compiler_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")
     assert Accelerator().prepare(nn.Linear(1, 1))._compiled_call_impl is not None

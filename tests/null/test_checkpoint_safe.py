@@ -175,7 +175,10 @@ def poison_pickle(path: Path) -> None:
 @pytest.mark.parametrize("poison", [poison_torch, poison_legacy, poison_pickle])
 @pytest.mark.parametrize(
     "file",
-    ["custom_checkpoint_0.pkl", "optimizer.bin", "scaler.pt", "pytorch_model.bin", "random_states_0.pkl"],
+    [
+        *("custom_checkpoint_0.pkl", "optimizer.bin", "scheduler.bin", "scaler.pt", "pytorch_model.bin"),
+        *("random_states_0.pkl", "open_gradients_0.bin"),
+    ],
 )
 def test_a_pickle_that_would_run_code_is_refused_wherever_it_lies(
     tmp_path: Path, file: str, poison: Any
@@ -184,10 +187,11 @@ def test_a_pickle_that_would_run_code_is_refused_wherever_it_lies(
 
     def parts() -> CheckpointContents:
         model = nn.Linear(1, 1)
-        scaler = torch.amp.GradScaler("cpu")
-        return CheckpointContents(
-            [model], [torch.optim.SGD(model.parameters())], [], scaler, [Holder(1)], rng=rng
-        )
+        optimizer, scaler = torch.optim.SGD(model.parameters()), torch.amp.GradScaler("cpu")
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        contents = CheckpointContents([model], [optimizer], [schedule], scaler, [Holder(1)], rng=rng)
+        contents.gradients = Holder(1)
+        return contents
 
     path = tmp_path / "c"
     save.save(parts(), path, safe_serialization=False)

@@ -628,6 +628,17 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(
     assert_same(states(), before)
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_checkpoint_that_lacks_a_parameter_changes_nothing(tmp_path: Path, sharded: bool) -> None:
+    """G8."""
+    prepared_run("bias")[0].save_state(str(tmp_path / "c"), sharded=sharded)
+    accelerator, states = prepared_run()
+    before = states()
+    with pytest.raises(CheckpointError, match=r"1\.bias"):
+        accelerator.load_state(str(tmp_path / "c"))
+    assert_same(states(), before)
+
+
 @pytest.mark.parametrize(
     ("change", "text"), [("adamax", "state of AdamW"), ("order", "exp_avg of its param")]
 )

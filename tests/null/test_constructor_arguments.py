@@ -152,6 +152,8 @@ def test_the_generator_knows_the_classes() -> None:
     ("arguments", "text", "fix"),
     [
         ({"fsdp_plugin": FullyShardedDataParallelPlugin}, "is the class", "FullyShardedDataParallelPlugin()"),
+        ({"deepspeed_plugin": DeepSpeedPlugin}, "is the class", "DeepSpeedPlugin()"),
+        ({"dataloader_config": DataLoaderConfiguration}, "is the class", "DataLoaderConfiguration()"),
         ({"deepspeed_plugin": "ds.json"}, "a DeepSpeedPlugin", "DeepSpeedPlugin(hf_ds_config='ds.json')"),
         ({"deepspeed_plugin": {"a": 1}}, "'a'", ""),
         ({"megatron_lm_plugin": "x"}, "a MegatronLMPlugin", "megatron_lm_plugin=MegatronLMPlugin(...)"),
@@ -188,6 +190,15 @@ def test_an_error_inside_a_dict_names_the_class() -> None:
         Accelerator(project_config={"total_limit": 1.5})  # type: ignore[arg-type]
     with pytest.raises(UnknownNameError, match="in the dict of the argument fsdp_plugin"):
         Accelerator(fsdp_plugin={"fsdp_versoin": 2})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("iteration", -5), ("iteration", 1.5), ("total_limit", "abc"), ("total_limit", 1.5)]
+)
+def test_counts_of_a_project_are_refused_before_a_save(name: str, value: Any) -> None:
+    """A save with them failed after its commit."""
+    with pytest.raises(SettingError, match=f"{name} of ProjectConfiguration is "):
+        ProjectConfiguration(**{name: value})
 
 
 def test_what_is_meant_is_taken() -> None:

@@ -9,7 +9,13 @@ from contextlib import suppress
 import pytest
 
 from accelerate.core.errors import UNKNOWN_RANK, CollectiveError, PeerError, find_failed_rank
-from accelerate.world.rank_failure_report import FailureReport, RankStatus, find_deadlock, timeout_report
+from accelerate.world.rank_failure_report import (
+    FailureReport,
+    RankStatus,
+    find_deadlock,
+    split_by_progress,
+    timeout_report,
+)
 
 IN_SAVE = RankStatus(letters=3, doing="save_state at train.py:12", calls=4, at="train.py:12")
 IN_BACKWARD = RankStatus(letters=2, inside="backward at train.py:10", calls=5, at="train.py:10")
@@ -50,6 +56,14 @@ def test_a_rank_in_a_wait_of_torch_learns_that_its_peer_has_ended() -> None:
     report = find_deadlock(0, 2, {0: IN_BACKWARD, 1: ENDED})
     assert report is not None
     assert report.what == "backward at train.py:10 was reached by 1 of 2 ranks"
+
+
+def test_who_waits_in_a_group_that_is_not_counted_waits_for_those_in_no_collective() -> None:
+    """G11: the stages of a pipeline make different numbers of collectives."""
+    waiting = RankStatus(letters=2, inside="all_gather at train.py:10", calls=4)
+    assert split_by_progress(0, 3, {0: waiting, 1: WORKING, 2: waiting}) == ([1], [2])
+    computing = RankStatus(letters=2, inside="backward at train.py:10", calls=4)
+    assert split_by_progress(0, 3, {0: computing, 1: WORKING, 2: computing}) == ([], [2])
 
 
 def test_a_timeout_says_who_did_not_come() -> None:

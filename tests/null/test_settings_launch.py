@@ -298,6 +298,11 @@ def test_every_number_has_a_range(text: str, least: int, asks: Any) -> None:
             asks(**{name: text})
 
 
+def test_a_number_of_a_file_has_a_range_too(asks: Any) -> None:
+    with pytest.raises(SettingError, match=r"accelerate\.yaml, line 1: num_processes is 99999999999, but"):
+        asks("num_processes: 99999999999")
+
+
 def bare_types(kind: Any) -> set[Any]:
     """The types of which a type is made, without their rules."""
     parts = get_args(kind)

@@ -215,13 +215,14 @@ class OpenWindow:
     # --- saving
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's gradients and counts; may be collective."""
+        """Return this rank's gradients, its own buffers and counts; may be collective."""
         assert isinstance(self.strategy, OpenGradients)
         window, weighting = self.gradients.window, self.gradients.loss_weighting
         pieces = [self.strategy.gradient_pieces(model) for model in self.prepared.models]
         state: dict[str, Any] = {
             "layout": self.strategy.gradient_layout,
             "models": [{n: [_as_tuple(p) for p in held] for n, held in model.items()} for model in pieces],
+            "buffers": [self.strategy.local_buffers(model) for model in self.prepared.models],
             "sync_gradients": self.gradients.sync_gradients,
             "window": None if window is None else (window.count, window.is_loss_divided),
             "weighting": None,
@@ -256,6 +257,10 @@ class OpenWindow:
                 held = own["models"][index].items()
                 pieces = {name: [GradientPiece(*piece) for piece in each] for name, each in held}
                 self.strategy.restore_pieces(model, pieces)
+                # Older checkpoints have none.
+                buffers = own["buffers"][index] if "buffers" in own else None
+                if buffers is not None:
+                    self.strategy.restore_local_buffers(model, buffers)
             else:
                 self.strategy.load_gradients(model, JoinedGradients(states, index, scale))
         gradients = self.gradients

@@ -342,6 +342,29 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
             if isinstance(model, ReplicatedModule):
                 model._progress.is_armed = True
 
+    def local_buffers(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
+        """Return the persistent buffers if torch's reducer does not broadcast before the next forward."""
+        replica = replica_of(model)
+        if replica is None or not replica.broadcast_buffers or replica.require_forward_param_sync:
+            return None
+        if self.world.rank == 0:
+            return {}
+        names = replica.module.state_dict().keys()
+        return {name: buffer for name, buffer in replica.module.named_buffers() if name in names}
+
+    def restore_local_buffers(self, model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Put the buffers back; they are broadcast after the window, or before an evaluation in it."""
+        replica = replica_of(model)
+        if replica is None:
+            return
+        with torch.no_grad():
+            for name, buffer in replica.module.named_buffers():
+                if name in buffers:
+                    buffer.copy_(buffers[name])
+        replica.require_forward_param_sync = False
+        if isinstance(model, ReplicatedModule):
+            model._progress.buffers_differ = True
+
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the state with the prefix ``module.``, as torch's wrapper saves it."""
         return {f"{_PREFIX}{name}": value for name, value in self.unwrap(model).state_dict().items()}

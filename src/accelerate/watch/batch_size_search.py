@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 from accelerate import device as devices
-from accelerate.core.errors import CollectiveError, DeviceError, PrepareError, SettingError
+from accelerate.core.errors import CollectiveError, DeviceError, PeerError, PrepareError, SettingError
 from accelerate.world import collective, rng, watchdog, world
 from accelerate.world.control_channel import DepartureError
 from accelerate.world.process_group import is_disconnect
@@ -140,7 +140,13 @@ class _BatchSizeSearch:
                 attempt.result = self.function(self.size, *args, **kwargs)
             last = attempt.error or last
             smaller = self._propose_smaller() if attempt.outcome == "full" else self.size
-            trials = attempt.agree(smaller)
+            try:
+                trials = attempt.agree(smaller)
+            except CollectiveError as error:
+                if attempt.outcome != "full" or not sharers or isinstance(error, PeerError):
+                    raise
+                # Others wait in a collective of the model, which no new process group would end.
+                raise _full_memory_error(collective.rank(), self.size, smaller) from error
             attempt.give_up_if_failed(trials)
             if not any(trial.outcome == "full" for trial in trials):
                 return attempt.result
@@ -198,15 +204,20 @@ def _renew_group(trials: list[_TrialResult], sharers: list[Any], size: int, smal
     """Open a new process group; refuse where the ranks hold parts of one model over the closed one."""
     if sharers:
         full = next(rank for rank, trial in enumerate(trials) if trial.outcome == "full")
-        error = CollectiveError(
-            f"the memory of rank {full} is full with batches of {size}, while others wait for it "
-            "in a model that the ranks share",
-            why="it can leave the attempt only between collectives of the model",
-            fix=f"start with a smaller batch: find_executable_batch_size(starting_batch_size={smaller})",
-        )
-        error.failed_rank = None if full == collective.rank() else full
-        raise error
+        raise _full_memory_error(full, size, smaller)
     world.renew_group()
+
+
+def _full_memory_error(full: int, size: int, smaller: int) -> CollectiveError:
+    """Return the error where the ranks hold parts of one model, and rank ``full`` has no memory left."""
+    error = CollectiveError(
+        f"the memory of rank {full} is full with batches of {size}, while others wait for it "
+        "in a model that the ranks share",
+        why="it can leave the attempt only between collectives of the model",
+        fix=f"start with a smaller batch: find_executable_batch_size(starting_batch_size={smaller})",
+    )
+    error.failed_rank = None if full == collective.rank() else full
+    return error
 
 
 class _BatchSizeTrial:

@@ -56,6 +56,12 @@ class RankStatus:
         return self.ended or self.letters > other.letters or self.calls > other.calls
 
     @property
+    def is_in_collective(self) -> bool:
+        """Return whether it is in a collective of torch, by name; a forward or backward may also compute."""
+        call = self.inside.partition(" at ")[0]
+        return call.isidentifier() and call != "backward"
+
+    @property
     def has_departed(self) -> bool:
         """Return whether it has left an attempt, and waits for the others to leave it too."""
         return self.doing.partition(" at ")[0] in DEPARTURES
@@ -167,6 +173,9 @@ def split_by_progress(me: int, size: int, positions: Mapping[int, RankStatus]) -
     """Return the ranks that rank ``me`` waits for, and those of the others that are in a collective."""
     others = [rank for rank in range(size) if rank != me]
     missing = [r for r in others if r not in positions or positions[r].is_behind(positions[me])]
+    if not missing and positions[me].is_in_collective:
+        # In a group whose collectives are not counted, since stages of a pipeline make different numbers.
+        missing = [r for r in others if not positions[r].place]
     return missing, [r for r in others if r not in missing and positions[r].place]
 
 

@@ -186,6 +186,7 @@ class Watchdog:
         self._poll_lock = threading.Lock()
         self._counters = list(counters)
         self.group: object = None
+        self._other_groups, self._interrupted_at = set[str](), 0.0
         self._shutdown_actions: list[Callable[[], None]] = []
         self._poll_actions: list[Callable[[], object]] = []
         self._last_activity: object = None
@@ -202,15 +203,15 @@ class Watchdog:
         """Watch a new default process group, which replaces one that was interrupted."""
         import torch.distributed as dist
 
-        self._counters, self.group, self.was_interrupted = [], None, False
-        self.track_group(group)
-        self.group = group
+        self._counters = [each._get_sequence_number_for_group for each in group_backends(group)]
+        self._other_groups, self.group, self.was_interrupted = set[str](), group, False
         # ``start`` knows by it that this watchdog is the group's.
         self.store.group_store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
 
     def track_group(self, group: Any) -> None:
         """Count the collectives of one more group; all ranks must start the same number of them."""
-        if group.group_name != getattr(self.group, "group_name", None):
+        if group.group_name not in {getattr(self.group, "group_name", None), *self._other_groups}:
+            self._other_groups.add(group.group_name)
             self._counters += [each._get_sequence_number_for_group for each in group_backends(group)]
 
     # --- called by the working thread
@@ -456,13 +457,20 @@ class Watchdog:
 
     def _is_left_alone(self, status: RankStatus) -> bool:
         """Return whether a rank has left the attempt, and this one began a collective of torch without it."""
-        text = None if self.was_interrupted else self.store.get("left")
+        text = self.store.get("left")
         left = None if text is None else RankStatus.from_json(text)
         return left is not None and status.letters < left.letters and status.calls > left.calls
 
     def _interrupt(self) -> bool:
-        """Close the default group; return False where it stays as it is."""
+        """Close the default group; return False where that ends no wait.
+
+        The group stays as it is, or this rank goes on waiting, for it is in a collective of another group.
+        """
+        if self.was_interrupted:
+            still_waits = bool(self._other_groups) and self._waits_since <= self._interrupted_at
+            return not still_waits or time.monotonic() - self._interrupted_at < DIAGNOSIS_TIMEOUT
         self.was_interrupted = interrupt_group(self.group, self.store.group_store)
+        self._interrupted_at = time.monotonic()
         return self.was_interrupted
 
     def _publish_report(self, report: FailureReport) -> FailureReport:

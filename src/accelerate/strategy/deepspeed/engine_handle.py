@@ -16,6 +16,7 @@ from accelerate.core.errors import PrepareError, SettingError
 from accelerate.strategy.deepspeed.config_tree import DummyOptim, DummyScheduler, as_param_groups
 from accelerate.strategy.deepspeed.config_tree import get_key as config_value
 from accelerate.strategy.protocol.replicated_buffers import broadcast_tensors, sync_buffers
+from accelerate.world import watchdog
 from accelerate.world.world import World
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -293,6 +294,7 @@ def make_engine(model: nn.Module, config: Mapping[str, Any], optimizer: Any, sch
     handle = EngineHandle(
         engine, dict(config), getattr(engine, "basic_optimizer", None), user_groups, schedule
     )
+    _track_groups(engine)
     handle.clip_norm = float(engine.gradient_clipping() or 0.0)
     dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
     _undo_first_step(handle)
@@ -302,6 +304,13 @@ def make_engine(model: nn.Module, config: Mapping[str, Any], optimizer: Any, sch
     if handle.stage == 3:
         handle.hooks.append(_guard_state_dict(engine))
     return handle
+
+
+def _track_groups(engine: Any) -> None:
+    """Let the watchdog count the collectives of DeepSpeed's own group, to detect deadlocks."""
+    watch, group = watchdog.current(), getattr(engine, "seq_data_parallel_group", None)
+    if watch is not None and group is not None:
+        watch.track_group(group)
 
 
 def replicate_buffers(model: nn.Module) -> None:

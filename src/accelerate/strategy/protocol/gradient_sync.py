@@ -255,6 +255,16 @@ class OpenGradients:
             if name in gradients:
                 parameter.grad = gradients[name].to(parameter.device, parameter.dtype, copy=True)
 
+    def local_buffers(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
+        """Return the buffers that may differ from those of rank 0 until the window ends; None without any.
+
+        They are saved beside the gradients: the checkpoint of the model holds those of rank 0.
+        """
+        return None
+
+    def restore_local_buffers(self, model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Put back what ``local_buffers`` has returned on this rank."""
+
 
 def whole_piece(gradient: torch.Tensor, ranks: int) -> GradientPiece:
     """Return the piece that is the whole gradient of a parameter."""
