@@ -186,6 +186,7 @@ class Watchdog:
         self._poll_lock = threading.Lock()
         self._counters = list(counters)
         self.group: object = None
+        self._tracked_groups: set[str] = set()
         self._shutdown_actions: list[Callable[[], None]] = []
         self._poll_actions: list[Callable[[], object]] = []
         self._last_activity: object = None
@@ -203,6 +204,7 @@ class Watchdog:
         import torch.distributed as dist
 
         self._counters, self.group, self.was_interrupted = [], None, False
+        self._tracked_groups.clear()
         self.track_group(group)
         self.group = group
         # ``start`` knows by it that this watchdog is the group's.
@@ -210,7 +212,9 @@ class Watchdog:
 
     def track_group(self, group: Any) -> None:
         """Count the collectives of one more group; all ranks must start the same number of them."""
-        if group.group_name != getattr(self.group, "group_name", None):
+        name = group.group_name
+        if name != getattr(self.group, "group_name", None) and name not in self._tracked_groups:
+            self._tracked_groups.add(name)
             self._counters += [each._get_sequence_number_for_group for each in group_backends(group)]
 
     # --- called by the working thread

@@ -16,6 +16,7 @@ from accelerate.core.errors import PrepareError, SettingError
 from accelerate.strategy.deepspeed.config_tree import DummyOptim, DummyScheduler, as_param_groups
 from accelerate.strategy.deepspeed.config_tree import get_key as config_value
 from accelerate.strategy.protocol.replicated_buffers import broadcast_tensors, sync_buffers
+from accelerate.world import watchdog
 from accelerate.world.world import World
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -296,12 +297,21 @@ def make_engine(model: nn.Module, config: Mapping[str, Any], optimizer: Any, sch
     handle.clip_norm = float(engine.gradient_clipping() or 0.0)
     dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
     _undo_first_step(handle)
+    _watch_groups(engine)
     replicate_buffers(model)
     if dtype is not None:
         handle.hooks += _cast_inputs_outputs(model, dtype)
     if handle.stage == 3:
         handle.hooks.append(_guard_state_dict(engine))
     return handle
+
+
+def _watch_groups(engine: Any) -> None:
+    """Let the watchdog count the collectives of the engine's groups, to detect deadlocks."""
+    watch = watchdog.current()
+    if watch is not None:
+        for group in (engine.data_parallel_group, engine.seq_data_parallel_group):
+            watch.track_group(group)
 
 
 def replicate_buffers(model: nn.Module) -> None:
