@@ -58,6 +58,7 @@ def test_leaves_are_offloaded(device: str, pipeline: Any, image: torch.Tensor) -
     """There: diffusers asks for cpu:0, which ends in a TypeError in the first forward."""
     pipeline.enable_sequential_cpu_offload(device=device)
     assert str(pipeline._execution_device) in ("cpu", "cpu:0")
+    assert all(hasattr(part, "_hf_hook") for part in parts(pipeline).values())
     assert torch.equal(drawn(pipeline), image)
     assert torch.equal(drawn(pipeline), image)
     pipeline.remove_all_hooks()

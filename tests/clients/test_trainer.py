@@ -15,6 +15,7 @@ import torch
 
 from tests.clients.probe import run_jobs_on_ranks
 from tests.clients.record import launch, versions
+from tests.support.environment import ROOT
 from tests.support.long_run import LONG_RUN, long_run_param
 from tests.support.ranks import RankServer
 
@@ -124,6 +125,7 @@ def test_every_sample_is_evaluated_once_and_in_order(one: dict[str, Any], two: d
         assert one[job]["labels"] == two[job]["labels"]
 
 
+LINES = "import accelerate.utils\nimport sentence_transformers"
 SENTENCE_TRAINING = """
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
@@ -145,13 +147,21 @@ assert trainer.train().global_step == 2
 """
 
 
+def lines_of(page: str) -> str:
+    """The lines on a page of the documentation that let sentence-transformers train."""
+    (lines,) = re.findall(rf"^```py\n({LINES}.*?)^```$", (ROOT / f"docs/{page}.md").read_text(), re.M | re.S)
+    return lines
+
+
+def test_two_pages_have_the_lines_for_sentence_transformers() -> None:
+    assert lines_of("coming") == lines_of("troubleshooting")
+
+
 @pytest.mark.skipif(not LONG_RUN, reason="runs in `make test-all`")
 def test_sentence_transformers_trains_after_the_lines_of_the_docs(tmp_path: Path) -> None:
     """It looks for the home page of another project in the metadata of the package."""
     pytest.importorskip("sentence_transformers")
-    page = Path("docs/coming.md").read_text()
-    lines = page.partition('title="sentence-transformers"\n')[2].partition("```")[0]
-    for start, expected in (("", 1), (lines, 0)):
+    for start, expected in (("", 1), (lines_of("coming"), 0)):
         done = subprocess.run(
             [HERE, "-c", start + SENTENCE_TRAINING], cwd=tmp_path, capture_output=True, text=True, check=False
         )

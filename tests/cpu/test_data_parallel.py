@@ -97,6 +97,11 @@ def members_of_the_wrapper() -> tuple[object, ...]:
         accelerator.backward(model(x).sum())
         local = model.weight.grad.item()
     accelerator.backward(model(x).sum())
+    reduced = model.weight.grad.item()
+    model.require_backward_grad_sync = False  # as torch's guide to its wrapper sets it
+    accelerator.backward(model(x).sum())
+    assert model.weight.grad.item() == reduced + accelerator.process_index + 1
+    model.require_backward_grad_sync = True
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert model.module is user
@@ -111,7 +116,7 @@ def members_of_the_wrapper() -> tuple[object, ...]:
     assert isinstance(owner.module, nn.Identity)
     assert owner.no_sync() == "mine"
     assert not hasattr(accelerator.unwrap_model(model), "no_sync")
-    return inside, local == accelerator.process_index + 1, model.weight.grad.item(), len(notes), *notes
+    return inside, local == accelerator.process_index + 1, reduced, len(notes), *notes
 
 
 def test_what_people_use_of_torchs_wrapper_is_there(ranks: RankServer) -> None:

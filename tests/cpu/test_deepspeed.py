@@ -12,7 +12,7 @@ from torch import nn
 from accelerate.utils import is_deepspeed_available
 from tests.support.command import launch
 from tests.support.environment import ROOT
-from tests.support.ranks import RankServer, same_on_all
+from tests.support.ranks import RanksError, RankServer, same_on_all
 from tests.support.sharded_models import adamw, batches, loss_of, share, tiny
 
 # What the rank server imports once for this module.
@@ -161,6 +161,31 @@ def saves(folder: str) -> None:
         if accelerator.is_main_process:
             torch.save((numbers, weights), f"{folder}/end{stage}.pt")
         accelerator.wait_for_everyone()
+
+
+def saves_on_the_main_process(folder: str) -> None:
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
+    linear: Any = nn.Linear(2, 1)  # without buffers, which are exchanged in another group
+    optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
+    rows: Any = torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=1)  # type: ignore[arg-type]
+    model, optimizer, rows = accelerator.prepare(linear, optimizer, rows)
+    for row in rows:
+        accelerator.backward(model(row).sum())
+        optimizer.step()
+        if accelerator.is_main_process:
+            accelerator.save_state(folder)
+
+
+def test_every_rank_must_call_save_state(ranks: RankServer, tmp_path: Path) -> None:
+    """The others wait in a group of DeepSpeed's own: the error comes at once, not at the timeout."""
+    with pytest.raises(RanksError) as info:
+        ranks(2, saves_on_the_main_process, str(tmp_path / "c"))
+    text = "\n".join(outcome.message for outcome in info.value.causes())
+    assert "rank 0 is in save_state" in text
+    assert "if accelerator.is_main_process" in text
+    assert list(tmp_path.iterdir()) == []
 
 
 def resumes(folder: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from tests.support.interrupted import BATCH, COUNT, Stream, loader, noise
 from tests.support.ranks import RankServer, same_on_all
@@ -258,17 +258,44 @@ def random_numbers(kind: str, workers: int, prepares: bool, legacy: bool = True)
     return [[[batch.tolist() for batch in loader], torch.rand(()).item()] for _ in range(2)]
 
 
+class BatchesOfRank:
+    """Every second batch of a random sampler, whose generator is seeded by a draw, as 1.x does in prepare."""
+
+    def __init__(self, rank: int) -> None:
+        generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+        self.batches = BatchSampler(RandomSampler(range(12), generator=generator), 2, drop_last=False)
+        self.rank = rank
+
+    def __iter__(self) -> Any:
+        return (batch for number, batch in enumerate(self.batches) if number % 2 == self.rank)
+
+
+def random_numbers_of_torch(workers: int) -> list[Any]:
+    """Return what ``random_numbers`` returns, of torch's loader over the batches of this rank."""
+    from accelerate import PartialState
+
+    rank = PartialState(cpu=True).process_index
+    torch.manual_seed(7)
+    more = {"num_workers": workers, "persistent_workers": workers > 0}
+    loader: Any = DataLoader(Drawing(), batch_sampler=BatchesOfRank(rank), **more)  # type: ignore[arg-type]
+    return [[[batch.tolist() for batch in loader], torch.rand(()).item()] for _ in range(2)]
+
+
+def indices(batches: list[Any]) -> list[list[float]]:
+    return [[row[0] for row in batch] for batch in batches]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_random_numbers_of_1x(ranks: RankServer, workers: int) -> None:
     """By an option: of plain torch on one process, and the order that 1.x draws on two."""
     for kind in ("shuffled", "in order", "stream"):
         expected = ranks(1, random_numbers, kind, workers, False)
         assert ranks(1, random_numbers, kind, workers, True) == expected
-    generator = torch.Generator().manual_seed(7)
-    seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
-    sampler = RandomSampler(range(12), generator=torch.Generator().manual_seed(seed))
     parts = ranks(2, random_numbers, "shuffled", workers, True)
-    for epoch in range(2):
-        steps = [[row[0] for part in parts for row in part[epoch][0][step]] for step in range(3)]
-        assert [number for step in steps for number in step] == list(sampler)
-    assert parts[0][1][1] == parts[1][1][1]
+    expected = ranks(2, random_numbers_of_torch, workers)
+    for rank, epoch in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        (batches, after), (raw, raw_after) = parts[rank][epoch], expected[rank][epoch]
+        assert indices(batches) == indices(raw)
+        assert after == raw_after, "the global random numbers after an epoch"
+        if workers == 0:  # workers draw others on each process
+            assert batches == raw

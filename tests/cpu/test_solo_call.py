@@ -81,6 +81,54 @@ def test_the_main_process_saves_alone(
     assert sorted(os.listdir(tmp_path)) == ["c", "c-joint"], "nothing is left"
 
 
+class Counter:
+    """An object of the user's."""
+
+    count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def with_all_that_a_script_saves(folder: str) -> tuple[list[str], int, int, list[float]]:
+    """Two saves from one line; what is said, what is loaded, and random numbers after two loads."""
+    training, counter = Training(), Counter()
+    accelerator = training.accelerator
+    schedule = torch.optim.lr_scheduler.StepLR(training.optimizer.optimizer, 5)
+    schedule = accelerator.prepare(schedule)
+    accelerator.register_for_checkpointing(counter)
+    seen: list[str] = []
+    accelerator.register_save_state_pre_hook(lambda models, weights, output: seen.append(output))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for number in range(2):
+            training.step()
+            schedule.step()
+            counter.count += 1
+            if accelerator.is_main_process:
+                accelerator.save_state(f"{folder}/{number}")
+    assert len(seen) == 2 * accelerator.is_main_process
+    training.step()
+    drawn: list[float] = []
+    for _ in range(2):
+        counter.count = 9
+        accelerator.load_state(f"{folder}/1")
+        drawn.append(torch.rand(()).item())
+    return [str(each.message) for each in caught], counter.count, schedule.scheduler.last_epoch, drawn
+
+
+def test_all_that_a_script_saves_needs_the_main_process_alone(ranks: RankServer, tmp_path: Path) -> None:
+    """It is said once; the others load what they did not save, and random states of their own."""
+    first, second = ranks(2, with_all_that_a_script_saves, str(tmp_path))
+    assert [NOTE in text for text in first[0]] == [True]
+    assert second[0] == []
+    assert first[1:3] == second[1:3] == (2, 4)
+    assert first[3][0] == first[3][1] != second[3][0] == second[3][1]
+
+
 def numbered(folder: str, in_background: bool) -> tuple[list[int], list[str]]:
     from accelerate.utils import ProjectConfiguration
 

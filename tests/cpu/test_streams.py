@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,6 +81,36 @@ def stateful(kind: str, dispatch: bool) -> list[list[int]]:
 def test_torchdatas_loader_gives_each_sample_once(ranks: RankServer, kind: str, dispatch: bool) -> None:
     pytest.importorskip("torchdata.stateful_dataloader")
     assert same_on_all(ranks(2, stateful, kind, dispatch)) == [list(range(9))] * 2
+
+
+def after_a_checkpoint_of_1x(folder: str, workers: int) -> list[list[list[int]]]:
+    """Return two epochs after loading the state that 1.x has saved after three batches of rank 0."""
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    options = DataLoaderConfiguration(use_stateful_dataloader=True)
+    accelerator = Accelerator(dataloader_config=options)
+    loader: Any = accelerator.prepare(DataLoader(range(32), 2, num_workers=workers))  # type: ignore[arg-type]
+    accelerator.save_state(folder)
+    if accelerator.is_main_process:
+        batches = [[first, first + 1] for first in range(0, 32, 4)]
+        raw = loaders.StatefulDataLoader(range(32), batch_sampler=batches, num_workers=workers)
+        for _, _ in zip(range(3), raw, strict=False):
+            torch.save(raw.state_dict(), f"{folder}/dl_state_dict.bin")
+        Path(folder, "manifest.json").unlink()
+        Path(folder, "dl_state_dict_rank1.bin").unlink()
+    accelerator.wait_for_everyone()
+    accelerator.load_state(folder)
+    return [[batch.tolist() for batch in loader] for _ in range(2)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_checkpoint_of_1x_goes_on_where_it_was(ranks: RankServer, tmp_path: Path, workers: int) -> None:
+    """There all processes write one file, which counts batches."""
+    pytest.importorskip("torchdata.stateful_dataloader")
+    for rank, epochs in enumerate(ranks(2, after_a_checkpoint_of_1x, str(tmp_path / "c"), workers)):
+        whole = [[first, first + 1] for first in range(2 * rank, 32, 4)]
+        assert epochs == [whole[3:], whole]
 
 
 def hugging_face(kind: str, dispatch: bool) -> list[int]:

@@ -16,7 +16,7 @@ import torch.distributed.pipelining  # so that all modules of the table can be i
 
 from accelerate.core import torch_internals
 from accelerate.core.errors import FeatureNotBuiltError
-from accelerate.core.torch_internals import INTERNALS, TESTED, Internals, TorchName
+from accelerate.core.torch_internals import COMMON, INTERNALS, REFUSED, TESTED, Internals, TorchName
 from tests.laws.source import Source, obey, read, sources
 
 LAW = "private names of torch stand in core/torch_internals.py"
@@ -114,6 +114,20 @@ def test_files_of_the_table_are_there() -> None:
     inside = {"/".join(source.inside) + ".py" for source in sources()}
     for each in INTERNALS:
         assert all(any(path.startswith(file) for path in inside) for file in each.files), each.subject
+
+
+def required_subjects(source: Source) -> Iterator[str]:
+    """Yield the texts in calls of ``require``."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "require":
+            yield from (each.value for each in node.args if isinstance(each, ast.Constant))
+
+
+def test_every_subject_that_has_no_other_way_is_looked_at() -> None:
+    """Else a newer torch without it would fail in the middle of a training."""
+    required = {subject for source in sources() for subject in required_subjects(source)} | {*COMMON}
+    refused = {each.subject for each in INTERNALS if each.without == REFUSED}
+    assert refused == required
 
 
 GONE = (

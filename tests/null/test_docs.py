@@ -427,9 +427,11 @@ def test_every_test_folder_is_explained() -> None:
     assert folders <= {*re.findall(r"\| `tests/(\w+)` \|", text("CONTRIBUTING.md"))}
 
 
-def test_the_changelog_knows_this_version() -> None:
+def test_the_pages_know_this_version() -> None:
     from accelerate import __version__
 
+    assert f"This is version {__version__}." in text("README.md")
+    assert f'version = "{__version__}"' in text("pyproject.toml")
     assert re.search(rf"^## \[{re.escape(__version__)}\] - ", text("CHANGELOG.md"), re.MULTILINE)
 
 

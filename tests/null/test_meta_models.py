@@ -6,7 +6,7 @@ import json
 import sys
 import tracemalloc
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -270,8 +270,9 @@ def test_a_configuration_that_describes_nothing_is_refused(
 def test_an_unknown_library_and_an_empty_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'transformers'"):
         build_skeleton(str(tmp_path), library="transformer")
-    with pytest.raises(ModelSkeletonError, match=r"has no config\.json(.|\n)*module:factory"):
+    with pytest.raises(ModelSkeletonError, match=r"has no config\.json(.|\n)*module:factory") as caught:
         build_skeleton(str(tmp_path))
+    assert isinstance(caught.value, OSError)  # what 1.x raises
     with pytest.raises(FileNotFoundError, match=r"there is no folder \./nowhere"):
         build_skeleton("./nowhere")
 
@@ -279,6 +280,7 @@ def test_an_unknown_library_and_an_empty_folder_are_refused(tmp_path: Path) -> N
 def test_a_name_on_the_hub_that_cannot_be_asked_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = pytest.importorskip("huggingface_hub").errors
     raised: list[Exception] = []
+    response: Any = SimpleNamespace(headers={}, request=None, status_code=403)
 
     def fetch(*args: Any, **kwargs: Any) -> str:
         raise raised[0]
@@ -287,13 +289,17 @@ def test_a_name_on_the_hub_that_cannot_be_asked_says_what_to_type(monkeypatch: p
     for error, words in (
         (errors.LocalEntryNotFoundError("no network"), "the hub cannot be reached"),
         (errors.HFValidationError("a--b"), "neither a folder here nor on the hub"),
+        (errors.RepositoryNotFoundError("x", response=response), "neither a folder here nor on the hub"),
+        (errors.EntryNotFoundError("x"), r"has no config\.json"),
+        (errors.GatedRepoError("x", response=response), "does not show 'someone/some-model' to everybody"),
     ):
         raised[:] = [error]
-        with pytest.raises(
-            ModelSkeletonError, match=rf"{words}(.|\n)*fix: .*a folder with config\.json"
-        ) as caught:
+        with pytest.raises(ModelSkeletonError, match=words) as caught:
             build_skeleton("someone/some-model")
+        hint = "hf auth login" if "everybody" in words else "a folder with config.json"
+        assert hint in caught.value.fix
         assert isinstance(caught.value, OSError)  # what 1.x raises
+        assert isinstance(caught.value, ValueError)  # and where the name is invalid
 
 
 def test_a_name_on_the_hub_gives_its_configuration_only(

@@ -137,6 +137,9 @@ def test_a_json_file(config: Any) -> None:
 OLD_FILES = {
     "debug: true\nnum_processes: 2\ndebug: false\n": "line 3: the key 'debug' stands twice: line 1 has no",
     '{"num_processes": 1, "num_processes": 2}': "the key 'num_processes' stands twice: the first has",
+    "distributed_type: FSDP\nfsdp_config: {version: 1,\n  version: 2}\n": (
+        "line 3: the key 'version' stands twice"
+    ),
     "distributed_type: 'NO'\nnum_processes: 8\n": "line 2: num_processes is 8, which has no effect",
     "distributed_type: 'NO'\ndeepspeed_config:\n  zero_stage: 2\n": "line 2: deepspeed_config has no effect",
     "distributed_type: FSDP\nmegatron_lm_config:\n  tp_degree: 2\nfsdp_config: {version: 2}\n": (
@@ -169,6 +172,7 @@ def test_strict_mode_refuses_an_old_file(
     write(tmp_path / "train.py", "")
     words = ["launch", "--dry_run", "--config_file", str(tmp_path / "job.yaml"), str(tmp_path / "train.py")]
     assert run(words) == 0
+    assert "job.yaml, line 2: num_processes is 8, which has no effect" in capsys.readouterr().err
     assert run([*words[:1], "--strict", *words[1:]]) == 2
     told = capsys.readouterr().err
     assert "line 2: num_processes is 8, which has no effect" in told

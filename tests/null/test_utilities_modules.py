@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -269,6 +272,29 @@ def test_mixed_precision_comes_off_on_request():
     utils.extract_model_from_parallel(model)(torch.randn(2, 4))
     utils.extract_model_from_parallel(model, keep_fp32_wrapper=False)(torch.randn(2, 4))
     assert seen == [torch.bfloat16, torch.bfloat16, torch.float32]
+
+
+def test_a_forward_that_gives_float32_is_copied_and_pickled_with_its_model():
+    """As a function it is bound in a class; a copy computes with its own weights."""
+
+    class Decorated(nn.Module):
+        @utils.convert_outputs_to_fp32
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.half()
+
+    assert Decorated()(torch.ones(1)).dtype == torch.float32
+    model = Deep().to(torch.bfloat16)
+    model.forward = utils.convert_outputs_to_fp32(model.forward)
+    x = torch.ones(2, 4, dtype=torch.bfloat16)
+    expected = model(x)
+    assert expected.dtype == torch.float32
+    assert str(inspect.signature(model.forward)) == "(x: 'torch.Tensor') -> 'torch.Tensor'"
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(x), expected)
+        for parameter in twin.parameters():
+            nn.init.zeros_(parameter)
+        assert not twin(x).any()
+    assert torch.equal(model(x), expected)
 
 
 # --- compilation

@@ -222,6 +222,18 @@ def test_a_cut_shard_and_one_that_leads_away_are_refused(tmp_path: Path) -> None
         load_checkpoint_in_model(nn.Linear(1, 1), index)
 
 
+def test_an_index_that_is_the_table_of_weights_alone(tmp_path: Path) -> None:
+    """Some tools write it so."""
+    model = TiedNet()
+    write_weights(model.state_dict(), tmp_path, max_shard_size=100)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps(json.loads(index.read_text())["weight_map"]))
+    for place in (index, tmp_path):
+        fresh = hollow()
+        load_checkpoint_in_model(fresh, place)
+        assert all(torch.equal(value, model.state_dict()[name]) for name, value in fresh.state_dict().items())
+
+
 MEMORY = """
 import resource, sys, torch
 from torch import nn

@@ -22,7 +22,10 @@ from accelerate.core.errors import FeatureNotBuiltError
 
 TESTED = ("2.6", "2.8", "2.10", "2.13", "2.15")  # versions of torch that `make test-torch` runs
 # Subjects that every ``Accelerator`` may need.
-COMMON = ("process groups", "tables of modules", "data loaders", "checkpoint files")
+COMMON = (
+    *("process groups", "tables of modules", "data loaders", "checkpoint files"),
+    *("fused operations on lists of tensors", "loss scaling and schedulers"),
+)
 REFUSED = ""  # there is no other way: a torch without the name is refused
 
 

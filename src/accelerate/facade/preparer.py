@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from accelerate.core import environ, lazy_names
 from accelerate.core.errors import PrepareError
+from accelerate.core.torch_internals import require
 from accelerate.core.units import show_bytes
 from accelerate.core.user_warning import warn_user
 from accelerate.data.configuration import DataLoaderConfiguration
@@ -305,6 +306,7 @@ class Preparer:
 
     def _compile_models(self, bundle: PrepareBundle) -> None:
         """Compile the models in place: class, names and state stay, and there is nothing to unwrap."""
+        require("compilation")
         compiler = self.runtime.compiler
         compiler.use_cache()
         if self._uses_tf32:

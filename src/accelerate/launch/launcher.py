@@ -52,9 +52,10 @@ def launch(request: LaunchRequest, *, replace: bool = False) -> None:
         plan, notes=(*lines, *plan.notes), variables={**plan.variables, **origin_variables(request)}
     )
     options = requested_options(request, kind, plan)
-    unused = [] if request.file is None else [*request.file.problems]
-    fix = f"accelerate config update --config_file {request.file.path}" if unused and request.file else ""
-    unused += [option.unused_text for option in options if option.unused_reason and option.is_explicit]
+    problems = () if request.file is None else request.file.problems
+    fix = f"accelerate config update --config_file {request.file.path}" if problems and request.file else ""
+    unused_texts = [option.unused_text for option in options if option.unused_reason and option.is_explicit]
+    unused = [*problems, *unused_texts]
     if request.settings.dry_run:
         from accelerate.launch import dry_run
 
@@ -66,6 +67,8 @@ def launch(request: LaunchRequest, *, replace: bool = False) -> None:
             fix=fix or ("leave it out" if len(unused) == 1 else "leave them out"),
         )
     if request.settings.dry_run:
+        for problem in problems:  # the tables have the options of the file without them
+            print_line(request, problem)
         if request.settings.dry_run_model:
             from accelerate.launch import dry_run
 

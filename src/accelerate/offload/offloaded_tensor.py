@@ -19,11 +19,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
-from torch._utils import _rebuild_parameter
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from accelerate.core.errors import OffloadError, PrepareError
+from accelerate.core.torch_internals import require
+
+require("tensors that are offloaded")
+
+from torch._compile import _disable_dynamo  # noqa: E402
+from torch._utils import _rebuild_parameter  # noqa: E402
+from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 
 F = TypeVar("F", bound=Callable[..., Any])
 

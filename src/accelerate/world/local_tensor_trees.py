@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -242,6 +243,10 @@ class ConvertOutputsToFp32:
         """Run the forward and upcast its outputs."""
         return convert_to_fp32(self.model_forward(*args, **kwargs))
 
+    def __get__(self, instance: Any, owner: type[Any] | None = None) -> Any:
+        """Bind to an instance, as a function in the body of a class does."""
+        return self if instance is None else MethodType(self, instance)
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the argument of ``__init__``."""
         return {"model_forward": self.model_forward}
@@ -252,14 +257,8 @@ class ConvertOutputsToFp32:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``model_forward`` so that its half precision outputs become float32."""
-    converter = ConvertOutputsToFp32(model_forward)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return converter(*args, **kwargs)
-
-    forward.__wrapped__ = model_forward  # type: ignore[attr-defined]
-    return forward
+    """Wrap ``model_forward`` so that its half precision outputs become float32; the result can be pickled."""
+    return ConvertOutputsToFp32(model_forward)
 
 
 def pad_tensor(

@@ -19,6 +19,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from accelerate.core.torch_internals import require
+
 _INPUTS = ("input_ids", "decoder_input_ids")
 _PREDICT_TOKENS = ("LM", "ForConditionalGeneration")  # parts of the names of classes with a loss over tokens
 _SHORT = 2  # blocks of the shorter of the two forwards that a long model is extrapolated from
@@ -115,6 +117,7 @@ def trace_saved(
     Returns:
         What is saved, or why the model cannot be traced.
     """
+    require("fake tensors")
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     if getattr(model, "main_input_name", None) not in _INPUTS:

@@ -43,7 +43,7 @@ class ModelSkeletonError(AccelerateError, ValueError):
 
 
 class ModelNotFoundError(ModelSkeletonError, FileNotFoundError):
-    """There is no such model, or the hub does not give it."""
+    """There is no such model, or no file that describes it, or the hub does not give it."""
 
 
 def build_skeleton(
@@ -417,7 +417,7 @@ def _build_from_headers(location: _ModelLocation) -> nn.Module:
     if not location.local or not find_safetensors(location.folder):
         message = f"{location.name} has no {CONFIG}"
         fix = "a folder with config.json, a name on the hub, or module:factory"
-        raise ModelSkeletonError(
+        raise ModelNotFoundError(
             message, why="it says which model to build, and there is no safetensors file", fix=fix
         )
     return from_headers(read_headers(location.folder))

@@ -28,12 +28,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx, nn
 from torch._export import utils as export_utils
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind, OutputKind
 
 from accelerate.core.errors import AccelerateError, PrepareError
+from accelerate.core.torch_internals import require
 from accelerate.world import collective
 from accelerate.world.world import World
+
+require("fake tensors")
+
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 # Calls a model with tensors, and returns the structure of its output, and the tensors in it.
 Call: TypeAlias = Callable[[Sequence[torch.Tensor]], tuple[Any, list[torch.Tensor]]]

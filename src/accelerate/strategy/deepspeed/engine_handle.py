@@ -307,10 +307,11 @@ def make_engine(model: nn.Module, config: Mapping[str, Any], optimizer: Any, sch
 
 
 def _track_groups(engine: Any) -> None:
-    """Let the watchdog count the collectives of DeepSpeed's own group, to detect deadlocks."""
-    watch, group = watchdog.current(), getattr(engine, "seq_data_parallel_group", None)
-    if watch is not None and group is not None:
-        watch.track_group(group)
+    """Let the watchdog count the collectives of DeepSpeed's own groups, to detect deadlocks."""
+    watch = watchdog.current()
+    if watch is not None:
+        for group in (engine.data_parallel_group, engine.seq_data_parallel_group):
+            watch.track_group(group)
 
 
 def replicate_buffers(model: nn.Module) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import SettingError, UnknownNameError, WorldError
 from accelerate.core.setting import describe_fields, load_fields
+from accelerate.core.torch_internals import require
 from accelerate.core.value_types import PositiveInt
 from accelerate.strategy.launch_settings.parallelism import (
     ContextParallelSettings,
@@ -369,6 +370,7 @@ class ParallelismConfig(MeshSettings):
             return None
         if dist.is_initialized():
             self.fits(dist.get_world_size())
+        require("device meshes")
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
         joined = {"dp": self.dp_dim_names, "dp_shard_cp": self._sharding, "dp_cp": self.dp_cp_dim_names}
         for name, parts in joined.items():

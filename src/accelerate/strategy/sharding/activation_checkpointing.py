@@ -8,11 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed._composable.checkpoint_activation import checkpoint
 
 from accelerate import device as devices
 from accelerate.core import tree
 from accelerate.core.errors import PrepareError
+from accelerate.core.torch_internals import require
+
+require("activation checkpointing")
+
+from torch.distributed._composable.checkpoint_activation import checkpoint  # noqa: E402
 
 # The attribute in which a block keeps the context that it has entered in its forward.
 _CONTEXT = "_accelerate_inputs_on_host"

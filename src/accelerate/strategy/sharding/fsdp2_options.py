@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -31,7 +30,7 @@ from accelerate.core.errors import SettingError
 from accelerate.core.option_report import OptionStatus, RequestedOption, requested_options
 from accelerate.core.setting import SettingsWithOrigins, declared_settings
 from accelerate.strategy.launch_settings.fsdp import FSDPSettings
-from accelerate.strategy.sharding.activation_checkpointing import offloads_inputs
+from accelerate.strategy.sharding.activation_checkpointing import checkpoint, offloads_inputs
 from accelerate.strategy.sharding.grads import fsdp_param_groups, unsharded_param
 from accelerate.strategy.sharding.parsing import parse_dtype, parse_policy_fields
 

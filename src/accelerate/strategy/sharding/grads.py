@@ -21,7 +21,7 @@ from accelerate.core.torch_internals import require
 from accelerate.strategy.protocol.gradient_sync import GradientPiece, whole_piece
 from accelerate.strategy.sharding.full_state import distribute, is_sharded_placement, shard_mesh_dims
 
-require("FSDP2")
+require("FSDP2", "distributed tensors", "index of sharded checkpoints")
 
 
 def fsdp_param_groups(model: nn.Module) -> Iterator[Any]:

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core import tree
 from accelerate.core.errors import PrepareError, SettingError
+from accelerate.core.torch_internals import require
 from accelerate.strategy.base import PrepareBundle, PrepareStep
 from accelerate.strategy.parallelism.context.attention import (
     AttentionCallCounter,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from accelerate.strategy.parallelism.config import ParallelismConfig
     from accelerate.world.world import World
 
+require("collectives with gradients")
 _WHOLE: frozenset[int] = frozenset()
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accelerate.strategy.parallelism.pipeline.forward_trace import (
+    FakeTensorMode,
     PipelineBlockCallInterceptor,
     PipelineForwardTrace,
     PipelineForwardTracer,

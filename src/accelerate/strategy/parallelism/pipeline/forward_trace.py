@@ -20,13 +20,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core import tree
 from accelerate.core.errors import PrepareError
+from accelerate.core.torch_internals import require
 from accelerate.stages import tensor_tree
+
+require("fake tensors")
+
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 
 class BlockOutputKey(NamedTuple):
