@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -296,6 +297,32 @@ def test_another_fingerprint_of_the_same_rows_is_no_split(ranks: RankServer, sty
     first, second = ranks(2, hugging_face_rows, style)
     assert sorted(first + second) == list(range(16))
     assert first[:4] == [0, 1, 4, 5], "shared out by batches"
+
+
+def rows_of_files(folder: Path, is_copy: bool) -> list[str]:
+    """Paths of 16 files in a folder of this rank; the files of each rank have the same names."""
+    import datasets
+
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    own = folder / f"cache{rank}"
+    own.mkdir()
+    for number in range(16):
+        (own / f"{number}.txt").write_text(f"{number if is_copy else 16 * rank + number}")
+    data = datasets.Dataset.from_dict({"image": [{"path": str(own / f"{n}.txt")} for n in range(16)]})
+    loader = accelerator.prepare(DataLoader(data, batch_size=2))
+    return [Path(path).read_text() for batch in loader for path in batch["image"]["path"]]
+
+
+@pytest.mark.parametrize("is_copy", [True, False], ids=["copies of the same", "others of the same names"])
+def test_files_that_rows_name_are_compared_by_what_they_hold(
+    ranks: RankServer, tmp_path: Path, is_copy: bool
+) -> None:
+    """G16: each machine has its own cache, or its own part, of files."""
+    first, second = ranks(2, rows_of_files, tmp_path, is_copy)
+    assert sorted(map(int, first + second)) == list(range(16 if is_copy else 32))
 
 
 @pytest.mark.parametrize("style", ["shuffled without a seed", "of other lengths"])

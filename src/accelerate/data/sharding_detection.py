@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -43,6 +44,7 @@ _LIBRARIES = frozenset(("torch", "accelerate", "datasets", "torchdata", "numpy",
 _RANK_SPECIFIC = ("seed", "device", "generator", "rng", "cache", "log", "tmp", "temp", "output", "epoch")
 # Rows of a ``datasets.Dataset`` that are compared over the ranks.
 COMPARED_ROWS = 16
+COMPARED_BYTES = 4096  # of a file that a row names
 _FIX = "set it explicitly: shard=False keeps each process's own part, shard=True shards the data in any case"
 
 
@@ -357,11 +359,21 @@ def _spaced(length: int) -> list[int]:
 def _digests(table: Any) -> dict[str, list[bytes]]:
     return {
         name: [
-            hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+            hashlib.blake2b(repr(_content(value)).encode(), digest_size=8).digest()
             for value in table.column(name).to_pylist()
         ]
         for name in table.column_names
     }
+
+
+def _content(value: Any) -> Any:
+    """Return a value with the content of files in place of their paths, which may be another cache's."""
+    if isinstance(value, dict):
+        return {key: _content(item) for key, item in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, str) and os.path.isabs(value) and os.path.isfile(value):
+        with suppress(OSError), open(value, "rb") as file:
+            return os.path.basename(value), os.fstat(file.fileno()).st_size, file.read(COMPARED_BYTES)
+    return value
 
 
 def _are_same(every: Sequence[dict[str, list[bytes]]]) -> bool:
