@@ -371,7 +371,7 @@ def _content(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _content(item) for key, item in cast("dict[Any, Any]", value).items()}
     if isinstance(value, str) and os.path.isabs(value) and os.path.isfile(value):
-        with suppress(OSError), open(value, "rb") as file:
+        with suppress(FileNotFoundError, PermissionError), open(value, "rb") as file:
             return os.path.basename(value), os.fstat(file.fileno()).st_size, file.read(COMPARED_BYTES)
     return value
 
