@@ -20,6 +20,7 @@ PASSED = {
     *("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CC", "CXX"),
     # What stands for another processor (tests/README.md): every process of a run computes alike.
     *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"),
+    "MKL_DYNAMIC",
     *("TESTS_ALL", "RES_OPTIONS"),
 }
 PASSED_PREFIXES = ("LC_", "PYTHON", "NVIDIA_", "COVERAGE_")

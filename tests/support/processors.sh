@@ -19,7 +19,7 @@ run() {  # name, then variables
 ARGUMENTS=$*
 run sse ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1
 run avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2
-run threads OMP_NUM_THREADS=4
+run threads OMP_NUM_THREADS=4 MKL_DYNAMIC=FALSE  # else torch takes no more threads than there are cores
 
 busy=""
 if [ -z "$ONLY" ] || [ "$ONLY" = load ]; then
