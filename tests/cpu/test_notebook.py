@@ -337,7 +337,8 @@ def printed(client: BlockingKernelClient, cell: str, wanted: Callable[[str], boo
         message: Any = client.get_iopub_msg(timeout=30)
         own = message["parent_header"].get("msg_id") == cell
         assert not (own and message["msg_type"] == "error"), message["content"]
-        if message["msg_type"] == "stream" and (own or "pid " in message["content"]["text"]):
+        # Whatever comes of standard output is of this cell: that of the one before was read to its end.
+        if message["msg_type"] == "stream" and (own or message["content"]["name"] == "stdout"):
             text += message["content"]["text"]
     return text
 
