@@ -102,6 +102,19 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Read]:
     return known
 
 
+@pytest.fixture
+def read_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ninth read of a load fails."""
+    read, calls = device_uploads.read_exactly, itertools.count()
+
+    def fails_late(path: Path, at: int, view: memoryview) -> None:
+        if next(calls) == 8:
+            raise OSError(5, "Input/output error")
+        read(path, at, view)
+
+    monkeypatch.setattr(device_uploads, "read_exactly", fails_late)
+
+
 class Net(nn.Module):
     """Tensors below, at and above the size of a block, one of no dimension, and two that are tied."""
 
@@ -183,19 +196,10 @@ def test_shards_are_read_straight_into_tensors_of_a_device(
     assert all(event.is_over for event in hardware.copies)
 
 
-def test_a_file_that_cannot_be_read_is_named_and_no_copy_goes_on(
-    hardware: Pinning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("read_that_fails")
+def test_a_file_that_cannot_be_read_is_named_and_no_copy_goes_on(hardware: Pinning, tmp_path: Path) -> None:
     """D2"""
     _, path = saved_net(tmp_path)
-    read, calls = device_uploads.read_exactly, itertools.count()
-
-    def fails_late(path: Path, at: int, view: memoryview) -> None:
-        if next(calls) == 8:
-            raise OSError(5, "Input/output error")
-        read(path, at, view)
-
-    monkeypatch.setattr(device_uploads, "read_exactly", fails_late)
     with init_empty_weights():
         model = Net()
     with pytest.raises(CheckpointError, match=r"cannot read .*model\.safetensors"):
@@ -287,18 +291,9 @@ def test_moments_that_somebody_holds_keep_their_values(saved_training: Any, hard
     assert torch.equal(values_of(model, optimizer)["0 exp_avg"].cpu(), wanted["0 exp_avg"])
 
 
-def test_a_load_state_that_cannot_read_a_file_names_it(
-    saved_training: Any, hardware: Pinning, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("read_that_fails")
+def test_a_load_state_that_cannot_read_a_file_names_it(saved_training: Any, hardware: Pinning) -> None:
     accelerator, _, _, folder = saved_training
-    read, calls = device_uploads.read_exactly, itertools.count()
-
-    def fails_late(path: Path, at: int, view: memoryview) -> None:
-        if next(calls) == 8:
-            raise OSError(5, "Input/output error")
-        read(path, at, view)
-
-    monkeypatch.setattr(device_uploads, "read_exactly", fails_late)
     with pytest.raises(CheckpointError, match=r"cannot read .*model\.safetensors"):
         accelerator.load_state(folder)
     assert hardware.copies
