@@ -369,6 +369,21 @@ def test_any_loader_gives_each_sample_once(ranks: RankServer, drawn: tuple[int, 
     check_counts(cases, ranks(world, run_cases, [(case, None, None, False) for case in cases], timeout=120))
 
 
+def test_a_loader_of_torchdata_gives_each_sample_once(ranks: RankServer) -> None:
+    """A10: its batch sampler is a class of torchdata; ``len`` counts the samples of it, too."""
+    given = [LoaderCase(count=count, batch=4, torchdata=True) for count in (1, 5, 9)]
+    cases = [
+        replace(case, order=order, drop=drop, even=even, split=split, stateful=stateful)
+        for case in given
+        for order in ("sequential", "shuffled", "user's sampler")
+        for drop, even in ((False, True), (False, False), (True, False))
+        for split in (False, True)
+        for stateful in (False, True)
+    ]
+    jobs = [(case, None, None, False) for case in cases]
+    assert check_counts(cases, ranks(4, run_cases, jobs, timeout=120)) == []
+
+
 @dataclass(frozen=True)
 class ResumeCase:
     """A loader that is saved after ``stop`` batches, and the loader that resumes it."""

@@ -29,6 +29,7 @@ from accelerate.data.sample_order import (
     SeedableRandomSampler,
     StepSampleIndices,
     is_known,
+    is_torch_batch_sampler,
 )
 from accelerate.world import collective
 
@@ -95,7 +96,7 @@ class BatchSamplerShard(BatchSampler):
         batches = len(self.batch_sampler)
         if self.num_processes == 1:
             return batches
-        if type(self.batch_sampler) is BatchSampler:
+        if is_torch_batch_sampler(self.batch_sampler):
             return self.slicer.count_steps(len(self.batch_sampler.sampler))  # type: ignore[arg-type]
         if self.split_batches:
             if self.batch_size is None and not self.even_batches:
@@ -256,7 +257,7 @@ def slicer_for(sampler: Any) -> RankSampleOrderSlicer | None:
         return RankSampleOrderSlicer(1, single=True)
     shard = sampler if type(sampler) is BatchSamplerShard else None
     batches = sampler if shard is None else shard.batch_sampler
-    if type(batches) is not BatchSampler or not is_known(batches.sampler):
+    if not is_torch_batch_sampler(batches) or not is_known(batches.sampler):
         return None
     if shard is None or shard.num_processes == 1:
         return RankSampleOrderSlicer(batches.batch_size, drop_last=batches.drop_last)

@@ -368,7 +368,7 @@ def open_walk(
     restore_generators(generators, generator_states)
     # Of torch's batch sampler the first sample is drawn, not the first batch: a sampler that draws for each
     # sample gives the same order to batches of any size.
-    batches = items if type(items) is BatchSampler else None
+    batches = items if orders.is_torch_batch_sampler(items) else None
 
     def open_iterator() -> tuple[Iterator[Any], Any]:
         iterator = iter(items if batches is None else batches.sampler)

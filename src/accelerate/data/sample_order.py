@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 END: Any = object()
 # Samples converted to Python numbers at a time.
@@ -74,6 +74,15 @@ class SeedableRandomSampler(RandomSampler):
 def is_known(sampler: Any) -> bool:
     """Return True if ``draw`` can compute the order of a sampler without iterating it."""
     return type(sampler) in (RandomSampler, SequentialSampler, SeedableRandomSampler)
+
+
+def is_torch_batch_sampler(sampler: Any) -> bool:
+    """Return True if a batch sampler only cuts its ``sampler`` into batches: torch's own, or torchdata's."""
+    kind = type(sampler)
+    return kind is BatchSampler or (
+        issubclass(kind, BatchSampler)
+        and (kind.__module__, kind.__qualname__) == ("torchdata.stateful_dataloader.sampler", "BatchSampler")
+    )
 
 
 def is_random(sampler: Any) -> bool:
