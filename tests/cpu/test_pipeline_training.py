@@ -15,6 +15,7 @@ from tests.support import parity
 from tests.support.long_run import long_run_param
 from tests.support.parity import Numbers
 from tests.support.ranks import RankServer, same_on_all
+from tests.support.watchdog import speed_up_watchdog
 
 # What the rank server imports once for this module.
 PRELOAD = ("transformers.models.llama.modeling_llama",)
@@ -510,6 +511,40 @@ def test_a_stage_that_fails_ends_all(ranks: RankServer) -> None:
     first, second = ranks.outcomes(2, failing, grace=30)
     assert (first.status, second.status) == ("raised", "raised")
     assert "ArithmeticError: the second stage fails" in second.traceback
+
+
+def full_alone(where: str) -> None:
+    """The memory of the last rank is full with batches of 16, before its forward or before its backward."""
+    from accelerate.utils import find_executable_batch_size
+
+    speed_up_watchdog()
+    accelerator = made(sizes={"pp_size": 2, "dp_replicate_size": 2}, num_microbatches=2)
+
+    @find_executable_batch_size(starting_batch_size=16, reduce_batch_size_fn=lambda: 8)
+    def train(size: int) -> None:
+        model = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        for step in range(3):
+            is_full = accelerator.process_index == 3 and size > 8 and step == 1
+            if is_full and where == "forward":
+                raise torch.OutOfMemoryError("simulated")
+            loss = model(torch.ones(size, 2)).sum()
+            if is_full:
+                raise torch.OutOfMemoryError("simulated")
+            accelerator.backward(loss)
+
+    train()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_full_memory_ends_the_search_of_all_stages(ranks: RankServer, where: str) -> None:
+    """C8: the others wait in transfers between stages, and in collectives of the copies of a stage."""
+    outcomes = ranks.outcomes(4, full_alone, where, grace=30, timeout=60)
+    assert [outcome.kind for outcome in outcomes] == ["CollectiveError"] * 4, list(map(str, outcomes))
+    assert "memory of rank 3 is full with batches of 16" in outcomes[3].message
+    assert "starting_batch_size=8" in outcomes[3].message
+    for outcome in outcomes[:3]:
+        assert "find_executable_batch_size at test_pipeline_training.py:" in outcome.message
+        assert "rank 0 is in a transfer between stages at test_pipeline_training.py:" in outcome.message
 
 
 class Meeting(nn.Linear):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
 from accelerate.core.errors import UNKNOWN_RANK, CollectiveError, PeerError, find_failed_rank
+from accelerate.world import peer_statuses
 from accelerate.world.rank_failure_report import (
     FailureReport,
     RankStatus,
@@ -60,7 +63,7 @@ def test_a_rank_in_a_wait_of_torch_learns_that_its_peer_has_ended() -> None:
 
 def test_who_waits_in_a_group_that_is_not_counted_waits_for_those_in_no_collective() -> None:
     """G11: the stages of a pipeline make different numbers of collectives."""
-    waiting = RankStatus(letters=2, inside="all_gather at train.py:10", calls=4)
+    waiting = RankStatus(letters=2, inside="all_gather at train.py:10", calls=4, waits=True)
     assert split_by_progress(0, 3, {0: waiting, 1: WORKING, 2: waiting}) == ([1], [2])
     computing = RankStatus(letters=2, inside="backward at train.py:10", calls=4)
     assert split_by_progress(0, 3, {0: computing, 1: WORKING, 2: computing}) == ([], [2])
@@ -127,3 +130,24 @@ def test_reports_and_their_errors_travel() -> None:
     assert str(twin) == str(error)
     assert find_failed_rank(twin) == find_failed_rank(error) == 1
     assert type(report.error(1)) is CollectiveError
+
+
+def test_ranks_stand_still_only_while_all_wait_and_none_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C8: a rank that computes, has gone on or has not been read may free the others."""
+    now = 0.0
+    monkeypatch.setattr(peer_statuses.time, "monotonic", lambda: now)
+    peers = peer_statuses.PeerStatuses(Mock(), 0, 3, 1.0)
+    left = RankStatus(letters=3, doing="find_executable_batch_size at train.py:12")
+    waiting = RankStatus(letters=2, inside="recv at train.py:10", calls=4, waits=True)
+    for reading, expected in (
+        ({1: waiting}, 0),  # rank 2 has not been read
+        ({1: waiting, 2: left}, 1),
+        ({0: WORKING, 1: waiting}, 2),
+        ({1: waiting, 2: replace(left, letters=4)}, 0),
+        ({1: waiting, 2: left}, 0),
+        ({1: waiting, 2: left}, 1),
+        ({1: IN_BACKWARD, 2: left}, 0),  # a backward may compute
+        ({1: waiting, 2: left}, 0),
+    ):
+        now += 1
+        assert peers.measure_standstill(reading) == expected, (now, reading)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
@@ -76,7 +76,7 @@ def is_known(sampler: Any) -> bool:
     return type(sampler) in (RandomSampler, SequentialSampler, SeedableRandomSampler)
 
 
-def is_torch_batch_sampler(sampler: Any) -> bool:
+def is_torch_batch_sampler(sampler: Any) -> TypeGuard[BatchSampler]:
     """Return True if a batch sampler only cuts its ``sampler`` into batches: torch's own, or torchdata's."""
     kind = type(sampler)
     return kind is BatchSampler or (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import logging
 import traceback
 import weakref
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from accelerate.world import collective, rng, watchdog, world
 from accelerate.world.control_channel import DepartureError
 from accelerate.world.process_group import is_disconnect
 from accelerate.world.rank_failure_report import SAME_CALLS, FailureReport, rank_table
+
+_logger = logging.getLogger(__name__)
 
 Undo = Callable[[], None]
 # "left": it waited for a rank that had left the attempt.
@@ -140,6 +143,14 @@ class _BatchSizeSearch:
                 attempt.result = self.function(self.size, *args, **kwargs)
             last = attempt.error or last
             smaller = self._propose_smaller() if attempt.outcome == "full" else self.size
+            if attempt.outcome == "full" and sharers and collective.world_size() > 1:
+                # At once: on an accelerator the others may wait for it until the timeout.
+                _logger.warning(
+                    "the memory of rank %d is full with batches of %d; it waits until the others have ended "
+                    "this attempt. If they wait for it inside of the model, whose parts the ranks hold, "
+                    "start with a smaller batch: find_executable_batch_size(starting_batch_size=%d)",
+                    collective.rank(), self.size, smaller,
+                )  # fmt: skip
             try:
                 trials = attempt.agree(smaller)
             except CollectiveError as error:

@@ -6,10 +6,10 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 # Frames of this package and of the standard library's wrappers are not user code.
 _PACKAGE_PREFIXES = (str(Path(__file__).parents[1]) + os.sep, "<frozen")
@@ -74,28 +74,64 @@ _BLOCKING_FILES = {
     "nn/parallel/distributed.py": "a forward of the model",
     "autograd/graph.py": "backward",
 }
+# Where only such a wait is the innermost line.
+_COMMUNICATION_FILES = {"distributed/distributed_c10d.py", "distributed/_functional_collectives.py"}
 # Names for want of a better one further out; empty: the function's own name.
 _INNER_FILES = {"distributed/distributed_c10d.py": "", "distributed/fsdp/": "a forward of the model"}
 
 
-def blocking_call(frames: Iterable[FrameType]) -> str:
-    """Return the call of torch that may wait for other ranks (``"backward"``), else empty.
+class BlockingCall(NamedTuple):
+    """A call that may wait for other ranks.
+
+    Attributes:
+        name: as users know it, ``"backward"``; empty for none.
+        only_waits: it does nothing but communicate; otherwise it may also compute.
+    """
+
+    name: str = ""
+    only_waits: bool = False
+
+
+# Functions of this package that wait in torch: the identity of the code -> name, and the code.
+_own_waits: dict[int, tuple[str, CodeType]] = {}
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def waits_for_ranks(name: str) -> Callable[[_F], _F]:
+    """Name a function that waits for other ranks by an object of torch, without a call of torch in Python."""
+
+    def register(function: _F) -> _F:
+        code = function.__code__
+        _own_waits[id(code)] = name, code
+        return function
+
+    return register
+
+
+def blocking_call(frames: Iterable[FrameType]) -> BlockingCall:
+    """Return the call of torch that may wait for other ranks.
 
     Args:
         frames: of a thread, the innermost first.
     """
-    folder, call_name = torch_prefixes()[0], ""
+    folder, name, only_waits, innermost = torch_prefixes()[0], "", False, True
     for frame in frames:
-        file = frame.f_code.co_filename
+        code = frame.f_code
+        if id(code) in _own_waits:
+            return BlockingCall(_own_waits[id(code)][0], True)
+        file = code.co_filename
         if not file.startswith(folder):
             break
         file = file[len(folder) :].replace(os.sep, "/")
+        if file == "_ops.py":  # it calls what is no Python
+            continue
+        only_waits, innermost = only_waits or (innermost and file in _COMMUNICATION_FILES), False
         if file in _BLOCKING_FILES:
-            return _BLOCKING_FILES[file]
-        for start, name in _INNER_FILES.items():
+            return BlockingCall(_BLOCKING_FILES[file], only_waits)
+        for start, inner in _INNER_FILES.items():
             if file.startswith(start):
-                call_name = name or frame.f_code.co_name
-    return call_name
+                name = inner or code.co_name
+    return BlockingCall(name, only_waits and bool(name))
 
 
 def outward(frame: FrameType | None) -> Iterator[FrameType]:
@@ -108,7 +144,7 @@ def outward(frame: FrameType | None) -> Iterator[FrameType]:
 def waiting_place(error: BaseException) -> str:
     """Return where an error of torch about a lost peer was raised: ``"backward at train.py:12"``."""
     stack = list(traceback.walk_tb(error.__traceback__))
-    call = blocking_call(frame for frame, _ in stack[::-1]) or "a collective of torch"
+    call = blocking_call(frame for frame, _ in stack[::-1]).name or "a collective of torch"
     return f"{call} at {user_line(stack)}"
 
 

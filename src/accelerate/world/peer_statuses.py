@@ -11,7 +11,7 @@ claimed a task and ended before it wrote anything is followed by the next that a
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from accelerate.world.process_group import LARGE_WORLD, StoreClient
 from accelerate.world.rank_failure_report import RankStatus, describe_ranks
@@ -42,6 +42,8 @@ class PeerStatuses:
         self._polls = 0
         self._alarm_time: float | None = None
         self._turns: dict[str, int] = {}
+        self._still: dict[int, RankStatus] = {}
+        self._still_since = 0.0
 
     def publish(self, status: RankStatus) -> None:
         """Write the status of this rank, if it is another one."""
@@ -87,6 +89,26 @@ class PeerStatuses:
         if self._alarm_time is None:
             self._alarm_time = now
         return self.size <= LARGE_WORLD or now - self._alarm_time > SETTLING_POLLS * self.poll_interval
+
+    def measure_standstill(self, statuses: Mapping[int, RankStatus]) -> float:
+        """Return for how many seconds all other ranks have waited where they are, for ranks that have left.
+
+        Zero as long as one computes, goes on, or has not been read.
+
+        Args:
+            statuses: those that were read now; in a large world a part of them.
+        """
+        now = time.monotonic()
+        if not self._still:
+            self._still_since = now
+        for rank, status in statuses.items():
+            if rank == self.rank:
+                continue
+            is_still = status.waits or status.has_departed
+            if not is_still or self._still.setdefault(rank, status) != status:
+                self._still = {}
+                break
+        return now - self._still_since if len(self._still) == self.size - 1 else 0.0
 
     def claim(self, task: str) -> bool:
         """Return whether this rank does a task that needs all statuses; in a small world each does."""

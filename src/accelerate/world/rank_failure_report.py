@@ -31,6 +31,7 @@ class RankStatus:
         doing: the collective of this package it is in, ``"gather at train.py:12"``; empty outside.
         calls: how many collectives it began on torch's groups.
         inside: the call of torch it waits in, ``"backward at train.py:20"``; empty outside.
+        waits: that call does nothing but communicate; a forward or backward may also compute.
         at: the line of user code it executes.
         ended: it makes no more collectives.
     """
@@ -41,6 +42,7 @@ class RankStatus:
     inside: str = ""
     at: str = ""
     ended: bool = False
+    waits: bool = False
 
     @property
     def place(self) -> str:
@@ -54,12 +56,6 @@ class RankStatus:
     def is_ahead_of(self, other: RankStatus) -> bool:
         """Return whether it has begun a collective that ``other`` has not, or begins none any more."""
         return self.ended or self.letters > other.letters or self.calls > other.calls
-
-    @property
-    def is_in_collective(self) -> bool:
-        """Return whether it is in a collective of torch, by name; a forward or backward may also compute."""
-        call = self.inside.partition(" at ")[0]
-        return call.isidentifier() and call != "backward"
 
     @property
     def has_departed(self) -> bool:
@@ -173,7 +169,7 @@ def split_by_progress(me: int, size: int, positions: Mapping[int, RankStatus]) -
     """Return the ranks that rank ``me`` waits for, and those of the others that are in a collective."""
     others = [rank for rank in range(size) if rank != me]
     missing = [r for r in others if r not in positions or positions[r].is_behind(positions[me])]
-    if not missing and positions[me].is_in_collective:
+    if not missing and positions[me].waits:
         # In a group whose collectives are not counted, since stages of a pipeline make different numbers.
         missing = [r for r in others if not positions[r].place]
     return missing, [r for r in others if r not in missing and positions[r].place]

@@ -32,6 +32,7 @@ from typing import Any
 
 from accelerate.core.errors import CollectiveError, explain_error
 from accelerate.world.call_site import (
+    BlockingCall,
     CallSite,
     blocking_call,
     find_call_site,
@@ -191,6 +192,7 @@ class Watchdog:
         self._poll_actions: list[Callable[[], object]] = []
         self._last_activity: object = None
         self._waits_since, self._hint_logged, self._inside = time.monotonic(), False, ""
+        self._torch_call = BlockingCall()
         self._alarm_raised = self._failure_announced = self._has_failed = self._has_ended = False
         self.thread = threading.Thread(target=self._run, name="accelerate-watchdog", daemon=True)
 
@@ -399,8 +401,8 @@ class Watchdog:
             self._last_activity, self._waits_since, self._hint_logged = activity, now, False
             self._inside = ""
         elif doing is None:
-            call = blocking_call(outward(frame))
-            self._inside = f"{call} at {find_call_site(frame, torch_prefixes())}" if call else ""
+            self._torch_call = call = blocking_call(outward(frame))
+            self._inside = f"{call.name} at {find_call_site(frame, torch_prefixes())}" if call.name else ""
         # Before its first collective on torch's groups a rank waits for none that is queued.
         return now - self._waits_since if doing or self._inside or (frame and counts[1]) else 0.0
 
@@ -433,7 +435,12 @@ class Watchdog:
         def judge(statuses: dict[int, RankStatus]) -> FailureReport | None:
             statuses[self.rank] = status
             report = find_deadlock(self.rank, self.size, statuses)
-            return deadlock_report(self.rank, self.size, statuses) if report is None and is_stuck else report
+            is_last = (
+                status.has_departed and waiting and self.peers.measure_standstill(statuses) >= HINT_DELAY
+            )
+            if report is None and (is_stuck or is_last):
+                report = deadlock_report(self.rank, self.size, statuses)
+            return report
 
         statuses = self.peers.read_window()
         report = judge(statuses)
@@ -506,7 +513,7 @@ class Watchdog:
             return status
         if doing:
             return replace(status, doing=f"{doing[0]} at {doing[1]}")
-        return replace(status, inside=self._inside)
+        return replace(status, inside=self._inside, waits=bool(self._inside) and self._torch_call.only_waits)
 
     def _count_torch_calls(self) -> int:
         """Count the collectives that this process has started on torch's groups."""

@@ -24,6 +24,7 @@ from accelerate.strategy.sharding.grads import (
     reduces_gradients,
     unsharded_param,
 )
+from accelerate.world.call_site import waits_for_ranks
 
 __all__ = [
     "StageSharedParam",
@@ -32,6 +33,7 @@ __all__ = [
     "reduces_gradients",
     "sum_shared_grads",
     "trainable_params",
+    "wait_all",
 ]
 
 
@@ -106,10 +108,15 @@ def _sum_over_holders(mine: torch.Tensor, holders: Sequence[int], group: Any) ->
         for place in holders
         if place != rank
     ]
-    for work in works:
-        if work is not None:
-            work.wait()
+    wait_all([work for work in works if work is not None])
     total = parts[holders[0]].clone()
     for place in holders[1:]:
         total += parts[place]
     mine.copy_(total)
+
+
+@waits_for_ranks("a transfer between stages")
+def wait_all(works: list[dist.Work]) -> None:
+    """Wait until transfers between stages have ended."""
+    for work in works:
+        work.wait()

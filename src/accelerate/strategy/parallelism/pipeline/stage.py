@@ -39,6 +39,7 @@ from accelerate.strategy.parallelism.pipeline.forward_trace import (
     TensorMeta,
     is_fake,
 )
+from accelerate.strategy.parallelism.pipeline.shared_grads import wait_all
 
 require("pipeline parallelism")
 # Torch 2.6 keeps the outputs of a call until its end.
@@ -235,10 +236,10 @@ class TwoPhaseGPipeSchedule(ScheduleGPipe):
         self._prepare()
         pending_sends: list[dist.Work] = []
         for chunk in range(self._n_microbatches):
-            _wait_all(_start_ops(stage.get_fwd_recv_ops(chunk)))
+            wait_all(_start_ops(stage.get_fwd_recv_ops(chunk)))
             stage.forward_one_chunk(chunk, (), {"chunk": chunk}, **_DISCARD_OUTPUT)
             pending_sends += _start_ops(stage.get_fwd_send_ops(chunk))
-        _wait_all(pending_sends)
+        wait_all(pending_sends)
 
     def _prepare(self) -> None:
         """Allocate the receive buffers, once.
@@ -275,14 +276,14 @@ class TwoPhaseGPipeSchedule(ScheduleGPipe):
         stage = self._stage
         pending_sends: list[dist.Work] = []
         for chunk in range(self._n_microbatches):
-            _wait_all(_start_ops(stage.get_bwd_recv_ops(chunk)))
+            wait_all(_start_ops(stage.get_bwd_recv_ops(chunk)))
             loss = None
             if stage.is_last:
                 results = [*outputs[chunk], *(outer_weights if chunk == 0 else ())]
                 loss = _weighted_sum(results, gradients[chunk])
             stage.backward_one_chunk(chunk, loss=loss, last_backward=chunk == self._n_microbatches - 1)
             pending_sends += _start_ops(stage.get_bwd_send_ops(chunk))
-        _wait_all(pending_sends)
+        wait_all(pending_sends)
 
 
 def _weighted_sum(
@@ -302,8 +303,3 @@ def _start_ops(operations: list[dist.P2POp]) -> list[dist.Work]:
     """Start operations one by one: those between two processes keep their order."""
     works = [op.op(op.tensor, op.peer, op.group, op.tag) for op in operations]
     return [work for work in works if work is not None]
-
-
-def _wait_all(works: list[dist.Work]) -> None:
-    for work in works:
-        work.wait()
