@@ -69,6 +69,7 @@ first, *rest = accelerator.prepare(*objects)
 @pytest.fixture(scope="module")
 def revealed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What one run of pyright says of the script, and in `make test-all` of what examples prepare."""
+    pytest.importorskip("pyright", reason="`make check` installs pyright")
     folder = tmp_path_factory.mktemp("types")
     (folder / "pyrightconfig.json").write_text("{}")
     (folder / "train.py").write_text(SCRIPT)
