@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset
@@ -189,6 +190,8 @@ REFUSED: dict[str, Callable[[int, int], DataLoader[Any]]] = {
     "orders differ": lambda rank, size: DataLoader(
         DATA, batch_size=2, sampler=list(range(8 * rank, 8 * rank + 8))
     ),
+    "tensors differ": lambda rank, size: DataLoader([{"x": torch.tensor([[n, rank]])} for n in range(8)]),  # type: ignore[arg-type]
+    "arrays differ": lambda rank, size: DataLoader([(np.array([n, rank]), 0) for n in range(8)]),  # type: ignore[arg-type]
     "orders differ, unseen": lambda rank, size: DataLoader(DATA, batch_size=2, sampler=Hidden(rank)),
     "known on one rank only": lambda rank, size: DataLoader(
         DATA, batch_size=2, sampler=DistributedSampler(DATA, size if rank else 1, 0)
@@ -218,6 +221,36 @@ def test_what_differs_between_ranks_is_refused_on_all(
     assert "rank 0:" in text
     assert "rank 1:" in text
     assert "shard=False" in text
+
+
+class Picture:
+    """A sample whose text differs between processes, as that of an object with its address."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __repr__(self) -> str:
+        return f"<Picture of process {os.getpid()}>"
+
+
+def pictures(dispatch: bool) -> list[int]:
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    samples = [[Picture(n), np.array([Picture(n)]), torch.tensor(n)] for n in range(8)]
+
+    def numbers(batch: list[Any]) -> torch.Tensor:
+        return torch.tensor([picture.number for picture, _, _ in batch])
+
+    loader = DataLoader(samples, batch_size=2, collate_fn=numbers)  # type: ignore[arg-type]
+    config = DataLoaderConfiguration(dispatch_batches=dispatch)
+    return rows_of(Accelerator(dataloader_config=config).prepare(loader))
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_objects_are_shared_out_whatever_their_text_is(ranks: RankServer, dispatch: bool) -> None:
+    """A6: the ranks compare what their samples hold, not where they lie in memory."""
+    first, second = ranks(2, pictures, dispatch)
+    assert sorted(first + second) == list(range(8))
 
 
 def ambiguous() -> list[Any]:

@@ -19,8 +19,11 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, cast
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from accelerate.core import tree
 from accelerate.core.errors import CollectiveError, PrepareError
 from accelerate.data.epoch_order import capture_generators, find_generators
 from accelerate.world import collective
@@ -45,6 +48,7 @@ _RANK_SPECIFIC = ("seed", "device", "generator", "rng", "cache", "log", "tmp", "
 # Rows of a ``datasets.Dataset`` that are compared over the ranks.
 COMPARED_ROWS = 16
 COMPARED_BYTES = 4096  # of a file that a row names
+COMPARED_VALUES = 64  # of a tensor in a sample
 _FIX = "set it explicitly: shard=False keeps each process's own part, shard=True shards the data in any case"
 
 
@@ -196,12 +200,32 @@ def loader_facts(loader: DataLoader[Any]) -> dict[str, str]:
         # Attributes of a map-style dataset may differ for other reasons, those of samplers and streams not.
         everything = holder is not data or isinstance(data, IterableDataset)
         if isinstance(holder, list | tuple | range):
-            facts["its order"] = _shorten_text(f"{len(holder)} samples {[*holder[:512], *holder[-512:]]}")
+            ends = ", ".join(map(_sample_text, [*holder[:512], *holder[-512:]]))
+            facts["its order"] = _shorten_text(f"{len(holder)} samples [{ends}]")
         for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
             text = _short_text(value, everything)
             if text is not None and not any(part in name.lower() for part in _RANK_SPECIFIC):
                 facts[f"{type(holder).__name__}.{name}"] = text
     return facts
+
+
+def _sample_text(sample: Any) -> str:
+    """Return a text that is the same on all ranks for a sample that is: no address in memory."""
+    leaves = [_leaf_text(leaf) for _, leaf in tree.iterate_leaves(sample)]
+    return leaves[0] if len(leaves) == 1 else f"({', '.join(leaves)})"
+
+
+def _leaf_text(leaf: Any) -> str:
+    if isinstance(leaf, str | bytes | int | float | complex | PurePath | None):
+        return repr(leaf)
+    if isinstance(leaf, torch.Tensor):
+        has_values = type(leaf) is torch.Tensor and leaf.is_cpu and leaf.layout is torch.strided
+    elif isinstance(leaf, np.ndarray):
+        has_values = not leaf.dtype.hasobject
+    else:
+        return type(leaf).__qualname__  # its own text often holds its address
+    values = leaf.reshape(-1)[:COMPARED_VALUES].tolist() if has_values else ""
+    return f"{leaf.dtype}{[*leaf.shape]} {values}"
 
 
 def _short_text(value: Any, everything: bool) -> str | None:
