@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    Subset,
+    TensorDataset,
+    random_split,
+)
 
 from accelerate.core.errors import CollectiveError, PrepareError
 from tests.support.ranks import RankServer, same_on_all
@@ -192,6 +201,10 @@ REFUSED: dict[str, Callable[[int, int], DataLoader[Any]]] = {
     ),
     "tensors differ": lambda rank, size: DataLoader([{"x": torch.tensor([[n, rank]])} for n in range(8)]),  # type: ignore[arg-type]
     "arrays differ": lambda rank, size: DataLoader([(np.array([n, rank]), 0) for n in range(8)]),  # type: ignore[arg-type]
+    "random splits differ": lambda rank, size: DataLoader(
+        random_split(DATA, [10, 6], torch.Generator().manual_seed(rank))[0], batch_size=2
+    ),
+    "arrays of indices differ": lambda rank, size: DataLoader(Subset(DATA, np.arange(8) + rank)),  # type: ignore[arg-type]
     "orders differ, unseen": lambda rank, size: DataLoader(DATA, batch_size=2, sampler=Hidden(rank)),
     "known on one rank only": lambda rank, size: DataLoader(
         DATA, batch_size=2, sampler=DistributedSampler(DATA, size if rank else 1, 0)
@@ -231,6 +244,63 @@ class Picture:
 
     def __repr__(self) -> str:
         return f"<Picture of process {os.getpid()}>"
+
+
+class Telling(IterableDataset[int]):
+    """A stream that knows where it is read, and by whom."""
+
+    def __init__(self, rank: int) -> None:
+        self.host, self._pid, self.verbose, self.started = f"n{rank}", rank, rank == 0, 0.5 + rank
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(16))
+
+
+class Tagged(Dataset[int]):
+    """Map-style data with a value of its own on each rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.tag, self.numbers = f"r{rank}", [rank]
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Counting(Sampler[int]):
+    """Gives the order that all ranks have, and holds a number of its own."""
+
+    def __init__(self, rank: int) -> None:
+        self.drawn = rank
+
+    def __len__(self) -> int:
+        return 16
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(16))
+
+
+SAME: dict[str, Callable[[int], DataLoader[Any]]] = {
+    "stream": lambda rank: DataLoader(Telling(rank), batch_size=2),
+    "dataset": lambda rank: DataLoader(Subset(Tagged(rank), range(16)), batch_size=2),
+    "sampler": lambda rank: DataLoader(DATA, batch_size=2, sampler=Counting(rank)),
+}
+
+
+def shared_rows(kind: str) -> list[int]:
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    return rows_of(accelerator.prepare(SAME[kind](accelerator.process_index)))
+
+
+@pytest.mark.parametrize("kind", SAME)
+def test_what_only_tells_of_the_process_is_no_other_data(ranks: RankServer, kind: str) -> None:
+    """A6: a host, a flag of the main process, a time; of a sampler the order is compared."""
+    first, second = ranks(2, shared_rows, kind)
+    assert sorted(first + second) == list(range(16))
 
 
 def pictures(dispatch: bool) -> list[int]:

@@ -43,12 +43,15 @@ _RANKS = (
 _RANK = frozenset(("get_rank", "process_index", "RANK", "get_node_local_rank", "local_process_index"))
 _SIZE = frozenset(("get_world_size", "num_processes", "WORLD_SIZE"))
 _LIBRARIES = frozenset(("torch", "accelerate", "datasets", "torchdata", "numpy", "builtins"))
-# Attributes that may differ between ranks without sharding.
+# Attributes that may differ between ranks without sharding: parts of names, and names.
 _RANK_SPECIFIC = ("seed", "device", "generator", "rng", "cache", "log", "tmp", "temp", "output", "epoch")
+_PLACES = frozenset(("host", "hostname", "node", "pid", "port", "local_rank"))
 # Rows of a ``datasets.Dataset`` that are compared over the ranks.
 COMPARED_ROWS = 16
 COMPARED_BYTES = 4096  # of a file that a row names
 COMPARED_VALUES = 64  # of a tensor in a sample
+COMPARED_ENDS = 512  # samples at either end of a list
+_SPLIT = "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)), or set_seed before it"
 _FIX = "set it explicitly: shard=False keeps each process's own part, shard=True shards the data in any case"
 
 
@@ -189,22 +192,32 @@ def describe_loader(loader: DataLoader[Any]) -> str:
 # --- facts that the ranks compare when the loader is first iterated
 
 
-def loader_facts(loader: DataLoader[Any]) -> dict[str, str]:
-    """Return facts that must be equal on all ranks if they shard this data, as short texts by name."""
+def loader_facts(loader: DataLoader[Any], is_order_compared: bool = False) -> dict[str, str]:
+    """Return facts that must be equal on all ranks if they shard this data, as short texts by name.
+
+    Args:
+        loader: the user's.
+        is_order_compared: the ranks also compare the first batch of a sampler of the user's.
+    """
     facts: dict[str, str] = {}
     data: Any = loader.dataset
     if hasattr(type(data), "__len__"):
         with suppress(TypeError, NotImplementedError):  # a stream whose __len__ raises
             facts["its length"] = str(len(data))
+    is_stream = isinstance(data, IterableDataset)
+    datasets = [*_walk_attributes(data, "dataset", "source", "source_dataset")]
     for holder in _sharding_candidates(loader):
-        # Attributes of a map-style dataset may differ for other reasons, those of samplers and streams not.
-        everything = holder is not data or isinstance(data, IterableDataset)
+        # Plain values of a map-style dataset of the user's may differ for other reasons. Those of a stream
+        # are all there is, and those of torch's classes (``Subset.indices``) say what the data are.
+        is_data = any(holder is each for each in datasets)
+        is_torch = type(holder).__module__.startswith("torch.")
+        everything = is_stream or is_torch or not (is_data or is_order_compared)
         if isinstance(holder, list | tuple | range):
-            ends = ", ".join(map(_sample_text, [*holder[:512], *holder[-512:]]))
+            ends = ", ".join(map(_sample_text, _ends(holder)))
             facts["its order"] = _shorten_text(f"{len(holder)} samples [{ends}]")
         for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
             text = _short_text(value, everything)
-            if text is not None and not any(part in name.lower() for part in _RANK_SPECIFIC):
+            if text is not None and not _is_rank_specific(name.lower()):
                 facts[f"{type(holder).__name__}.{name}"] = text
     return facts
 
@@ -228,17 +241,28 @@ def _leaf_text(leaf: Any) -> str:
     return f"{leaf.dtype}{[*leaf.shape]} {values}"
 
 
+def _is_rank_specific(name: str) -> bool:
+    return name.strip("_") in _PLACES or any(part in name for part in _RANK_SPECIFIC)
+
+
 def _short_text(value: Any, everything: bool) -> str | None:
     """Return a short text of a list of names, or (``everything``) of any plain value, else None."""
     if isinstance(value, list | tuple) and value and all(isinstance(item, str | PurePath) for item in value):
         return _shorten_text(repr([str(item) for item in value]))
     if not everything:
         return None
-    if isinstance(value, str | int | float | PurePath | range):
-        return _shorten_text(str(value))
+    if isinstance(value, str | int | PurePath | range) and not isinstance(value, bool):
+        return _shorten_text(str(value))  # a flag asks for the main process, and a float is a time
     if isinstance(value, list | tuple) and all(isinstance(item, int | float) for item in value[:64]):
-        return _shorten_text(f"{len(value)} numbers {[*value[:512], *value[-512:]]}")
-    return None
+        return _shorten_text(f"{len(value)} numbers {_ends(value)}")
+    return _shorten_text(_leaf_text(value)) if isinstance(value, torch.Tensor | np.ndarray) else None
+
+
+def _ends(values: Sequence[Any]) -> list[Any]:
+    """Return the first and the last values of many, or all."""
+    return (
+        [*values] if len(values) <= 2 * COMPARED_ENDS else [*values[:COMPARED_ENDS], *values[-COMPARED_ENDS:]]
+    )
 
 
 def _shorten_text(text: str) -> str:
@@ -259,7 +283,7 @@ def compare_ranks(loader: DataLoader[Any], how: str) -> None:
     """
     seen = {"how it is used": how}
     if how != "kept":
-        seen.update(loader_facts(loader))
+        seen.update(loader_facts(loader, is_order_compared=how == "sharded"))
     if how == "sharded":
         seen.update(_shuffle_facts(loader))
     check_same(describe_loader(loader), seen)
@@ -295,10 +319,13 @@ def check_same(name: str, seen: Any) -> None:
             table = "\n       ".join(
                 f"rank {rank}: {row and row.get(key)}" for rank, row in enumerate(rank_facts)
             )
+            fix = f"{_FIX}; with dispatch_batches=True and shard=True rank 0's data is read for all"
+            if key == "Subset.indices":
+                fix = f"give a random split the same seed on all processes: {_SPLIT}; or {fix}"
             raise CollectiveError(
                 f"the processes do not have the same data in {name}: {key} differs",
                 why=f"to share it out, all must begin with the whole data in one order\n       {table}",
-                fix=f"{_FIX}; with dispatch_batches=True and shard=True rank 0's data is read for all",
+                fix=fix,
             )
 
 
