@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.checkpoint import load, save, torch_files
@@ -626,6 +627,55 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(
     with pytest.raises(CheckpointError, match="(?s)" + text.replace("state of AdamW", "state of .*")):
         accelerator.load_state(str(tmp_path / "c"))
     assert_same(states(), before)
+
+
+class Unwilling(Counter):
+    """An object that refuses every state, its own too."""
+
+    def __init__(self, count: int, error: Exception) -> None:
+        super().__init__(count)
+        self.error = error
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [ValueError("never"), AssertionError("never")], ids=repr)
+def test_the_others_are_taken_back_if_an_object_refuses_its_own_state_too(
+    tmp_path: Path, error: Exception
+) -> None:
+    """G8: the schedule, the scaler, the position in the data and the other objects."""
+
+    def run(saves: bool) -> tuple[Accelerator, Any]:
+        accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+        model: Any = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(range(8), batch_size=2)  # type: ignore[arg-type]
+        scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+        first, last = Counter(), Counter()
+        accelerator.register_for_checkpointing(first, Unwilling(0, error), last)
+        if saves:
+            next(iter(loader))
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            scheduler.step()
+            first.count = last.count = 5
+            accelerator.scaler.update(128.0)  # type: ignore[union-attr]
+            accelerator.save_state(str(tmp_path / "c"))
+        parts = (model, optimizer, scheduler, accelerator.scaler)
+        return accelerator, lambda: copy.deepcopy(
+            (*(each.state_dict() for each in parts), first.count, last.count, [b.tolist() for b in loader])
+        )
+
+    run(saves=True)
+    accelerator, states = run(saves=False)
+    before = states()
+    accelerator, states = run(saves=False)
+    with pytest.raises((CheckpointError, AssertionError), match="never"):
+        accelerator.load_state(str(tmp_path / "c"))
+    after = states()
+    assert_same(after[1:], before[1:])
 
 
 @pytest.mark.parametrize("sharded", [False, True])
