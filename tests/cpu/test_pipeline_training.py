@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -563,6 +564,48 @@ def test_a_full_memory_ends_the_search_of_all_stages(ranks: RankServer, where: s
     for outcome in outcomes[:3]:
         assert "find_executable_batch_size at test_pipeline_training.py:" in outcome.message
         assert "rank 0 is in a transfer between stages at test_pipeline_training.py:" in outcome.message
+
+
+def change_what_trains(schedule: str, trains: bool) -> tuple[list[float], list[float]]:
+    """Change after a step whether the first stage trains; the losses, and those of one process."""
+    goal = torch.zeros(4, 2)
+    loss_fn = {} if schedule == "gpipe" else {"schedule": schedule, "loss_fn": nn.functional.mse_loss}
+    accelerator = made(num_microbatches=2, **loss_fn)
+    torch.manual_seed(0)
+    user = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    user[0].requires_grad_(not trains)
+    plain: Any = copy.deepcopy(user)
+    model, optimizer = accelerator.prepare(user, torch.optim.SGD(user.parameters(), lr=0.1))
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    losses, expected = [], []
+    for _ in range(3):
+        x = torch.ones(4, 2)
+        loss = model(x, target=goal) if loss_fn else nn.functional.mse_loss(model(x), goal)
+        accelerator.backward(loss)
+        expected.append(nn.functional.mse_loss(plain(x), goal))
+        expected[-1].backward()
+        losses.append(loss.item())
+        for each in optimizer, reference:
+            each.step()
+            each.zero_grad()
+        for each in model, plain:
+            each[0].requires_grad_(trains)
+    return losses, [loss.item() for loss in expected]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_stage_can_be_frozen_after_prepare(ranks: RankServer, schedule: str) -> None:
+    for losses, expected in ranks(2, change_what_trains, schedule, False):
+        assert losses == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_stage_that_is_unfrozen_after_prepare_is_named(ranks: RankServer, schedule: str) -> None:
+    """G6: in torch's words it was a failed backward; no other stage sends a gradient back."""
+    first, second = ranks.outcomes(2, change_what_trains, schedule, True, grace=30)
+    assert first.kind == "PrepareError", first
+    assert "requires_grad of 0.weight, 0.bias was changed after prepare" in first.message
+    assert second.status in ("raised", "stopped")
 
 
 LEAVES = """
