@@ -341,8 +341,8 @@ def saved(folder: str) -> list[list[str]]:
     from accelerate.utils import ProjectConfiguration
 
     found = []
-    for interval in 1, 0, 2:
-        project = ProjectConfiguration(replica_check_interval=interval)
+    for interval in None, 0, 2:
+        project = ProjectConfiguration(**({} if interval is None else {"replica_check_interval": interval}))
         accelerator = Accelerator(cpu=True, project_config=project)
         net = Net().to(torch.bfloat16)
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
