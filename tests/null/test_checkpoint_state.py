@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator
+from accelerate import Accelerator, checkpointing, load_checkpoint_in_model, utils
 from accelerate.checkpoint import load, save, torch_files
 from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.checkpoint.layout import CheckpointContents, StatefulAdapter
@@ -754,6 +754,28 @@ def test_a_model_that_converts_older_states_is_tried_and_taken_back(tmp_path: Pa
     with pytest.raises(CheckpointError, match="bias"):
         load.load(CheckpointContents([model]), path)
     assert model.weight.tolist() == [[5, 5], [5, 5]]
+
+
+def test_a_path_with_a_nul_character_is_named(tmp_path: Path) -> None:
+    """Not Python's words, which name no path; nothing is written."""
+    path = str(tmp_path / "a\0b")
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    calls = [
+        lambda: accelerator.save_state(path),
+        lambda: accelerator.load_state(path),
+        lambda: accelerator.save_model(model, path),
+        lambda: accelerator.save({"weight": torch.ones(1)}, path),
+        lambda: utils.load(path),
+        lambda: utils.load_state_dict(path),
+        lambda: load_checkpoint_in_model(nn.Linear(1, 1), path),
+        lambda: checkpointing.save_custom_state(Counter(), path),
+        lambda: checkpointing.load_custom_state(Counter(), path),
+    ]
+    for call in calls:
+        with pytest.raises(CheckpointError, match=r"a(\\x00|\x00)b"):
+            call()
+    assert os.listdir(tmp_path) == []
 
 
 def test_an_object_without_state_is_refused_before_anything_is_written(tmp_path: Path) -> None:
