@@ -642,7 +642,7 @@ class Unwilling(Counter):
 
 @pytest.mark.parametrize("error", [ValueError("never"), AssertionError("never")], ids=repr)
 def test_the_others_are_taken_back_if_an_object_refuses_its_own_state_too(
-    tmp_path: Path, error: Exception
+    tmp_path: Path, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     """G8: the schedule, the scaler, the position in the data and the other objects."""
 
@@ -676,6 +676,7 @@ def test_the_others_are_taken_back_if_an_object_refuses_its_own_state_too(
         accelerator.load_state(str(tmp_path / "c"))
     after = states()
     assert_same(after[1:], before[1:])
+    assert ("could not take back: load registered object 1" in caplog.text) is isinstance(error, ValueError)
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -40,6 +41,7 @@ from accelerate.core import tree
 from accelerate.core.errors import CheckpointError
 from accelerate.core.progress import ProgressBar
 
+logger = logging.getLogger(__name__)
 # Errors that objects raise when a state does not fit them.
 _REFUSALS = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError)
 
@@ -116,10 +118,10 @@ class TrainingStateReader:
         """Give the objects of ``trials`` their states back after an error, also if one refuses its own."""
         try:
             yield
-        except BaseException as error:
+        except BaseException:
             with ExitStack() as undoing:  # calls all, whatever one of them raises
                 for action, undo in self._undo:
-                    undoing.callback(_take_back, action, undo, error)
+                    undoing.callback(_take_back, action, undo)
             raise
         self._undo.clear()
 
@@ -448,11 +450,11 @@ def _attempt(what: str, function: Callable[[], Any]) -> None:
         raise _refusal(what, f"{type(error).__name__}: {error}") from error
 
 
-def _take_back(action: str, undo: Callable[[], Any], error: BaseException) -> None:
+def _take_back(action: str, undo: Callable[[], Any]) -> None:
     try:
         _attempt(action, undo)
     except CheckpointError as refusal:
-        error.add_note(f"{refusal.what}: {refusal.why}")
+        logger.warning("%s: %s", refusal.what, refusal.why)
 
 
 def _refusal(action: str, why: str) -> CheckpointError:
