@@ -109,6 +109,8 @@ def test_a_model_that_ranks_share_ends_the_search_with_the_size_to_start_with(
     """C8: also where they wait in a group of their own, which ends with the process of the full rank."""
     with pytest.raises(RanksError) as caught:
         ranks(world, leave_others_behind, "backward", strategy)
+    log = caught.value.outcomes[1].output
+    assert "the memory of rank 1 is full with batches of 20; it waits until the others have ended" in log
     for rank, outcome in enumerate(caught.value.outcomes):
         assert outcome.kind == "CollectiveError"
         if world == 2 or rank == 1:
