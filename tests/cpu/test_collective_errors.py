@@ -543,6 +543,64 @@ def test_a_rank_killed_before_its_first_collective_is_noticed(ranks: RankServer)
     )
 
 
+SHARDED = {
+    "fsdp2": (2, "fsdp_plugin=FullyShardedDataParallelPlugin()"),
+    "fsdp1": (2, "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1)"),
+    "hsdp": (4, "parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)"),
+}
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+def test_a_rank_that_ends_well_while_others_wait_in_a_sharded_model_is_named(
+    ranks: RankServer, tmp_path: Path, kind: str
+) -> None:
+    """G11: in groups of their own; all-gathers of a forward too."""
+    world, argument = SHARDED[kind]
+    imports = "from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig"
+    script = SCRIPT.replace("from accelerate import Accelerator\n", imports + "\n")
+    script = script.replace("cpu=True", f"cpu=True, {argument}")
+    ends = run_to_exit(ranks, world, f"{script}\ntrain()\nif rank == 1: sys.exit(0)\ntrain()\n", tmp_path)
+    assert [code for code, _ in ends] == [int(rank != 1) for rank in range(world)]
+    for rank in set(range(world)) - {1}:
+        message = ends[rank][1].rpartition("Error: ")[2]
+        assert re.search(rf"was reached by [123] of {world} ranks", message), message
+        assert "rank 1 has ended" in message
+
+
+def stay_away_from_a_sharded_model(kind: str, file: str) -> list[str]:
+    """The last rank hangs until rank 0 has said where that rank is."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+
+    records = record_early_hints()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=int(kind[-1])) if kind != "hsdp" else None
+    mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2) if kind == "hsdp" else None
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=mesh)
+    model = accelerator.prepare(torch.nn.Linear(3, 1))
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(2, 3)).sum())
+    pid = gather_object([os.getpid()])[-1]
+    if accelerator.is_main_process:
+        threading.Thread(target=resume_when_told, args=(records, pid, file), daemon=True).start()
+    elif accelerator.process_index == accelerator.num_processes - 1:
+        wait_for_file(file)
+    accelerator.backward(model(torch.ones(2, 3)).sum())
+    return records
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+def test_who_waits_in_a_sharded_model_says_for_whom(ranks: RankServer, tmp_path: Path, kind: str) -> None:
+    """G11: also where some wait in other groups than the first."""
+    world = SHARDED[kind][0]
+    waiting, *_, late = ranks(world, stay_away_from_a_sharded_model, kind, str(tmp_path / "file"))
+    assert late == []
+    [text] = waiting
+    assert re.match(
+        r"rank 0 has waited .* in (a forward of the model|backward) at test_collective_errors", text
+    )
+    assert f"rank {world - 1} is at test_collective_errors.py:" in text
+    assert "in wait_for_file" in text
+
+
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_a_rank_that_ends_well_while_another_is_in_backward_is_named(
     ranks: RankServer, tmp_path: Path, leaver: int

@@ -15,6 +15,8 @@ from tests.support.scripts import run_to_exit
 from tests.support.sharded_models import adamw, batches, loss_of, tiny
 from tests.support.watchdog import shown_error
 
+# What the rank server imports once for this module.
+PRELOAD = ("transformers.optimization",)
 LAYERS: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}
 
 
@@ -75,11 +77,18 @@ def test_a_call_of_one_rank_alone_among_replicas_is_an_error_on_all(
 
 def optimizers(version: int) -> dict[str, tuple[str, str]]:
     """(Error, warning) of each optimizer that takes more than single elements, in prepare and three steps."""
+    from transformers.optimization import Adafactor
+
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    class TransformersAdafactor(Adafactor):
+        def __init__(self, params: Any, lr: float) -> None:
+            super().__init__(params, lr=lr, relative_step=False)
 
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=version))
     kinds: dict[str, Any] = {
         "Adafactor": torch.optim.Adafactor,
+        "TransformersAdafactor": TransformersAdafactor,
         "LBFGS": torch.optim.LBFGS,
         "AdamW": torch.optim.AdamW,
     }
@@ -104,7 +113,9 @@ def optimizers(version: int) -> dict[str, tuple[str, str]]:
                     optimizer.step(closure) if name == "LBFGS" else optimizer.step()
             except ValueError as raised:
                 error = str(raised)
-        said = [str(each.message) for each in caught if name in str(each.message)]
+        said = [
+            str(each.message) for each in caught if name.removeprefix("Transformers") in str(each.message)
+        ]
         found[name] = error.partition("\n")[0], " ".join(said).partition(":")[0]
     return found
 
@@ -118,8 +129,9 @@ def test_optimizers_of_whole_matrices_are_named(ranks: RankServer) -> None:
     for name in {"LBFGS", "Muon"} & first.keys():
         assert first[name] == second[name] == (f"{name} cannot train under FSDP1", "")
     assert first["AdamW"] == ("", "")
-    assert "takes its means over this rank's piece" in first["Adafactor"][1]
-    assert second["Adafactor"] == ("", "")
+    for name in ("Adafactor", "TransformersAdafactor"):
+        assert "takes its means over this rank's piece" in first[name][1]
+        assert second[name] == ("", "")
 
 
 class Encoder(nn.Module):
@@ -142,9 +154,14 @@ class Encoder(nn.Module):
 
 def bypasses(options: dict[str, Any]) -> dict[str, str]:
     """What each call around the forward says, before the first step and after it."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 
-    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(**options))
+    more: dict[str, Any] = (
+        {"parallelism_config": ParallelismConfig(**options)}
+        if "dp_replicate_size" in options
+        else {"fsdp_plugin": FullyShardedDataParallelPlugin(**options)}
+    )
+    accelerator = Accelerator(cpu=True, **more)
     model = Encoder()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     words, rows = torch.arange(4), torch.ones(2, 4)
@@ -169,7 +186,14 @@ def bypasses(options: dict[str, Any]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"fsdp_version": 1}, {"fsdp_version": 1, "use_orig_params": False}], ids=str
+    "options",
+    [
+        {},
+        {"fsdp_version": 1},
+        {"fsdp_version": 1, "use_orig_params": False},
+        {"dp_replicate_size": 2},
+    ],
+    ids=str,
 )
 def test_calls_around_the_forward_are_named(ranks: RankServer, options: dict[str, Any]) -> None:
     """Which method or submodule, at which line, and what to write instead."""

@@ -397,6 +397,7 @@ def test_the_function_returns_or_raises_and_never_replaces_its_caller() -> None:
         (["--multi_gpu", "script.py"], "none was found on this machine"),
         (["--machine_rank", "1", "script.py"], "--machine_rank is 1, but num_machines is 1 (the default)"),
         (["scirpt.py"], "did you mean script.py?"),
+        (["--dry_run", "-n", "99999999999", "script.py"], "--num_processes is 99999999999, but"),
     ],
 )
 def test_a_mistake_ends_with_2_and_no_traceback(tmp_path: Path, args: list[str], words: str) -> None:

@@ -369,9 +369,10 @@ def test_any_loader_gives_each_sample_once(ranks: RankServer, drawn: tuple[int, 
     check_counts(cases, ranks(world, run_cases, [(case, None, None, False) for case in cases], timeout=120))
 
 
-def test_a_loader_of_torchdata_gives_each_sample_once(ranks: RankServer) -> None:
-    """A10: its batch sampler is a class of torchdata; ``len`` counts the samples of it, too."""
-    given = [LoaderCase(count=count, batch=4, torchdata=True) for count in (1, 5, 9)]
+@pytest.mark.parametrize("torchdata", [False, True])
+def test_a_loader_of_fewer_samples_than_steps_gives_each_once(ranks: RankServer, torchdata: bool) -> None:
+    """A10: the batch sampler of torchdata is a class of its own; ``len`` is 0 on ranks without a batch."""
+    given = [LoaderCase(count=count, batch=4, torchdata=torchdata) for count in (1, 5, 9)]
     cases = [
         replace(case, order=order, drop=drop, even=even, split=split, stateful=stateful)
         for case in given

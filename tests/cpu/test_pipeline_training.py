@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from tests.support import parity
 from tests.support.long_run import long_run_param
 from tests.support.parity import Numbers
 from tests.support.ranks import RankServer, same_on_all
+from tests.support.scripts import run_to_exit
 from tests.support.watchdog import speed_up_watchdog
 
 # What the rank server imports once for this module.
@@ -513,8 +517,23 @@ def test_a_stage_that_fails_ends_all(ranks: RankServer) -> None:
     assert "ArithmeticError: the second stage fails" in second.traceback
 
 
+class FullBackward(nn.Linear):
+    """A layer whose backward finds the memory full once it is armed."""
+
+    armed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        y = super().forward(x)
+        if self.armed and y.requires_grad:
+            y.register_hook(self.fail)
+        return y
+
+    def fail(self, gradient: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("simulated")
+
+
 def full_alone(where: str) -> None:
-    """The memory of the last rank is full with batches of 16, before its forward or before its backward."""
+    """The memory of the last rank is full with batches of 16: before its forward or backward, or in one."""
     from accelerate.utils import find_executable_batch_size
 
     speed_up_watchdog()
@@ -522,20 +541,21 @@ def full_alone(where: str) -> None:
 
     @find_executable_batch_size(starting_batch_size=16, reduce_batch_size_fn=lambda: 8)
     def train(size: int) -> None:
-        model = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        model = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), FullBackward(2, 2)))
         for step in range(3):
             is_full = accelerator.process_index == 3 and size > 8 and step == 1
             if is_full and where == "forward":
                 raise torch.OutOfMemoryError("simulated")
+            model[1].armed = is_full and where == "inside"
             loss = model(torch.ones(size, 2)).sum()
-            if is_full:
+            if is_full and where == "backward":
                 raise torch.OutOfMemoryError("simulated")
             accelerator.backward(loss)
 
     train()
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", ["forward", "backward", "inside"])
 def test_a_full_memory_ends_the_search_of_all_stages(ranks: RankServer, where: str) -> None:
     """C8: the others wait in transfers between stages, and in collectives of the copies of a stage."""
     outcomes = ranks.outcomes(4, full_alone, where, grace=30, timeout=60)
@@ -545,6 +565,72 @@ def test_a_full_memory_ends_the_search_of_all_stages(ranks: RankServer, where: s
     for outcome in outcomes[:3]:
         assert "find_executable_batch_size at test_pipeline_training.py:" in outcome.message
         assert "rank 0 is in a transfer between stages at test_pipeline_training.py:" in outcome.message
+
+
+def change_what_trains(schedule: str, trains: bool) -> tuple[list[float], list[float]]:
+    """Change after a step whether the first stage trains; the losses, and those of one process."""
+    goal = torch.zeros(4, 2)
+    loss_fn = {} if schedule == "gpipe" else {"schedule": schedule, "loss_fn": nn.functional.mse_loss}
+    accelerator = made(num_microbatches=2, **loss_fn)
+    torch.manual_seed(0)
+    user = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    user[0].requires_grad_(not trains)
+    plain: Any = copy.deepcopy(user)
+    model, optimizer = accelerator.prepare(user, torch.optim.SGD(user.parameters(), lr=0.1))
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    losses, expected = [], []
+    warnings.filterwarnings("error", "the first optimizer.step")  # a stage may have nothing that trains
+    for _ in range(3):
+        x = torch.ones(4, 2)
+        loss = model(x, target=goal) if loss_fn else nn.functional.mse_loss(model(x), goal)
+        accelerator.backward(loss)
+        expected.append(nn.functional.mse_loss(plain(x), goal))
+        expected[-1].backward()
+        losses.append(loss.item())
+        for each in optimizer, reference:
+            each.step()
+            each.zero_grad()
+        for each in model, plain:
+            each[0].requires_grad_(trains)
+    return losses, [loss.item() for loss in expected]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_stage_can_be_frozen_after_prepare(ranks: RankServer, schedule: str) -> None:
+    for losses, expected in ranks(2, change_what_trains, schedule, False):
+        assert losses == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_stage_that_is_unfrozen_after_prepare_is_named(ranks: RankServer, schedule: str) -> None:
+    """G6: in torch's words it was a failed backward; no other stage sends a gradient back."""
+    first, second = ranks.outcomes(2, change_what_trains, schedule, True, grace=30)
+    assert first.kind == "PrepareError", first
+    assert "requires_grad of 0.weight, 0.bias was changed after prepare" in first.message
+    assert second.status in ("raised", "stopped")
+
+
+LEAVES = """
+import sys
+import torch
+from torch import nn
+from tests.cpu.test_pipeline_training import made
+accelerator = made(sizes={"pp_size": 2, "dp_replicate_size": 2}, num_microbatches=2)
+model = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+def train():
+    accelerator.backward(model(torch.ones(4, 2)).sum())
+train()
+"""
+
+
+def test_a_rank_that_ends_well_is_named_where_stages_wait(ranks: RankServer, tmp_path: Path) -> None:
+    """C3: no other rank is blamed, in words of gloo or of torch's stage; also in backward."""
+    script = f"{LEAVES}\nif accelerator.process_index == 1: sys.exit(0)\ntrain()\n"
+    ends = run_to_exit(ranks, 4, script, tmp_path)
+    assert [code for code, _ in ends] == [1, 0, 1, 1]
+    for rank in (0, 2, 3):
+        message = ends[rank][1].rpartition("Error: ")[2]
+        assert re.match(r"rank 1 has ended while rank [023] was in .* at script.py:", message), message
 
 
 class Meeting(nn.Linear):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from accelerate.core.errors import PrepareError
 from tests.support.ranks import RankServer, same_on_all
@@ -225,6 +226,52 @@ def test_what_a_backward_left_out_is_named_before_torch_counts_it(ranks: RankSer
     assert "the loss does not depend on these" in unused
 
 
+def go_around_the_forward(kind: str) -> list[list[float]]:
+    """The weights after steps through the original object, a method, and a submodule."""
+    from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
+
+    more: dict[str, Any] = {
+        "fsdp2": lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)},
+        "replicas": lambda: {"parallelism_config": ParallelismConfig(dp_replicate_size=2)},
+        "ZeRO 1": lambda: {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=1)},
+        "ZeRO 2": lambda: {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=2)},
+    }[kind]()
+    accelerator = Accelerator(cpu=True, **more)
+    user = Net()
+    model, optimizer = accelerator.prepare(user, torch.optim.SGD(user.parameters(), lr=0.1))
+    x = torch.full((2, 3), 1.0 + accelerator.process_index)
+    # Shards are refused around the forward (test_fsdp_bad_input); the user's object is the model itself.
+    calls = [lambda: user.loss(x)]
+    if "ZeRO" in kind:
+        calls += [lambda: model.around(x), lambda: model.body(x).square().mean()]
+    found = []
+    for call in calls:
+        accelerator.backward(call())
+        optimizer.step()
+        optimizer.zero_grad()
+        whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
+        found.append([value for p in whole for value in p.detach().flatten().tolist()])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "replicas", "ZeRO 1", "ZeRO 2"])
+def test_calls_around_the_forward_are_reduced_where_hooks_are_those_of_parameters(
+    ranks: RankServer, kind: str
+) -> None:
+    """G5: the gradient is the mean of the ranks."""
+    weights = same_on_all(ranks(2, go_around_the_forward, kind))
+    net = Net()
+    losses: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        net.loss, net.around, lambda x: net.body(x).square().mean()
+    ]  # fmt: skip
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for loss, found in zip(losses, weights, strict=False):
+        (sum(loss(torch.full((2, 3), value)) for value in (1.0, 2.0)) / 2).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert found == pytest.approx([v for p in net.parameters() for v in p.flatten().tolist()], abs=1e-6)
+
+
 def add_after_prepare(kind: str) -> tuple[list[str], str]:
     """What is said of a layer that a prepared model gets, in three steps; what the optimizer refuses."""
     from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
@@ -341,8 +388,8 @@ def saved(folder: str) -> list[list[str]]:
     from accelerate.utils import ProjectConfiguration
 
     found = []
-    for interval in 1, 0, 2:
-        project = ProjectConfiguration(replica_check_interval=interval)
+    for interval in None, 0, 2:
+        project = ProjectConfiguration(**({} if interval is None else {"replica_check_interval": interval}))
         accelerator = Accelerator(cpu=True, project_config=project)
         net = Net().to(torch.bfloat16)
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))

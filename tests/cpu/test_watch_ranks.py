@@ -56,8 +56,9 @@ def leave_others_behind(where: str, strategy: str) -> list[Any]:
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     speed_up_watchdog()
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if strategy == "fsdp2" else None
-    mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2) if strategy == "hsdp" else None
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=int(strategy[-1])) if "fsdp" in strategy else None
+    sizes = {"hsdp": {"dp_replicate_size": 2, "dp_shard_size": 2}, "cp": {"cp_size": 2}}.get(strategy)
+    mesh = None if sizes is None else ParallelismConfig(**sizes)
     accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=mesh, cpu=True)
     torch.manual_seed(0)
     around = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
@@ -101,13 +102,15 @@ def test_ranks_that_wait_for_a_full_one_leave_the_attempt_with_it(
     assert (size, tried, ones) == (14, [20, 18, 16, 14], [1.0] * world)
 
 
-@pytest.mark.parametrize(("strategy", "world"), [("fsdp2", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("strategy", "world"), [("fsdp1", 2), ("fsdp2", 2), ("hsdp", 4), ("cp", 2)])
 def test_a_model_that_ranks_share_ends_the_search_with_the_size_to_start_with(
     ranks: RankServer, strategy: str, world: int
 ) -> None:
     """C8: also where they wait in a group of their own, which ends with the process of the full rank."""
     with pytest.raises(RanksError) as caught:
         ranks(world, leave_others_behind, "backward", strategy)
+    log = caught.value.outcomes[1].output
+    assert "the memory of rank 1 is full with batches of 20; it waits until the others have ended" in log
     for rank, outcome in enumerate(caught.value.outcomes):
         assert outcome.kind == "CollectiveError"
         if world == 2 or rank == 1:

@@ -18,8 +18,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.data import DataLoader
 
-from accelerate import Accelerator
+from accelerate import Accelerator, checkpointing, load_checkpoint_in_model, utils
 from accelerate.checkpoint import load, save, torch_files
 from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.checkpoint.layout import CheckpointContents, StatefulAdapter
@@ -628,6 +629,56 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(
     assert_same(states(), before)
 
 
+class Unwilling(Counter):
+    """An object that refuses every state, its own too."""
+
+    def __init__(self, count: int, error: Exception) -> None:
+        super().__init__(count)
+        self.error = error
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [ValueError("never"), AssertionError("never")], ids=repr)
+def test_the_others_are_taken_back_if_an_object_refuses_its_own_state_too(
+    tmp_path: Path, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    """G8: the schedule, the scaler, the position in the data and the other objects."""
+
+    def run(saves: bool) -> tuple[Accelerator, Any]:
+        accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+        model: Any = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(range(8), batch_size=2)  # type: ignore[arg-type]
+        scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+        first, last = Counter(), Counter()
+        accelerator.register_for_checkpointing(first, Unwilling(0, error), last)
+        if saves:
+            next(iter(loader))
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            scheduler.step()
+            first.count = last.count = 5
+            accelerator.scaler.update(128.0)  # type: ignore[union-attr]
+            accelerator.save_state(str(tmp_path / "c"))
+        parts = (model, optimizer, scheduler, accelerator.scaler)
+        return accelerator, lambda: copy.deepcopy(
+            (*(each.state_dict() for each in parts), first.count, last.count, [b.tolist() for b in loader])
+        )
+
+    run(saves=True)
+    accelerator, states = run(saves=False)
+    before = states()
+    accelerator, states = run(saves=False)
+    with pytest.raises((CheckpointError, AssertionError), match="never"):
+        accelerator.load_state(str(tmp_path / "c"))
+    after = states()
+    assert_same(after[1:], before[1:])
+    assert ("could not take back: load registered object 1" in caplog.text) is isinstance(error, ValueError)
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_checkpoint_that_lacks_a_parameter_changes_nothing(tmp_path: Path, sharded: bool) -> None:
     """G8."""
@@ -704,6 +755,28 @@ def test_a_model_that_converts_older_states_is_tried_and_taken_back(tmp_path: Pa
     with pytest.raises(CheckpointError, match="bias"):
         load.load(CheckpointContents([model]), path)
     assert model.weight.tolist() == [[5, 5], [5, 5]]
+
+
+def test_a_path_with_a_nul_character_is_named(tmp_path: Path) -> None:
+    """Not Python's words, which name no path; nothing is written."""
+    path = str(tmp_path / "a\0b")
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    calls = [
+        lambda: accelerator.save_state(path),
+        lambda: accelerator.load_state(path),
+        lambda: accelerator.save_model(model, path),
+        lambda: accelerator.save({"weight": torch.ones(1)}, path),
+        lambda: utils.load(path),
+        lambda: utils.load_state_dict(path),
+        lambda: load_checkpoint_in_model(nn.Linear(1, 1), path),
+        lambda: checkpointing.save_custom_state(Counter(), path),
+        lambda: checkpointing.load_custom_state(Counter(), path),
+    ]
+    for call in calls:
+        with pytest.raises(CheckpointError, match=r"a(\\x00|\x00)b"):
+            call()
+    assert os.listdir(tmp_path) == []
 
 
 def test_an_object_without_state_is_refused_before_anything_is_written(tmp_path: Path) -> None:

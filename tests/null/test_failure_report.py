@@ -15,6 +15,7 @@ from accelerate.world import peer_statuses
 from accelerate.world.rank_failure_report import (
     FailureReport,
     RankStatus,
+    ended_rank_report,
     find_deadlock,
     split_by_progress,
     timeout_report,
@@ -67,6 +68,17 @@ def test_who_waits_in_a_group_that_is_not_counted_waits_for_those_in_no_collecti
     assert split_by_progress(0, 3, {0: waiting, 1: WORKING, 2: waiting}) == ([1], [2])
     computing = RankStatus(letters=2, inside="backward at train.py:10", calls=4)
     assert split_by_progress(0, 3, {0: computing, 1: WORKING, 2: computing}) == ([], [2])
+
+
+def test_a_rank_that_has_ended_is_named_where_collectives_are_not_counted() -> None:
+    """G11: the connections of the stages of a pipeline break when one of them ends."""
+    waiting = RankStatus(letters=2, inside="all_gather at train.py:10", calls=2, waits=True)
+    assert ended_rank_report(0, 3, {0: waiting, 1: WORKING, 2: waiting}) is None
+    assert find_deadlock(0, 3, {0: waiting, 1: ENDED, 2: waiting}) is None
+    report = ended_rank_report(0, 3, {0: waiting, 1: ENDED, 2: waiting})
+    assert report is not None
+    assert report.what == "rank 1 has ended while rank 0 was in all_gather at train.py:10"
+    assert "rank 2 is in all_gather at train.py:10" in report.why
 
 
 def test_a_timeout_says_who_did_not_come() -> None:

@@ -116,6 +116,30 @@ def test_a_pickle_that_takes_too_much_is_refused_in_every_kind_of_file(bomb: str
     assert not hasattr(torch.float32, "leak")
 
 
+@pytest.mark.parametrize(
+    "file", ["optimizer.bin", "scheduler.bin", "scaler.pt", "custom_checkpoint_0.pkl", "random_states_0.pkl"]
+)
+@pytest.mark.parametrize("write", [write_torch, write_legacy])
+def test_every_pickle_of_a_training_state_is_scanned(
+    write: Callable[[Path, bytes], None], file: str, tmp_path: Path
+) -> None:
+    """G13: with a manifest that does not know of it, and without one."""
+
+    def training() -> CheckpointContents:
+        whole = contents()
+        whole.schedulers = [torch.optim.lr_scheduler.StepLR(whole.optimizers[0], 1)]
+        whole.scaler, whole.custom = torch.amp.GradScaler("cpu"), [nn.Linear(1, 1)]
+        return whole
+
+    for bomb in ("attributes of a dtype", "a list from a range", "deep"):
+        save.save(training(), tmp_path / "c", safe_serialization=False)
+        (tmp_path / "c" / layout.MANIFEST_NAME).unlink()
+        write(tmp_path / "c" / file, b"\x80\x02" + BOMBS[bomb][0])
+        with pytest.raises(CheckpointError, match=rf"(?s){file}.*({BOMBS[bomb][1]})"):
+            load.load(training(), tmp_path / "c")
+    assert not hasattr(torch.float32, "leak")
+
+
 def weights_into_a_model(path: Path) -> None:
     load_checkpoint_in_model(nn.Linear(2, 2), path)
 

@@ -40,6 +40,8 @@ def file_errors(action: str, path: Path) -> Generator[None]:
     torch reports a full disk or a torn archive as RuntimeError, safetensors as SafetensorError; the unpickler
     of a damaged file raises anything. To read a pipe or a device would wait or never end: they are refused.
     """
+    if "\0" in str(path):
+        raise CheckpointError(f"cannot {action} {str(path)!r}", why="no path may have a NUL character")
     if action == "read":
         refuse_special_file(path)
     try:

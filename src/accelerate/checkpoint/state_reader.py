@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -40,6 +41,7 @@ from accelerate.core import tree
 from accelerate.core.errors import CheckpointError
 from accelerate.core.progress import ProgressBar
 
+logger = logging.getLogger(__name__)
 # Errors that objects raise when a state does not fit them.
 _REFUSALS = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError)
 
@@ -80,7 +82,7 @@ class TrainingStateReader:
     _stateful_count: int = field(default=0, init=False)
     _saved_ranks: int = field(default=0, init=False)
     _sources: dict[str, Path] = field(default_factory=dict, init=False)  # file or folder of an action
-    _undo: list[Callable[[], Any]] = field(default_factory=list, init=False)
+    _undo: list[tuple[str, Callable[[], Any]]] = field(default_factory=list, init=False)
     _again: list[tuple[str, Callable[[], Any]]] = field(default_factory=list, init=False)
 
     def read(self, contents: CheckpointContents) -> None:
@@ -113,12 +115,13 @@ class TrainingStateReader:
 
     @contextmanager
     def undone_on_error(self) -> Generator[None]:
-        """Give the objects of ``trials`` their states back after an error."""
+        """Give the objects of ``trials`` their states back after an error, also if one refuses its own."""
         try:
             yield
         except BaseException:
-            for undo in reversed(self._undo):
-                undo()
+            with ExitStack() as undoing:  # calls all, whatever one of them raises
+                for action, undo in self._undo:
+                    undoing.callback(_take_back, action, undo)
             raise
         self._undo.clear()
 
@@ -129,7 +132,8 @@ class TrainingStateReader:
             CheckpointError: an object refuses its state.
         """
         for action, function, item, copy_of in self.trials:
-            self._undo.append(partial(item.load_state_dict, copy_of(item.state_dict())))
+            undo = partial(item.load_state_dict, copy_of(item.state_dict()))
+            self._undo.append((f"take back: {action}", undo))
             _attempt(action, function)
 
     def apply(self) -> None:
@@ -444,6 +448,13 @@ def _attempt(what: str, function: Callable[[], Any]) -> None:
         raise
     except _REFUSALS as error:
         raise _refusal(what, f"{type(error).__name__}: {error}") from error
+
+
+def _take_back(action: str, undo: Callable[[], Any]) -> None:
+    try:
+        _attempt(action, undo)
+    except CheckpointError as refusal:
+        logger.warning("%s: %s", refusal.what, refusal.why)
 
 
 def _refusal(action: str, why: str) -> CheckpointError:

@@ -149,17 +149,17 @@ def _place_tensor(name: str, value: Any, device_map: Mapping[str, Any]) -> Any:
 def replace_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
     """Write one file so that its name has the old content or the new one, never a part."""
     temp = path.with_name(working_name(path.name, "tmp", new_id()))
-    try:
-        with file_errors("write", path):
+    with file_errors("write", path):
+        try:
             with temp.open("wb") as file:
                 fill(file)
                 file.flush()
                 os.fsync(file.fileno())
             temp.replace(path)
             sync_file(path.parent)
-    except BaseException:
-        temp.unlink(missing_ok=True)
-        raise
+        except BaseException:
+            temp.unlink(missing_ok=True)
+            raise
 
 
 def save_weights(

@@ -201,7 +201,9 @@ class TrainLoop:
         stepped = (p for group in optimizer.optimizer.param_groups for p in group["params"])
         parameters = [*(p for p in stepped if p not in copies), *optimizer.host_copies]
         prepared = {p for model in self.prepared.models for p in model.parameters()}
-        if all(p.grad is None for p in parameters) and not self.precision.scales_loss:
+        # Of a sharded model this rank may have frozen parameters only, or empty shards of the others.
+        trains_here = self.world.size == 1 or any(p.requires_grad and p.numel() for p in parameters)
+        if trains_here and all(p.grad is None for p in parameters) and not self.precision.scales_loss:
             places = ", ".join(sorted({str(p.device) for p in parameters}))
             warn_user(
                 f"the first optimizer.step() has no gradient for any of its {len(parameters)} parameters, on "

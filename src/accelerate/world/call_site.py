@@ -8,12 +8,12 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 # Frames of this package and of the standard library's wrappers are not user code.
 _PACKAGE_PREFIXES = (str(Path(__file__).parents[1]) + os.sep, "<frozen")
-_CONTEXT = "contextlib.py"
+_WRAPPERS = ("contextlib.py", "typing_extensions.py")
 
 
 class CallSite(NamedTuple):
@@ -50,7 +50,7 @@ def find_call_site(frame: FrameType | None, extra_prefixes: tuple[str, ...] = ()
     while True:
         code, outer = frame.f_code, frame.f_back
         name = code.co_filename
-        if outer is None or not (name.startswith(prefixes) or name.endswith(_CONTEXT)):
+        if outer is None or not (name.startswith(prefixes) or name.endswith(_WRAPPERS)):
             break
         frame = outer
     key = id(code), frame.f_lasti
@@ -63,9 +63,20 @@ def find_call_site(frame: FrameType | None, extra_prefixes: tuple[str, ...] = ()
     return entry[0]
 
 
+_training_libraries: list[str] = []
+
+
+def add_training_library(module: ModuleType) -> None:
+    """Count the frames of a package that trains by torch's collectives as torch's own."""
+    folder = os.path.dirname(str(module.__file__)) + os.sep
+    if folder not in _training_libraries:
+        _training_libraries.append(folder)
+
+
 def torch_prefixes() -> tuple[str, ...]:
-    """Return the folder of torch and the file of the standard library that starts threads."""
-    return (os.path.dirname(str(sys.modules["torch"].__file__)) + os.sep, threading.__file__)
+    """Return the folders of torch and of training libraries, and the file that starts threads."""
+    torch_folder = os.path.dirname(str(sys.modules["torch"].__file__)) + os.sep
+    return (torch_folder, threading.__file__, *_training_libraries)
 
 
 # Files of torch that may wait for other ranks -> the name that users know.
@@ -155,5 +166,6 @@ def user_line(stack: Sequence[tuple[FrameType, int]]) -> CallSite:
         CallSite(frame.f_code.co_filename, line, frame.f_code.co_name)
         for frame, line in stack[::-1]
         if not frame.f_code.co_filename.startswith(prefixes)
+        and not frame.f_code.co_filename.endswith(_WRAPPERS)
     )
     return next(users, _UNKNOWN)

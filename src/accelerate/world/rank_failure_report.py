@@ -165,6 +165,18 @@ def find_deadlock(me: int, size: int, positions: Mapping[int, RankStatus]) -> Fa
     return None
 
 
+def ended_rank_report(me: int, size: int, positions: Mapping[int, RankStatus]) -> FailureReport | None:
+    """Return the report for a connection of rank ``me`` that broke where a rank has ended, else None.
+
+    Not all collectives are counted: the stages of a pipeline make different numbers.
+    """
+    ended = [rank for rank, other in positions.items() if rank != me and other.ended]
+    if not ended:
+        return None
+    message = f"rank {ended[0]} has ended while rank {me} was in {positions[me].place}"
+    return FailureReport(me, message, why=table(size, positions), fix=SAME_CALLS)
+
+
 def split_by_progress(me: int, size: int, positions: Mapping[int, RankStatus]) -> tuple[list[int], list[int]]:
     """Return the ranks that rank ``me`` waits for, and those of the others that are in a collective."""
     others = [rank for rank in range(size) if rank != me]

@@ -54,6 +54,7 @@ from accelerate.world.rank_failure_report import (
     FailureReport,
     RankStatus,
     deadlock_report,
+    ended_rank_report,
     find_deadlock,
     gone_process_report,
     lost_peer_report,
@@ -282,7 +283,9 @@ class Watchdog:
             return None  # it may be a mistake of this rank
         if "Timed out" in text:
             return self.write_report(self._timeout_report)
-        return self._publish_report(lost_peer_report(self.rank, self._inside, error))
+        statuses = {**self.peers.seen, self.rank: self._own_status()}
+        ended = ended_rank_report(self.rank, self.size, statuses)
+        return self._publish_report(ended or lost_peer_report(self.rank, self._inside, error))
 
     def announce_failure(self, error: BaseException) -> None:
         """Store the error that ends this process. Rank 0 waits a moment, since it may host the store."""
@@ -333,7 +336,7 @@ class Watchdog:
 
     def _describe_call(self) -> str:
         doing = self.active_call
-        return f"{doing[0]} at {doing[1]}" if doing else "a collective"
+        return f"{doing[0]} at {doing[1]}" if doing else self._inside or "a collective"
 
     def _diagnose(self) -> FailureReport | None:
         """Find out why a connection broke; wait a little for the reports of the other ranks."""

@@ -16,7 +16,7 @@ from accelerate.core.errors import PrepareError, SettingError
 from accelerate.strategy.deepspeed.config_tree import DummyOptim, DummyScheduler, as_param_groups
 from accelerate.strategy.deepspeed.config_tree import get_key as config_value
 from accelerate.strategy.protocol.replicated_buffers import broadcast_tensors, sync_buffers
-from accelerate.world import watchdog
+from accelerate.world import call_site, watchdog
 from accelerate.world.world import World
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -307,7 +307,10 @@ def make_engine(model: nn.Module, config: Mapping[str, Any], optimizer: Any, sch
 
 
 def _track_groups(engine: Any) -> None:
-    """Let the watchdog count the collectives of DeepSpeed's own groups, to detect deadlocks."""
+    """Let the watchdog count the collectives of DeepSpeed's own groups, and name the user's lines."""
+    import deepspeed  # type: ignore[import-not-found]
+
+    call_site.add_training_library(deepspeed)
     watch = watchdog.current()
     if watch is not None:
         for group in (engine.data_parallel_group, engine.seq_data_parallel_group):

@@ -58,9 +58,9 @@ class ReplicatedBuffers:
     """Broadcasts the buffers of a model that change in training, in one piece, before the next forward.
 
     A module that changes one of its persistent buffers in a forward has buffers that change: all of them are
-    broadcast from then on. Which these are is observed in forwards 1, 2, 4, 8, ... of the training, and
-    agreed on by the ranks; constants (masks, quantized weights) are never sent. Buffers that are not
-    persistent are no state: each rank keeps what it has computed.
+    broadcast from then on. Which these are is observed in forwards 1, 2, 4, 8, ... of the training, anew once
+    other modules are in training mode, and agreed on by the ranks; constants (masks, quantized weights) are
+    never sent. Buffers that are not persistent are no state: each rank keeps what it has computed.
 
     Like DDP, it broadcasts before the first forward after one in training, also before one in evaluation.
 
@@ -77,6 +77,7 @@ class ReplicatedBuffers:
         self._is_changing = [False] * len(self._modules)
         self._observed: list[bool] | None = None
         self._may_differ, self._forwards = False, 0
+        self._in_training: list[bool] = []
         hook: Any = torch.compiler.disable(self._before_forward)
         model.register_forward_pre_hook(hook)
 
@@ -85,8 +86,11 @@ class ReplicatedBuffers:
             return
         if self._may_differ:
             self._synchronize(model)
-        self._may_differ = any(module.training for module in self._modules)
+        in_training = [module.training for module in self._modules]
+        self._may_differ = any(in_training)
         if self._may_differ:
+            if in_training != self._in_training:
+                self._in_training, self._forwards = in_training, 0
             self._forwards += 1
             if self._forwards & (self._forwards - 1) == 0:
                 self._observe(model)

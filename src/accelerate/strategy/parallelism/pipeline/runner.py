@@ -305,7 +305,23 @@ class PipelineParallelRunner:
             output, _ = self._model_call(*args[0], **args[1])
         finally:
             self.active_forward = None
-        return output, run.stage_outputs(wanted)
+        outputs = run.stage_outputs(wanted)
+        if any(
+            t.requires_grad and not trace.meta(v).requires_grad for v, t in zip(wanted, outputs, strict=True)
+        ):
+            raise self._unfrozen_error(stage)
+        return output, outputs
+
+    def _unfrozen_error(self, stage: int) -> PrepareError:
+        frozen = {name for name, weight in self.shadow.weights.items() if not weight.requires_grad}
+        unfrozen = [name for name, p in self.model.named_parameters() if p.requires_grad and name in frozen]
+        names = ", ".join(unfrozen[:3]) + (f" and {len(unfrozen) - 3} more" if len(unfrozen) > 3 else "")
+        return PrepareError(
+            f"requires_grad of {names or f'what stage {stage} computes'} was changed after prepare",
+            why="the stages of a pipeline have agreed on which activations have gradients: no other stage "
+            "would send one back",
+            fix="set requires_grad before prepare, or prepare the model and its optimizer anew",
+        )
 
     def make_fake(self, meta: TensorMeta) -> torch.Tensor:
         """Make a fake tensor in place of one that another stage computes."""

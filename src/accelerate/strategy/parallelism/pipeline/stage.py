@@ -21,8 +21,8 @@ Source: Huang et al. 2019, "GPipe" (arXiv:1811.06965); Narayanan et al. 2019, "P
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -152,6 +152,17 @@ def reject_call(*args: Any) -> Any:
     raise AssertionError("a schedule of a pipeline ran without a batch")
 
 
+@contextmanager
+def _unwrapped_errors() -> Iterator[None]:
+    """Raise what torch's stage wraps in an error of its own, which no handler would know."""
+    try:
+        yield
+    except RuntimeError as error:
+        if error.__cause__ is not None:
+            raise error.__cause__ from None
+        raise
+
+
 class TrainingStage(PipelineStage):
     """torch's stage, with a context around each backward.
 
@@ -167,12 +178,8 @@ class TrainingStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a forward; errors of the user's code are raised as they are, not wrapped by torch."""
-        try:
+        with _unwrapped_errors():
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        except RuntimeError as error:
-            if error.__cause__ is not None:
-                raise error.__cause__ from None
-            raise
         outputs = output if isinstance(output, tuple) else (output,)
         # The tensors themselves stay with torch, which frees those that are sent.
         if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in outputs):
@@ -187,7 +194,7 @@ class TrainingStage(PipelineStage):
         if not (has_loss if self.is_last else bwd_chunk_id in self._chunks_with_grad):
             self.bwd_cache[bwd_chunk_id] = (None,) * len(self.args_recv_info[bwd_chunk_id])
             return
-        with self.backward_context(bwd_chunk_id, self.stage_index, last_backward):
+        with self.backward_context(bwd_chunk_id, self.stage_index, last_backward), _unwrapped_errors():
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def clear_runtime_states(self) -> None:
