@@ -200,6 +200,61 @@ def test_a_window_that_was_saved_open_goes_on_with_its_buffers(
         assert whole == resumed
 
 
+class LateMean(nn.Module):
+    """A moving mean that begins to move in the fifth forward of the training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(WIDTH, 1)
+        self.register_buffer("mean", torch.zeros(()))
+        self.forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.forwards += 1
+            if self.forwards > 4:
+                with torch.no_grad():
+                    self.mean += 0.1 * (x.mean() - self.mean)
+        return self.linear(x) + self.mean
+
+
+def run_late(said: dict[str, Any], folder: str, evaluates: bool) -> tuple[list[float], list[float]]:
+    """Save after six forwards, and evaluate then or not; the values of the run and of the resumed one."""
+
+    def begin(forwards: int) -> tuple[Any, Any, Any]:
+        accelerator = accelerator_of(said)
+        net = LateMean()
+        net.forwards = forwards
+        return accelerator, *accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    def go_on(run: tuple[Any, Any, Any]) -> list[float]:
+        found = evaluate(run[1]) if evaluates else []
+        train(*run, range(6, 9))
+        return [*found, *evaluate(run[1])]
+
+    run = begin(0)
+    train(*run, range(6))  # the mean moves in forwards 5 and 6
+    run[0].save_state(folder)
+    whole = go_on(run)
+    run = begin(6)
+    run[0].load_state(folder)
+    return whole, go_on(run)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("way", ["fsdp1", "fsdp2", "hsdp", "ZeRO 2", "ZeRO 3"])
+def test_a_buffer_that_begins_to_change_late_is_that_of_rank_0(
+    ranks: RankServer, way: str, evaluates: bool, tmp_path: Path
+) -> None:
+    """G1: in the next evaluation, and in a run that is resumed from the next checkpoint."""
+    size, said = WAYS[way]
+    said = said | {"policy": None} if "fsdp" in said else said
+    whole, resumed = same_on_all(ranks(size, run_late, said, str(tmp_path), evaluates))
+    assert whole == resumed
+    assert len(set(whole)) == 1 + evaluates
+
+
 def cost() -> dict[str, Any]:
     """What is sent by the training of three models, and what is said of it."""
     accelerator = accelerator_of({"fsdp": 2, "policy": None})

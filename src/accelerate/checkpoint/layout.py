@@ -264,6 +264,7 @@ class StatefulAdapter:
             None where that is not possible.
         template: for a model, returns a cheap state with its names and ties; ``state_dict`` if None.
         check: raises the reason why the state cannot be saved, for this rank only; None if there can be none.
+        settle: called on every rank before the state is taken for a checkpoint; collective.
         compare: returns why a full state cannot be loaded, empty if it can; takes the state and the name of
             the class that was saved. It changes nothing. None if that is known only by loading.
         module: for a model, the user's own module.
@@ -276,6 +277,7 @@ class StatefulAdapter:
     sharded_state: Callable[[], ShardedState] | None = None
     template: Callable[[], Mapping[str, Any]] | None = None
     check: Callable[[], None] | None = None
+    settle: Callable[[], None] | None = None
     compare: Callable[[Any, str], str] | None = None
     module: Any = None
     optimizer: Any = None

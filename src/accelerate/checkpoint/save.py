@@ -245,6 +245,9 @@ class _SaveRun:
             transaction.open()
         with collective_section(self.action) as section:
             # May be collective, so no rank begins before all have come this far.
+            for each in objects.values():
+                if isinstance(each.item, StatefulAdapter) and each.item.settle is not None:
+                    each.item.settle()
             sharded: dict[str, ShardedState] = {}
             for name, each in objects.items() if contents.sharded else ():
                 if (sharded_state := each.sharded_state) is not None:

@@ -23,6 +23,7 @@ from accelerate.facade.runtime import Runtime
 from accelerate.offload.offloaded_tensor import source_of
 from accelerate.strategy.base import DataSharding, GradientPiece, OpenGradients, join_pieces
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
+from accelerate.strategy.protocol.replicated_buffers import settle_buffers
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.layout import ShardedState
@@ -43,6 +44,7 @@ def model_adapter(strategy: Strategy, model: nn.Module) -> StatefulAdapter:
         sharded_state=sharded_state,
         template=partial(state_template, strategy, model) if strategy.shards_params else None,
         check=partial(strategy.check_materialized, model),
+        settle=partial(settle_buffers, model),
         module=strategy.unwrap(model),
     )
 

@@ -11,6 +11,7 @@ from accelerate.core.errors import CheckpointError, SettingError
 from accelerate.strategy.deepspeed import full_state
 from accelerate.strategy.deepspeed.engine_handle import EngineHandle, replicate_buffers
 from accelerate.strategy.deepspeed.zero_checkpoint import ZeroCheckpoint, find_unsupported_file
+from accelerate.strategy.protocol.replicated_buffers import settle_buffers
 from accelerate.world.world import World
 
 _SAVES = ("client_state", "exclude_frozen_parameters")
@@ -51,6 +52,7 @@ class DeepSpeedEngineCheckpointer:
     def save(self, folder: Path, /) -> Iterable[str]:
         """Let DeepSpeed write the checkpoint, and return the files of this rank; collective."""
         _check_options(self.options, _SAVES, "save_state")
+        settle_buffers(self.handle.module)
         self.handle.engine.save_checkpoint(str(folder), tag=self.name, **self.options)
         tag_folder = folder / self.name
         if self.world.rank == 0:

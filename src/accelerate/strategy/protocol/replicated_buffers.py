@@ -28,14 +28,21 @@ logger = logging.getLogger(__name__)
 _SYNCED: weakref.WeakKeyDictionary[nn.Module, ReplicatedBuffers] = weakref.WeakKeyDictionary()
 
 
-def sync_buffers(model: nn.Module, groups: Iterable[ProcessGroup]) -> None:
+def sync_buffers(model: nn.Module, groups: Iterable[ProcessGroup], *, runs_alone: bool = False) -> None:
     """Keep the buffers of a model equal on all ranks of ``groups``, see ``ReplicatedBuffers``.
 
     Does nothing for the second time.
     """
     several = [group for group in groups if dist.get_world_size(group) > 1]
     if several and model not in _SYNCED and any(map(_persistent_buffers, model.modules())):
-        _SYNCED[model] = ReplicatedBuffers(model, several)
+        _SYNCED[model] = ReplicatedBuffers(model, several, runs_alone)
+
+
+def settle_buffers(model: nn.Module) -> None:
+    """Let the ranks agree which buffers of a model change, before those of rank 0 are saved; collective."""
+    for part in model.modules() if _SYNCED else ():
+        if part in _SYNCED:
+            _SYNCED[part].agree()
 
 
 @torch.no_grad()
@@ -58,61 +65,72 @@ class ReplicatedBuffers:
     """Broadcasts the buffers of a model that change in training, in one piece, before the next forward.
 
     A module that changes one of its persistent buffers in a forward has buffers that change: all of them are
-    broadcast from then on. Which these are is observed in forwards 1, 2, 4, 8, ... of the training, anew once
-    other modules are in training mode, and agreed on by the ranks; constants (masks, quantized weights) are
-    never sent. Buffers that are not persistent are no state: each rank keeps what it has computed.
+    broadcast from then on. Each rank observes its forwards, and the ranks agree on what they have observed
+    after forwards 1, 2, 4, ..., 64, 128, 192, ... of the training, anew once other modules are in training
+    mode; before an evaluation; and when a checkpoint is saved. Constants (masks, quantized weights) are never
+    sent. Buffers that are not persistent are no state: each rank keeps what it has computed.
 
     Like DDP, it broadcasts before the first forward after one in training, also before one in evaluation.
 
     Args:
         model: the prepared model.
         groups: the process groups along which the model is replicated, in the order of the broadcasts.
+        runs_alone: a rank may evaluate alone, so the ranks cannot agree before it does.
     """
 
-    def __init__(self, model: nn.Module, groups: Sequence[ProcessGroup]) -> None:
-        self._groups = groups
+    def __init__(self, model: nn.Module, groups: Sequence[ProcessGroup], runs_alone: bool) -> None:
+        self._groups, self._runs_alone = groups, runs_alone
         # Not the model: a copy of it has the same hooks, and must not meet the ranks.
         self._model = weakref.ref(model)
         self._modules = [module for module in model.modules() if _persistent_buffers(module)]
         self._is_changing = [False] * len(self._modules)
-        self._observed: list[bool] | None = None
-        self._may_differ, self._forwards = False, 0
+        self._observed = [False] * len(self._modules)
+        self._versions: list[list[tuple[int, int]]] | None = None
+        self._may_differ, self._is_due, self._forwards = False, False, 0
         self._in_training: list[bool] = []
-        hook: Any = torch.compiler.disable(self._before_forward)
-        model.register_forward_pre_hook(hook)
+        before: Any = torch.compiler.disable(self._before_forward)
+        after: Any = torch.compiler.disable(self._after_forward)
+        model.register_forward_pre_hook(before)
+        model.register_forward_hook(after, always_call=True)
 
     def _before_forward(self, model: nn.Module, _: Any) -> None:
         if model is not self._model():
             return
-        if self._may_differ:
-            self._synchronize(model)
         in_training = [module.training for module in self._modules]
-        self._may_differ = any(in_training)
+        trains = any(in_training)
         if self._may_differ:
+            if self._is_due or not (trains or self._runs_alone):
+                self.agree()
+            modules = [m for m, changes in zip(self._modules, self._is_changing, strict=True) if changes]
+            broadcast_tensors((b for module in modules for b in _persistent_buffers(module)), self._groups)
+        self._may_differ = trains
+        if trains:
             if in_training != self._in_training:
                 self._in_training, self._forwards = in_training, 0
             self._forwards += 1
-            if self._forwards & (self._forwards - 1) == 0:
-                self._observe(model)
+            self._is_due = self._forwards % 64 == 0 or self._forwards & (self._forwards - 1) == 0
+            self._versions = self._read_versions()
 
-    def _observe(self, model: nn.Module) -> None:
-        """Find the modules that change a buffer in this forward."""
-        before = [_versions(module) for module in self._modules]
+    def _after_forward(self, model: nn.Module, *_: Any) -> None:
+        if self._versions is not None and model is self._model():
+            before, self._versions = self._versions, None
+            for index, (old, new) in enumerate(zip(before, self._read_versions(), strict=True)):
+                self._observed[index] = self._observed[index] or old != new
 
-        def compare(*_: Any) -> None:
-            handle.remove()
-            pairs = zip(self._modules, before, strict=True)
-            self._observed = [_versions(module) != versions for module, versions in pairs]
+    def _read_versions(self) -> list[list[tuple[int, int]]]:
+        """Return the versions of buffers that are not known to change, by module; of others nothing."""
+        pairs = zip(self._modules, self._is_changing, strict=True)
+        # BatchNorm's kernel writes statistics past the version; its counter of batches has one.
+        return [
+            [] if changes else [(id(buffer), buffer._version) for buffer in _persistent_buffers(module)]
+            for module, changes in pairs
+        ]
 
-        hook: Any = torch.compiler.disable(compare)
-        handle = model.register_forward_hook(hook, always_call=True)
-
-    def _synchronize(self, model: nn.Module) -> None:
-        if self._observed is not None:
+    def agree(self) -> None:
+        """Add the modules that changed a buffer on any rank, unless all of them are known; collective."""
+        model, self._is_due = self._model(), False
+        if model is not None and not all(self._is_changing):
             self._agree(model, self._observed)
-            self._observed = None
-        modules = [m for m, changes in zip(self._modules, self._is_changing, strict=True) if changes]
-        broadcast_tensors((b for module in modules for b in _persistent_buffers(module)), self._groups)
 
     def _agree(self, model: nn.Module, observed: list[bool]) -> None:
         """Add the modules that changed a buffer on any rank, and say once that there are some."""
@@ -146,8 +164,3 @@ def _persistent_buffers(module: nn.Module) -> list[torch.Tensor]:
         and not buffer.is_meta
         and not isinstance(buffer, DTensor)
     ]
-
-
-def _versions(module: nn.Module) -> list[tuple[int, int]]:
-    # BatchNorm's kernel writes statistics past the version; its counter of batches has one.
-    return [(id(buffer), buffer._version) for buffer in _persistent_buffers(module)]
