@@ -44,7 +44,7 @@ def model_adapter(strategy: Strategy, model: nn.Module) -> StatefulAdapter:
         sharded_state=sharded_state,
         template=partial(state_template, strategy, model) if strategy.shards_params else None,
         check=partial(strategy.check_materialized, model),
-        settle=partial(settle_buffers, model),
+        settle=partial(settle_buffers, model) if next(model.buffers(), None) is not None else None,
         module=strategy.unwrap(model),
     )
 
