@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
 from tests.support.ranks import RankServer
-from tests.support.sequences import Jobs, same, shared_all
+from tests.support.sequences import Jobs, llama, same, shared_all, texts
+from tests.support.watchdog import speed_up_watchdog
 
 # What the rank server imports once for this module.
 PRELOAD = ("transformers.models.llama.modeling_llama",)
@@ -25,3 +32,33 @@ def test_two_processes_train_to_the_numbers_of_one(ranks: RankServer) -> None:
 def test_two_pairs_train_to_the_numbers_of_one(ranks: RankServer) -> None:
     jobs: Jobs = [("llama", {"sp_size": 2, "dp_shard_size": 2}, 8, 4, True)]
     same(jobs, ranks(4, shared_all, jobs, timeout=100))
+
+
+def full_alone(where: str) -> None:
+    """The memory of rank 1 is full with batches of 4: before its second forward, or before its backward."""
+    from accelerate.utils import find_executable_batch_size
+
+    speed_up_watchdog()
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(sp_size=2))
+
+    @find_executable_batch_size(starting_batch_size=4, reduce_batch_size_fn=lambda: 2)
+    def train(size: int) -> None:
+        model, loader = accelerator.prepare(llama(), DataLoader(texts(3), batch_size=size))  # type: ignore[arg-type]
+        for step, batch in enumerate(loader):
+            is_full = accelerator.process_index == 1 and size > 2 and step == 1
+            if is_full and where == "forward":
+                raise torch.OutOfMemoryError("simulated")
+            loss = model(**batch).loss
+            if is_full:
+                raise torch.OutOfMemoryError("simulated")
+            accelerator.backward(loss)
+
+    train()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_full_memory_ends_the_search(ranks: RankServer, where: str) -> None:
+    """C8: the other process waits for heads of the same sequences."""
+    outcomes = ranks.outcomes(2, full_alone, where, grace=30, timeout=60)
+    assert [outcome.kind for outcome in outcomes] == ["CollectiveError"] * 2, list(map(str, outcomes))
+    assert "memory of rank 1 is full with batches of 4" in outcomes[1].message
