@@ -570,12 +570,18 @@ def test_a_rank_that_ends_well_while_others_wait_in_a_sharded_model_is_named(
 def stay_away_from_a_sharded_model(kind: str, file: str) -> list[str]:
     """The last rank hangs until rank 0 has said where that rank is."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+    from accelerate.utils import PipelineParallelConfig, TorchTensorParallelConfig
 
     records = record_early_hints()
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=int(kind[-1])) if kind != "hsdp" else None
-    mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2) if kind == "hsdp" else None
+    arguments: dict[str, Any] = {
+        "hsdp": {"dp_replicate_size": 2, "dp_shard_size": 2},
+        "tp": {"tp_size": 2, "tp_handler": TorchTensorParallelConfig(plan={"0": "colwise", "1": "rowwise"})},
+        "pp": {"pp_size": 2, "pp_handler": PipelineParallelConfig(num_microbatches=2)},
+    }
+    mesh = ParallelismConfig(**arguments[kind]) if kind in arguments else None
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=int(kind[-1])) if mesh is None else None
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=mesh)
-    model = accelerator.prepare(torch.nn.Linear(3, 1))
+    model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)))
     for _ in range(2):
         accelerator.backward(model(torch.ones(2, 3)).sum())
     pid = gather_object([os.getpid()])[-1]
@@ -587,16 +593,25 @@ def stay_away_from_a_sharded_model(kind: str, file: str) -> list[str]:
     return records
 
 
-@pytest.mark.parametrize("kind", SHARDED)
-def test_who_waits_in_a_sharded_model_says_for_whom(ranks: RankServer, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [
+        ("fsdp1", "a forward of the model|backward"),
+        ("fsdp2", "a forward of the model|backward"),
+        ("hsdp", "a forward of the model|backward"),
+        ("tp", "an exchange of distributed tensors"),
+        ("pp", "[a-z_]*broadcast[a-z_]*|a transfer between stages|all_gather"),
+    ],
+)
+def test_who_waits_in_a_sharded_model_says_for_whom(
+    ranks: RankServer, tmp_path: Path, kind: str, call: str
+) -> None:
     """G11: also where some wait in other groups than the first."""
-    world = SHARDED[kind][0]
+    world = 4 if kind == "hsdp" else 2
     waiting, *_, late = ranks(world, stay_away_from_a_sharded_model, kind, str(tmp_path / "file"))
     assert late == []
     [text] = waiting
-    assert re.match(
-        r"rank 0 has waited .* in (a forward of the model|backward) at test_collective_errors", text
-    )
+    assert re.match(rf"rank 0 has waited .* in ({call}) at test_collective_errors", text), text
     assert f"rank {world - 1} is at test_collective_errors.py:" in text
     assert "in wait_for_file" in text
 
