@@ -23,7 +23,6 @@ from accelerate.facade.runtime import Runtime
 from accelerate.offload.offloaded_tensor import source_of
 from accelerate.strategy.base import DataSharding, GradientPiece, OpenGradients, join_pieces
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
-from accelerate.strategy.protocol.replicated_buffers import settle_buffers
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.layout import ShardedState
@@ -44,9 +43,16 @@ def model_adapter(strategy: Strategy, model: nn.Module) -> StatefulAdapter:
         sharded_state=sharded_state,
         template=partial(state_template, strategy, model) if strategy.shards_params else None,
         check=partial(strategy.check_materialized, model),
-        settle=partial(settle_buffers, model) if next(model.buffers(), None) is not None else None,
+        settle=partial(_settle_buffers, model) if next(model.buffers(), None) is not None else None,
         module=strategy.unwrap(model),
     )
+
+
+def _settle_buffers(model: nn.Module) -> None:
+    # Imported only where a save meets buffers: it brings torch's distributed tensors.
+    from accelerate.strategy.protocol.replicated_buffers import settle_buffers
+
+    settle_buffers(model)
 
 
 def state_template(strategy: Strategy, model: nn.Module) -> Mapping[str, Any]:
