@@ -397,6 +397,20 @@ def test_save_hooks_may_keep_models_out(tmp_path: Path) -> None:
     assert seen == [(True, 1), True]
 
 
+def test_random_numbers_after_a_resume_follow_those_of_a_save_hook(tmp_path: Path) -> None:
+    """The hooks of diffusers' scripts build a model to save an average, which draws its first weights."""
+    accelerator = Accelerator()
+
+    def build_model(*_: object) -> None:
+        nn.Linear(3, 3)
+
+    accelerator.register_save_state_pre_hook(build_model)
+    path = accelerator.save_state(f"{tmp_path}/a")
+    drawn = torch.rand(4)
+    accelerator.load_state(path)
+    assert torch.equal(torch.rand(4), drawn)
+
+
 def test_objects_without_a_state_cannot_be_registered() -> None:
     with pytest.raises(PrepareError, match="cannot be checkpointed: int"):
         Accelerator().register_for_checkpointing(3)

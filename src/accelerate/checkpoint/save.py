@@ -256,7 +256,9 @@ class _SaveRun:
                 # Of the models all are sharded, or none.
                 sharded = {name: state for name, state in sharded.items() if not name.startswith("models/")}
             section.value = {name: state.local_plan(rank) for name, state in sharded.items()}
-            states = {name: each.item.state_dict() for name, each in objects.items() if name not in sharded}
+            rng = [name for name, each in objects.items() if each.category == "rng"]
+            whole_names = [name for name in objects if name not in sharded and name not in rng]
+            states = {name: objects[name].item.state_dict() for name in whole_names}
             self.positions = [
                 to_plain(states[name], f"the position of {each.label}")
                 for name, each in objects.items()
@@ -272,6 +274,8 @@ class _SaveRun:
             model_states = [states[name] for name in models]
             if before is not None:
                 before(model_states, transaction.folder)
+            # A hook may draw random numbers, for instance to build a model: the run goes on after these.
+            states |= {name: objects[name].item.state_dict() for name in rng}
             whole = [
                 ("models", index, class_names.get(id(state), ""), state)
                 for index, state in enumerate(model_states)
