@@ -13,6 +13,7 @@ import importlib
 import io
 import json
 import logging
+import random
 import runpy
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 
 if TYPE_CHECKING:
@@ -151,4 +153,9 @@ def main(jobs: Jobs) -> None:
 if __name__ == "__main__":
     declare_torchvision_operators()
     sys.argv = sys.argv[1:]
+    # A script may have no seed of its own.
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))  # where a script's own modules lie
     runpy.run_path(sys.argv[0], run_name="__main__")

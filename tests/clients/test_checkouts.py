@@ -1,90 +1,187 @@
-"""Scripts of transformers in a checkout: TRANSFORMERS_EXAMPLES=PATH/examples/pytorch make test-clients.
+"""Run training scripts of checkouts of transformers and diffusers on one process and on two, and resume them.
+
+    TRANSFORMERS_EXAMPLES=PATH/examples/pytorch DIFFUSERS_EXAMPLES=PATH/examples make test-clients
 
 No package has these scripts, so nothing is recorded. On one process the weights are compared with a run
 under the public package where ``make record-clients`` has made its environment. On two, a shuffled epoch has
 another order than there.
+
+Of transformers' ten, run_semantic_segmentation_no_trainer.py is not run: it reads id2label.json from the hub.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
+import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.clients import adopters
+from tests.clients import checkouts
+from tests.clients.checkouts import CheckoutScript, launch_script, load_weights, optimizer_steps
 from tests.clients.probe import declare_torchvision_operators
 from tests.clients.record import ADOPTERS_PEER
-from tests.support.environment import ROOT, clean
 
-EXAMPLES = Path(os.environ.get("TRANSFORMERS_EXAMPLES") or "/nowhere")
-# Without metrics, which come from the hub.
-SCRIPTS = {
-    "language-modeling/run_clm_no_trainer.py": ["--block_size", "8"],
-    "language-modeling/run_mlm_no_trainer.py": ["--max_seq_length", "8"],
+pytestmark = pytest.mark.timeout(900)
+
+_LENGTHS = ["--max_source_length", "8", "--max_target_length", "8", "--num_beams", "1"]
+TRANSFORMERS = {
+    "language-modeling/run_clm_no_trainer.py": CheckoutScript(
+        checkouts.save_llama, checkouts.write_lines, ["--block_size", "8"]
+    ),
+    # Masks and dropout draw in another order under 1.15, which reads a batch ahead: docs/coming.md.
+    "language-modeling/run_mlm_no_trainer.py": CheckoutScript(
+        checkouts.save_bert("MaskedLM", dropout=0), checkouts.write_lines, ["--max_seq_length", "8"]
+    ),
+    "multiple-choice/run_swag_no_trainer.py": CheckoutScript(
+        checkouts.save_bert("MultipleChoice"), checkouts.write_endings, ["--max_seq_length", "16"]
+    ),
+    "question-answering/run_qa_no_trainer.py": CheckoutScript(
+        checkouts.save_bert("QuestionAnswering"),
+        checkouts.write_questions,
+        ["--max_seq_length", "16", "--doc_stride", "2"],
+    ),
+    "text-classification/run_glue_no_trainer.py": CheckoutScript(
+        checkouts.save_bert("SequenceClassification", 3), checkouts.write_pairs, ["--max_length", "16"]
+    ),
+    "token-classification/run_ner_no_trainer.py": CheckoutScript(
+        checkouts.save_bert("TokenClassification", 3), checkouts.write_tags, ["--max_length", "16"]
+    ),
+    "summarization/run_summarization_no_trainer.py": CheckoutScript(
+        checkouts.save_t5,
+        checkouts.write_summaries,
+        _LENGTHS,
+    ),
+    "translation/run_translation_no_trainer.py": CheckoutScript(
+        checkouts.save_t5,
+        checkouts.write_translations,
+        ["--source_lang", "en", "--target_lang", "de", *_LENGTHS],
+    ),
+    "image-classification/run_image_classification_no_trainer.py": CheckoutScript(
+        checkouts.save_vit, checkouts.write_classes
+    ),
 }
-LAUNCH = ["-m", "accelerate.commands.launch", "--cpu", "--mixed_precision", "no", "--num_machines", "1"]
-
-pytestmark = [
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(not EXAMPLES.is_dir(), reason="TRANSFORMERS_EXAMPLES names no folder"),
+DIFFUSERS = [
+    "text_to_image/train_text_to_image.py",
+    "text_to_image/train_text_to_image_lora.py",
+    "dreambooth/train_dreambooth.py",
+    "unconditional_image_generation/train_unconditional.py",
 ]
 
 
-def model(kind: str) -> Any:
-    """The smallest model that the script trains."""
-    if "clm" in kind:
-        return adopters.llama()
-    from transformers import BertConfig, BertForMaskedLM
-
-    torch.manual_seed(0)
-    return BertForMaskedLM(
-        BertConfig(
-            vocab_size=adopters.VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-            intermediate_size=64, max_position_embeddings=16,
-        )
-    )  # fmt: skip
-
-
-def trained(python: Path | str, size: int, script: str, folder: Path) -> dict[str, torch.Tensor]:
-    """The weights that a script saves after four steps."""
-    from safetensors.torch import load_file
-
+@pytest.fixture(autouse=True)
+def _torchvision() -> None:
     declare_torchvision_operators()
+
+
+def train_transformers(python: Path | str, size: int, name: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Train six steps, then the last two again from a checkpoint: the weights of both runs."""
+    script = TRANSFORMERS[name]
     folder.mkdir()
-    start, words = folder / "start", adopters.tokenizer()
-    words.add_special_tokens({"mask_token": "w59"})
-    words.model_max_length = 16
-    model(script).save_pretrained(start)
-    words.save_pretrained(start)
-    lines = [" ".join(f"w{(i * i + j) % 50}" for j in range(8)) for i in range(40)]
-    (folder / "text.txt").write_text("\n".join(lines) + "\n")
-    command = [
-        str(python), *LAUNCH, "--num_processes", str(size), "-m", "tests.clients.probe",
-        str(EXAMPLES / script),
-        "--model_name_or_path", str(start), "--train_file", str(folder / "text.txt"),
-        "--validation_file", str(folder / "text.txt"), "--per_device_train_batch_size", "2",
-        "--max_train_steps", "4", "--seed", "0", "--output_dir", str(folder / "out"), *SCRIPTS[script],
+    script.save_model(folder / "start")
+    checkouts.write_metrics(folder)
+    arguments = [
+        "--model_name_or_path", str(folder / "start"), *script.write_data(folder), *script.arguments,
+        "--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "2", "--max_train_steps", "6",
+        "--learning_rate", "1e-3", "--lr_scheduler_type", "constant", "--checkpointing_steps", "2",
+        "--seed", "0",
     ]  # fmt: skip
-    done = subprocess.run(
-        command, env=clean({"HOME": folder}), cwd=ROOT, capture_output=True, text=True, timeout=250
+    path = checkouts.TRANSFORMERS / name
+    launch_script(python, size, path, [*arguments, "--output_dir", "whole"], folder)
+    resumed = [*arguments, "--output_dir", "resumed", "--resume_from_checkpoint", "whole/step_4"]
+    assert "Resumed from checkpoint: whole/step_4" in launch_script(python, size, path, resumed, folder)
+    assert [step.name for step in (folder / "resumed").glob("step_*")] == ["step_6"]
+    assert optimizer_steps(folder / "resumed" / "step_6") == 6
+    return {
+        f"{run} {key}": value
+        for run in ("whole", "resumed")
+        for key, value in load_weights(folder / run).items()
+    }
+
+
+@pytest.mark.skipif(not checkouts.TRANSFORMERS.is_dir(), reason="TRANSFORMERS_EXAMPLES names no folder")
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformers_script_trains_and_resumes(name: str, size: int, tmp_path: Path) -> None:
+    own = train_transformers(sys.executable, size, name, tmp_path / "own")
+    start = load_weights(tmp_path / "own" / "start")
+    assert any(not torch.equal(own[f"whole {key}"], value) for key, value in start.items())
+    for key in start:
+        assert torch.equal(own[f"whole {key}"], own[f"resumed {key}"]), f"{key} differs after resuming"
+    if size == 1 and ADOPTERS_PEER.exists():
+        peer = train_transformers(ADOPTERS_PEER, 1, name, tmp_path / "peer")
+        whole = [key for key in own if key.startswith("whole")]
+        torch.testing.assert_close(
+            [own[key] for key in whole], [peer[key] for key in whole], rtol=0, atol=1e-5
+        )
+
+
+def diffusers_arguments(name: str, folder: Path) -> list[str]:
+    """Write the model and the pictures of a script in ``folder``; return its arguments."""
+    pictures = folder / "pictures"
+    arguments = [
+        "--output_dir", "out", "--train_batch_size", "4", "--resolution", "16", "--learning_rate", "1e-3",
+        "--lr_warmup_steps", "0", "--checkpointing_steps", "2",
+    ]  # fmt: skip
+    if "unconditional" in name:
+        checkouts.write_pictures(pictures)
+        checkouts.save_unet(folder / "start")
+        return [
+            *arguments, "--model_config_name_or_path", "start", "--train_data_dir", "pictures", "--use_ema",
+            "--num_epochs", "2", "--eval_batch_size", "1", "--ddpm_num_steps", "20",
+            "--ddpm_num_inference_steps", "2",
+        ]  # fmt: skip
+    checkouts.save_stable_diffusion(folder / "start")
+    arguments += ["--pretrained_model_name_or_path", "start", "--seed", "0", "--max_train_steps", "6"]
+    if "dreambooth" in name:
+        checkouts.write_pictures(pictures)
+        prompt = ["--instance_prompt", "abc", "--train_text_encoder"]
+        return [*arguments, "--instance_data_dir", "pictures", *prompt]
+    checkouts.write_pictures(pictures, captions=True)
+    return [
+        *arguments,
+        "--train_data_dir",
+        "pictures",
+        *(["--rank", "2"] if "lora" in name else ["--use_ema"]),
+    ]
+
+
+def last_checkpoint(folder: Path) -> Path:
+    return max(folder.glob("checkpoint-*"), key=lambda at: int(at.name.split("-")[1]))
+
+
+@pytest.mark.skipif(not checkouts.DIFFUSERS.is_dir(), reason="DIFFUSERS_EXAMPLES names no folder")
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", DIFFUSERS)
+def test_diffusers_script_trains_and_resumes(name: str, size: int, tmp_path: Path) -> None:
+    """On two processes the main process alone calls ``save_state``, so the other's random states are new.
+
+    The checkpoint lies at the end of an epoch, since the scripts begin an epoch anew; only
+    train_unconditional.py skips the batches before.
+    """
+    path, own = checkouts.DIFFUSERS / name, tmp_path / "own"
+    own.mkdir()
+    arguments = diffusers_arguments(name, own)
+    launch_script(sys.executable, size, path, arguments, own)
+    whole, steps = load_weights(own / "out"), 8 // size if "unconditional" in name else 6
+    at = 2 if "unconditional" in name else 4
+    assert last_checkpoint(own / "out").name == f"checkpoint-{steps}"
+    for later in range(at + 2, steps + 2, 2):
+        shutil.rmtree(own / "out" / f"checkpoint-{later}")
+    printed = launch_script(
+        sys.executable, size, path, [*arguments, "--resume_from_checkpoint", "latest"], own
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return load_file(folder / "out" / "model.safetensors")
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_script_trains(script: str, tmp_path: Path) -> None:
-    one = trained(sys.executable, 1, script, tmp_path / "one")
-    two = trained(sys.executable, 2, script, tmp_path / "two")
-    start = model(script).state_dict()
-    for weights in (one, two):
-        assert all(value.isfinite().all() for value in weights.values())
-        assert any(not torch.equal(value, start[name]) for name, value in weights.items())
+    assert f"Resuming from checkpoint checkpoint-{at}" in printed
+    assert last_checkpoint(own / "out").name == f"checkpoint-{steps}"
+    assert optimizer_steps(last_checkpoint(own / "out")) == steps
+    resumed = load_weights(own / "out")
+    if size > 1:
+        return
+    for key, value in whole.items():
+        assert torch.equal(value, resumed[key]), f"{key} differs after resuming"
     if ADOPTERS_PEER.exists():
-        peer = trained(ADOPTERS_PEER, 1, script, tmp_path / "peer")
-        torch.testing.assert_close(one, peer, rtol=0, atol=1e-4)
+        peer = tmp_path / "peer"
+        peer.mkdir()
+        launch_script(ADOPTERS_PEER, 1, path, diffusers_arguments(name, peer), peer)
+        torch.testing.assert_close(whole, load_weights(peer / "out"), rtol=0, atol=1e-5)
