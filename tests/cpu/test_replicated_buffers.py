@@ -247,12 +247,34 @@ def run_late(said: dict[str, Any], folder: str, evaluates: bool) -> tuple[list[f
 def test_a_buffer_that_begins_to_change_late_is_that_of_rank_0(
     ranks: RankServer, way: str, evaluates: bool, tmp_path: Path
 ) -> None:
-    """G1: in the next evaluation, and in a run that is resumed from the next checkpoint."""
+    """G1: from the next checkpoint on, in the run that goes on and in a resumed one."""
     size, said = WAYS[way]
     said = said | {"policy": None} if "fsdp" in said else said
     whole, resumed = same_on_all(ranks(size, run_late, said, str(tmp_path), evaluates))
     assert whole == resumed
     assert len(set(whole)) == 1 + evaluates
+
+
+def evaluate_alone() -> float:
+    """Rank 0 evaluates a model with constants on the weights that all have gathered."""
+    import deepspeed
+
+    accelerator = accelerator_of({"zero": 3})
+    net = nn.Linear(WIDTH, 1)
+    net.register_buffer("table", torch.ones(3))
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    train(accelerator, model, optimizer, range(3))
+    user = accelerator.unwrap_model(model)
+    with deepspeed.zero.GatheredParameters(list(user.parameters())):
+        if accelerator.is_main_process:
+            evaluate(user)
+    train(accelerator, model, optimizer, range(3, 5))
+    return evaluate(model)[0]
+
+
+def test_a_rank_evaluates_alone_where_buffers_are_constant(ranks: RankServer) -> None:
+    """Before an evaluation the ranks agree on nothing that has not changed."""
+    same_on_all(ranks(2, evaluate_alone))
 
 
 def cost() -> dict[str, Any]:

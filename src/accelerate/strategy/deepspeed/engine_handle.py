@@ -324,8 +324,7 @@ def replicate_buffers(model: nn.Module) -> None:
     everyone: Any = dist.group.WORLD
     if dist.get_world_size() > 1:
         broadcast_tensors(model.buffers(), [everyone])
-        is_partitioned = any(hasattr(p, "ds_id") for p in model.parameters())  # stage 3
-        sync_buffers(model, [everyone], runs_alone=not is_partitioned)
+        sync_buffers(model, [everyone])
 
 
 def _undo_first_step(handle: EngineHandle) -> None:

@@ -28,14 +28,14 @@ logger = logging.getLogger(__name__)
 _SYNCED: weakref.WeakKeyDictionary[nn.Module, ReplicatedBuffers] = weakref.WeakKeyDictionary()
 
 
-def sync_buffers(model: nn.Module, groups: Iterable[ProcessGroup], *, runs_alone: bool = False) -> None:
+def sync_buffers(model: nn.Module, groups: Iterable[ProcessGroup]) -> None:
     """Keep the buffers of a model equal on all ranks of ``groups``, see ``ReplicatedBuffers``.
 
     Does nothing for the second time.
     """
     several = [group for group in groups if dist.get_world_size(group) > 1]
     if several and model not in _SYNCED and any(map(_persistent_buffers, model.modules())):
-        _SYNCED[model] = ReplicatedBuffers(model, several, runs_alone)
+        _SYNCED[model] = ReplicatedBuffers(model, several)
 
 
 def settle_buffers(model: nn.Module) -> None:
@@ -65,27 +65,29 @@ class ReplicatedBuffers:
     """Broadcasts the buffers of a model that change in training, in one piece, before the next forward.
 
     A module that changes one of its persistent buffers in a forward has buffers that change: all of them are
-    broadcast from then on. Each rank observes its forwards, and the ranks agree on what they have observed
-    after forwards 1, 2, 4, ..., 64, 128, 192, ... of the training, anew once other modules are in training
-    mode; before an evaluation; and when a checkpoint is saved. Constants (masks, quantized weights) are never
-    sent. Buffers that are not persistent are no state: each rank keeps what it has computed.
+    broadcast from then on. Each rank observes its forwards in training. The ranks agree on what they have
+    observed after 1, 2, 4, ..., 64, 128, 192, ... of these forwards, anew once other modules are in training
+    mode, and when a checkpoint is saved. Constants (masks, quantized weights) are never sent. Buffers that
+    are not persistent are no state: each rank keeps what it has computed.
 
     Like DDP, it broadcasts before the first forward after one in training, also before one in evaluation.
+    Before an evaluation the ranks do not agree: one of them may evaluate alone, on weights that all have
+    gathered.
 
     Args:
         model: the prepared model.
         groups: the process groups along which the model is replicated, in the order of the broadcasts.
-        runs_alone: a rank may evaluate alone, so the ranks cannot agree before it does.
     """
 
-    def __init__(self, model: nn.Module, groups: Sequence[ProcessGroup], runs_alone: bool) -> None:
-        self._groups, self._runs_alone = groups, runs_alone
+    def __init__(self, model: nn.Module, groups: Sequence[ProcessGroup]) -> None:
+        self._groups = groups
         # Not the model: a copy of it has the same hooks, and must not meet the ranks.
         self._model = weakref.ref(model)
         self._modules = [module for module in model.modules() if _persistent_buffers(module)]
         self._is_changing = [False] * len(self._modules)
         self._observed = [False] * len(self._modules)
-        self._versions: list[list[tuple[int, int]]] | None = None
+        self._constants = self._find_constants()
+        self._versions: list[tuple[int, int | None]] | None = None
         self._may_differ, self._is_due, self._forwards = False, False, 0
         self._in_training: list[bool] = []
         before: Any = torch.compiler.disable(self._before_forward)
@@ -97,14 +99,13 @@ class ReplicatedBuffers:
         if model is not self._model():
             return
         in_training = [module.training for module in self._modules]
-        trains = any(in_training)
         if self._may_differ:
-            if self._is_due or not (trains or self._runs_alone):
+            if self._is_due:
                 self.agree()
             modules = [m for m, changes in zip(self._modules, self._is_changing, strict=True) if changes]
             broadcast_tensors((b for module in modules for b in _persistent_buffers(module)), self._groups)
-        self._may_differ = trains
-        if trains:
+        self._may_differ = any(in_training)
+        if self._may_differ:
             if in_training != self._in_training:
                 self._in_training, self._forwards = in_training, 0
             self._forwards += 1
@@ -114,23 +115,28 @@ class ReplicatedBuffers:
     def _after_forward(self, model: nn.Module, *_: Any) -> None:
         if self._versions is not None and model is self._model():
             before, self._versions = self._versions, None
-            for index, (old, new) in enumerate(zip(before, self._read_versions(), strict=True)):
-                self._observed[index] = self._observed[index] or old != new
+            after = self._read_versions()
+            if before != after:
+                for (index, _, _), old, new in zip(self._constants, before, after, strict=True):
+                    self._observed[index] = self._observed[index] or old != new
 
-    def _read_versions(self) -> list[list[tuple[int, int]]]:
-        """Return the versions of buffers that are not known to change, by module; of others nothing."""
-        pairs = zip(self._modules, self._is_changing, strict=True)
+    def _find_constants(self) -> list[tuple[int, dict[str, torch.Tensor | None], str]]:
+        """Return the buffers that are not known to change: number of the module, its buffers, the name."""
+        modules = [pair for pair in enumerate(self._modules) if not self._is_changing[pair[0]]]
+        return [(i, module._buffers, name) for i, module in modules for name in _persistent_names(module)]
+
+    def _read_versions(self) -> list[tuple[int, int | None]]:
+        """Return what another value of a constant changes, which each forward in training reads twice."""
         # BatchNorm's kernel writes statistics past the version; its counter of batches has one.
-        return [
-            [] if changes else [(id(buffer), buffer._version) for buffer in _persistent_buffers(module)]
-            for module, changes in pairs
-        ]
+        found = [buffers.get(name) for _, buffers, name in self._constants]
+        return [(id(buffer), getattr(buffer, "_version", None)) for buffer in found]
 
     def agree(self) -> None:
         """Add the modules that changed a buffer on any rank, unless all of them are known; collective."""
         model, self._is_due = self._model(), False
         if model is not None and not all(self._is_changing):
             self._agree(model, self._observed)
+            self._constants = self._find_constants()
 
     def _agree(self, model: nn.Module, observed: list[bool]) -> None:
         """Add the modules that changed a buffer on any rank, and say once that there are some."""
@@ -156,8 +162,13 @@ class ReplicatedBuffers:
 
 def _persistent_buffers(module: nn.Module) -> list[torch.Tensor]:
     """Return the buffers of one module that are part of its state."""
+    found = [module._buffers[name] for name in _persistent_names(module)]
+    return [buffer for buffer in found if buffer is not None]
+
+
+def _persistent_names(module: nn.Module) -> list[str]:
     return [
-        buffer
+        name
         for name, buffer in module._buffers.items()
         if buffer is not None
         and name not in module._non_persistent_buffers_set

@@ -193,8 +193,7 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor):
             from accelerate.strategy.protocol.replicated_buffers import sync_buffers
 
             meshes = (*self._replicated_meshes, self._shard_mesh)
-            groups = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
-            sync_buffers(model, groups, runs_alone=self._shard_mesh.size() == 1)
+            sync_buffers(model, [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)])
 
     def _move_to_device(self, bundle: PrepareBundle) -> None:
         for index in bundle.positions("model"):
