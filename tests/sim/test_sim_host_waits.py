@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from accelerate.data import batch_copier
 from tests.support.ranks import RankServer
 
 WINDOWS = 12
@@ -159,9 +160,18 @@ def test_one_process_waits_for_nothing() -> None:
 @pytest.mark.parametrize("how", ["", "pinned"])
 def test_batches_go_over_a_stream_of_their_own(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits for that stream alone, and not where the memory is pinned."""
+    monkeypatch.setattr(batch_copier, "_SMALL_BATCH", 0)
     copies = train(monkeypatch, "one process", how, {}).copies
     batches = [copy for copy in copies if not copy[1]]
     assert batches == [(how == "", False)] * 2 * WINDOWS
+
+
+def test_a_small_copy_from_pinned_memory_does_not_go_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host would take longer to use the other stream than the device to copy; it waits for neither."""
+    seen = train(monkeypatch, "one process", "pinned", {})
+    assert [copy for copy in seen.copies if not copy[1]] == []
+    assert seen.copies.count((False, True)) >= 2 * WINDOWS
+    assert seen.waits == []
 
 
 def offloads(how: str) -> tuple[int, list[str]]:
