@@ -20,7 +20,7 @@ from accelerate.strategy.fsdp1.flat_parameter_layout import (
     unwrap_module,
     walk_modules,
 )
-from accelerate.strategy.sharding.full_state import distribute
+from accelerate.strategy.sharding.full_state import distribute, gather_whole
 
 # The name of a flat parameter in torch's wrapper module.
 _FLAT = "_flat_param"
@@ -182,7 +182,7 @@ class FSDP1WrappedModel:
 def copy_local_part(unit: FlatParam, slot: FlatSlot, value: Any, local: torch.Tensor) -> None:
     """Copy this rank's elements of an unsharded value or DTensor into its piece."""
     low, high = unit.local_range(slot)
-    full = value.full_tensor() if isinstance(value, DTensor) else value
+    full = gather_whole(value).to(value.device) if isinstance(value, DTensor) else value
     unit.local_piece(slot, local).copy_(full.reshape(-1)[low:high])
 
 

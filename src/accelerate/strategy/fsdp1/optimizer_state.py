@@ -15,6 +15,7 @@ from accelerate.core.errors import PrepareError
 from accelerate.core.user_warning import warn_user
 from accelerate.strategy.fsdp1.flat_parameter_layout import FlatParam, FlatSlot
 from accelerate.strategy.fsdp1.model_state_dict import FSDP1WrappedModel, TakeValue, as_distributed
+from accelerate.strategy.sharding.full_state import gather_whole
 from accelerate.world import collective
 
 # Optimizers that compute with whole parameters, by the names of their classes; pieces of one dimension are
@@ -239,7 +240,7 @@ def _put_local_part(entry: OptimizerParam, values: Mapping[str, Any], made: dict
     unit, slot = entry.unit, entry.slot
     for name, value in values.items():
         # All ranks gather, also those that have nothing of the parameter.
-        full: Any = value.full_tensor() if isinstance(value, DTensor) else value
+        full: Any = gather_whole(value).to(value.device) if isinstance(value, DTensor) else value
         if _is_absent(entry):
             continue
         if unit is None or slot is None or not isinstance(full, torch.Tensor) or full.shape != slot.shape:

@@ -9,7 +9,9 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
@@ -61,7 +63,7 @@ def distribute(value: Any, like: Any) -> Any:
     if isinstance(value, DTensor):
         if value.device_mesh == like.device_mesh:
             return value
-        value = value.full_tensor()
+        value = gather_whole(value).to(value.device)
     if value.shape == like.shape:
         # A copy: a tensor mapped from a file must not stay tied to the file. It is stored where the parameter
         # is, which may be the host.
@@ -75,15 +77,7 @@ def distribute(value: Any, like: Any) -> Any:
 def gather_to_host(value: Any, keep: bool) -> Any:
     """Return the unsharded tensor on the host where ``keep``, else None; collective."""
     if isinstance(value, DTensor):
-        # Shards on the host are all-gathered on the device.
-        moved = (
-            value if value.to_local().device.type == value.device_mesh.device_type else _to_mesh_device(value)
-        )
-        # One mesh dimension after another, the last sharded first: torch warns when it has to find that out.
-        for axis in reversed(shard_mesh_dims(moved.placements)):
-            rest = [Replicate() if a == axis else p for a, p in enumerate(moved.placements)]
-            moved = moved.redistribute(placements=rest)
-        whole = moved.full_tensor().detach()
+        whole = gather_whole(value)
         # Training goes on in the tensor itself, which is unsharded already where one rank has all of it.
         same = whole.untyped_storage().data_ptr() == value.to_local().untyped_storage().data_ptr()
         return whole.to("cpu", copy=same) if keep else None
@@ -93,11 +87,32 @@ def gather_to_host(value: Any, keep: bool) -> Any:
     return value
 
 
-def _to_mesh_device(value: DTensor) -> DTensor:
-    local = value.to_local().to(value.device_mesh.device_type)
+def gather_whole(value: DTensor) -> torch.Tensor:
+    """Return the unsharded tensor, on the device on which its mesh gathers; collective."""
+    moved = _to_gathering_device(value)
+    # One mesh dimension after another, the last sharded first: torch warns when it has to find that out.
+    for axis in reversed(shard_mesh_dims(moved.placements)):
+        rest = [Replicate() if a == axis else p for a, p in enumerate(moved.placements)]
+        moved = moved.redistribute(placements=rest)
+    return moved.full_tensor().detach()
+
+
+def _to_gathering_device(value: DTensor) -> DTensor:
+    """Return the tensor with its shards on the device of its mesh, or on the host if its groups are gloo's.
+
+    A DTensor on an accelerator whose process group is gloo's ends the process when it is gathered (SIGSEGV on
+    CUDA with torch 2.11; https://github.com/pytorch/pytorch/pull/132709).
+    """
+    mesh, local = value.device_mesh, value.to_local()
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    is_gloo = f"{mesh.device_type}:gloo" in dist.get_backend_config(groups[0]).split(",")
+    if is_gloo and mesh.device_type != "cpu":
+        mesh = DeviceMesh.from_group(groups, "cpu", mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+    elif local.device.type == mesh.device_type:
+        return value
     return DTensor.from_local(
-        local,
-        value.device_mesh,
+        local.to(mesh.device_type),
+        mesh,
         value.placements,
         run_check=False,
         shape=value.shape,
