@@ -36,6 +36,13 @@ def held() -> int:
     return torch.accelerator.memory_allocated()
 
 
+def take_workspaces(device_type: str) -> None:
+    """Let the libraries take their workspaces, of the backward's thread too: they are in no estimate."""
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = torch.nn.Linear(64, 64, device=device_type, dtype=dtype)
+        layer(torch.ones(64, 64, device=device_type, dtype=dtype)).sum().backward()
+
+
 def near(found: int, expected: int, factor: float) -> bool:
     return expected / factor <= found <= expected * factor
 
@@ -45,10 +52,12 @@ def near(found: int, expected: int, factor: float) -> bool:
 def test_what_is_estimated_is_what_a_training_takes(device: Any, attention: str, mixed: str) -> None:
     if attention == "sdpa" and device.type != "cuda":
         pytest.skip("whether this device has a fused kernel for attention is not known")
-    how = "fused" if attention == "sdpa" else "eager"
+    # Torch has no fused attention in float32 for fewer heads of keys than of queries.
+    how = "fused" if attention == "sdpa" and mixed == "bf16" else "eager"
     with torch.device("meta"):
         hollow = model_of(attention)
     bill = estimate_memory(hollow, batch=BATCH, length=LENGTH, attention=how, mixed_precision=mixed)
+    take_workspaces(device.type)
     before = held()
     model = model_of(attention).to(device.type).train()
     words = torch.randint(0, 2000, (BATCH, LENGTH), device=device.type)
@@ -61,6 +70,6 @@ def test_what_is_estimated_is_what_a_training_takes(device: Any, attention: str,
     optimizer.step()
     del loss
     state = held() - before - weights
-    assert near(weights, bill.weights, EXACT)
-    assert near(saved, bill.activations + bill.copies, NEAR)
-    assert near(state, bill.gradients + bill.optimizer, NEAR)
+    assert near(weights, bill.weights, EXACT), (weights, bill)
+    assert near(saved, bill.activations + bill.copies, NEAR), (saved, bill)
+    assert near(state, bill.gradients + bill.optimizer, NEAR), (state, bill)

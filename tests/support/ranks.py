@@ -32,6 +32,7 @@ T = TypeVar("T")
 NO_LAUNCHER: dict[str, None] = dict.fromkeys(
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 )
+ASK_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _SERVE = "import sys; from tests.support.rank_server import serve; serve(int(sys.argv[1]))"
 
 
@@ -192,7 +193,9 @@ class RankServer:
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", _SERVE, str(theirs.fileno())],
                     cwd=ROOT,
-                    env=clean(accelerators=True),
+                    # What it imports may ask whether CUDA is there; a process that has initialized the driver
+                    # to answer cannot fork others that use it.
+                    env={**clean(accelerators=True), **ASK_NVML},
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
                     stdin=subprocess.DEVNULL,
