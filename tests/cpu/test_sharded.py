@@ -316,6 +316,22 @@ def pictures(dispatch: bool) -> list[int]:
     return rows_of(Accelerator(dataloader_config=config).prepare(loader))
 
 
+def share_out(kind: str) -> int:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    seed = torch.Generator().manual_seed(accelerator.process_index)
+    rows: Any = torch.rand(16, 2, generator=seed)
+    loader = DataLoader(rows if kind == "tensor" else rows.numpy(), batch_size=2)
+    return len(list(accelerator.prepare(loader)))
+
+
+@pytest.mark.parametrize("kind", ["tensor", "array"])
+def test_arrays_that_each_rank_makes_anew_are_not_compared(ranks: RankServer, kind: str) -> None:
+    """They are shared out by their numbers, as in 1.15."""
+    assert ranks(2, share_out, kind) == [4, 4]
+
+
 @pytest.mark.parametrize("dispatch", [False, True])
 def test_objects_are_shared_out_whatever_their_text_is(ranks: RankServer, dispatch: bool) -> None:
     """A6: the ranks compare what their samples hold, not where they lie in memory."""

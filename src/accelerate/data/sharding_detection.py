@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from accelerate.core import tree
 from accelerate.core.errors import CollectiveError, PrepareError
@@ -45,7 +45,7 @@ _SIZE = frozenset(("get_world_size", "num_processes", "WORLD_SIZE"))
 _LIBRARIES = frozenset(("torch", "accelerate", "datasets", "torchdata", "numpy", "builtins"))
 # Attributes that may differ between ranks without sharding: parts of names, and names.
 _RANK_SPECIFIC = ("seed", "device", "generator", "rng", "cache", "log", "tmp", "temp", "output", "epoch")
-_PLACES = frozenset(("host", "hostname", "node", "pid", "port", "local_rank"))
+_PROCESS_ATTRIBUTES = frozenset(("host", "hostname", "node", "pid", "port", "local_rank"))
 # Rows of a ``datasets.Dataset`` that are compared over the ranks.
 COMPARED_ROWS = 16
 COMPARED_BYTES = 4096  # of a file that a row names
@@ -213,10 +213,11 @@ def loader_facts(loader: DataLoader[Any], is_order_compared: bool = False) -> di
         is_torch = type(holder).__module__.startswith("torch.")
         everything = is_stream or is_torch or not (is_data or is_order_compared)
         if isinstance(holder, list | tuple | range):
-            ends = ", ".join(map(_sample_text, _ends(holder)))
+            ends = ", ".join(map(_sample_text, _first_and_last(holder)))
             facts["its order"] = _shorten_text(f"{len(holder)} samples [{ends}]")
         for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
-            text = _short_text(value, everything)
+            has_array = isinstance(holder, Subset) and isinstance(value, torch.Tensor | np.ndarray)
+            text = _short_text(value.tolist() if has_array else value, everything)
             if text is not None and not _is_rank_specific(name.lower()):
                 facts[f"{type(holder).__name__}.{name}"] = text
     return facts
@@ -242,7 +243,7 @@ def _leaf_text(leaf: Any) -> str:
 
 
 def _is_rank_specific(name: str) -> bool:
-    return name.strip("_") in _PLACES or any(part in name for part in _RANK_SPECIFIC)
+    return name.strip("_") in _PROCESS_ATTRIBUTES or any(part in name for part in _RANK_SPECIFIC)
 
 
 def _short_text(value: Any, everything: bool) -> str | None:
@@ -254,11 +255,11 @@ def _short_text(value: Any, everything: bool) -> str | None:
     if isinstance(value, str | int | PurePath | range) and not isinstance(value, bool):
         return _shorten_text(str(value))  # a flag asks for the main process, and a float is a time
     if isinstance(value, list | tuple) and all(isinstance(item, int | float) for item in value[:64]):
-        return _shorten_text(f"{len(value)} numbers {_ends(value)}")
-    return _shorten_text(_leaf_text(value)) if isinstance(value, torch.Tensor | np.ndarray) else None
+        return _shorten_text(f"{len(value)} numbers {_first_and_last(value)}")
+    return None  # tensors hold samples or weights, which a program may make anew on each rank
 
 
-def _ends(values: Sequence[Any]) -> list[Any]:
+def _first_and_last(values: Sequence[Any]) -> list[Any]:
     """Return the first and the last values of many, or all."""
     return (
         [*values] if len(values) <= 2 * COMPARED_ENDS else [*values[:COMPARED_ENDS], *values[-COMPARED_ENDS:]]
