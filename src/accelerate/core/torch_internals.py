@@ -179,6 +179,7 @@ INTERNALS = (
             "_PipelineStageBase.get_fwd_recv_ops _PipelineStageBase.get_fwd_send_ops "
             "_PipelineStageBase.get_bwd_recv_ops _PipelineStageBase.get_bwd_send_ops "
             "_PipelineStageBase.forward_one_chunk _PipelineStageBase.backward_one_chunk "
+            "_PipelineStageBase._retrieve_recv_grads "
             "_PipelineStageBase.clear_runtime_states",
             f"{_PIPELINE}.schedules": "ScheduleGPipe._stage ScheduleGPipe._n_microbatches "
             "ScheduleGPipe._has_backward ScheduleInterleaved1F1B._stages",

@@ -192,6 +192,9 @@ class TrainingStage(PipelineStage):
         """Run a backward; where nothing trains, only zeros are sent back."""
         has_loss = isinstance(loss, torch.Tensor) and loss.requires_grad
         if not (has_loss if self.is_last else bwd_chunk_id in self._chunks_with_grad):
+            if not self.is_last:
+                # A buffer that nobody has taken is not received into again (torch 2.15).
+                self._retrieve_recv_grads(bwd_chunk_id)
             self.bwd_cache[bwd_chunk_id] = (None,) * len(self.args_recv_info[bwd_chunk_id])
             return
         with self.backward_context(bwd_chunk_id, self.stage_index, last_backward), _unwrapped_errors():
