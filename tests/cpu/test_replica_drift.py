@@ -226,17 +226,23 @@ def test_what_a_backward_left_out_is_named_before_torch_counts_it(ranks: RankSer
     assert "the loss does not depend on these" in unused
 
 
-def go_around_the_forward(kind: str) -> list[list[float]]:
-    """The weights after steps through the original object, a method, and a submodule."""
+def make_accelerator(kind: str) -> Any:
+    """An accelerator of a strategy whose hooks are those of parameters."""
     from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
 
-    more: dict[str, Any] = {
-        "fsdp2": lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)},
-        "replicas": lambda: {"parallelism_config": ParallelismConfig(dp_replicate_size=2)},
-        "ZeRO 1": lambda: {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=1)},
-        "ZeRO 2": lambda: {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=2)},
-    }[kind]()
-    accelerator = Accelerator(cpu=True, **more)
+    name, _, stage = kind.partition(" ")
+    if name == "ZeRO":
+        return Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=int(stage)))
+    if name.startswith("fsdp"):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=int(name.removeprefix("fsdp")))
+        return Accelerator(cpu=True, fsdp_plugin=plugin)
+    config = ParallelismConfig(**{"cp_size" if name == "cp" else "dp_replicate_size": 2})  # type: ignore[arg-type]
+    return Accelerator(cpu=True, parallelism_config=config)
+
+
+def go_around_the_forward(kind: str) -> list[list[float]]:
+    """The weights after steps through the original object, a method, and a submodule."""
+    accelerator = make_accelerator(kind)
     user = Net()
     model, optimizer = accelerator.prepare(user, torch.optim.SGD(user.parameters(), lr=0.1))
     x = torch.full((2, 3), 1.0 + accelerator.process_index)
@@ -274,17 +280,7 @@ def test_calls_around_the_forward_are_reduced_where_hooks_are_those_of_parameter
 
 def add_after_prepare(kind: str) -> tuple[list[str], str]:
     """What is said of a layer that a prepared model gets, in three steps; what the optimizer refuses."""
-    from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
-
-    more: dict[str, Any] = {
-        "fsdp1": lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1)},
-        "fsdp2": lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)},
-        "replicas": lambda: {"parallelism_config": ParallelismConfig(dp_replicate_size=2)},
-        "cp": lambda: {"parallelism_config": ParallelismConfig(cp_size=2)},
-        "ZeRO 1": lambda: {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=1)},
-        "ZeRO 3": lambda: {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=3)},
-    }[kind]()
-    accelerator = Accelerator(cpu=True, **more)
+    accelerator = make_accelerator(kind)
     model = Net()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     x = torch.full((2, 3), 1.0 + accelerator.process_index)

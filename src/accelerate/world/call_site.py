@@ -85,7 +85,7 @@ _BLOCKING_FILES = {
     "nn/parallel/distributed.py": "a forward of the model",
     "autograd/graph.py": "backward",
 }
-# Where only such a wait is the innermost line.
+# Files that wait for other ranks and compute nothing: a rank whose innermost line is there only waits.
 _COMMUNICATION_FILES = {"distributed/distributed_c10d.py", "distributed/_functional_collectives.py"}
 # Names for want of a better one further out; empty: the function's own name.
 _INNER_FILES = {"distributed/distributed_c10d.py": "", "distributed/fsdp/": "a forward of the model"}
@@ -134,7 +134,7 @@ def blocking_call(frames: Iterable[FrameType]) -> BlockingCall:
         if not file.startswith(folder):
             break
         file = file[len(folder) :].replace(os.sep, "/")
-        if file == "_ops.py":  # it calls what is no Python
+        if file == "_ops.py":  # the call of an operator: what waits is the line around it
             continue
         only_waits, innermost = only_waits or (innermost and file in _COMMUNICATION_FILES), False
         if file in _BLOCKING_FILES:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from accelerate.strategy.parallelism.pipeline.stage import wait_all
 from accelerate.strategy.sharding.grads import (
     fsdp_params,
     local_grad,
@@ -24,7 +25,6 @@ from accelerate.strategy.sharding.grads import (
     reduces_gradients,
     unsharded_param,
 )
-from accelerate.world.call_site import waits_for_ranks
 
 __all__ = [
     "StageSharedParam",
@@ -33,7 +33,6 @@ __all__ = [
     "reduces_gradients",
     "sum_shared_grads",
     "trainable_params",
-    "wait_all",
 ]
 
 
@@ -113,10 +112,3 @@ def _sum_over_holders(mine: torch.Tensor, holders: Sequence[int], group: Any) ->
     for place in holders[1:]:
         total += parts[place]
     mine.copy_(total)
-
-
-@waits_for_ranks("a transfer between stages")
-def wait_all(works: list[dist.Work]) -> None:
-    """Wait until transfers between stages have ended."""
-    for work in works:
-        work.wait()

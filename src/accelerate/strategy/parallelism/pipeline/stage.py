@@ -39,7 +39,7 @@ from accelerate.strategy.parallelism.pipeline.forward_trace import (
     TensorMeta,
     is_fake,
 )
-from accelerate.strategy.parallelism.pipeline.shared_grads import wait_all
+from accelerate.world.call_site import waits_for_ranks
 
 require("pipeline parallelism")
 # Torch 2.6 keeps the outputs of a call until its end.
@@ -313,3 +313,10 @@ def _start_ops(operations: list[dist.P2POp]) -> list[dist.Work]:
     """Start operations one by one: those between two processes keep their order."""
     works = [op.op(op.tensor, op.peer, op.group, op.tag) for op in operations]
     return [work for work in works if work is not None]
+
+
+@waits_for_ranks("a transfer between stages")
+def wait_all(works: list[dist.Work]) -> None:
+    """Wait until transfers between stages have ended."""
+    for work in works:
+        work.wait()
