@@ -183,14 +183,15 @@ def last_rows() -> Iterator[DeviceCase]:
             f"step-{name}", f"added to a training step, {name}", "added", steps,
             f"{precision} added 256 200 16 -", f"{precision} added 32 2 2 -", target=30,
         )  # fmt: skip
+    # Products large enough for 8 bits to win; torchao wants its casts compiled.
     yield row(
-        "step-fp8", "step in fp8, against bf16 by hand", "ratio", steps,
-        "fp8 ratio 8192 20 10 -", "fp8 ratio 32 2 2 -", target=1.0,
+        "step-fp8", "compiled step of 4096 x 8192 in fp8, against bf16 by hand", "ratio", steps,
+        "fp8 ratio 8192 4 10 inductor 4096", "fp8 ratio 32 2 2 - 16", target=1.0, limit=150,
     )  # fmt: skip
     for name, figure in (("bf16", "ratio"), ("fp16", "ratio"), ("fp8", "torchao")):
         yield row(
-            f"step-{name}-by-hand", f"large step in {name}, against by hand", "ratio", steps,
-            f"{name} {figure} 8192 20 10 -", f"{name} {figure} 32 2 2 -", target=1.02,
+            f"step-{name}-by-hand", f"step of 4096 x 8192 in {name}, against by hand", "ratio", steps,
+            f"{name} {figure} 8192 4 10 - 4096", f"{name} {figure} 32 2 2 - 16", target=1.02,
         )  # fmt: skip
         yield row(
             f"memory-{name}", f"peak memory of steps in {name}, against by hand", "ratio", steps,

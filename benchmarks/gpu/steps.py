@@ -1,7 +1,7 @@
 """A training step on the accelerator against the same step in raw torch, in turn in one process.
 
-A perceptron of three layers, batches from host memory, SGD. The device is waited for at the end of each
-block and not within it. ``loader`` steps through the batches only.
+A perceptron, SGD. Small batches come from host memory; large ones, where kernels take the time, are on the
+device. It is waited for at the end of each block, not within. ``loader`` steps through the batches only.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from benchmarks.case import Sample, alternate, report
 from benchmarks.cases.offload_gpu import accelerator
 
 BATCH = 32
+LAYERS, LAYERS_OF_LARGE = 3, 6
 
 
 class Loops:
@@ -26,17 +27,23 @@ class Loops:
         kind: ``"no" "bf16" "fp16" "fp8"``, ``"compile"`` or ``"loader"``.
         width: of the layers.
         steps: of one block.
-        backend: of torch.compile.
+        backend: of torch.compile; ``"-"``: nothing is compiled.
+        batch: rows of a batch.
     """
 
-    def __init__(self, kind: str, width: int, steps: int, backend: str) -> None:
+    def __init__(self, kind: str, width: int, steps: int, backend: str, batch: int = BATCH) -> None:
         import torch
 
         self.where, self.module = accelerator()
         self.kind, self.width, self.steps, self.backend = kind, width, steps, backend
+        self.layers = LAYERS if batch == BATCH else LAYERS_OF_LARGE
         generator = torch.Generator().manual_seed(0)
-        rows = torch.randn(steps * BATCH, width, generator=generator)
+        rows = torch.randn(steps * batch, width, generator=generator)
         self.data = torch.utils.data.TensorDataset(rows, rows.flip(1))
+        self.batches: list[Any] = []
+        if batch != BATCH:
+            there = rows.to(self.where)
+            self.batches = [*zip(there.split(batch), there.flip(1).split(batch), strict=True)]
 
     def parts(self, where: str = "cpu") -> tuple[Any, Any, Any, Any]:
         """Model, optimizer, scheduler and loader, the same each time."""
@@ -44,13 +51,14 @@ class Loops:
         from torch import nn
 
         torch.manual_seed(1)
-        layers = [nn.Linear(self.width, self.width), nn.ReLU()]
-        layers += [nn.Linear(self.width, self.width), nn.Linear(self.width, self.width)]
-        model = nn.Sequential(*layers).to(where)
+        linear = [nn.Linear(self.width, self.width) for _ in range(self.layers)]
+        model = nn.Sequential(linear[0], nn.ReLU(), *linear[1:]).to(where)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
         pinned = self.where == "cuda"
-        loader = torch.utils.data.DataLoader(self.data, batch_size=BATCH, pin_memory=pinned)
+        loader: Any = self.batches or torch.utils.data.DataLoader(
+            self.data, batch_size=BATCH, pin_memory=pinned
+        )
         return model, optimizer, scheduler, loader
 
     def float8_config(self) -> Any:
@@ -69,8 +77,9 @@ class Loops:
 
             config = self.float8_config()
             # The package leaves the first and the last layer as they are.
-            convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name == "2")
-        if self.kind == "compile":
+            inner = {str(number) for number in range(2, self.layers)}
+            convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in inner)
+        if self.backend != "-":
             model = torch.compile(model, backend=self.backend)
         lower = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}.get(self.kind)
         scaler = torch.amp.GradScaler(self.where, enabled=self.kind == "fp16")
@@ -104,12 +113,15 @@ class Loops:
             from accelerate.utils import AORecipeKwargs
 
             options["kwargs_handlers"] = [AORecipeKwargs(config=self.float8_config())]
-        if self.kind == "compile":
+        if self.backend != "-":
             options["dynamo_backend"] = self.backend
         package = Accelerator(**options)
         if package.device.type != self.where:
             raise SystemExit(f"the package computes on {package.device}, the raw loop on {self.where}")
-        model, optimizer, scheduler, loader = package.prepare(*self.parts())
+        *parts, loader = self.parts()
+        model, optimizer, scheduler = package.prepare(*parts)
+        if not self.batches:
+            loader = package.prepare(loader)
 
         def loop() -> None:
             for x, y in loader:
@@ -139,9 +151,11 @@ class Loops:
         return (self.module.max_memory_allocated() - before) / 1e6
 
 
-def main(kind: str, figure: str, width: int, steps: int, blocks: int, backend: str) -> Sample:
+def main(
+    kind: str, figure: str, width: int, steps: int, blocks: int, backend: str, batch: int = BATCH
+) -> Sample:
     """One row; ``figure``: ``added``, ``ratio`` (of times), ``torchao`` (the ratio to it) or ``memory``."""
-    loops = Loops(kind, width, steps, backend)
+    loops = Loops(kind, width, steps, backend, batch)
     raw = partial(loops.raw, figure == "torchao" or (figure, kind) == ("memory", "fp8"))
     if figure == "memory":
         base, value = loops.peak(raw), loops.peak(loops.prepared)
@@ -152,4 +166,4 @@ def main(kind: str, figure: str, width: int, steps: int, blocks: int, backend: s
 
 if __name__ == "__main__":
     width, steps, blocks = map(int, sys.argv[3:6])
-    report(main(sys.argv[1], sys.argv[2], width, steps, blocks, sys.argv[6]))
+    report(main(sys.argv[1], sys.argv[2], width, steps, blocks, sys.argv[6], *map(int, sys.argv[7:])))
