@@ -38,6 +38,9 @@ $(VENV)/constraints.txt:
 $(VENV)/ready-%: $(VENV)/constraints.txt pyproject.toml
 	@echo "[2/2] accelerate[$*]"
 	@$(BIN)/python $(PIP) install -c $(VENV)/constraints.txt -e '.[$*]'
+	@# transformers imports torchao where it is installed, and with an old torch it cannot be imported.
+	@[ $* != test ] || $(BIN)/python -c 'import torchao.quantization' 2> /dev/null || \
+	    $(BIN)/python -m pip uninstall -q -y torchao
 	@touch $@
 
 .PRECIOUS: $(VENV)/ready-%

@@ -217,7 +217,9 @@ def _describe_graphs() -> str:
     from torch._dynamo.utils import counters, get_compilation_metrics
 
     breaks = {_shorten_graph_break(text): count for text, count in counters["graph_break"].items()}
-    reasons = [each.recompile_reason for each in get_compilation_metrics() if each.recompile_reason]
+    # Torch 2.6 keeps no reasons.
+    kept = (getattr(each, "recompile_reason", None) for each in get_compilation_metrics())
+    reasons = [reason for reason in kept if reason]
     texts = []
     for unit, count, why in (
         ("graph", counters["stats"]["unique_graphs"], ""),
