@@ -117,8 +117,8 @@ class ReplicatedBuffers:
             before, self._versions = self._versions, None
             after = self._read_versions()
             if before != after:
-                for (index, _, _), old, new in zip(self._constants, before, after, strict=True):
-                    self._observed[index] = self._observed[index] or old != new
+                for constant, old, new in zip(self._constants, before, after, strict=True):
+                    self._observed[constant[0]] = self._observed[constant[0]] or old != new
 
     def _find_constants(self) -> list[tuple[int, dict[str, torch.Tensor | None], str]]:
         """Return the buffers that are not known to change: number of the module, its buffers, the name."""
