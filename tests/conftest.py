@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import signal
 import sys
 from collections.abc import Generator
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.rank_server import use_huge_pages
-from tests.support.ranks import RankServer
+from tests.support.ranks import FSDP2_OF_TORCH_2_6, RankServer
 
 gc.disable()  # while modules are imported, which takes seconds; see pytest_collection_finish
 
@@ -41,7 +40,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """Skip what FSDP2 of torch 2.6 refuses: it does not compute on a CPU."""
     report = yield
     error = "" if call.excinfo is None else str(call.excinfo.value)
-    if report.failed and re.search(r"FSDP2 of torch 2\.6\.\S+ does not compute", error):
+    if report.failed and FSDP2_OF_TORCH_2_6.search(error):
         report.outcome = "skipped"
         report.longrepr = (str(item.path), item.location[1] or 0, "Skipped: FSDP2 of torch 2.6 on a CPU")
     return report

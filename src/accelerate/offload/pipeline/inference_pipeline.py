@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from accelerate.core import tree
 from accelerate.core.errors import AccelerateError, PrepareError
+from accelerate.core.packages import is_torch_version
 from accelerate.offload.pipeline.inference_stages import InferenceStage
 from accelerate.stages import tensor_tree
 from accelerate.world import collective
@@ -145,6 +147,39 @@ class _StageForwardModule(nn.Module):
         return time.perf_counter()
 
 
+class CompleteTransfersStage(PipelineStage):
+    """torch's stage, which waits itself for every tensor that it sends and receives.
+
+    Schedules of torch 2.6 keep the last of several transfers to a neighbour, and drop the others under way.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sends: list[dist.Work] = []
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receive the inputs of a chunk; nothing is left for the schedule."""
+        for work in _start_transfers(super().get_fwd_recv_ops(fwd_chunk_id)):
+            work.wait()
+        return []
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Begin to send the outputs of a chunk; nothing is left for the schedule."""
+        self._sends += _start_transfers(super().get_fwd_send_ops(fwd_chunk_id))
+        return []
+
+    def clear_runtime_states(self) -> None:
+        """Wait for what is under way, and release what the chunks have left."""
+        while self._sends:
+            self._sends.pop(0).wait()
+        super().clear_runtime_states()
+
+
+def _start_transfers(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
+    works = [op.op(op.tensor, op.peer, op.group, op.tag) for op in operations]
+    return [work for work in works if work is not None]
+
+
 class InferenceSchedule:
     """This rank's stage for chunks of one shape, and the GPipe schedule that runs it.
 
@@ -172,7 +207,8 @@ class InferenceSchedule:
             inputs = tuple(t for t, batched in zip(inputs, shapes.batched, strict=True) if batched)
         if world.is_last:
             outputs = (torch.empty(1, device="meta"),)
-        self.stage = PipelineStage(
+        stage_type = CompleteTransfersStage if is_torch_version("<", "2.8") else PipelineStage
+        self.stage = stage_type(
             self.worker, world.rank, world.size, world.device, input_args=inputs, output_args=outputs
         )
         self.schedule = ScheduleGPipe(self.stage, n_microbatches=chunks)
