@@ -216,8 +216,8 @@ def loader_facts(loader: DataLoader[Any], is_order_compared: bool = False) -> di
             ends = ", ".join(map(_sample_text, _first_and_last(holder)))
             facts["its order"] = _shorten_text(f"{len(holder)} samples [{ends}]")
         for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
-            has_array = isinstance(holder, Subset) and isinstance(value, torch.Tensor | np.ndarray)
-            text = _short_text(value.tolist() if has_array else value, everything)
+            is_index_array = isinstance(holder, Subset) and isinstance(value, torch.Tensor | np.ndarray)
+            text = _short_text(value.tolist() if is_index_array else value, everything)
             if text is not None and not _is_rank_specific(name.lower()):
                 facts[f"{type(holder).__name__}.{name}"] = text
     return facts

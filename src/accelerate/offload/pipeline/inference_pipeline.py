@@ -168,10 +168,14 @@ class CompleteTransfersStage(PipelineStage):
         self._sends += _start_transfers(super().get_fwd_send_ops(fwd_chunk_id))
         return []
 
+    def wait_for_sends(self) -> None:
+        """Wait until the outputs of all chunks are sent."""
+        for work in self._sends:
+            work.wait()
+
     def clear_runtime_states(self) -> None:
-        """Wait for what is under way, and release what the chunks have left."""
-        while self._sends:
-            self._sends.pop(0).wait()
+        """Release what the chunks have left; after an error nobody may receive what is under way."""
+        self._sends.clear()
         super().clear_runtime_states()
 
 
@@ -231,6 +235,8 @@ class InferenceSchedule:
         try:
             with torch.no_grad():
                 self.schedule.step(*whole)
+                if isinstance(self.stage, CompleteTransfersStage):
+                    self.stage.wait_for_sends()
             return self._join_results(size) if self.world.is_last else None
         finally:
             # Nothing of a batch stays when its call ends.

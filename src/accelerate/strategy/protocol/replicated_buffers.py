@@ -126,10 +126,10 @@ class ReplicatedBuffers:
         return [(i, module._buffers, name) for i, module in modules for name in _persistent_names(module)]
 
     def _read_versions(self) -> list[tuple[int, int | None]]:
-        """Return what another value of a constant changes, which each forward in training reads twice."""
+        """Return the identity and the version of each constant: a change of its value changes one of them."""
         # BatchNorm's kernel writes statistics past the version; its counter of batches has one.
-        found = [buffers.get(name) for _, buffers, name in self._constants]
-        return [(id(buffer), getattr(buffer, "_version", None)) for buffer in found]
+        constants = [buffers.get(name) for _, buffers, name in self._constants]
+        return [(id(buffer), getattr(buffer, "_version", None)) for buffer in constants]
 
     def agree(self) -> None:
         """Add the modules that changed a buffer on any rank, unless all of them are known; collective."""
@@ -162,8 +162,8 @@ class ReplicatedBuffers:
 
 def _persistent_buffers(module: nn.Module) -> list[torch.Tensor]:
     """Return the buffers of one module that are part of its state."""
-    found = [module._buffers[name] for name in _persistent_names(module)]
-    return [buffer for buffer in found if buffer is not None]
+    buffers = [module._buffers[name] for name in _persistent_names(module)]
+    return [buffer for buffer in buffers if buffer is not None]
 
 
 def _persistent_names(module: nn.Module) -> list[str]:
