@@ -344,8 +344,11 @@ def printed(client: BlockingKernelClient, cell: str, wanted: Callable[[str], boo
 
 
 def begin(client: BlockingKernelClient, code: str) -> tuple[str, list[psutil.Process]]:
-    """Runs the cell until both ranks have told their process ids."""
-    message = client.execute(code)
+    """Runs the cell until both ranks have told their process ids.
+
+    A kernel drops what is waiting after a cell's error, also what arrives just after its reply.
+    """
+    message = client.execute(code, stop_on_error=False)
     text = printed(client, message, lambda text: text.count("pid ") == 2 and text.endswith("\n"))
     return message, [
         psutil.Process(int(line.split("pid ")[1])) for line in text.splitlines() if "pid " in line
