@@ -26,6 +26,7 @@ from accelerate.core.errors import (
 )
 from accelerate.hooks import ModelHook, add_hook_to_module
 from tests.support.long_run import long_run_param
+from tests.support.torch_versions import is_torch
 from tests.support.weights import misfit, write_weights
 
 
@@ -85,14 +86,17 @@ MAPS: list[Any] = [
 def test_every_map_computes_the_same_and_writes_nothing(
     tmp_path: Path, net: Net, device_map: Any, safe: bool
 ) -> None:
-    """E3, E11: with mapped files, on the CPU no forward is wrapped and nothing is written."""
+    """E3, E11: with mapped files, on the CPU no forward is wrapped and nothing is written.
+
+    Torch 2.6 does not tell where in a file of pickles a tensor lies: what is on disk is written anew.
+    """
     write_weights(net.state_dict(), tmp_path / "w", max_shard_size=600, safe_serialization=safe)
     offload = tmp_path / "offload"
     model = load_checkpoint_and_dispatch(empty(), tmp_path / "w", device_map, offload_folder=offload)
     torch.testing.assert_close(model(TOKENS), net(TOKENS), rtol=0, atol=0)
     assert model.head.weight is model.embed.weight  # pyright: ignore
     assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
-    assert not offload.exists()
+    assert not offload.exists() or (is_torch("<2.7") and not safe)
     assert not any("forward" in vars(module) for module in model.modules())
     if isinstance(device_map, dict):
         assert model.hf_device_map == device_map

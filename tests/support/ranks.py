@@ -167,7 +167,7 @@ class RankServer:
             )
             ended = self._ask(job)
             outcomes = [_outcome(folder, rank, end, job) for rank, end in enumerate(ended)]
-            if any(FSDP2_OF_TORCH_2_6.search(outcome.message) for outcome in outcomes):
+            if any(FSDP2_OF_TORCH_2_6.search(each.message + each.output) for each in outcomes):
                 pytest.skip("FSDP2 of torch 2.6 on a CPU")
             return outcomes
         finally:

@@ -2,7 +2,7 @@
 
 torch's FakeTensorMode runs a model without computing anything and without memory. What autograd saves is
 counted, every storage once. The tensors report that they are on the CPU; where an accelerator saves
-something else, that is counted: see ``_AcceleratorActivationMode``.
+something else, that is counted: see ``_AcceleratorActivationMode`` and ``_FusedAttention``.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ _IN_FLOAT32: set[Callable[..., Any]] = {
 
 
 class _AcceleratorActivationMode(TorchFunctionMode):
-    """Run functions as accelerators do: dropout saves a mask of one byte, autocast widens some inputs."""
+    """Run functions as accelerators do.
+
+    Dropout saves a mask of one byte, attention is fused, autocast widens some inputs.
+    """
 
     def __init__(self, narrow: torch.dtype | None) -> None:
         super().__init__()
@@ -73,9 +76,25 @@ class _AcceleratorActivationMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.dropout:
             return _dropout(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **kwargs)
         if self.narrow is not None and func in _IN_FLOAT32:
             args, kwargs = tree_map_only(torch.Tensor, self._widen, (args, kwargs))
         return func(*args, **kwargs)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        *options: Any,
+        **named_options: Any,
+    ) -> Any:
+        del options, named_options  # dropout by a seed, causal, scale, grouped heads: they add nothing
+        if self.narrow is not None:
+            query, key, value = (tensor.to(self.narrow) for tensor in (query, key, value))
+        return _FusedAttention.apply(query, key, value, attn_mask)
 
     def _widen(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.float() if tensor.dtype == self.narrow else tensor
@@ -83,6 +102,25 @@ class _AcceleratorActivationMode(TorchFunctionMode):
 
 def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     return torch.native_dropout(input, p, True)[0] if training and p else input
+
+
+class _FusedAttention(torch.autograd.Function):
+    """What fused kernels of attention save: inputs, output, one float32 per row for the softmax.
+
+    Shapes: (batch, heads, length, width); heads of key and value may be fewer. The output lies in memory as
+    (batch, length, heads, width), so that joining the heads copies nothing. torch's kernels for the CPU do
+    not serve every such call, and then the scores are kept. Source: Dao, FlashAttention-2, 2023.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        *batch, heads, length, _ = query.shape
+        result = query.new_empty(*batch, length, heads, value.shape[-1]).transpose(-3, -2)
+        logsumexp = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, mask, result, logsumexp)
+        return result
 
 
 @dataclass(frozen=True)
