@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,8 +14,9 @@ from torch import nn
 
 from accelerate.utils import find_executable_batch_size, is_deepspeed_available
 from tests.cpu.test_deepspeed import ASKED, engine
+from tests.support.long_run import LONG_RUN
 from tests.support.ranks import RankServer, same_on_all
-from tests.support.sharded_models import adamw, batches, share, tiny
+from tests.support.sharded_models import adamw, batches, loss_of, share, tiny
 from tests.support.watchdog import speed_up_watchdog
 
 # What the rank server imports once for this module.
@@ -197,30 +199,73 @@ def drive() -> None:
         accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
 
 
-def saves_in_a_window(folder: str) -> None:
-    """DeepSpeed's own buffers hold the gradients: it is said, once, that the checkpoint lacks them."""
-    from accelerate import Accelerator, DeepSpeedPlugin
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+IN_WINDOWS = {
+    **{kind: (ASKED[kind], "no") for kind in ("0", "1", "2", "3", "2 offload", "3 offload")},
+    **{f"{stage} bf16": (ASKED[stage], "bf16") for stage in "0123"},
+    **{f"{stage} bf16, sums in fp32": ({**ASKED[stage], **FP32_SUMS}, "bf16") for stage in "123"},
+}
 
-    plugin = DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=2)
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
-    model = nn.Linear(2, 2)
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    for number in range(2):
+
+def train_from(folder: Path | None, config: dict[str, Any], precision: str, begin: int) -> dict[str, Any]:
+    """Train two windows of four, and save after each micro-batch but the last; or go on after ``begin``."""
+    accelerator, model, optimizer = engine(config, 4, seed=begin, mixed_precision=precision)
+    if begin:
+        accelerator.load_state(f"{folder}/{begin}")
+    for number, words in enumerate(batches(8), 1):
+        if number <= begin:
+            continue
         with accelerator.accumulate(model):
-            accelerator.backward(model(torch.ones(1, 2)).sum())
+            loss = loss_of(model, share(words, accelerator.process_index, accelerator.num_processes))
+            accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-        with warnings.catch_warnings(record=True) as heard:
-            warnings.simplefilter("always")
+        if not begin and number < 8:
             accelerator.save_state(f"{folder}/{number}")
-        told = [str(w.message) for w in heard if "in the middle of an accumulation window" in str(w.message)]
-        assert len(told) == (number == 0 and accelerator.is_main_process)
+    return {name: value.clone() for name, value in accelerator.strategy.master_state(model).items()}
+
+
+def resume_in_windows(folder: str) -> list[str]:
+    """The kinds whose resumed runs end elsewhere than the run that was not interrupted."""
+    wrong = []
+    for kind, (config, precision) in IN_WINDOWS.items():
+        whole = train_from(Path(folder, kind), config, precision, 0)
+        for begin in (1, 2, 3, 5, 6, 7) if LONG_RUN else (2, 7):
+            resumed = train_from(Path(folder, kind), config, precision, begin)
+            if any(not torch.equal(value, resumed[name]) for name, value in whole.items()):
+                wrong.append(f"{kind}, after {begin}")
+    return wrong
+
+
+@pytest.mark.timeout(300)
+def test_an_open_window_is_saved(ranks: RankServer, tmp_path: Path) -> None:
+    """G2: in every stage, precision and buffer of DeepSpeed, after any micro-batch, to the bit."""
+    assert same_on_all(ranks(2, resume_in_windows, str(tmp_path), timeout=280)) == []
+
+
+def save_with_unknown_buffers(folder: str) -> None:
+    """Another version of DeepSpeed may keep gradients elsewhere: it is said once, and the save goes on."""
+    accelerator, model, optimizer = engine(ASKED["3"], 2)
+    with accelerator.accumulate(model):
+        accelerator.backward(loss_of(model, next(batches(1))))
+        optimizer.step()
+    accelerator.save_state(f"{folder}/known")
+    with (
+        mock.patch("accelerate.strategy.deepspeed.open_gradients._NAMES", {3: ("gradients_of_tomorrow",)}),
+        warnings.catch_warnings(record=True) as heard,
+    ):
+        warnings.simplefilter("always")
+        accelerator.save_state(f"{folder}/unknown")
+        accelerator.load_state(f"{folder}/known")
+    told = [str(w.message) for w in heard if "in the middle of an accumulation window" in str(w.message)]
+    assert len(told) == 2 * accelerator.is_main_process
+    assert not list(Path(folder, "unknown").glob("open_gradients*"))
 
 
 def both(folder: str) -> tuple[list[str], list[float]]:
     """In one process each: an import of DeepSpeed costs seconds."""
     drive()
-    saves_in_a_window(folder)
+    save_with_unknown_buffers(folder)
     return items(), experts()
 
 

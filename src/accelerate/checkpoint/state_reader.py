@@ -61,7 +61,7 @@ class TrainingStateReader:
         trials: states that an object may still refuse: (description, function, object, function that copies
             its state). They are loaded first, and taken back if one is refused, on this rank or another.
         pending: states that fit, or are too large to be taken back: (description, function).
-        pending_rng: the same for random states, which are loaded last.
+        pending_last: the same for open gradients, which own files would clear, and then random states.
         missing, notes: what the caller should know.
         step: the step counter beside the random states.
     """
@@ -75,7 +75,7 @@ class TrainingStateReader:
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)
     trials: list[tuple[str, Callable[[], Any], Any, Callable[[Any], Any]]] = field(default_factory=list)
     pending: list[tuple[str, Callable[[], Any]]] = field(default_factory=list)
-    pending_rng: list[tuple[str, Callable[[], Any]]] = field(default_factory=list)
+    pending_last: list[tuple[str, Callable[[], Any]]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     step: int | None = None
@@ -137,7 +137,7 @@ class TrainingStateReader:
             _attempt(action, function)
 
     def apply(self) -> None:
-        """Load the other states that were read, except for own files and random states.
+        """Load the other states that were read, except for own files, open gradients and random states.
 
         Raises:
             CheckpointError: a file cannot be read any more.
@@ -155,15 +155,15 @@ class TrainingStateReader:
                     progress.advance(sizes.get(action, 0))
 
     def finish(self, contents: CheckpointContents) -> None:
-        """Load folders of own files, then random states: nothing draws a number after."""
+        """Load folders of own files, then open gradients, which DeepSpeed would clear, and random states."""
         for part in contents.own_files:
             _attempt(f"load {part.name} from {self.folder}", partial(part.load, self.folder))
-        for action, function in self.pending_rng:
+        for action, function in self.pending_last:
             _attempt(action, function)
 
     def close(self) -> None:
         """Drop the states that were read: their files are mapped until nothing refers to them."""
-        for states in (self.trials, self.pending, self.pending_rng, self._undo, self._again):
+        for states in (self.trials, self.pending, self.pending_last, self._undo, self._again):
             states.clear()
 
     def _report_missing(self, file: str, what: str) -> None:
@@ -375,7 +375,7 @@ class TrainingStateReader:
             states = _MappedStates(present, {"mmap": True, **self.load_kwargs, "map_location": "cpu"})
             states[min(self.ranks.rank, len(present) - 1)]  # may be damaged
         load = partial(each.item.load_state_dict, states, self.ranks.rank)
-        self.pending.append((f"load the open gradients from {self.folder}", load))
+        self.pending_last.append((f"load the open gradients from {self.folder}", load))
 
     def _read_rng(self, rng: RNGStates | None) -> None:
         assert rng is not None
@@ -386,11 +386,11 @@ class TrainingStateReader:
             # Generators take their states from the host, whatever device they are of.
             state = dict(torch_files.read(path, **{**self.load_kwargs, "map_location": "cpu"}))
             self.step = state.pop("step", None)
-            self.pending_rng.append(
+            self.pending_last.append(
                 (f"restore the random states of {path}", partial(self._restore_rng, rng, state))
             )
         elif rank >= count > 0:
-            self.pending_rng.append((f"seed rank {rank}", partial(rng.set_seed, self._derive_seed(rank))))
+            self.pending_last.append((f"seed rank {rank}", partial(rng.set_seed, self._derive_seed(rank))))
         else:
             self._report_missing(path.name, f"{KINDS['rng'].label} {rank}")
         if self.ranks.size != count > 0:

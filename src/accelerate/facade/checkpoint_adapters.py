@@ -193,6 +193,10 @@ class OpenWindow:
         counts = gradients.num_steps > 1 or gradients.step > 0 or gradients.window is not None
         return not gradients.sync_gradients or not counts
 
+    @property
+    def _has_readable_gradients(self) -> bool:
+        return isinstance(self.strategy, OpenGradients) and self.strategy.has_readable_gradients
+
     def is_saved(self, is_solo: bool = False) -> bool:
         """Return whether there is a window to save; warn where its gradients cannot be saved.
 
@@ -208,7 +212,7 @@ class OpenWindow:
                 "Save after optimizer.step(), where accelerator.sync_gradients is True, or on each process"
             )
             return False
-        if not isinstance(self.strategy, OpenGradients):
+        if not self._has_readable_gradients:
             if self.strategy.world.rank > 0:
                 return False
             warn_user(
@@ -254,8 +258,17 @@ class OpenWindow:
             rank: this one.
         """
         self._forget()
-        if not states or not isinstance(self.strategy, OpenGradients):
+        if not states:
             return
+        if not self._has_readable_gradients:
+            if self.strategy.world.rank == 0:
+                warn_user(
+                    "this checkpoint was saved in the middle of an accumulation window, and the gradients of "
+                    f"that window are not loaded, since the strategy {self.strategy.name!r} keeps them in "
+                    "buffers of its own: its next step goes without them"
+                )
+            return
+        assert isinstance(self.strategy, OpenGradients)
         own = states[min(rank, len(states) - 1)]
         is_same = bool(own["layout"]) and own["layout"] == self.strategy.gradient_layout
         weighting = own["weighting"]

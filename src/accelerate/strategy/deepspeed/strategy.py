@@ -30,6 +30,7 @@ from accelerate.strategy.base import (
     graph_leaves,
     run_with_zero_gradients,
 )
+from accelerate.strategy.deepspeed.open_gradients import DeepSpeedOpenGradients
 from accelerate.strategy.launch_settings import deepspeed as deepspeed_settings
 from accelerate.strategy.protocol.engine_strategy import EngineCheckpoint, EngineStrategy
 
@@ -62,7 +63,7 @@ def GatheredParameters(  # noqa: N802 - DeepSpeed's own name for it
         yield
 
 
-class DeepSpeed(EngineStrategy):
+class DeepSpeed(DeepSpeedOpenGradients, EngineStrategy):
     """Training by DeepSpeed, with one engine for each model."""
 
     name: ClassVar[str] = "deepspeed"
@@ -297,15 +298,16 @@ class DeepSpeed(EngineStrategy):
 
     def has_nonzero_grads(self, models: Iterable[nn.Module], parameters: Iterable[torch.Tensor]) -> bool:
         """Return whether a backward has run since gradients were used or cleared."""
-        return any(handle.has_gradients for handle in self._trained_engines(models))
+        return any(handle.has_gradients for handle in self.trained_engines(models))
 
     def rescale_gradients(self, models: Iterable[nn.Module], factor: float) -> bool:
         """Multiply gradients by ``factor`` in DeepSpeed's norm, clipping and step."""
-        for handle in self._trained_engines(models):
+        for handle in self.trained_engines(models):
             handle.grad_factor *= factor
         return True
 
-    def _trained_engines(self, models: Iterable[nn.Module]) -> list[EngineHandle]:
+    def trained_engines(self, models: Iterable[nn.Module]) -> list[EngineHandle]:
+        """Return the handles of those of ``models`` that have an optimizer."""
         handles = (self.engines.find(model) for model in models)
         return [handle for handle in handles if handle is not None and handle.optimizer is not None]
 

@@ -233,6 +233,11 @@ class OpenGradients:
         def unwrap(self, model: nn.Module) -> nn.Module: ...
 
     @property
+    def has_readable_gradients(self) -> bool:
+        """Return False where an engine keeps them in buffers that this package does not know."""
+        return True
+
+    @property
     def gradient_layout(self) -> str:
         """Pieces that were saved under an equal layout are given back to the ranks that held them."""
         return f"{self.name} of {self.world.size}"
