@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tests.support.parity import (
     plain,
 )
 from tests.support.ranks import RankServer
+from tests.support.torch_versions import is_torch
 
 # What the rank server imports once for this module.
 PRELOAD = ("transformers.models.llama.modeling_llama",)
@@ -226,9 +228,9 @@ def test_models_of_transformers_bring_their_plan(ranks: RankServer, tmp_path: Pa
             torch.testing.assert_close(state[key], value, rtol=0, atol=1e-5, msg=f"{name}: {key}")
     assert found["loaded"][0] == pytest.approx(five_plain()[0], abs=1e-5)
     assert found["shape"] == (8, 16)
-    assert (
-        "2 processes share layers and see the same data: 16 layers of the LlamaForCausalLM" in found["text"]
-    )
+    # How many layers its plan names depends on the version of transformers.
+    said = r"2 processes share layers and see the same data: 1[56] layers of the LlamaForCausalLM"
+    assert re.search(said, found["text"])
     assert "num_key_value_heads=1" in found["heads"]
 
 
@@ -451,4 +453,8 @@ def test_a_process_that_leaves_a_layer_alone_is_noticed(ranks: RankServer) -> No
     """The other waits for it inside of the layer: an error on both, and nobody hangs."""
     outcomes = ranks.outcomes(2, searched, "one", grace=30, timeout=60)
     assert [outcome.kind for outcome in outcomes] == ["CollectiveError"] * 2, list(map(str, outcomes))
-    assert all("memory of rank 1 is full with batches of 4" in outcome.message for outcome in outcomes)
+    full = "memory of rank 1 is full with batches of 4"
+    # With torch before 2.10 the other may see first where rank 1 is, and say that.
+    others = full if is_torch(">=2.10") else f"{full}|rank 1 is in find_executable_batch_size"
+    assert re.search(others, outcomes[0].message), list(map(str, outcomes))
+    assert full in outcomes[1].message

@@ -306,9 +306,9 @@ class PipelineParallelRunner:
         finally:
             self.active_forward = None
         outputs = run.stage_outputs(wanted)
-        if any(
-            t.requires_grad and not trace.meta(v).requires_grad for v, t in zip(wanted, outputs, strict=True)
-        ):
+        # What is passed on as it came is not of this stage; torch before 2.13 receives all with gradients.
+        computed = [(v, t) for v, t in zip(wanted, outputs, strict=True) if v not in inputs]
+        if any(t.requires_grad and not trace.meta(v).requires_grad for v, t in computed):
             raise self._unfrozen_error(stage)
         return output, outputs
 
