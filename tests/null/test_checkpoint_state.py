@@ -20,12 +20,19 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator, checkpointing, load_checkpoint_in_model, utils
+from accelerate import (
+    Accelerator,
+    checkpointing,
+    disk_offload,
+    dispatch_model,
+    load_checkpoint_in_model,
+    utils,
+)
 from accelerate.checkpoint import load, save, torch_files
 from accelerate.checkpoint.errors import CheckpointNotFoundError
 from accelerate.checkpoint.layout import CheckpointContents, StatefulAdapter
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
-from accelerate.core.errors import CheckpointError
+from accelerate.core.errors import AccelerateError, CheckpointError
 from accelerate.utils import ProjectConfiguration
 from accelerate.world import rng
 
@@ -773,8 +780,15 @@ def test_a_path_with_a_nul_character_is_named(tmp_path: Path) -> None:
         lambda: checkpointing.save_custom_state(Counter(), path),
         lambda: checkpointing.load_custom_state(Counter(), path),
     ]
-    for call in calls:
-        with pytest.raises(CheckpointError, match=r"a(\\x00|\x00)b"):
+    others = [
+        lambda: disk_offload(nn.Linear(1, 1), path),
+        lambda: dispatch_model(nn.Linear(1, 1), {"": "disk"}, offload_dir=path),
+        lambda: utils.write_basic_config(save_location=path),
+        lambda: Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path).init_trackers("a\0b"),
+    ]
+    for call in (*calls, *others):
+        kind = AccelerateError if call in others else CheckpointError
+        with pytest.raises(kind, match=r"a(\\x00|\x00)b"):
             call()
     assert os.listdir(tmp_path) == []
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from accelerate import device as devices
 from accelerate.cli.options import launch_settings
 from accelerate.core.errors import SettingError, UnknownNameError
+from accelerate.core.value_types import refuse_nul
 from accelerate.facade.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accelerate.launch import config_files, config_writer
 from accelerate.precision import PRECISIONS
@@ -216,7 +217,9 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path = 
 
     Raises:
         UnknownNameError: there is no such precision.
+        SettingError: the location has a NUL character.
     """
+    refuse_nul("save_location", save_location)
     path = Path(save_location)
     if path.exists():
         print(f"{path} exists already and stays as it is; delete it to write a new one, or name another file")

@@ -124,6 +124,16 @@ def _is_instance(value: Any, *kinds: Any) -> bool:
     return any(isinstance(kind, type) and isinstance(value, kind) for kind in kinds)
 
 
+def refuse_nul(name: str, value: Any) -> None:
+    """Refuse a text or path with a NUL character, which the system knows in no name.
+
+    Raises:
+        SettingError: it has one.
+    """
+    if _has_nul(value):
+        raise wrong_value(f"{name} {value!r}", name, str | os.PathLike, value)
+
+
 def _has_nul(value: Any) -> bool:
     text: Any = os.fspath(cast("os.PathLike[str]", value)) if isinstance(value, os.PathLike) else value
     return isinstance(text, str) and "\0" in text

@@ -1127,7 +1127,8 @@ class Accelerator(ProcessMixin):
 
         Raises:
             UnknownNameError: ``init_kwargs`` names no tracker.
-            SettingError: it holds options for a tracker that the user has already made.
+            SettingError: it holds options for a tracker that the user has already made, or the name has a NUL
+                character.
         """
         self._trackers.start(project_name, config, init_kwargs or {})
 

@@ -11,6 +11,7 @@ from typing import Any
 from accelerate import track
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.core.user_warning import warn_user
+from accelerate.core.value_types import refuse_nul
 from accelerate.facade.enums import LoggerType
 from accelerate.facade.run_recorder import RunRecorder
 from accelerate.track.base import BlankTracker, GeneralTracker
@@ -49,6 +50,7 @@ class TrackerSet:
     def start(self, project_name: str, config: dict[str, Any] | None, options: Options) -> None:
         """Begin a run with every tracker of ``log_with``; see ``Accelerator.init_trackers``."""
         self._check_options(options, "init_kwargs")
+        refuse_nul("project_name", project_name)
         if not self._is_main:
             return
         if self.recorder is not None and config is not None:

@@ -447,10 +447,10 @@ class WeightStore:
             )
         try:
             os.makedirs(self.folder, exist_ok=True)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a ValueError: a NUL character
             raise OffloadError(
                 f"{os.fspath(self.folder)} cannot be used as an offload folder",
-                why=f"{type(error).__name__}: {error.strerror}",
+                why=f"{type(error).__name__}: {getattr(error, 'strerror', error)}",
                 fix="give another offload_dir",
             ) from error
         offload_state_dict(self.folder, {n: self.find_source(n, t).host_tensor() for n, t in tensors.items()})
