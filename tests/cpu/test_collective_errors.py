@@ -547,6 +547,7 @@ SHARDED = {
     "fsdp2": (2, "fsdp_plugin=FullyShardedDataParallelPlugin()"),
     "fsdp1": (2, "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1)"),
     "hsdp": (4, "parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)"),
+    "cp": (2, "parallelism_config=ParallelismConfig(cp_size=2)"),
 }
 
 
@@ -575,6 +576,7 @@ def stay_away_from_a_sharded_model(kind: str, file: str) -> list[str]:
     records = record_early_hints()
     arguments: dict[str, Any] = {
         "hsdp": {"dp_replicate_size": 2, "dp_shard_size": 2},
+        "cp": {"cp_size": 2},
         "tp": {"tp_size": 2, "tp_handler": TorchTensorParallelConfig(plan={"0": "colwise", "1": "rowwise"})},
         "pp": {"pp_size": 2, "pp_handler": PipelineParallelConfig(num_microbatches=2)},
     }
@@ -599,6 +601,7 @@ def stay_away_from_a_sharded_model(kind: str, file: str) -> list[str]:
         ("fsdp1", "a forward of the model|backward"),
         ("fsdp2", "a forward of the model|backward"),
         ("hsdp", "a forward of the model|backward"),
+        ("cp", "a forward of the model|backward"),
         ("tp", "an exchange of distributed tensors"),
         ("pp", "[a-z_]*broadcast[a-z_]*|a transfer between stages|all_gather"),
     ],

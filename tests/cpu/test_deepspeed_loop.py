@@ -16,6 +16,7 @@ from accelerate.utils import find_executable_batch_size, is_deepspeed_available
 from tests.cpu.test_deepspeed import ASKED, engine
 from tests.support.long_run import LONG_RUN
 from tests.support.ranks import RankServer, same_on_all
+from tests.support.scripts import run_to_exit
 from tests.support.sharded_models import adamw, batches, loss_of, share, tiny
 from tests.support.watchdog import speed_up_watchdog
 
@@ -329,6 +330,33 @@ def test_ranks_that_wait_for_each_other_in_a_group_of_deepspeed_are_named(ranks:
     assert first.kind == "CollectiveError"
     assert "gather at test_deepspeed_loop.py:" in first.message
     assert re.search(r"rank 1 is in \w+ at test_deepspeed_loop.py:", first.message), first.message
+
+
+LEAVES = """
+import sys
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin
+accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage={stage}))
+model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+def train():
+    accelerator.backward(model(torch.ones(4, 2)).sum())
+    optimizer.step()
+train()
+if accelerator.process_index == 1: sys.exit(0)
+train()
+"""
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_that_ends_well_while_another_trains_is_named(
+    ranks: RankServer, tmp_path: Path, stage: int
+) -> None:
+    """G11: in collectives of DeepSpeed's own groups, of a backward and of a forward."""
+    (code, text), (fine, _) = run_to_exit(ranks, 2, LEAVES.format(stage=stage), tmp_path)
+    assert (code, fine) == (1, 0)
+    message = text.rpartition("Error: ")[2]
+    assert "rank 1 has ended" in message, message
 
 
 def frozen_later(kind: str) -> list[str]:
