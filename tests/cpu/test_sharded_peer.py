@@ -14,6 +14,7 @@ import pytest
 
 from tests.cpu.test_checkpoint_peer import PEER
 from tests.support.environment import clean
+from tests.support.torch_versions import is_torch
 
 pytestmark = pytest.mark.skipif(
     not PEER.exists(), reason="the public package is not installed: make bench-peer"
@@ -91,6 +92,8 @@ def run(who: str, what: str, folder: Path, kind: str) -> list[str]:
 def test_sharded_trainings_travel_in_both_directions(
     tmp_path: Path, writer: str, reader: str, kind: str
 ) -> None:
+    if kind == "SHARDED_STATE_DICT" and reader == "theirs" and is_torch(">=2.14"):
+        pytest.skip("the torch beside the public package cannot read what this one writes")
     folder = tmp_path / "c"
     folder.mkdir()
     report = run(writer, "save", folder, kind)

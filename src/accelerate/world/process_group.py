@@ -64,8 +64,15 @@ def group_backends(group: Any) -> list[Any]:
 
 def backend_timeouts(backends: list[Any]) -> list[timedelta]:
     """Return the timeouts of the back ends that have one; each keeps it in options of its own class."""
-    limits = [getattr(getattr(each, "options", None), "_timeout", None) for each in backends]
+    limits = [getattr(_backend_options(each), "_timeout", None) for each in backends]
     return [limit for limit in limits if limit is not None]
+
+
+def _backend_options(backend: Any) -> Any:
+    try:
+        return getattr(backend, "options", None)
+    except RuntimeError:  # torch 2.15, of a back end of others that has none
+        return None
 
 
 @contextmanager

@@ -139,7 +139,9 @@ def gradient_pieces(model: nn.Module, ranks: int) -> dict[str, list[GradientPiec
         held = pieces.setdefault(name, [])
         if parameter.grad is not None:
             held += _sharded_pieces(_reduce_partial(parameter.grad), 0 if fsdp_param is not None else ranks)
-        waiting = [getattr(fsdp_param, "unsharded_accumulated_grad", None)]
+        waiting: list[torch.Tensor | None] = []
+        if fsdp_param is not None and not _grad_stays_at_param(fsdp_param):
+            waiting.append(fsdp_param.unsharded_accumulated_grad)
         if fsdp_param is not None and (whole := unsharded_param(fsdp_param)) is not None:
             waiting.append(whole.grad)
         for gradient in waiting:
