@@ -64,15 +64,12 @@ def group_backends(group: Any) -> list[Any]:
 
 def backend_timeouts(backends: list[Any]) -> list[timedelta]:
     """Return the timeouts of the back ends that have one; each keeps it in options of its own class."""
-    limits = [getattr(_backend_options(each), "_timeout", None) for each in backends]
-    return [limit for limit in limits if limit is not None]
-
-
-def _backend_options(backend: Any) -> Any:
-    try:
-        return getattr(backend, "options", None)
-    except RuntimeError:  # torch 2.15, of a back end of others that has none
-        return None
+    timeouts: list[timedelta | None] = []
+    for each in backends:
+        # Back ends of others have no options; torch 2.15 raises a RuntimeError then.
+        with suppress(AttributeError, RuntimeError):
+            timeouts.append(each.options._timeout)
+    return [timeout for timeout in timeouts if timeout is not None]
 
 
 @contextmanager

@@ -76,7 +76,11 @@ _NAMES = {
 
 def has_known_buffers(handle: EngineHandle) -> bool:
     """Return whether this version of DeepSpeed has its buffers where this module looks for them."""
-    return all(hasattr(handle.engine_optimizer, name) for name in _NAMES.get(handle.stage, ()))
+    inner = handle.engine_optimizer
+    others = ("zenflow", "low_precision_master_weights_and_grads")  # keep gradients in other buffers
+    if any(getattr(inner, option, False) for option in others):
+        return False
+    return all(hasattr(inner, name) for name in _NAMES.get(handle.stage, ()))
 
 
 def read_gradients(handle: EngineHandle, ranks: int) -> dict[str, list[GradientPiece]]:
@@ -187,6 +191,8 @@ def _find_reduced(handle: EngineHandle, fragment: ParamFragment) -> torch.Tensor
         return partitions[parameter.ds_id].narrow(0, 0, fragment.numel)  # type: ignore[attr-defined]
     within_param = slice(fragment.param_start, fragment.param_start + fragment.numel)
     if inner.cpu_offload:
+        if hasattr(inner, "_wait_for_offload_copies"):
+            inner._wait_for_offload_copies()
         held = inner.accumulated_grads_in_cpu.get(inner.get_param_id(parameter))
         return None if held is None else held.view(-1)[within_param]
     group, index = _find_in_groups(inner.params_in_partition, parameter)
