@@ -502,6 +502,23 @@ def test_a_loader_of_torchdata_resumes_in_another_way(ranks: RankServer, order: 
     assert resume(ranks, 1, 1, cut) == ["complete"] * 4
 
 
+def test_a_loader_of_torchdata_resumes_on_fewer_processes(ranks: RankServer) -> None:
+    """G9: its shard is opened after the draw for workers, on one process the sampler is before it."""
+    case = LoaderCase(count=18, order="own generator", torchdata=True)
+    cases = [
+        ResumeCase(before, replace(case, dispatch=dispatch), 2)
+        for before in (case, replace(case, workers=2), replace(case, batch=None))
+        for dispatch in (None, True)
+    ]
+    cases[-2:] = [replace(each, after=replace(each.after, batch=None)) for each in cases[-2:]]
+    assert resume(ranks, 2, 1, cases) == ["complete"] * 6
+    assert resume(ranks, 3, 2, cases) == ["complete"] * 6
+    cut = [
+        ResumeCase(replace(case, split=split), replace(case, split=not split), 2) for split in (False, True)
+    ]
+    assert resume(ranks, 2, 2, cut) == ["complete"] * 2
+
+
 def test_a_sampler_that_draws_for_each_sample_resumes_in_other_batches(ranks: RankServer) -> None:
     """A4: also on fewer processes, and dispatched."""
     lazy = LoaderCase(count=18, order="user's sampler")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -271,6 +271,21 @@ class DataShard:
         return next(other for index, other in rank_values if index == self.index)
 
 
+class LoaderDraws(NamedTuple):
+    """The draws of a loader's own iteration, among which its sampler draws the order.
+
+    Attributes:
+        workers: of the loader; with some it opens its sampler twice.
+        generator: the index of its generator among those of the order; None: the global one.
+        is_late: the sampler is opened for the first batch, after the loader's draw for workers: a shard of
+            several processes does so.
+    """
+
+    workers: int
+    generator: int | None
+    is_late: bool = False
+
+
 @dataclass
 class OrderState:
     """The state from which an epoch's order was drawn: enough to reproduce it.
@@ -280,15 +295,15 @@ class OrderState:
         worker_seed: the base of the seeds of fetches, whether this run needs them or only one that resumes.
         rng_snapshot: the global generators when a sampler or stream of another kind began.
         generator_states: states of the generators that the loader and its samplers hold, as JSON types.
-        loader: where the loader's own iteration drew the order, the number of its workers, and the index of
-            its generator among those; None where the sampler alone was iterated.
+        loader: the draws of the loader's own iteration, where it drew the order; None where the sampler alone
+            was iterated.
     """
 
     seed: int | None = None
     worker_seed: int | None = None
     rng_snapshot: RNGSnapshot | None = None
     generator_states: list[Any] = field(default_factory=list)
-    loader: tuple[int, int | None] | None = None
+    loader: LoaderDraws | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON types."""
@@ -309,7 +324,9 @@ class OrderState:
         if worker_seed is None:  # of an older checkpoint, which recorded it for loaders with workers alone
             worker_seed = derive(seed or 0, "data")
         loader = state.get("loader")
-        return cls(seed, worker_seed, rng_snapshot, state["own"], None if loader is None else tuple(loader))
+        return cls(
+            seed, worker_seed, rng_snapshot, state["own"], None if loader is None else LoaderDraws(*loader)
+        )
 
 
 def open_order(
@@ -425,24 +442,26 @@ class LoaderOpenedSampler:
         sampler: of batches or of single indices.
         workers: of the loader.
         generator: of the loader.
+        is_late: see ``LoaderDraws``.
     """
 
     sampler: Any
     workers: int
     generator: torch.Generator | None
+    is_late: bool
 
     def __iter__(self) -> Iterator[Any]:
-        iterator = iter(self.sampler)
+        iterator = None if self.is_late else iter(self.sampler)
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        return iter(self.sampler) if self.workers else iterator
+        return iter(self.sampler) if self.workers or iterator is None else iterator
 
 
 def opened_by_loader(sampler: Any, generators: Sequence[Any], order_state: OrderState | None) -> Any:
     """Return a sampler that gives an order again which the loader's own iteration drew; else as it is."""
     if order_state is None or order_state.loader is None:
         return sampler
-    workers, index = order_state.loader
-    return LoaderOpenedSampler(sampler, workers, None if index is None else generators[index])
+    workers, index, is_late = order_state.loader
+    return LoaderOpenedSampler(sampler, workers, None if index is None else generators[index], is_late)
 
 
 def has_known_seed(sampler: Any, order_state: OrderState | None) -> bool:

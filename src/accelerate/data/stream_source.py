@@ -34,7 +34,14 @@ from accelerate.data.batch_source import (
     uses_torch_iterator,
     with_index_sampler,
 )
-from accelerate.data.epoch_order import RNGSnapshot, capture_generators, open_walk, restore_generators
+from accelerate.data.epoch_order import (
+    LoaderDraws,
+    OrderState,
+    RNGSnapshot,
+    capture_generators,
+    open_walk,
+    restore_generators,
+)
 from accelerate.data.iterable_dataset import STATE_METHODS, IterableDatasetShard
 from accelerate.data.position import Epoch, FetchLayout
 from accelerate.data.sample_order import END, StepSampleIndices
@@ -140,7 +147,10 @@ def stream_batches(
     )
     if not stream:
         index = next((i for i, each in enumerate(generators) if each is base.generator), None)
-        epoch.order_state = replace(epoch.order_state, loader=(base.num_workers, index))
+        # A resumed order is opened as when it was drawn, whoever reads the rest of it.
+        is_late = _is_late(order_state, find_shard(base) is not None)
+        draws = LoaderDraws(base.num_workers, index, is_late)
+        epoch.order_state = replace(epoch.order_state, loader=draws)
     upcoming = next(islice(batches, count, None), END)
     while upcoming is not END:
         (batch, taken, epoch.loader_state), upcoming = upcoming, next(batches, END)
@@ -157,7 +167,11 @@ def _select_items(
         return base, skip.batches
     # Fillers and incomplete steps: a batch may have given fewer samples.
     missing = epoch.saved_samples - fetches.fetch_count * step
-    if (fetches.samples, fetches.skipped) == (step, []) and epoch.samples == skip.batches * step + missing:
+    order_state = epoch.order_state if epoch.is_resumed else None
+    is_sharded = find_shard(base) is not None
+    is_late = _is_late(order_state, is_sharded)
+    same_layout = (fetches.samples, fetches.skipped, is_late) == (step, [], is_sharded)
+    if same_layout and epoch.samples == skip.batches * step + missing:
         return base, skip.batches
     if isinstance(base.dataset, IterableDataset):
         return resume_stream(base, epoch, fetches), 1
@@ -165,8 +179,14 @@ def _select_items(
     # The loader's own batches cannot be cut, but its sampler's can.
     indexed, index_sampler = with_index_sampler(base)
     part = Epoch(epoch.number, skip)
-    index_sampler.upcoming = _RemainingIndices(base, generators, part)
+    index_sampler.upcoming = _RemainingIndices(base, generators, part, is_late)
     return indexed, 0
+
+
+def _is_late(order_state: OrderState | None, is_sharded: bool) -> bool:
+    """Return whether the sampler is opened for the first batch, as a shard of several processes does."""
+    loader = None if order_state is None else order_state.loader
+    return is_sharded if loader is None else loader.is_late
 
 
 def _with_saved_workers(
@@ -201,17 +221,22 @@ def _with_saved_workers(
 class _RemainingIndices:
     """The indices that are left in an epoch, cut from those that a loader's own sampler gives.
 
-    The sampler is opened whenever the loader asks, as it would be without this: torchdata's draw then.
+    The sampler is opened whenever the loader asks, as it would be without this: torchdata's draw then. One
+    that is late is opened for the first index.
     """
 
-    def __init__(self, base: DataLoader[Any], generators: list[Any], epoch: Epoch) -> None:
+    def __init__(self, base: DataLoader[Any], generators: list[Any], epoch: Epoch, is_late: bool) -> None:
         self.sampler, self.shard = outer_sampler(base), find_shard(base)
-        self.generators, self.epoch = generators, epoch
+        self.generators, self.epoch, self.is_late = generators, epoch, is_late
 
     def __iter__(self) -> Iterator[Any]:
-        return self._cut(iter(self.sampler if self.shard is None else self.shard.batch_sampler))
+        return self._cut(None if self.is_late else self._open())
 
-    def _cut(self, opened: Iterator[Any]) -> Iterator[Any]:
+    def _open(self) -> Iterator[Any]:
+        return iter(self.sampler if self.shard is None else self.shard.batch_sampler)
+
+    def _cut(self, opened: Iterator[Any] | None) -> Iterator[Any]:
+        opened = opened or self._open()
         if self.shard is not None:
             self.shard.taken_steps.clear()
         for step in open_steps(self.sampler, self.generators, self.epoch, opened):
