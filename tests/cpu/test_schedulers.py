@@ -132,7 +132,7 @@ def wait_until(wanted: str, state: Callable[[], str], output: Path) -> None:
     while (now := state()) != wanted:
         told = output.read_text() if output.exists() else ""
         failed_since = (failed_since or time.monotonic()) if now.startswith("FAILED") else None
-        assert time.monotonic() < (failed_since + 5 if failed_since else deadline), f"{now}\n{told}"
+        assert time.monotonic() < (failed_since + 20 if failed_since else deadline), f"{now}\n{told}"
         time.sleep(0.2)
 
 

@@ -64,12 +64,14 @@ def group_backends(group: Any) -> list[Any]:
 
 def backend_timeouts(backends: list[Any]) -> list[timedelta]:
     """Return the timeouts of the back ends that have one; each keeps it in options of its own class."""
-    timeouts: list[timedelta | None] = []
+    limits: list[timedelta | None] = []
     for each in backends:
-        # Back ends of others have no options; torch 2.15 raises a RuntimeError then.
-        with suppress(AttributeError, RuntimeError):
-            timeouts.append(each.options._timeout)
-    return [timeout for timeout in timeouts if timeout is not None]
+        try:
+            limit = each.options._timeout
+        except (AttributeError, RuntimeError):  # one of others has no options; torch 2.15 raises the latter
+            limit = None
+        limits.append(limit)
+    return [limit for limit in limits if limit is not None]
 
 
 @contextmanager
