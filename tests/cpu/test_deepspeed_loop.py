@@ -252,7 +252,10 @@ def save_with_unknown_buffers(folder: str) -> None:
         optimizer.step()
     accelerator.save_state(f"{folder}/known")
     with (
-        mock.patch("accelerate.strategy.deepspeed.open_gradients._NAMES", {3: ("gradients_of_tomorrow",)}),
+        mock.patch(
+            "accelerate.strategy.deepspeed.open_gradients._REQUIRED_ATTRIBUTES",
+            {3: ("gradients_of_tomorrow",)},
+        ),
         warnings.catch_warnings(record=True) as heard,
     ):
         warnings.simplefilter("always")

@@ -105,7 +105,7 @@ def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace
 
 
 class _FusedAttention(torch.autograd.Function):
-    """What fused kernels of attention save: inputs, output, one float32 per row for the softmax.
+    """An attention that saves what fused kernels do: inputs, output, one float32 per row for the softmax.
 
     Shapes: (batch, heads, length, width); heads of key and value may be fewer. The output lies in memory as
     (batch, length, heads, width), so that joining the heads copies nothing. torch's kernels for the CPU do

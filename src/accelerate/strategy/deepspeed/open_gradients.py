@@ -29,7 +29,7 @@ _STAGE3_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
 
 
 class DeepSpeedOpenGradients(OpenGradients):
-    """The capability of the strategy."""
+    """The capability of the strategy ``DeepSpeed`` to save and restore its open gradients."""
 
     if TYPE_CHECKING:  # of the strategy
         engines: DeepSpeedEngineRegistry
@@ -49,22 +49,22 @@ class DeepSpeedOpenGradients(OpenGradients):
 
     def gradient_pieces(self, model: nn.Module) -> dict[str, list[GradientPiece]]:
         """Return this rank's pieces of what DeepSpeed has added up since the last step."""
-        found = self.trained_engines([model])
-        return read_gradients(found[0], self.world.size) if found else {}
+        engines = self.trained_engines([model])
+        return read_gradients(engines[0], self.world.size) if engines else {}
 
     def restore_pieces(self, model: nn.Module, pieces: Mapping[str, Sequence[GradientPiece]]) -> None:
         """Put this rank's own pieces back into DeepSpeed's buffers."""
         for handle in self.trained_engines([model]):
-            load_gradients(handle, {name: held[0].values for name, held in pieces.items()}, whole=False)
+            load_gradients(handle, {name: held[0].values for name, held in pieces.items()}, unsharded=False)
 
     def load_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
         """Make unsharded gradients the open ones; each rank keeps its fragments."""
         for handle in self.trained_engines([model]):
-            load_gradients(handle, gradients, whole=True)
+            load_gradients(handle, gradients, unsharded=True)
 
 
 # What is read of DeepSpeed's optimizer, by the stage.
-_NAMES = {
+_REQUIRED_ATTRIBUTES = {
     2: (
         *("params_in_partition", "cpu_offload", "averaged_gradients", "all_grad_tensors", "micro_step_id"),
         *("gradient_accumulation_dtype", "_use_compact_grad_partition_buffer"),
@@ -80,7 +80,7 @@ def has_known_buffers(handle: EngineHandle) -> bool:
     others = ("zenflow", "low_precision_master_weights_and_grads")  # keep gradients in other buffers
     if any(getattr(inner, option, False) for option in others):
         return False
-    return all(hasattr(inner, name) for name in _NAMES.get(handle.stage, ()))
+    return all(hasattr(inner, name) for name in _REQUIRED_ATTRIBUTES.get(handle.stage, ()))
 
 
 def read_gradients(handle: EngineHandle, ranks: int) -> dict[str, list[GradientPiece]]:
@@ -94,17 +94,17 @@ def read_gradients(handle: EngineHandle, ranks: int) -> dict[str, list[GradientP
         return {}
     pieces: dict[str, list[GradientPiece]] = {}
     if handle.stage < 2:
-        for name, parameter in _trained(handle):
-            gradient = _unreduced(handle, parameter)
+        for name, parameter in _trained_parameters(handle):
+            gradient = _unreduced_gradient(handle, parameter)
             if gradient is not None:
                 pieces[name] = [whole_piece(gradient.view(parameter.shape), ranks)]
         return pieces
     from accelerate.strategy.deepspeed.full_state import local_fragments
 
     fragments = local_fragments(handle)
-    for name, parameter in _trained(handle):
+    for name, parameter in _trained_parameters(handle):
         fragment = fragments.get(id(parameter))
-        values = None if fragment is None or not fragment.numel else _find_reduced(handle, fragment)
+        values = None if fragment is None or not fragment.numel else _find_reduced_gradient(handle, fragment)
         if fragment is not None and values is not None:
             shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
             pieces[name] = [GradientPiece(values.detach(), shape, (fragment.param_start,), 0)]
@@ -112,36 +112,36 @@ def read_gradients(handle: EngineHandle, ranks: int) -> dict[str, list[GradientP
 
 
 @torch.no_grad()
-def load_gradients(handle: EngineHandle, gradients: Mapping[str, torch.Tensor], *, whole: bool) -> None:
+def load_gradients(handle: EngineHandle, gradients: Mapping[str, torch.Tensor], *, unsharded: bool) -> None:
     """Make gradients the open ones, to which the rest of the window adds.
 
     Args:
         handle: a trained engine without gradients.
         gradients: by name; those that this rank has read, or unsharded and reduced ones.
-        whole: whether they are unsharded.
+        unsharded: which of the two.
     """
     from accelerate.strategy.deepspeed.full_state import local_fragments
 
-    found = [(p, gradients[name]) for name, p in _trained(handle) if name in gradients]
+    pairs = [(p, gradients[name]) for name, p in _trained_parameters(handle) if name in gradients]
     if handle.stage < 2:
-        for parameter, gradient in found:
-            _set_unreduced(handle, parameter, gradient)
+        for parameter, gradient in pairs:
+            _set_unreduced_gradient(handle, parameter, gradient)
     else:
         _prepare_buffers(handle)
         fragments = local_fragments(handle)
-        for parameter, gradient in found:
+        for parameter, gradient in pairs:
             fragment = fragments.get(id(parameter))
             if fragment is None or not fragment.numel:
                 continue
             part = gradient.reshape(-1)
-            part = part.narrow(0, fragment.param_start, fragment.numel) if whole else part
-            values = _find_reduced(handle, fragment)
+            part = part.narrow(0, fragment.param_start, fragment.numel) if unsharded else part
+            values = _find_reduced_gradient(handle, fragment)
             assert values is not None
             values.copy_(part)
     handle.has_gradients, handle.window_complete = True, False
 
 
-def _trained(handle: EngineHandle) -> Iterator[tuple[str, Any]]:
+def _trained_parameters(handle: EngineHandle) -> Iterator[tuple[str, Any]]:
     """Yield the parameters that the optimizer changes, by their first names in the user's module."""
     members = {id(p) for group in handle.groups for p in group if p.requires_grad}
     return ((name, p) for name, p in handle.module.named_parameters() if id(p) in members)
@@ -150,7 +150,7 @@ def _trained(handle: EngineHandle) -> Iterator[tuple[str, Any]]:
 # --- stages 0 and 1
 
 
-def _unreduced(handle: EngineHandle, parameter: Any) -> torch.Tensor | None:
+def _unreduced_gradient(handle: EngineHandle, parameter: Any) -> torch.Tensor | None:
     """Return the gradient of this rank alone, or None."""
     inner = handle.engine_optimizer
     if hasattr(inner, "fp32_groups_has_gradients"):
@@ -160,7 +160,7 @@ def _unreduced(handle: EngineHandle, parameter: Any) -> torch.Tensor | None:
     return getattr(parameter, _gradient_attribute(inner))
 
 
-def _set_unreduced(handle: EngineHandle, parameter: Any, gradient: torch.Tensor) -> None:
+def _set_unreduced_gradient(handle: EngineHandle, parameter: Any, gradient: torch.Tensor) -> None:
     inner = handle.engine_optimizer
     if hasattr(inner, "fp32_groups_has_gradients"):
         group, index = _find_in_groups(inner.bf16_groups, parameter)
@@ -183,7 +183,7 @@ def _find_in_groups(groups: list[list[Any]], parameter: Any) -> tuple[int, int]:
 # --- stages 2 and 3
 
 
-def _find_reduced(handle: EngineHandle, fragment: ParamFragment) -> torch.Tensor | None:
+def _find_reduced_gradient(handle: EngineHandle, fragment: ParamFragment) -> torch.Tensor | None:
     """Return the part of DeepSpeed's buffer with the reduced gradient of a fragment; one dimension."""
     inner, parameter = handle.engine_optimizer, fragment.parameter
     if handle.stage == 3:
