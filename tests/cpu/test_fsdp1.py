@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,17 @@ from torch import nn
 from tests.support.numbers import Numbers, close, same
 from tests.support.ranks import RanksError, RankServer, same_on_all
 from tests.support.sharded_jobs import LENGTHS, in_windows, train_two, trained_two, weigh, weighed
-from tests.support.sharded_models import adamw, batches, loss_of, plain, share, tiny
+from tests.support.sharded_models import (
+    INITIALIZERS,
+    UNFILLED,
+    adamw,
+    batches,
+    loss_of,
+    plain,
+    share,
+    tiny,
+    to_empty,
+)
 
 STEPS = 8
 LAYERS: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}
@@ -395,11 +406,7 @@ def test_the_model_is_torchs_wrapper(ranks: RankServer) -> None:
 
 
 def loaded_once(kind: str) -> dict[str, torch.Tensor]:
-    def fill(module: nn.Module) -> None:
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            nn.init.constant_(tensor, 0.25)
-
-    init = fill if kind == "filled" else None
+    init = INITIALIZERS.get(kind)
     accelerator = accelerator_of({**LAYERS, "cpu_ram_efficient_loading": True, "param_init_fn": init})
     with torch.device("meta" if accelerator.process_index or kind != "once" else "cpu"):
         model = tiny()
@@ -424,6 +431,54 @@ def test_only_rank_0_needs_the_weights(ranks: RankServer) -> None:
     with pytest.raises(RanksError, match=r"embed\.weight is on the meta device, on rank 0 too") as caught:
         ranks(2, loaded_once, "nowhere")
     assert caught.value.kinds() == ["PrepareError"] * 2
+
+
+def forward_after_init(kind: str, original: bool) -> None:
+    options = {**LAYERS, "use_orig_params": original, "param_init_fn": INITIALIZERS[kind]}
+    accelerator = accelerator_of(options if original else {**options, "ignored_modules": "frozen"})
+    with torch.device("meta"):
+        model = tiny()
+    accelerator.prepare(model)(next(batches(1)))
+
+
+@pytest.mark.parametrize(("kind", "first"), UNFILLED.items())
+@pytest.mark.parametrize("original", [True, False])
+def test_values_that_a_param_init_fn_does_not_give(
+    ranks: RankServer, kind: str, first: str, original: bool
+) -> None:
+    """Memory as it was is no value."""
+    with pytest.raises(RanksError, match=rf"there are no values in {re.escape(first)}") as caught:
+        ranks(2, forward_after_init, kind, original)
+    assert caught.value.kinds() == ["PrepareError"] * 2
+
+
+def buffer_without_values() -> None:
+    model = tiny()
+    model.register_buffer("scale", torch.empty(3, device="meta"))
+    accelerator_of(LAYERS).prepare(model)
+
+
+def test_a_buffer_without_values(ranks: RankServer) -> None:
+    """As a parameter."""
+    with pytest.raises(RanksError, match="scale is on the meta device, on rank 0 too") as caught:
+        ranks(2, buffer_without_values)
+    assert caught.value.kinds() == ["PrepareError"] * 2
+
+
+def loaded_after_init() -> bool:
+    accelerator = accelerator_of({**LAYERS, "param_init_fn": to_empty})
+    with torch.device("meta"):
+        model = tiny()
+    model = accelerator.prepare(model)
+    accelerator.strategy.load_model(model, tiny().state_dict())
+    model(next(batches(1)))
+    state = whole(accelerator, model)
+    return all(torch.equal(state[name], value) for name, value in tiny().state_dict().items())
+
+
+def test_values_by_a_load_after_a_param_init_fn(ranks: RankServer) -> None:
+    """The usual to_empty leaves all of them to a load."""
+    assert same_on_all(ranks(2, loaded_after_init))
 
 
 def refused(case: str) -> str:

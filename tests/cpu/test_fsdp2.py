@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,20 @@ from tests.support.environment import ROOT
 from tests.support.long_run import long_run_param
 from tests.support.numbers import Numbers, close
 from tests.support.ranks import RanksError, RankServer, same_on_all
-from tests.support.sharded_models import STEPS, Tiny, adamw, batches, loss_of, plain, share, tiny, whole
+from tests.support.sharded_models import (
+    INITIALIZERS,
+    STEPS,
+    UNFILLED,
+    Tiny,
+    adamw,
+    batches,
+    loss_of,
+    plain,
+    share,
+    tiny,
+    to_empty,
+    whole,
+)
 
 # What the rank server imports once for this module.
 PRELOAD = ("transformers.trainer", "peft", "datasets")
@@ -267,15 +282,10 @@ def test_a_launch_by_flags_or_by_a_file_shards(tmp_path: Path, how: str) -> None
 def loaded_once(kind: str) -> tuple[dict[str, torch.Tensor], bool]:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
-    def fill(module: nn.Module) -> None:
-        for p in module.parameters(recurse=False):
-            nn.init.constant_(p, 0.25)
-
-    init = fill if kind == "filled" else None
+    init = INITIALIZERS.get(kind)
     plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True, param_init_fn=init, **LAYERS)
     accelerator = Accelerator(fsdp_plugin=plugin)
-    everywhere = kind in ("filled", "nowhere")
-    with torch.device("meta" if accelerator.process_index or everywhere else "cpu"):
+    with torch.device("meta" if accelerator.process_index or kind != "once" else "cpu"):
         model = tiny()
     model, optimizer = accelerator.prepare(model, adamw(model))
     accelerator.backward(loss_of(model, next(batches(1))))
@@ -297,9 +307,34 @@ def test_only_rank_0_needs_the_weights(ranks: RankServer) -> None:
     filled, tied = same_on_all(ranks(2, loaded_once, "filled"))
     assert tied
     assert torch.equal(filled["frozen.weight"], torch.full((8, 8), 0.25))
-    with pytest.raises(RanksError, match=r"there are no values in embed\.weight") as caught:
-        ranks(2, loaded_once, "nowhere")
+
+
+@pytest.mark.parametrize(("kind", "first"), [("nowhere", "embed.weight"), *UNFILLED.items()])
+def test_values_that_nobody_gives(ranks: RankServer, kind: str, first: str) -> None:
+    """What a param_init_fn does not write to has no values either: memory as it was is none."""
+    with pytest.raises(RanksError, match=rf"there are no values in {re.escape(first)}") as caught:
+        ranks(2, loaded_once, kind)
     assert caught.value.kinds() == ["PrepareError"] * 2
+
+
+def loaded_after_init() -> bool:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, load_checkpoint_in_model
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(param_init_fn=to_empty, **LAYERS))
+    with torch.device("meta"):
+        model = tiny()
+    model = accelerator.prepare(model)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(tiny().state_dict(), f"{folder}/pytorch_model.bin")
+        load_checkpoint_in_model(model, folder)
+    model(next(batches(1)))
+    values = whole(model)
+    return all(torch.equal(values[name], value) for name, value in tiny().named_parameters())
+
+
+def test_values_by_a_load_after_a_param_init_fn(ranks: RankServer) -> None:
+    """The usual to_empty leaves all of them to a load."""
+    assert same_on_all(ranks(2, loaded_after_init))
 
 
 # --- optimizers

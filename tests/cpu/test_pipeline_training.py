@@ -464,7 +464,16 @@ class Meaning(Outside):
         return self.second(self.first(x))
 
 
+class Empty(Outside):
+    """A buffer of its has no values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.register_buffer("mask", torch.ones(3, device="meta"), persistent=False)
+
+
 ODD: dict[str, type[nn.Module]] = {
+    "empty": Empty,
     "outside": Outside,
     "order": Backwards,
     "looks": Looking,
@@ -477,6 +486,7 @@ REFUSED = {
     "alone": ("is on stage", "call the prepared model itself"),
     "differ": ("called in different ways", "same batch"),
     "values": ("given different values", "prepare the loader"),
+    "empty": ("second.mask is on the meta device", "load the weights on rank 0"),
     "outside": ("weight first.weight outside", "on_all_stages=['first']"),
     "order": ("first is on stage 0", "is called after second of stage 1", "split_points"),
     "looks": ("looks at values", "torch.where"),

@@ -77,6 +77,39 @@ def loss_of(model: nn.Module, words: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), words[:, 1:].flatten())
 
 
+def fill_all(module: nn.Module) -> None:
+    """A ``param_init_fn``: every parameter and buffer."""
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        nn.init.constant_(tensor, 0.25)
+
+
+def fill_parameters(module: nn.Module) -> None:
+    """One that leaves the buffers."""
+    for tensor in module.parameters(recurse=False):
+        nn.init.constant_(tensor, 0.25)
+
+
+def fill_matrices(module: nn.Module) -> None:
+    """One that knows some types of modules only."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        fill_parameters(module)
+
+
+def to_empty(module: nn.Module) -> None:
+    """The usual one of FSDP: memory, and no values."""
+    module.to_empty(device="cpu", recurse=False)
+
+
+INITIALIZERS = {
+    "filled": fill_all,
+    "buffers left": fill_parameters,
+    "norms left": fill_matrices,
+    "emptied": to_empty,
+}
+# The first tensor that one of them leaves without values.
+UNFILLED = {"buffers left": "scale", "norms left": "layers.0.norm.weight", "emptied": "embed.weight"}
+
+
 def share(words: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     """The rows of one process."""
     return words.chunk(size)[rank]

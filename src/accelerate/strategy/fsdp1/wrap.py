@@ -28,6 +28,11 @@ from accelerate.strategy.sharding.fsdp_unit_plan import (
     plan_layout,
     unequal_models_error,
 )
+from accelerate.strategy.sharding.initial_weights import (
+    is_unwritten,
+    refuse_uninitialized,
+    run_param_init_fn,
+)
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 from accelerate.world import collective
 
@@ -142,14 +147,17 @@ class FSDP1Wrapper:
         if plugin.activation_checkpointing:
             checkpoint_activations(model, layout.blocks)
         parents = _parent_modules(model)
+        prefixes = {module: prefix for prefix, module in walk_modules(model)}
         flattened = {} if plugin.use_orig_params else _flattened_modules(layout.units)
         materialized: dict[torch.Tensor, torch.Tensor] = {}
         done: set[nn.Module] = set()
+        unwritten: set[str] = set()
         wrapped: nn.Module = model
         for part, parameters in layout.units:
             modules = [m for _, m in walk_modules(part) if m not in done]
             done.update(modules)
-            self._materialize(modules, layout, materialized, initialize)
+            left = self._materialize(modules, layout, materialized, initialize)
+            unwritten.update(f"{prefixes[module]}{name}" for module, name in left)
             wrapped = self._wrap_unit(part, layout)
             if not plugin.use_orig_params:
                 # Optimizers may still hold them: their memory is freed now, not when these are remapped.
@@ -160,6 +168,8 @@ class FSDP1Wrapper:
         wrapped_model = FSDP1WrappedModel(wrapped, self.mesh, order, formats)
         wrapped.__dict__[_RECORD] = wrapped_model
         _guard_state_dict(wrapped)
+        if unwritten:
+            _guard_forward(wrapped_model, unwritten)
         for module, name in flattened.items():
             # It has no parameters any more that it could change.
             vars(module)["requires_grad_"] = partial(_refuse_requires_grad, name)
@@ -206,10 +216,15 @@ class FSDP1Wrapper:
         layout: FSDP1WrapLayout,
         materialized: dict[torch.Tensor, torch.Tensor],
         initialize: InitFunction | None,
-    ) -> None:
-        """Materialize a unit on the device with the values of rank 0; a tied tensor stays one."""
+    ) -> list[tuple[nn.Module, str]]:
+        """Materialize a unit on the device with the values of rank 0; a tied tensor stays one.
+
+        Returns:
+            the (module, name) pairs of the tensors that ``initialize`` left without values.
+        """
+        unwritten: set[int] = set()
         for module in modules:
-            empty = False
+            empty, fresh = False, list[torch.Tensor]()
             tables: Any = (module._parameters, module._buffers)
             for table in tables:
                 for name, old in table.items():
@@ -218,16 +233,21 @@ class FSDP1Wrapper:
                     empty = empty or old.is_meta
                     if old not in materialized:
                         materialized[old] = layout.materialize(old, self.device)
+                        if old.is_meta:
+                            fresh.append(materialized[old])
                     table[name] = materialized[old]
             if empty and initialize is not None:
-                initialize(module)
-        all_tables = (table for m in modules for table in (m._parameters, m._buffers))
-        fresh = {id(t): t for table in all_tables for t in table.values() if t is not None}
+                unwritten.update(map(id, run_param_init_fn(initialize, module, fresh)))
+        tables = [(m, table) for m in modules for table in (m._parameters, m._buffers)]
+        tensors = {id(t): t for _, table in tables for t in table.values() if t is not None}
         if self.plugin.sync_module_states:
-            for tensor in fresh.values():
+            for tensor in tensors.values():
                 _broadcast(tensor.data)
-        else:
-            _check_equal_weights(fresh.values())
+        # Rank 0 may have written what this rank has not.
+        unwritten = {key for key in unwritten if key in tensors and is_unwritten(tensors[key])}
+        if not self.plugin.sync_module_states:
+            _check_equal_weights(t for key, t in tensors.items() if key not in unwritten)
+        return [(m, name) for m, table in tables for name, t in table.items() if id(t) in unwritten]
 
 
 def _check_models_agree(model: nn.Module, initialize: InitFunction | None) -> InitFunction | None:
@@ -239,14 +259,15 @@ def _check_models_agree(model: nn.Module, initialize: InitFunction | None) -> In
     Raises:
         PrepareError: on all ranks.
     """
-    empty = next((name for name, p in model.named_parameters() if p.is_meta), "")
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    empty = next((name for name, tensor in tensors if tensor.is_meta), "")
     infos = collective.all_gather_object((model_digest(model), empty), "prepare(model)")
     other = [rank for rank, info in enumerate(infos) if info[0] != infos[0][0]]
     if other:
         raise unequal_models_error(model, other[0], 0)
     if infos[0][1] and initialize is None:
         raise PrepareError(
-            f"the parameter {infos[0][1]} is on the meta device, on rank 0 too",
+            f"{infos[0][1]} is on the meta device, on rank 0 too",
             why="all ranks get shards of the weights of rank 0",
             fix="load the weights on rank 0, or give the plugin a param_init_fn",
         )
@@ -297,6 +318,23 @@ def _guard_state_dict(root: nn.Module) -> None:
     # Torch's own comes first otherwise, and that is where it gathers.
     hooks: Any = root._state_dict_pre_hooks
     hooks.move_to_end(handle.id, last=False)
+
+
+def _guard_forward(wrapped_model: FSDP1WrappedModel, names: set[str]) -> None:
+    """Refuse a forward, on every rank, before the parameters and buffers ``names`` have values."""
+
+    def check(*_: Any) -> None:
+        pieces = dict((*wrapped_model.parameters(), *wrapped_model.buffers()))
+        for unit in wrapped_model.flat_params:
+            local = unit.local_values()
+            pieces.update((name, unit.local_piece(slot, local)) for slot in unit.slots for name in slot.names)
+        empty = [name for name, piece in pieces.items() if name in names and is_unwritten(piece)]
+        every = collective.all_gather_object(empty, "the first forward of a model with a param_init_fn")
+        refuse_uninitialized(name for left in every for name in left)
+        handle.remove()
+
+    hook: Any = torch.compiler.disable(check)
+    handle = wrapped_model.root.register_forward_pre_hook(hook, prepend=True)
 
 
 def _flattened_modules(units: list[tuple[nn.Module, list[nn.Parameter]]]) -> dict[nn.Module, str]:

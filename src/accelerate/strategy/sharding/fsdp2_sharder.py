@@ -29,6 +29,8 @@ from accelerate.strategy.sharding.initial_weights import (
     InitialWeights,
     InitialWeightsInfo,
     find_unlike_leader,
+    is_unwritten,
+    run_param_init_fn,
     weight_marks,
 )
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
@@ -107,8 +109,11 @@ class Sharder:
             done.update(modules)
             before = {(m, n): p for m in modules for n, p in m._parameters.items() if p is not None}
             # A parameter has all of its places in one unit; unsharded ones are freed with the unit.
-            self._materialize(modules, layout, (WeakIdKeyDictionary(), buffers), initialize, values)
+            unwritten = self._materialize(
+                modules, layout, (WeakIdKeyDictionary(), buffers), initialize, values
+            )
             self._broadcast_values(modules, values)
+            places = _unwritten_places(modules, unwritten) if unwritten else []
             waiting = values.pending_params(modules) if values.sources else {}
             if part is not model:
                 fully_shard(part, mp_policy=inner_policy, **options, **reshard)
@@ -116,6 +121,8 @@ class Sharder:
                 fully_shard(part, mp_policy=policy, **options, **root_reshard)
             if waiting:
                 values.fill_params(part, waiting)
+            for table, name in places:
+                values.expect_later(table[name])
             pairs = [(old, m._parameters[n]) for (m, n), old in before.items()]
             renewed = {id(old): (old, new) for old, new in pairs if new is not None and new is not old}
             remap_optimizer_params(renewed, optimizer_list)
@@ -123,7 +130,7 @@ class Sharder:
             # The unsharded parameters are freed here: nobody holds them any more.
             del before, pairs, renewed
         self._finish(model, layout)
-        if values.sources:
+        if values.sources or initialize is not None:
             values.guard_forward(model)
 
     def _materialize(
@@ -133,14 +140,18 @@ class Sharder:
         materialized: tuple[Any, Any],
         initialize: InitFunction | None,
         values: InitialWeights,
-    ) -> None:
+    ) -> list[torch.Tensor]:
         """Materialize a unit on the device, in its stored dtype; a tied tensor stays one.
 
         Meta tensors get memory. Some devices cannot swap a tensor's data: a new tensor replaces it, which
         ``materialized`` keeps by the old one.
+
+        Returns:
+            the tensors that ``initialize`` left without values.
         """
+        unwritten: list[torch.Tensor] = []
         for module in modules:
-            empty = False
+            empty, fresh = False, list[torch.Tensor]()
             for table, replacements in zip((module._parameters, module._buffers), materialized, strict=True):
                 for name, old in table.items():
                     if old is None:
@@ -153,9 +164,12 @@ class Sharder:
                         replacements[old] = (
                             layout.materialize(old, self.device) if stand_in is None else stand_in
                         )
+                        if old.is_meta:
+                            fresh.append(replacements[old])
                     table[name] = replacements[old]
             if empty and initialize is not None:
-                initialize(module)
+                unwritten += run_param_init_fn(initialize, module, fresh)
+        return unwritten
 
     def _broadcast_values(self, modules: list[nn.Module], values: InitialWeights) -> None:
         """Broadcast the values of a unit from the first rank, but for those that are elsewhere."""
@@ -191,6 +205,15 @@ class Sharder:
                     f"the parameter {name} was not sharded as planned: it is a {type(parameter).__name__} of "
                     f"{parameter.dtype}"
                 )
+
+
+def _unwritten_places(
+    modules: Iterable[nn.Module], unwritten: Iterable[torch.Tensor]
+) -> list[tuple[dict[str, Any], str]]:
+    """Return the (table of a module, name) pairs of tensors that the broadcast did not fill either."""
+    left = {id(tensor) for tensor in unwritten if is_unwritten(tensor)}
+    tables: list[dict[str, Any]] = [table for m in modules for table in (m._parameters, m._buffers)]
+    return [(table, name) for table in tables for name, tensor in table.items() if id(tensor) in left]
 
 
 def _old_torch_error(problem: str) -> PrepareError:

@@ -3,7 +3,8 @@
 A parameter that every rank has mapped from the same place of the same file is not broadcast: each rank copies
 its own shard out of the file. A parameter without values on any rank gets memory for its shard, and its
 values by ``load_checkpoint_in_model`` or ``load_state``; a forward before that is refused. Both are sharded
-on the meta device, so that they are never unsharded in memory.
+on the meta device, so that they are never unsharded in memory. A tensor that ``param_init_fn`` does not write
+to has no values either.
 
 Linux says which file is mapped at an address (``/proc/self/maps``), and whether a page of a private mapping
 is still the file's, or a modified copy (``/proc/self/pagemap``). On a system without them no tensor counts as
@@ -19,7 +20,8 @@ import hashlib
 import mmap
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,6 +139,73 @@ def find_unlike_leader(every: Sequence[InitialWeightsInfo]) -> int | None:
     return None
 
 
+def run_param_init_fn(
+    param_init_fn: Callable[[nn.Module], Any], module: nn.Module, fresh: Iterable[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Call ``param_init_fn(module)``, and return the tensors of the module that it left without values.
+
+    Args:
+        param_init_fn: fills the parameters and buffers of one module, not those of the modules inside it.
+        module: the module.
+        fresh: its tensors whose memory has just been allocated.
+    """
+    with torch.no_grad():
+        for tensor in fresh:
+            tensor.fill_(_unwritten_value(tensor.dtype))
+    versions = {name: (tensor, tensor._version) for name, tensor in _own_tensors(module)}
+    with _fill_new_memory():
+        param_init_fn(module)
+    unwritten: list[torch.Tensor] = []
+    for name, tensor in _own_tensors(module):
+        before, version = versions.get(name, (None, 0))
+        # Memory of the function's own may be all 1s for a mask; NaN and the largest integer are no values.
+        sure = tensor.is_floating_point() or tensor.is_complex() or tensor.dtype.itemsize > 1
+        untouched = tensor._version == (version if tensor is before else 0)
+        if untouched and (sure or tensor is before) and is_unwritten(tensor):
+            unwritten.append(tensor)
+    return unwritten
+
+
+def is_unwritten(tensor: torch.Tensor) -> bool:
+    """Return whether all elements of a tensor, of one at least, are those of ``_fill_new_memory``."""
+    values = _local_data(tensor).detach()
+    if values.is_meta or not values.numel():
+        return False
+    if tensor.is_floating_point() or tensor.is_complex():
+        # Few types of 8 bits have an isnan.
+        return bool((values.float() if values.dtype.itemsize == 1 else values).isnan().all())
+    return bool((values == _unwritten_value(values.dtype)).all())
+
+
+def _unwritten_value(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+@contextmanager
+def _fill_new_memory() -> Iterator[None]:
+    """Fill what ``torch.empty`` and its siblings allocate with NaN, the largest integer, or True.
+
+    Source: ``torch.utils.deterministic.fill_uninitialized_memory``.
+    """
+    settings: Any = torch.utils.deterministic
+    filled, strict = settings.fill_uninitialized_memory, torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    settings.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=warn_only or not strict)
+    try:
+        yield
+    finally:
+        settings.fill_uninitialized_memory = filled
+        torch.use_deterministic_algorithms(strict, warn_only=warn_only)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for table in (module._parameters, module._buffers):
+        yield from ((name, tensor) for name, tensor in table.items() if tensor is not None)
+
+
 class InitialWeights:
     """The source of the values of one model while it is sharded.
 
@@ -231,6 +300,12 @@ class InitialWeights:
                 if source is None:
                     self._empty.append(fsdp_param.sharded_param)
 
+    @torch.no_grad()
+    def expect_later(self, tensor: torch.Tensor) -> None:
+        """Expect the values of a tensor that ``param_init_fn`` left without from a later load."""
+        _local_data(tensor).zero_()
+        self._empty.append(tensor)
+
     def guard_forward(self, model: nn.Module) -> None:
         """Refuse a forward of ``model``, and to save it, before all tensors have their values."""
         if self._empty:
@@ -309,10 +384,10 @@ def refuse_uninitialized(names: Iterable[str]) -> None:
         more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
         raise PrepareError(
             f"there are no values in {', '.join(empty[:3])}{more}",
-            why="the model was on the meta device when it was prepared, on rank 0 too, and nothing has been "
-            "loaded into it since",
-            fix="load_checkpoint_in_model(model, folder), before prepare or after it, or give the plugin a "
-            "param_init_fn",
+            why="they were on the meta device when the model was prepared, on rank 0 too, and neither a "
+            "param_init_fn nor a load has filled them",
+            fix="load_checkpoint_in_model(model, folder), before prepare or after it, or a "
+            "param_init_fn of the plugin that fills all parameters and buffers",
         )
 
 

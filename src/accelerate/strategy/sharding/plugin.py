@@ -45,7 +45,8 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
         mixed_precision_policy: a ``MixedPrecisionPolicy`` (FSDP1: ``MixedPrecision``), its fields as a dict,
             or ``"bf16"``/``"fp16"``; None follows the precision of the ``Accelerator``.
         state_dict_config, optim_state_dict_config: follow ``state_dict_type``.
-        param_init_fn: fills a module whose parameters are on the meta device on rank 0 too.
+        param_init_fn: fills the parameters and buffers of one module, some of which are on the meta device
+            on rank 0 too. What it leaves without values needs a load before the first forward.
         hybrid: whether there are replicas (HSDP); follows ``sharding_strategy``.
 
     Raises:

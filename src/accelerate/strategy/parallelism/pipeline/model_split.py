@@ -179,7 +179,7 @@ def check_same_model(model: nn.Module) -> bool:
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
     rows = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
-    empty = next((name for name, p in model.named_parameters() if p.is_meta), "")
+    empty = next((name for name, tensor in tensors if tensor.is_meta), "")
     digests = collective.all_gather_object(
         (hashlib.sha256(repr(rows).encode()).hexdigest(), empty), "prepare(model)"
     )
@@ -194,7 +194,7 @@ def check_same_model(model: nn.Module) -> bool:
         )
     if digests[0][1]:
         raise PrepareError(
-            f"the parameter {digests[0][1]} is on the meta device, on rank 0 too",
+            f"{digests[0][1]} is on the meta device, on rank 0 too",
             why="the weights of rank 0 are those that the stages begin with",
             fix="load the weights on rank 0",
         )
