@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -238,6 +239,95 @@ def continued(folder: str, options: dict[str, Any]) -> Run:
     return looped(accelerator, model, optimizer, some(accelerator, 2, 3), scheduler)
 
 
+def in_open_windows(folder: str) -> dict[Any, list[Run]]:
+    """Of all layouts and models; in an order in which each loads what the one before it has saved."""
+    from megatron.core import parallel_state
+
+    found: dict[Any, list[Run]] = {}
+    for name in LAYOUTS:
+        for kind in MODELS:
+            found[kind, name] = in_an_open_window(f"{folder}/{kind}", name, kind)
+        parallel_state.destroy_model_parallel()
+    found["means"] = in_an_open_window(f"{folder}/llama", "means", "llama")
+    found["clipped"] = saved_after_clipping(folder)
+    return found
+
+
+def in_four_open_windows(folder: str) -> list[Run]:
+    return in_an_open_window(f"{folder}/llama", "both", "llama")
+
+
+# Layouts without one before them.
+MORE_WINDOWS: dict[str, dict[str, Any]] = {
+    "means": {"calculate_per_token_loss": False},
+    "both": {"tp_degree": 2, "num_micro_batches": 2},
+}
+
+
+def saved_after_clipping(folder: str) -> list[str]:
+    """What is said where the gradients that the next step would take are reduced, and scaled."""
+    accelerator = accelerator_of(1)
+    model, *_ = prepared(accelerator, "llama", 1)
+    (batch,) = some(accelerator, 0, 1)
+    accelerator.backward(model(**batch).loss)
+    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator.save_state(f"{folder}/clipped")
+    return [str(warning.message) for warning in caught]
+
+
+def in_an_open_window(folder: str, name: str, kind: str) -> list[Run]:
+    """The rest of a run; the same after a resume in its layout, and of one that another layout has saved."""
+    options = {**LAYOUTS, **MORE_WINDOWS}[name]
+    accelerator = accelerator_of(3, **options)
+    model, optimizer, _, scheduler = prepared(accelerator, kind, 6)
+    looped(accelerator, model, optimizer, some(accelerator, 0, 2), scheduler)
+    accelerator.save_state(f"{folder}-{name}")
+    found = [looped(accelerator, model, optimizer, some(accelerator, 2, 6), scheduler)]
+    before = dict(zip(LAYOUTS, (name, *LAYOUTS), strict=False)).get(name, name)
+    for saved in (name, before):
+        accelerator = accelerator_of(3, **options)
+        found.append(resumed_in_window(f"{folder}-{saved}", kind, accelerator))
+    return found
+
+
+def resumed_in_window(saved: str, kind: str, accelerator: Any) -> Run:
+    """The last four of the six batches of two windows, of which the first had two when it was saved."""
+    model = MODELS[kind]()
+    optimizer = optimizer_of(model)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, schedule(optimizer))
+    accelerator.load_state(saved)
+    return looped(accelerator, model, optimizer, some(accelerator, 2, 6), scheduler)
+
+
+def without_megatron(folder: str) -> dict[str, list[Run]]:
+    """The rest of a run of each user's own model, after what it saves; and of the last layout's run."""
+    from accelerate import Accelerator
+
+    found: dict[str, list[Run]] = {}
+    for kind in MODELS:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+        model = MODELS[kind]()
+        optimizer = optimizer_of(model)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, schedule(optimizer))
+        looped(accelerator, model, optimizer, some(accelerator, 0, 2), scheduler)
+        accelerator.save_state(f"{folder}/{kind}-alone")
+        whole = looped(accelerator, model, optimizer, some(accelerator, 2, 6), scheduler)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+        last = f"{folder}/{kind}-{list(LAYOUTS)[-1]}"
+        found[kind] = [whole, resumed_in_window(last, kind, accelerator)]
+    return found
+
+
+def from_the_plain_model(folder: str) -> dict[str, Run]:
+    """A window that the user's own model has begun, ended with two processes for each layer."""
+    return {
+        kind: resumed_in_window(f"{folder}/{kind}-alone", kind, accelerator_of(3, **LAYOUTS["tp"]))
+        for kind in MODELS
+    }
+
+
 def alone(folder: str) -> Run:
     """The same in one process, by the user's own model."""
     from accelerate import Accelerator
@@ -335,9 +425,7 @@ def test_activations_that_are_computed_again_are_the_same(single: Any) -> None:
 def test_a_run_in_two_parts_is_the_run_in_one(runs: Any) -> None:
     """D11"""
     whole, parts = runs[0]["resumed"]
-    assert whole[:3] == parts[:3]
-    for name, value in whole[3].items():
-        torch.testing.assert_close(parts[3][name], value, rtol=0, atol=0)
+    check_equal(parts, whole)
 
 
 def test_states_load_in_another_layout_and_in_one_process(runs: Any, single: Any) -> None:
@@ -345,6 +433,51 @@ def test_states_load_in_another_layout_and_in_one_process(runs: Any, single: Any
     whole = runs[0]["resumed"][0]
     check(runs[0]["elsewhere"], whole)
     check(single[0], whole)
+
+
+@pytest.fixture(scope="module")
+def windows(ranks: RankServer, folder: str) -> list[dict[Any, list[Run]]]:
+    return ranks(2, in_open_windows, folder, timeout=120)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_an_open_window_is_saved(windows: Any, kind: str, layout: str) -> None:
+    """D4: to the bit in the same layout; weights that are tied over two stages, parts of a fused one."""
+    whole, same, other = windows[0][kind, layout]
+    assert len(whole[1]) == 2, "two steps"
+    check_equal(same, whole)
+    check(other, whole)
+
+
+def check_equal(ours: Run, other: Run) -> None:
+    assert ours[:3] == other[:3]
+    for name, value in other[3].items():
+        torch.testing.assert_close(ours[3][name], value, rtol=0, atol=0)
+
+
+def test_an_open_window_of_other_means_is_saved(windows: Any, ranks: RankServer, folder: str) -> None:
+    """The mean over micro-batches; and, with two dimensions, tokens that the ranks of a layer share."""
+    whole, same, _ = windows[0]["means"]
+    check_equal(same, whole)
+    whole, same, _ = ranks(4, in_four_open_windows, folder, timeout=120)[0]
+    check_equal(same, whole)
+    check(whole, windows[0]["llama", "tp"][0])
+
+
+def test_gradients_that_are_clipped_are_not_saved(windows: Any) -> None:
+    assert any("are not in the checkpoint" in said for said in windows[0]["clipped"])
+
+
+def test_an_open_window_goes_on_elsewhere(windows: Any, ranks: RankServer, folder: str) -> None:
+    """Without Megatron-LM, and back."""
+    plain = ranks(1, without_megatron, folder, timeout=120)[0]
+    again = ranks(2, from_the_plain_model, folder, timeout=120)[0]
+    for kind in MODELS:
+        whole, resumed = plain[kind]
+        check(windows[0][kind, "tp"][0], whole)
+        check(resumed, whole)
+        check(again[kind], whole)
 
 
 def test_16_bit_models_keep_32_bit_weights(runs: Any) -> None:

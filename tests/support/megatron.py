@@ -30,8 +30,9 @@ class _Stream:
     def wait_stream(self, other: Any) -> None: ...
 
 
+@functools.cache
 def on_cpu() -> None:
-    """Patches this process."""
+    """Patches this process, once."""
     # It compiles small functions when it is imported, by torch's own names: imported first.
     from megatron.core.models.gpt import GPTModel
 

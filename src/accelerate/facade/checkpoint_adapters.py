@@ -237,6 +237,7 @@ class OpenWindow:
             "buffers": [self.strategy.local_buffers(model) for model in self.prepared.models],
             "sync_gradients": self.gradients.sync_gradients,
             "window": None if window is None else (window.count, window.is_loss_divided),
+            "micro_batches": self.strategy.micro_batches or self.gradients.step,
             "weighting": None,
         }
         if weighting is not None and any(group.is_weighted for group in weighting.groups):
@@ -284,6 +285,7 @@ class OpenWindow:
                     self.strategy.restore_local_buffers(model, buffers)
             else:
                 self.strategy.load_gradients(model, JoinedGradients(states, index, scale))
+                self.strategy.resume_window(model, own.get("micro_batches", 0))
         gradients = self.gradients
         gradients.sync_gradients, gradients.has_unweighted_grads = own["sync_gradients"], weighting is None
         gradients.resumed_window = own["window"]

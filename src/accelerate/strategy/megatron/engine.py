@@ -33,6 +33,10 @@ class MegatronEngine(nn.Module):
     Attributes:
         base_model: the user's own module, without values.
         calls: forwards with a backward since the gradients were cleared.
+        window_size: the calls of an accumulation window.
+        resumed_grads: (parameter, gradient) pairs of a window that was saved under another layout: a sum of
+            means over micro-batches, divided by ``window_size``; added when the window ends.
+        resumed_calls: the calls that they come from; 0 where that is not known.
     """
 
     base_model: nn.Module
@@ -44,7 +48,9 @@ class MegatronEngine(nn.Module):
         self.stepper: MegatronOptimizerStepper | None = optimizer
         self.plugin, self.layout, self.device = strategy.plugin, _layout(strategy), strategy.world.device
         self.module_config = self.get_module_config()
-        self.iteration = self.calls = 0
+        self.iteration = self.calls = self.resumed_calls = 0
+        self.window_size = 1
+        self.resumed_grads: list[tuple[nn.Parameter, torch.Tensor]] = []
         self.tokens: torch.Tensor | None = None
         self.grads_complete, self.grads_stale, self.backward_pending = False, False, False
         self.train_step_handler: Any = None
@@ -205,22 +211,39 @@ class MegatronEngine(nn.Module):
 
     # --- gradients
 
+    @property
+    def has_gradients(self) -> bool:
+        """True if there is something to reduce or to step with."""
+        return bool(self.calls or self.resumed_grads)
+
     def finish_gradients(self) -> None:
         """Reduce the gradients of an accumulation window: once, on all processes."""
-        if self.grads_complete or not self.calls:
+        if self.grads_complete or not self.has_gradients:
             return
         from megatron.core.distributed import finalize_model_grads
 
-        weighs = self.plugin.weighs_tokens
-        finalize_model_grads([self.module], self.tokens if weighs else None)
-        if not weighs and self.calls > 1:
-            self.module.scale_gradients(1.0 / self.calls)
+        if self.calls:
+            weighs = self.plugin.weighs_tokens
+            finalize_model_grads([self.module], self.tokens if weighs else None)
+            if not weighs and self.calls > 1:
+                self.module.scale_gradients(1.0 / self.calls)
+        if self.resumed_grads:
+            self._add_resumed_grads()
         self.grads_complete = True
+
+    @torch.no_grad()
+    def _add_resumed_grads(self) -> None:
+        """Make the mean of the calls since the resume the mean of the whole window."""
+        calls = self.resumed_calls + self.calls if self.resumed_calls else self.window_size
+        self.module.scale_gradients(self.calls / calls)
+        for parameter, gradient in self.resumed_grads:
+            parameter.main_grad.add_(gradient, alpha=self.window_size / calls)  # type: ignore[union-attr]
 
     def clear(self) -> None:
         """Drop the gradients."""
         self.module.zero_grad_buffer()
         self.tokens, self.calls = None, 0
+        self.resumed_grads, self.resumed_calls = [], 0
         self.grads_complete = self.grads_stale = self.backward_pending = False
 
     def mark_stepped(self) -> None:

@@ -87,7 +87,7 @@ class MegatronFullStateConverter:
         for rule, parameter in (*self.params, *self.copies):
             if parameter is not None and all(name in weights for name in rule.names):
                 self._overwrite_param(
-                    parameter, self._local_shard(rule, [weights[name] for name in rule.names])
+                    parameter, self.local_shard(rule, [weights[name] for name in rule.names])
                 )
         return _IncompatibleKeys(missing, more)
 
@@ -97,7 +97,8 @@ class MegatronFullStateConverter:
         else:
             self.engine.stepper.overwrite_param(parameter, value)
 
-    def _local_shard(self, rule: WeightRule, wholes: Sequence[torch.Tensor]) -> torch.Tensor:
+    def local_shard(self, rule: WeightRule, wholes: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return this process's shard of full tensors."""
         return rule.shard([whole.to(self.engine.device) for whole in wholes], self.layout.tp)[
             self.layout.tp_rank
         ]
@@ -138,7 +139,7 @@ class MegatronFullStateConverter:
 
     def _local_value(self, rule: WeightRule, values: list[Any]) -> Any:
         tensors = isinstance(values[0], torch.Tensor) and values[0].dim() > 0
-        return self._local_shard(rule, values) if tensors else values[0]
+        return self.local_shard(rule, values) if tensors else values[0]
 
     # --- gathering
 
@@ -156,13 +157,13 @@ class MegatronFullStateConverter:
                     for name in rule.names:
                         full[name][key] = value.clone() if isinstance(value, torch.Tensor) else value
                     continue
-                for name, whole in zip(rule.names, rule.join(self._gather_tp_shards(value)), strict=True):
+                for name, whole in zip(rule.names, rule.join(self.gather_tp_shards(value)), strict=True):
                     full[name][key] = whole
         if self.layout.pp > 1:
             full = self._broadcast_from_owner(full, local is not None)
         return {name: _copy_to_host(values) for name, values in full.items()} if self.receives_full else {}
 
-    def _gather_tp_shards(self, value: torch.Tensor) -> list[torch.Tensor]:
+    def gather_tp_shards(self, value: torch.Tensor) -> list[torch.Tensor]:
         """All-gather a tensor over the tensor parallel group."""
         if self.layout.tp == 1:
             return [value]

@@ -25,6 +25,7 @@ from accelerate.strategy.base import (
     StrategySelection,
 )
 from accelerate.strategy.launch_settings.megatron import MegatronSettings, UseMegatronSetting
+from accelerate.strategy.megatron.open_gradients import MegatronOpenGradients
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from accelerate.strategy.megatron.user_optimizer_adapter import MegatronOptimizerStepper
 
 
-class Megatron(EngineStrategy):
+class Megatron(MegatronOpenGradients, EngineStrategy):
     """The strategy that trains by Megatron-LM.
 
     Tests run it on CPUs, with stand-ins for its devices; it has never run on GPUs.
@@ -136,6 +137,7 @@ class Megatron(EngineStrategy):
         (model,) = dict.fromkeys(bundle.objects_of("model"))
         optimizers = list(dict.fromkeys(bundle.objects_of("optimizer")))
         engine, whole, groups = build_engine(self, model, optimizers)
+        engine.window_size = bundle.accumulation_steps
         for optimizer in optimizers:
             engine.stepper = build_stepper(engine, whole, groups, optimizer)
             self._steppers[id(optimizer)] = optimizer, engine.stepper
@@ -162,6 +164,9 @@ class Megatron(EngineStrategy):
             f"this {type(model).__name__} was not prepared by this Accelerator",
             fix="give the model that prepare returned",
         )
+
+    def _converter(self, model: nn.Module) -> MegatronFullStateConverter:
+        return self._converters[id(self._engine(model))]
 
     # --- the loop
 
@@ -230,11 +235,11 @@ class Megatron(EngineStrategy):
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """Gather the full model state by the user's names on the host of rank 0; other ranks get nothing."""
-        return self._converters[id(self._engine(model))].model_state()
+        return self._converter(model).model_state()
 
     def load_model(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         """Load a full state, which every process has; each takes its shard."""
-        return self._converters[id(self._engine(model))].load_weights(state, strict)
+        return self._converter(model).load_weights(state, strict)
 
     def optimizer_state(
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]

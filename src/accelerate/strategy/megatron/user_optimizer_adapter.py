@@ -146,7 +146,7 @@ class MegatronOptimizerStepper:
 
     def finish_gradients(self) -> None:
         """Reduce the gradients and put them where the optimizer reads them; once per accumulation window."""
-        if self.ready or not self.engine.calls:
+        if self.ready or not self.engine.has_gradients:
             return
         self.engine.finish_gradients()
         self.skips_step = bool(self.megatron_optimizer.prepare_grads())
@@ -170,7 +170,7 @@ class MegatronOptimizerStepper:
 
     def step(self) -> None:
         """Run one optimizer step; the plugin's clipping applies unless ``clip_norm`` ran in this window."""
-        if not self.engine.calls or self.engine.grads_stale:
+        if not self.engine.has_gradients or self.engine.grads_stale:
             return
         self.finish_gradients()
         limit = self.megatron_optimizer.config.clip_grad

@@ -189,14 +189,15 @@ class GradientPiece:
         shape: of the parameter, unsharded.
         offsets: where the piece begins in it, in every dimension; a single number counts the elements of the
             flattened parameter, and ``values`` has one dimension then.
-        ranks: the number of ranks that hold the same piece with values of their own, of which the mean
-            counts; 0 for a piece that is reduced already, and equal on all ranks that hold it.
+        ranks: by what the sum of all ranks' pieces is divided: the number of ranks that hold the piece with
+            values of their own, of which the mean counts, or another number that makes it the reduced
+            gradient; 0 for a piece that is reduced already, and equal on all ranks that hold it.
     """
 
     values: torch.Tensor
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    ranks: int
+    ranks: float
 
 
 def join_pieces(pieces: Iterable[GradientPiece]) -> torch.Tensor:
@@ -250,6 +251,11 @@ class OpenGradients:
             if p.grad is not None
         }
 
+    @property
+    def micro_batches(self) -> int:
+        """Return how many micro-batches the open window has had, where the strategy counts them; else 0."""
+        return 0
+
     def restore_pieces(self, model: nn.Module, pieces: Mapping[str, Sequence[GradientPiece]]) -> None:
         """Put this rank's own pieces back."""
         self.load_gradients(model, {name: held[0].values for name, held in pieces.items()})
@@ -259,6 +265,9 @@ class OpenGradients:
         for name, parameter in self.unwrap(model).named_parameters():
             if name in gradients:
                 parameter.grad = gradients[name].to(parameter.device, parameter.dtype, copy=True)
+
+    def resume_window(self, model: nn.Module, micro_batches: int) -> None:
+        """Take over how many micro-batches loaded gradients come from, where that counts; 0: not known."""
 
     def local_buffers(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
         """Return the buffers that may differ from those of rank 0 until the window ends; None without any.
