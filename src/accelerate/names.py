@@ -7,47 +7,17 @@ and everything is loaded when it is first used. ``core/lazy_names.py`` explains 
 
 from __future__ import annotations
 
-from accelerate.core.lazy_names import LazyCall, NameSource, ObjectNameSource, PublicNames, UnimplementedName
-
-
-def exports(text: str) -> dict[str, NameSource]:
-    """Return the names of one file, from ``"file: name name"``; ``public=own`` where the own name differs."""
-    file, _, names = text.partition(": ")
-    pairs = (name.partition("=") for name in names.split())
-    return {public: f"{file}:{own_name or public}" for public, _, own_name in pairs}
-
-
-def words(text: str) -> list[str]:
-    """Return a new list of the words of ``text``."""
-    return text.split()
-
-
-def constants(texts: str = "", **values: object) -> dict[str, NameSource]:
-    """Return constants of the API that no code here needs; ``NAME=text`` for one-word texts."""
-    pairs = dict(pair.split("=") for pair in texts.split())
-    return {name: ObjectNameSource(value) for name, value in {**pairs, **values}.items()}
-
-
-def package_checks(names: str) -> dict[str, NameSource]:
-    """Return ``is_<name>_available`` for packages; ``name=requirement`` if it is not just that package."""
-    each = (name.partition("=") for name in names.split())
-    return {
-        f"is_{name}_available": LazyCall("core.packages:make_checker", need or name) for name, _, need in each
-    }
-
-
-def device_checks(types: str) -> dict[str, NameSource]:
-    """Return ``is_<type>_available`` for device types."""
-    return {
-        f"is_{type}_available": LazyCall("facade.device_availability:device_checker", type)
-        for type in types.split()
-    }
-
-
-def all_names(modules: str) -> dict[str, str]:
-    """Return the request for all names of these public modules."""
-    return dict.fromkeys((f"accelerate.{module}" for module in modules.split()), "*")
-
+from accelerate.core.lazy_names import LazyCall, NameSource, PublicNames, UnimplementedName
+from accelerate.core.name_sources import (
+    all_names,
+    constants,
+    device_checks,
+    device_requirements,
+    exports,
+    package_checks,
+    package_requirements,
+    words,
+)
 
 NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     "accelerate": {},
@@ -394,9 +364,31 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     "accelerate.utils.versions": exports("core.packages: compare_versions is_torch_version"),
     "accelerate.test_utils": {},
     "accelerate.test_utils.testing": exports(
-        "facade.client_test_utils: execute_subprocess_async get_torch_dist_unique_port "
-        "path_in_accelerate_package"
-    ),
+        "facade.client_test_utils: AccelerateTestCase MockingTestCase SubprocessCallException "
+        "TempDirTestCase are_the_same_tensors assert_exception capture_call_output execute_subprocess_async "
+        "get_backend get_launch_command get_torch_dist_unique_port memory_allocated_func "
+        "path_in_accelerate_package pytest_xdist_worker_id run_command"
+    )
+    | exports(
+        "facade.client_test_requirements: require_cpu require_fsdp2 require_huggingface_suite "
+        "require_multi_device require_non_cpu require_single_device require_torch_min_version require_tp "
+        "require_trackers run_first skip slow"
+    )
+    | package_requirements(
+        "aim bnb clearml comet_ml datasets deepspeed dvclive fp16 fp8 import_timer matplotlib mlflow pandas "
+        "peft pippy schedulefree swanlab tensorboard timm torchao torchdata_stateful_dataloader torchvision "
+        "trackio transformer_engine transformer_engine_mxfp8 transformers triton wandb"
+    )
+    | device_requirements("", "cuda cuda_or_hpu cuda_or_xpu mlu mps musa neuron npu sdaa tpu=xla xpu")
+    | device_requirements("non_", "hpu torch_xla=xla xpu")
+    | device_requirements("single_", "gpu=cuda xpu")
+    | device_requirements("multi_", "gpu=cuda gpu_or_xpu=cuda_or_xpu xpu")
+    | {
+        "DEFAULT_LAUNCH_COMMAND": LazyCall("facade.client_test_utils:default_launch_command"),
+        "device_count": LazyCall("facade.client_test_utils:count_devices"),
+        "torch_device": LazyCall("facade.client_test_utils:find_torch_device"),
+    },
+    "accelerate.test_utils.training": exports("facade.client_test_model: RegressionDataset RegressionModel"),
 }
 
 for _name in words("accelerator checkpointing data_loader tracking utils.fsdp_utils utils.other"):
@@ -448,7 +440,7 @@ REEXPORTS: dict[str, dict[str, str]] = {
     | all_names("commands.config.cluster commands.config.sagemaker"),
     "accelerate.commands.estimate": all_names("big_modeling") | COMMAND_NAMES,
     "accelerate.commands.test": all_names("test_utils.testing") | COMMAND_NAMES,
-    "accelerate.test_utils": all_names("test_utils.testing"),
+    "accelerate.test_utils": all_names("test_utils.testing test_utils.training"),
     "accelerate.utils": all_names(f"parallelism_config {UTILS}") | CONFIG_WRITER,
     "accelerate.utils.launch": all_names("commands.config.config_args") | COMMON_NAMES,
 }

@@ -337,6 +337,52 @@ def test_values_by_a_load_after_a_param_init_fn(ranks: RankServer) -> None:
     assert same_on_all(ranks(2, loaded_after_init))
 
 
+# --- functions that older scripts call
+
+
+def sharded_by_hand() -> dict[str, Any]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import (
+        fsdp2_apply_ac,
+        fsdp2_load_full_state_dict,
+        fsdp2_prepare_model,
+        get_fsdp2_grad_scaler,
+    )
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**LAYERS))
+    model, calls = tiny(1), []
+    model.layers[0].up.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    loss_of(fsdp2_apply_ac(accelerator, model), next(batches(1))).backward()
+    found: dict[str, Any] = {"computed": len(calls)}
+    model = fsdp2_prepare_model(accelerator, tiny(1))
+    found["sharded"] = all(type(p).__name__ == "DTensor" for p in model.parameters())
+    state = tiny(0).state_dict() if accelerator.is_main_process else {}
+    fsdp2_load_full_state_dict(accelerator, model, state)
+    values = whole(model)
+    found["loaded"] = all(torch.equal(values[name], value) for name, value in tiny(0).named_parameters())
+    found["buffer"] = torch.equal(model.get_buffer("scale"), torch.full((3,), 0.5))
+    found["scaler"] = type(get_fsdp2_grad_scaler(device="cpu")) is torch.amp.GradScaler
+    return found
+
+
+def test_functions_of_older_scripts(ranks: RankServer) -> None:
+    found = same_on_all(ranks(2, sharded_by_hand))
+    assert found == {"computed": 2, "sharded": True, "loaded": True, "buffer": True, "scaler": True}
+
+
+def shard_without_fsdp() -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import fsdp2_prepare_model
+
+    fsdp2_prepare_model(Accelerator(), tiny())
+
+
+def test_a_strategy_that_shards_nothing(ranks: RankServer) -> None:
+    with pytest.raises(RanksError, match="trains by ddp, which shards nothing in place") as caught:
+        ranks(2, shard_without_fsdp)
+    assert caught.value.kinds() == ["PrepareError"] * 2
+
+
 # --- optimizers
 
 

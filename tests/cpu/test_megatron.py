@@ -503,6 +503,69 @@ def test_means_of_means_where_tokens_do_not_count(runs: Any) -> None:
     assert expected > 0.1
 
 
+# --- functions that older scripts call
+
+
+def public_functions() -> dict[str, Any]:
+    from accelerate.core.errors import AccelerateError
+    from accelerate.utils import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+    from accelerate.utils import megatron_lm as functions
+
+    accelerator = accelerator_of()
+    found: dict[str, Any] = {}
+    functions.initialize(accelerator)
+    functions.finish_mpu_init()
+    rank = accelerator.process_index
+    losses = [torch.tensor(1.0 + rank), torch.tensor([4.0 * rank])]
+    found["mean"] = functions.avg_losses_across_data_parallel_group(losses).tolist()
+    tensors = {"x": torch.full((2, 1), rank), "n": torch.tensor(rank), "name": "kept"}
+    gathered = functions.gather_across_data_parallel_groups(tensors)
+    found["gathered"] = gathered["x"].flatten().tolist(), gathered["n"].tolist(), gathered["name"]
+    plain = optimizer_of(llama())
+    dummy = MegatronLMDummyScheduler(plain, total_num_steps=8, warmup_num_steps=2)
+    schedule_of_dummy = functions.prepare_scheduler(accelerator, plain, dummy)
+    found["rates"] = []
+    for _ in range(3):
+        found["rates"].append(plain.param_groups[0]["lr"])
+        plain.step()
+        schedule_of_dummy.step()
+    found["others stay"] = (
+        functions.prepare_scheduler(accelerator, plain, schedule_of_dummy) is schedule_of_dummy
+    )
+    loader = functions.prepare_data_loader(accelerator, DataLoader(samples(2), batch_size=2))  # type: ignore[arg-type]
+    found["batches"] = len(loader)
+    model = llama()
+    model, _ = accelerator.prepare(model, optimizer_of(model))
+    found["optimizer"] = type(functions.prepare_optimizer(accelerator, model)).__name__
+    refused = {
+        "provider": functions.model_provider_func,
+        "all": lambda: functions.prepare_model_optimizer_scheduler(accelerator),
+        "arguments": lambda: functions.initialize(accelerator, args_defaults={"a": 1}),
+        "data": lambda: functions.prepare_data_loader(accelerator, MegatronLMDummyDataLoader()),
+        "plain": lambda: functions.prepare_optimizer(accelerator, llama()),
+    }
+    for name, call in refused.items():
+        with pytest.raises(AccelerateError) as caught:
+            call()
+        found[name] = str(caught.value)
+    return found
+
+
+def test_functions_of_older_scripts(ranks: RankServer) -> None:
+    found = same_on_all(ranks(2, public_functions, timeout=120))
+    assert found["mean"] == [1.5, 2.0]
+    assert found["gathered"] == ([0, 0, 1, 1], [0, 1], "kept")
+    assert found["rates"][0] < found["rates"][1] < found["rates"][2]
+    assert found["others stay"]
+    assert found["batches"] == 2 * ROWS // 4
+    assert found["optimizer"] == "FP32Optimizer"
+    assert "accelerator.prepare(model, optimizer)" in found["provider"]
+    assert "accelerator.prepare(model, optimizer, scheduler)" in found["all"]
+    assert "other_megatron_args" in found["arguments"]
+    assert "datasets" in found["data"]
+    assert "LlamaForCausalLM has no optimizer" in found["plain"]
+
+
 # --- what is refused
 
 

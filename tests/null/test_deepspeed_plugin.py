@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -305,3 +307,81 @@ def test_stand_ins_mean_nothing_without_deepspeed() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(PrepareError, match="DummyOptim stands for one of DeepSpeed"):
         Accelerator(cpu=True).prepare(model, DummyOptim(model.parameters()))
+
+
+class Recorded:
+    """Stands where an optimizer of DeepSpeed's would: it keeps what it was made with."""
+
+    def __init__(self, groups: Any, **options: Any) -> None:
+        self.groups, self.options = groups, options
+
+
+def test_optimizers_of_torch_become_those_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that DeepSpeed would compute otherwise stays."""
+    from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
+
+    for name in ("Adam", "Adagrad", "Lion"):
+        module = ModuleType(f"deepspeed.ops.{name.lower()}")
+        setattr(module, f"DeepSpeedCPU{name}", type(f"CPU{name}", (Recorded,), {}))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
+    monkeypatch.setitem(sys.modules, "deepspeed.ops", ModuleType("deepspeed.ops"))
+    layer = nn.Linear(2, 2)
+    parts = [{"params": [layer.weight], "weight_decay": 0.3}, {"params": [layer.bias]}]
+    adamw = map_pytorch_optim_to_deepspeed(torch.optim.AdamW(parts, lr=0.2, amsgrad=True))
+    assert type(adamw).__name__ == "CPUAdam"
+    assert adamw.options["adamw_mode"] is True
+    assert (adamw.options["lr"], adamw.options["amsgrad"]) == (0.2, True)
+    assert [group["weight_decay"] for group in adamw.groups] == [0.3, 0.01]
+    assert adamw.groups[0]["params"] == [layer.weight]
+    adam = map_pytorch_optim_to_deepspeed(torch.optim.Adam(layer.parameters()))
+    assert adam.options["adamw_mode"] is False
+    adagrad = map_pytorch_optim_to_deepspeed(torch.optim.Adagrad(layer.parameters(), eps=1e-3))
+    assert (type(adagrad).__name__, adagrad.options) == (
+        "CPUAdagrad",
+        {"lr": 0.01, "weight_decay": 0, "eps": 1e-3},
+    )
+    lion = type("Lion", (torch.optim.SGD,), {})(layer.parameters(), lr=0.1)
+    assert type(map_pytorch_optim_to_deepspeed(lion)).__name__ == "CPULion"
+    for same in (
+        torch.optim.SGD(layer.parameters(), lr=0.1),
+        torch.optim.AdamW(layer.parameters(), maximize=True),
+        torch.optim.Adagrad(layer.parameters(), lr_decay=0.1),
+    ):
+        assert map_pytorch_optim_to_deepspeed(same) is same
+
+
+def test_an_engine_of_deepspeed_made_by_hand() -> None:
+    """The step comes with the last backward of a window."""
+    from accelerate.utils import DeepSpeedEngineWrapper
+
+    calls: list[Any] = []
+
+    class Engine:
+        def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+            calls.append(is_boundary)
+
+        def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+            calls.append((loss.item(), kwargs))
+
+        def step(self) -> None:
+            calls.append("step")
+
+        def get_global_grad_norm(self) -> Any:
+            return torch.tensor(2.5) if "step" in calls else None
+
+    wrapper = DeepSpeedEngineWrapper(Engine())
+    assert wrapper.get_global_grad_norm() is None
+    wrapper.backward(torch.tensor(3.0), sync_gradients=False)
+    wrapper.backward(torch.tensor(4.0), retain_graph=True)
+    assert calls == [False, (3.0, {}), True, (4.0, {"retain_graph": True}), "step"]
+    assert wrapper.get_global_grad_norm() == 2.5
+
+
+def test_the_active_plugin() -> None:
+    from accelerate.utils import get_active_deepspeed_plugin
+
+    plugins = {"student": SimpleNamespace(selected=False), "teacher": SimpleNamespace(selected=True)}
+    assert get_active_deepspeed_plugin(SimpleNamespace(deepspeed_plugins=plugins)) is plugins["teacher"]
+    with pytest.raises(ValueError, match="does not use DeepSpeed"):
+        get_active_deepspeed_plugin(SimpleNamespace(deepspeed_plugins=None))

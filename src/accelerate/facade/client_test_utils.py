@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
+import shutil
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import unittest
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from accelerate import device as devices
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError
 
@@ -114,3 +121,178 @@ def get_torch_dist_unique_port() -> int:
 def path_in_accelerate_package(*components: str) -> Path:
     """Return a path inside the installed package."""
     return Path(__file__).resolve().parents[1].joinpath(*components)
+
+
+# --- the machine
+
+
+def get_backend() -> tuple[str, int, Callable[[], int]]:
+    """Return (device type, number of devices, function that returns the bytes allocated on the current one).
+
+    Of the device that an ``Accelerator`` computes on: ``("cuda", 8, <function>)``. On a CPU alone it is
+    ``("cpu", 1, <function>)``, and the function returns 0.
+    """
+    device = devices.detect()
+
+    def allocated_bytes() -> int:
+        """Return the bytes that are allocated on the current device."""
+        return 0 if device.type == "cpu" else device.memory_allocated() or 0
+
+    return device.type, max(1, device.count()), allocated_bytes
+
+
+def memory_allocated_func() -> int:
+    """Return the bytes that are allocated on the current device; 0 on a CPU."""
+    return get_backend()[2]()
+
+
+def find_torch_device() -> str:
+    """Return the type of the device: the constant ``torch_device``."""
+    return get_backend()[0]
+
+
+def count_devices() -> int:
+    """Return the number of devices: the constant ``device_count``."""
+    return get_backend()[1]
+
+
+def pytest_xdist_worker_id() -> int:
+    """Return the number of this worker of pytest-xdist, 0 without it."""
+    return get_torch_dist_unique_port() - FIRST_PORT
+
+
+# --- commands
+
+
+class SubprocessCallException(Exception):  # noqa: N818 - as promised
+    """A command of ``run_command`` failed; its output is in the message."""
+
+
+def run_command(
+    command: Sequence[str], return_stdout: bool = False, env: Mapping[str, Any] | None = None
+) -> str | None:
+    """Run a command to its end.
+
+    Args:
+        command: program and arguments.
+        return_stdout: return what it printed, on stdout and stderr.
+        env: its whole environment; None passes this process's on.
+
+    Raises:
+        SubprocessCallException: it failed.
+    """
+    command = [str(part) for part in command]
+    environment = None if env is None else {name: str(value) for name, value in env.items()}
+    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
+    printed = run.stdout.decode(errors="replace")
+    if run.returncode:
+        raise SubprocessCallException(
+            f"{_quote_command(command)} failed with exit status {run.returncode}:\n\n{printed}"
+        )
+    return printed if return_stdout else None
+
+
+def get_launch_command(**kwargs: Any) -> list[str]:
+    """Return ``accelerate launch`` with flags: ``num_processes=2`` is ``--num_processes=2``.
+
+    True gives the flag alone, and None leaves it out.
+    """
+    flags = ((f"--{name}", value) for name, value in kwargs.items() if value is not None)
+    return ["accelerate", "launch", *(flag if value is True else f"{flag}={value}" for flag, value in flags)]
+
+
+def default_launch_command() -> list[str]:
+    """Return ``accelerate launch`` on all devices: the constant ``DEFAULT_LAUNCH_COMMAND``."""
+    return get_launch_command(num_processes=count_devices(), monitor_interval=0.1)
+
+
+# --- assertions
+
+
+def are_the_same_tensors(tensor: Any) -> bool:
+    """Return whether every process has an equal tensor; collective."""
+    from accelerate.facade.state import PartialState
+    from accelerate.world.collective import gather
+
+    of_ranks = gather(tensor[None].clone().to(PartialState().device)).cpu()
+    return all(bool((row == of_ranks[0]).all()) for row in of_ranks)
+
+
+@contextlib.contextmanager
+def assert_exception(exception_class: type[BaseException], msg: str | None = None) -> Iterator[None]:
+    """Expect the block to raise.
+
+    Args:
+        exception_class: what it raises.
+        msg: a part of the message.
+
+    Raises:
+        AssertionError: it raises nothing, or says something else.
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    except exception_class as raised:
+        error = raised
+    if error is None:
+        raise AssertionError(f"expected a {exception_class.__name__}, and nothing was raised")
+    if msg is not None and msg not in str(error):
+        raise AssertionError(f"expected {msg!r} in the message, got {str(error)!r}") from error
+
+
+def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Call a function, and return what it printed on stdout."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        func(*args, **kwargs)
+    return printed.getvalue()
+
+
+class AccelerateTestCase(unittest.TestCase):
+    """A test case that forgets the state of the package after each test."""
+
+    def tearDown(self) -> None:
+        """Forget the world, the precision and the strategy."""
+        from accelerate.facade.state import AcceleratorState
+
+        super().tearDown()
+        AcceleratorState._reset_state(True)
+
+
+class TempDirTestCase(unittest.TestCase):
+    """A test case with a folder, ``self.tmpdir``, until its class is done.
+
+    Attributes:
+        clear_on_setup: whether the folder is emptied before each test.
+    """
+
+    clear_on_setup = True
+    tmpdir: Path
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        """Make the folder."""
+        super().setUpClass()
+        cls.tmpdir = Path(tempfile.mkdtemp())
+
+    @classmethod
+    def tearDownClass(cls) -> None:
+        """Remove the folder."""
+        super().tearDownClass()
+        shutil.rmtree(cls.tmpdir, ignore_errors=True)
+
+    def setUp(self) -> None:
+        """Empty the folder."""
+        super().setUp()
+        for path in self.tmpdir.iterdir() if self.clear_on_setup else ():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+class MockingTestCase(unittest.TestCase):
+    """A test case that stops the mocks it was given."""
+
+    def add_mocks(self, mocks: Any) -> None:
+        """Start one or several mocks, and stop them after the test."""
+        for mock in mocks if isinstance(mocks, tuple | list) else [mocks]:
+            mock.start()
+            self.addCleanup(mock.stop)

@@ -2,6 +2,7 @@
 # ruff: noqa
 
 from accelerate.test_utils import testing as testing
+from accelerate.test_utils import training as training
 from typing import Any
 
 def __getattr__(name: str) -> Any: ...

@@ -247,26 +247,26 @@ def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
     Its kernels are compiled when the first one is made, which takes a compiler and most of a minute.
 
     Args:
-        optimizer: ``Adam``, ``AdamW``, ``Adagrad`` of torch, or a ``Lion``; another one is returned as it is.
+        optimizer: ``Adam``, ``AdamW``, ``Adagrad`` of torch, or a ``Lion``; another one is returned as it is,
+            and one with an option that DeepSpeed's does not have.
     """
     import torch
 
     names = {torch.optim.Adam: "Adam", torch.optim.AdamW: "Adam", torch.optim.Adagrad: "Adagrad"}
     name = names.get(type(optimizer), "Lion" if type(optimizer).__name__ == "Lion" else "")
-    if not name:
+    missing = ("maximize", "lr_decay", "initial_accumulator_value")
+    if not name or any(group.get(option) for group in optimizer.param_groups for option in missing):
         return optimizer
     from importlib import import_module
 
     optimizer_class = getattr(import_module(f"deepspeed.ops.{name.lower()}"), f"DeepSpeedCPU{name}")
-    options: dict[str, Any] = (
-        {"adamw_mode": isinstance(optimizer, torch.optim.AdamW)} if name == "Adam" else {}
-    )
-    option_names = ("lr", "betas", "eps", "weight_decay", "amsgrad")
+    option_names = ("lr", "betas", "eps", "weight_decay", *(["amsgrad"] if name == "Adam" else []))
     groups = [
         {key: value for key, value in group.items() if key == "params" or key in option_names}
         for group in optimizer.param_groups
     ]
-    defaults = {key: value for key, value in optimizer.defaults.items() if key in option_names}
-    if name != "Adam":
-        defaults.pop("amsgrad", None)
-    return optimizer_class(groups, **defaults, **options)
+    options = {key: value for key, value in optimizer.defaults.items() if key in option_names}
+    if name == "Adam":
+        is_adamw = isinstance(optimizer, torch.optim.AdamW)
+        options["adamw_mode"] = optimizer.defaults.get("decoupled_weight_decay", is_adamw)
+    return optimizer_class(groups, **options)

@@ -119,7 +119,9 @@ def prepare_optimizer(accelerator: Any, model: Any) -> Any:
 def prepare_scheduler(accelerator: Any, optimizer: Any, scheduler: Any) -> Any:
     """Build the schedule that a ``MegatronLMDummyScheduler`` stands for; others stay."""
     if isinstance(scheduler, MegatronLMDummyScheduler):
-        return build_lr_schedule(scheduler, accelerator.strategy.plugin, accelerator.strategy.share.count)
+        return build_lr_schedule(
+            scheduler, accelerator.strategy.plugin, accelerator.strategy.data_shard.count
+        )
     return scheduler
 
 

@@ -1,4 +1,4 @@
-"""StrategySelection checkpointing; with offload, the inputs of blocks wait on the host for the backward."""
+"""Activation checkpointing; with offload, the inputs of blocks wait on the host for the backward."""
 
 from __future__ import annotations
 
