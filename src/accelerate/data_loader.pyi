@@ -15,6 +15,7 @@ from accelerate.data.loader import skip_first_batches as skip_first_batches
 from accelerate.data.prepare import prepare_data_loader as prepare_data_loader
 from typing import Any
 
+_PYTORCH_DATALOADER_KWARGS: Any
 logger: Any
 
 def __getattr__(name: str) -> Any: ...

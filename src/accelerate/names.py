@@ -33,6 +33,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     "accelerate.data_loader": exports(
         "data.loader: DataLoaderAdapter DataLoaderShard SkipDataLoader get_sampler skip_first_batches"
     )
+    | {"_PYTORCH_DATALOADER_KWARGS": LazyCall("data.prepare:default_loader_options")}
     | exports("data.active_loaders: DataLoaderStateMixin")
     | exports("data.prepare: prepare_data_loader")
     | exports("data.dispatch: DataLoaderDispatcher")
@@ -325,7 +326,8 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     ),
     "accelerate.utils.operations": exports(
         "world.collective: DistributedOperationException broadcast broadcast_object_list chained_operation "
-        "gather gather_object gather_tensor_shape pad_across_processes reduce verify_operation"
+        "gather gather_object gather_tensor_shape pad_across_processes reduce verify_operation "
+        "_gpu_broadcast=broadcast_from _gpu_gather=gather _gpu_gather_object=gather_object"
     )
     | exports(
         "world.local_tensor_trees: CannotPadNestedTensorWarning ConvertOutputsToFp32 concatenate "

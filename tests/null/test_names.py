@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 import accelerate
 from accelerate.core import pyi_stub_writer
@@ -93,6 +95,21 @@ def test_the_list_of_unbuilt_names_is_exact():
     assert not planned - unbuilt_names(), "these are not built, and unbuilt.txt does not say so"
     of_classes = {dotted for dotted in unbuilt_names() if dotted.split(".")[-2][0].isupper()}
     assert not unbuilt_names() - planned - of_classes, "these are built: take them out of unbuilt.txt"
+
+
+def test_private_names_that_other_programs_import():
+    """optimum-habana, evaluation scripts and trainers with loaders of their own use these."""
+    from accelerate.data_loader import _PYTORCH_DATALOADER_KWARGS
+    from accelerate.utils.operations import _gpu_broadcast, _gpu_gather, _gpu_gather_object
+
+    options = dict(_PYTORCH_DATALOADER_KWARGS)
+    assert (options["batch_size"], options["shuffle"], options.pop("prefetch_factor")) == (1, False, 2)
+    loader = DataLoader([1, 2, 3], **options)
+    assert len(loader) == 3
+    value = torch.ones(2)
+    assert torch.equal(_gpu_gather(value), value)
+    assert torch.equal(_gpu_broadcast(value, src=0), value)
+    assert _gpu_gather_object([1]) == [1]
 
 
 def parameters(signature: str) -> list[tuple[str, str, str]]:

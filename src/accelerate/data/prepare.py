@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -225,3 +226,10 @@ def _shard_stream(
         parts["batch_size"] = batches.batch_size = (size or 1) // count
         parts["batch_sampler"] = batches
     return copy_loader(loader, **parts)
+
+
+def default_loader_options() -> dict[str, Any]:
+    """Return the options of torch's ``DataLoader``, all but the dataset, with the defaults of 1.x."""
+    parameters = inspect.signature(DataLoader.__init__).parameters.items()
+    options = {name: each.default for name, each in parameters if each.default is not inspect.Parameter.empty}
+    return {**options, "shuffle": False, "prefetch_factor": 2}

@@ -7,10 +7,13 @@ from accelerate.facade.module_queries import TENSOR_TYPE_TO_INT as TENSOR_TYPE_T
 from accelerate.strategy.deepspeed.strategy import GatheredParameters as GatheredParameters
 from accelerate.world.collective import DistributedOperationException as DistributedOperationException
 from accelerate.world.collective import broadcast as broadcast
+from accelerate.world.collective import broadcast_from as _gpu_broadcast
 from accelerate.world.collective import broadcast_object_list as broadcast_object_list
 from accelerate.world.collective import chained_operation as chained_operation
 from accelerate.world.collective import copy_tensor_to_devices as copy_tensor_to_devices
+from accelerate.world.collective import gather as _gpu_gather
 from accelerate.world.collective import gather as gather
+from accelerate.world.collective import gather_object as _gpu_gather_object
 from accelerate.world.collective import gather_object as gather_object
 from accelerate.world.collective import gather_tensor_shape as gather_tensor_shape
 from accelerate.world.collective import pad_across_processes as pad_across_processes

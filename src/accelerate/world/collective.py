@@ -257,6 +257,11 @@ def _broadcast_large(channel: control_channel.ControlChannel, leaf: torch.Tensor
         leaf.copy_(send)
 
 
+def broadcast_from(data: T, src: int = 0) -> T:
+    """Broadcast ``data`` (any tree) from rank ``src``, in place: the ``_gpu_broadcast`` of other programs."""
+    return broadcast(data, src)
+
+
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Broadcast the items of ``object_list`` from rank ``from_process``, in place."""
     if world_size() > 1:
