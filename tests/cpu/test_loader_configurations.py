@@ -385,6 +385,19 @@ def test_a_loader_of_fewer_samples_than_steps_gives_each_once(ranks: RankServer,
     assert check_counts(cases, ranks(4, run_cases, jobs, timeout=120)) == []
 
 
+@pytest.mark.parametrize("dispatch", [True, False])
+def test_a_loader_of_nothing_gives_nothing(ranks: RankServer, dispatch: bool) -> None:
+    """An empty sampler is false: asked whether it is true, it was not seen, and rank 0 waited for ever."""
+    cases = [
+        LoaderCase(data, 0, batch, order, torchdata=torchdata, even=even, dispatch=dispatch)
+        for data, order in (("map", "sequential"), ("map", "user's sampler"), ("sized stream", "sequential"))
+        for batch in (None, 2)
+        for torchdata in (False, True)
+        for even in (True, False)
+    ]
+    assert check_counts(cases, ranks(2, run_cases, [(case, None, None, False) for case in cases])) == []
+
+
 @dataclass(frozen=True)
 class ResumeCase:
     """A loader that is saved after ``stop`` batches, and the loader that resumes it."""

@@ -155,13 +155,22 @@ def test_a_job_that_stops_to_be_resumed_is_requeued_and_goes_on(
 
     # A requeued job waits for two minutes; whoever may, says that it need not. A new one may wait so, too.
     wait_until("PENDING BeginTime 1", state, tmp_path / "out")
+    before = (tmp_path / "out").read_text()
     cluster.ask("scontrol", "update", f"JobId={number}", "StartTime=now")
-    wait_until("COMPLETED None 1", state, tmp_path / "out")
+    try:
+        wait_until("COMPLETED None 1", state, tmp_path / "out")
+    except AssertionError:
+        # On a busy machine SLURM may end the second start before the shell of its script has run.
+        if (tmp_path / "out").read_text() != before:
+            raise
+        print(cluster.ask("scontrol", "show", "job", "-o", number))
+        cluster.ask("scontrol", "requeue", number)
+        cluster.ask("scontrol", "update", f"JobId={number}", "StartTime=now")
+        wait_until("COMPLETED None 2", state, tmp_path / "out")
     text = (tmp_path / "out").read_text()
-    starts = [line for line in text.splitlines() if line.startswith("start ")]
-    assert sorted(starts) == [
-        f"start {start}, rank {rank}, resumes: {start == 1}" for start in (0, 1) for rank in range(processes)
-    ]
+    starts = [re.sub("start [12]", "again", line) for line in text.splitlines() if line.startswith("start ")]
+    first = [f"start 0, rank {rank}, resumes: False" for rank in range(processes)]
+    assert sorted(starts) == [f"again, rank {rank}, resumes: True" for rank in range(processes)] + first
 
 
 def test_a_number_that_is_not_the_schedulers_is_refused(cluster: slurm.Slurm) -> None:

@@ -158,7 +158,9 @@ def sampler_chain(sampler: Any) -> list[Any]:
     """Return a batch sampler and every sampler below it, down to that of single indices."""
     seen: list[Any] = [sampler]
     while True:
-        below = getattr(seen[-1], "batch_sampler", None) or getattr(seen[-1], "sampler", None)
+        below = getattr(seen[-1], "batch_sampler", None)
+        if below is None:  # not whether it is true: an empty one is false
+            below = getattr(seen[-1], "sampler", None)
         if below is None or any(below is item for item in seen):
             return seen
         seen.append(below)

@@ -72,7 +72,8 @@ def _walk_attributes(start: Any, *names: str) -> Iterator[Any]:
 def _sharding_candidates(loader: DataLoader[Any]) -> Iterator[Any]:
     """Yield the objects that may be sharded: a loader's samplers and data, and the objects that they wrap."""
     if not isinstance(loader.dataset, IterableDataset):
-        yield from _walk_attributes(loader.batch_sampler or loader.sampler, "batch_sampler", "sampler")
+        outer = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        yield from _walk_attributes(outer, "batch_sampler", "sampler")
     yield from _walk_attributes(loader.dataset, "dataset", "source", "source_dataset")
 
 
