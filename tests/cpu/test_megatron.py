@@ -320,6 +320,28 @@ def without_megatron(folder: str) -> dict[str, list[Run]]:
     return found
 
 
+def in_windows(folder: str, saved: str, first: int) -> Run:
+    """Two windows of ``accelerator.windows``, saved in the first one; or the rest, after a load."""
+    from accelerate import Accelerator
+
+    accelerator = accelerator_of() if saved != "alone" else Accelerator(cpu=True)
+    model = llama()
+    optimizer = optimizer_of(model)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if first:
+        accelerator.load_state(f"{folder}/windows")
+    norms = []
+    for window in accelerator.windows(some(accelerator, first, 6), 3):
+        for batch in window:
+            accelerator.backward(model(**batch).loss)
+            if first == 0 and not norms and window.count == 2:
+                accelerator.save_state(f"{folder}/windows")
+        norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [], norms, [], accelerator.get_state_dict(model)
+
+
 def from_the_plain_model(folder: str) -> dict[str, Run]:
     """A window that the user's own model has begun, ended with two processes for each layer."""
     return {
@@ -463,6 +485,13 @@ def test_an_open_window_of_other_means_is_saved(windows: Any, ranks: RankServer,
     whole, same, _ = ranks(4, in_four_open_windows, folder, timeout=120)[0]
     check_equal(same, whole)
     check(whole, windows[0]["llama", "tp"][0])
+
+
+def test_a_window_of_the_loader_is_saved(ranks: RankServer, folder: str) -> None:
+    """``accelerator.windows`` knows its size, and no setting does."""
+    whole = ranks(2, in_windows, folder, "dp", 0, timeout=120)[0]
+    check_equal(ranks(2, in_windows, folder, "dp", 2, timeout=120)[0], whole)
+    check(ranks(1, in_windows, folder, "alone", 2, timeout=120)[0], whole)
 
 
 def test_gradients_that_are_clipped_are_not_saved(windows: Any) -> None:

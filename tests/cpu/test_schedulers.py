@@ -143,7 +143,7 @@ def test_a_job_that_stops_to_be_resumed_is_requeued_and_goes_on(
     """D12: SLURM's ``RequeueExit=75`` starts it again, from its checkpoint."""
     (tmp_path / "train.py").write_text(REQUEUED)
     command = f"{CONSOLE[0]} launch --cpu -n {processes} --resume auto train.py"
-    (tmp_path / "job.sh").write_text(f"#!/bin/sh\nexec {command}\n")
+    (tmp_path / "job.sh").write_text(f"#!/bin/sh\necho the script begins\nexec {command}\n")
     options = ("--requeue", "--open-mode=append", "--output=out", "-N1", "-n1")
     submitted = Running(["sbatch", *options, "job.sh"], env=cluster.env, cwd=tmp_path).wait()
     number = submitted.stdout.split()[-1]

@@ -230,6 +230,10 @@ class OpenWindow:
         """Return this rank's gradients, its own buffers and counts; may be collective."""
         assert isinstance(self.strategy, OpenGradients)
         window, weighting = self.gradients.window, self.gradients.loss_weighting
+        count, size = self.gradients.step, self.gradients.num_steps
+        if window is not None:
+            count, size = window.count, window.n
+        self.strategy.window_size = size
         pieces = [self.strategy.gradient_pieces(model) for model in self.prepared.models]
         state: dict[str, Any] = {
             "layout": self.strategy.gradient_layout,
@@ -237,7 +241,7 @@ class OpenWindow:
             "buffers": [self.strategy.local_buffers(model) for model in self.prepared.models],
             "sync_gradients": self.gradients.sync_gradients,
             "window": None if window is None else (window.count, window.is_loss_divided),
-            "micro_batches": self.strategy.micro_batches or self.gradients.step,
+            "micro_batches": (self.strategy.micro_batches or count, size),
             "weighting": None,
         }
         if weighting is not None and any(group.is_weighted for group in weighting.groups):
@@ -285,7 +289,7 @@ class OpenWindow:
                     self.strategy.restore_local_buffers(model, buffers)
             else:
                 self.strategy.load_gradients(model, JoinedGradients(states, index, scale))
-                self.strategy.resume_window(model, own.get("micro_batches", 0))
+                self.strategy.resume_window(model, *own.get("micro_batches", (0, 1)))
         gradients = self.gradients
         gradients.sync_gradients, gradients.has_unweighted_grads = own["sync_gradients"], weighting is None
         gradients.resumed_window = own["window"]

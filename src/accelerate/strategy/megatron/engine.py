@@ -33,10 +33,10 @@ class MegatronEngine(nn.Module):
     Attributes:
         base_model: the user's own module, without values.
         calls: forwards with a backward since the gradients were cleared.
-        window_size: the calls of an accumulation window.
         resumed_grads: (parameter, gradient) pairs of a window that was saved under another layout: a sum of
-            means over micro-batches, divided by ``window_size``; added when the window ends.
-        resumed_calls: the calls that they come from; 0 where that is not known.
+            means over micro-batches, divided by ``resumed_window_size``; added when the window ends.
+        resumed_calls: the micro-batches that they come from; 0 where that is not known.
+        resumed_window_size: the micro-batches of that window.
     """
 
     base_model: nn.Module
@@ -49,7 +49,7 @@ class MegatronEngine(nn.Module):
         self.plugin, self.layout, self.device = strategy.plugin, _layout(strategy), strategy.world.device
         self.module_config = self.get_module_config()
         self.iteration = self.calls = self.resumed_calls = 0
-        self.window_size = 1
+        self.resumed_window_size = 1
         self.resumed_grads: list[tuple[nn.Parameter, torch.Tensor]] = []
         self.tokens: torch.Tensor | None = None
         self.grads_complete, self.grads_stale, self.backward_pending = False, False, False
@@ -234,16 +234,17 @@ class MegatronEngine(nn.Module):
     @torch.no_grad()
     def _add_resumed_grads(self) -> None:
         """Make the mean of the calls since the resume the mean of the whole window."""
-        calls = self.resumed_calls + self.calls if self.resumed_calls else self.window_size
+        size = self.resumed_window_size
+        calls = self.resumed_calls + self.calls if self.resumed_calls else size
         self.module.scale_gradients(self.calls / calls)
         for parameter, gradient in self.resumed_grads:
-            parameter.main_grad.add_(gradient, alpha=self.window_size / calls)  # type: ignore[union-attr]
+            parameter.main_grad.add_(gradient, alpha=size / calls)  # type: ignore[union-attr]
 
     def clear(self) -> None:
         """Drop the gradients."""
         self.module.zero_grad_buffer()
         self.tokens, self.calls = None, 0
-        self.resumed_grads, self.resumed_calls = [], 0
+        self.resumed_grads, self.resumed_calls, self.resumed_window_size = [], 0, 1
         self.grads_complete = self.grads_stale = self.backward_pending = False
 
     def mark_stepped(self) -> None:

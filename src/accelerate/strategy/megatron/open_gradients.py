@@ -58,7 +58,7 @@ class MegatronOpenGradients(OpenGradients):
         engine = converter.engine
         if not engine.calls or engine.grads_stale:
             return {}
-        divisor = _mean_divisor(engine)
+        divisor = _mean_divisor(engine) * self.window_size
         pieces: dict[str, list[GradientPiece]] = {}
         for rule, parameter in _trained_params(converter):
             gradient: torch.Tensor = parameter.main_grad  # type: ignore[assignment]
@@ -98,9 +98,10 @@ class MegatronOpenGradients(OpenGradients):
             if all(name in gradients for name in rule.names)
         ]
 
-    def resume_window(self, model: nn.Module, micro_batches: int) -> None:
-        """Set how many calls the gradients that ``load_gradients`` has kept come from; 0: not known."""
-        self._converter(model).engine.resumed_calls = micro_batches
+    def resume_window(self, model: nn.Module, micro_batches: int, window_size: int) -> None:
+        """Set which part of a window the gradients that ``load_gradients`` has kept are."""
+        engine = self._converter(model).engine
+        engine.resumed_calls, engine.resumed_window_size = micro_batches, window_size
 
     def local_buffers(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Return the calls of the open window and this rank's tokens in them."""
@@ -133,16 +134,16 @@ def _tensor_parallel_group() -> Any:
 
 
 def _mean_divisor(engine: MegatronEngine) -> float:
-    """Return by what the sum over the ranks is divided to be a sum of means over the window's size."""
+    """Return by what the sum over the ranks is divided to be a sum of means, one for each call."""
     if not engine.plugin.weighs_tokens:
-        return engine.layout.dp * engine.window_size
+        return engine.layout.dp
     from megatron.core import parallel_state
 
     assert engine.tokens is not None
     tokens = engine.tokens.clone()
     group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
     dist.all_reduce(tokens, group=group)
-    return max(1, tokens.item()) * engine.window_size / engine.calls
+    return max(1, tokens.item()) / engine.calls
 
 
 def _equal_part(numel: int, layout: MegatronLayout) -> tuple[int, int]:

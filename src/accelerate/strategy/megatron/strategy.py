@@ -137,7 +137,6 @@ class Megatron(MegatronOpenGradients, EngineStrategy):
         (model,) = dict.fromkeys(bundle.objects_of("model"))
         optimizers = list(dict.fromkeys(bundle.objects_of("optimizer")))
         engine, whole, groups = build_engine(self, model, optimizers)
-        engine.window_size = bundle.accumulation_steps
         for optimizer in optimizers:
             engine.stepper = build_stepper(engine, whole, groups, optimizer)
             self._steppers[id(optimizer)] = optimizer, engine.stepper

@@ -225,7 +225,13 @@ class OpenGradients:
     """The methods for gradients that wait for the rest of their window; by default ``parameter.grad``.
 
     Names are those of the user's module, a tied parameter goes by its first one.
+
+    Attributes:
+        window_size: the micro-batches of the window that is saved, set before its pieces are read: the
+            gradient of a micro-batch is divided by it.
     """
+
+    window_size: int = 1
 
     if TYPE_CHECKING:  # of the strategy that has the capability
         world: World
@@ -266,8 +272,8 @@ class OpenGradients:
             if name in gradients:
                 parameter.grad = gradients[name].to(parameter.device, parameter.dtype, copy=True)
 
-    def resume_window(self, model: nn.Module, micro_batches: int) -> None:
-        """Take over how many micro-batches loaded gradients come from, where that counts; 0: not known."""
+    def resume_window(self, model: nn.Module, micro_batches: int, window_size: int) -> None:
+        """Take over how many micro-batches of a window loaded gradients come from; 0: not known."""
 
     def local_buffers(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
         """Return the buffers that may differ from those of rank 0 until the window ends; None without any.
