@@ -7,6 +7,7 @@ import random
 import signal
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -50,6 +51,99 @@ def outcome(call: Callable[[], object]) -> str:
     except CheckpointError as error:
         return f"{type(error).__name__}: {error}"
     return "fine"
+
+
+# ---------------------------------------------------------------- what the ranks exchange
+
+
+def combine_here() -> list[Any]:
+    """What rank 0 makes of values of any size, of labels that differ, and of what goes wrong."""
+    world = open_world()
+
+    sizes = [collective.combine_objects(bytes(count), _lengths, "test") for count in (3, 10**6 * world.rank)]
+    label = f"on line {world.rank}"
+    summed = collective.combine_objects(world.rank, sum, "test", label=label)
+    with pytest.raises((collective.CollectiveError, TypeError, AttributeError)) as unsent:
+        collective.combine_objects((lambda: 0) if world.rank == 1 else 0, sum, "test")
+    with (
+        pytest.raises(CheckpointError) as refused,
+        CheckpointRankGroup.current().collective_section("try", max),
+    ):
+        pass  # None has no order
+    collective.barrier()
+    return [sizes, summed, str(refused.value), str(unsent.value)]
+
+
+def _lengths(values: list[bytes]) -> list[int]:
+    return [len(value) for value in values]
+
+
+def test_rank_0_combines_values_for_all(ranks: RankServer) -> None:
+    found = ranks(3, combine_here)
+    assert all(each[:2] == found[0][:2] for each in found)
+    sizes, summed, refused, unsent = found[0]
+    assert sizes == [[3, 3, 3], [0, 10**6, 2 * 10**6]]
+    assert summed == 3
+    assert "rank 0 of 3: could not try" in refused
+    assert "TypeError" in refused
+    assert found[1][2] == found[2][2] == refused
+    assert "rank 1 cannot send its object" in unsent
+    assert found[2][3] == unsent
+
+
+def combine_against_gather() -> str:
+    world = open_world()
+    combine, gather = partial(collective.combine_objects, 0, sum), partial(collective.all_gather_object, 0)
+    with pytest.raises(collective.CollectiveError) as raised:
+        (gather if world.rank == 1 else combine)("test")
+    return str(raised.value)
+
+
+def test_combining_meets_no_other_collective(ranks: RankServer) -> None:
+    text = same_on_all(ranks(2, combine_against_gather))
+    assert "rank 0: test on rank 0 at" in text
+    assert "rank 1: test at" in text
+
+
+def count_bytes_of_a_save(folder: str) -> tuple[int, int, bool]:
+    """Bytes of values that this rank sends and gets in a sharded save; is a large transfer's group open."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.world import control_channel
+
+    accelerator = Accelerator(
+        cpu=True,
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT"),
+    )
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(40)))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), foreach=False))
+    accelerator.backward(model(torch.ones(2, 8)).sum())
+    optimizer.step()
+    tree = control_channel.channel().tree
+    exchange, sent, received = tree.exchange, 0, 0
+
+    def counted(header: bytes, values: bytearray, *rest: Any) -> Any:
+        nonlocal sent, received
+        answer = exchange(header, values, *rest)
+        sent, received = sent + len(values), received + len(answer.values)
+        return answer
+
+    tree.exchange = counted  # type: ignore[method-assign]
+    accelerator.save_state(folder)
+    return sent, received, control_channel.channel()._group is not None
+
+
+def test_what_a_rank_gets_in_a_sharded_save_does_not_grow_with_the_world(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    """Plans and reports of all ranks go to rank 0 alone: at 1,024 ranks those of a 7B model are 270 MB."""
+    two, four = (ranks(size, count_bytes_of_a_save, str(tmp_path / str(size))) for size in (2, 4))
+    for size, found in ((2, two), (4, four)):
+        assert not any(is_open for *_, is_open in found), size
+        for rank, (sent, received, _) in enumerate(found):
+            assert sent > 20_000, (size, rank)  # its plan and its report
+            assert received < 4_000, (size, rank)
+    growth = [four[rank][1] - two[rank][1] for rank in range(2)]
+    assert max(growth) < 300, growth  # two bits for each of the 320 items that a rank plans, and the rest
 
 
 # ---------------------------------------------------------------- round trips

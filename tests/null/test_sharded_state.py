@@ -64,7 +64,7 @@ class Net(nn.Module):
 def save(spread: Any, folder: Path, ranks: int = 1) -> Path:
     """Write a state that is the same on all ranks."""
     plans = [spread.local_plan(rank) for rank in range(ranks)]
-    share = spread.shard_writer(plans, 0, 0)
+    share = spread.shard_writer(spread.combine_plans(plans), 0, 0)
     folder.mkdir(parents=True)
     own = folder / Path(share.file).name
     with own.open("wb") as file:
@@ -418,7 +418,7 @@ def test_writing_needs_the_objects_no_more(tmp_path: Path) -> None:
     model = nn.Linear(3, 3)
     optimizer = train_steps(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     spread = ShardedOptimizerState(optimizer, [model])
-    share = spread.shard_writer([spread.local_plan(0)], 0, 0)
+    share = spread.shard_writer(spread.combine_plans([spread.local_plan(0)]), 0, 0)
     expected = {key: value["exp_avg"].clone() for key, value in optimizer.state_dict()["state"].items()}
     share.content = [tensor.clone() for tensor in share.content]
     optimizer.param_groups[0]["lr"] = 9.0
@@ -436,7 +436,8 @@ def test_writing_needs_the_objects_no_more(tmp_path: Path) -> None:
 def test_what_all_have_is_written_once_and_evenly() -> None:
     spreads = [ShardedModelState(nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))) for _ in range(3)]
     plans = [spread.local_plan(rank) for rank, spread in enumerate(spreads)]
-    shares = [spread.shard_writer(plans, 0, rank) for rank, spread in enumerate(spreads)]
+    combined = spreads[0].combine_plans(plans)
+    shares = [spread.shard_writer(combined, 0, rank) for rank, spread in enumerate(spreads)]
     assert [share.file for share in shares] == [f"pytorch_model_fsdp_0/__{r}_0.distcp" for r in range(3)]
     assert sum(len(share.content) for share in shares) == 12
     assert [sum(t.dim() == 2 for t in share.content) for share in shares] == [2, 2, 2]
@@ -445,7 +446,8 @@ def test_what_all_have_is_written_once_and_evenly() -> None:
 def test_ranks_that_train_apart_save_those_of_rank_0() -> None:
     spreads = [ShardedModelState(nn.Linear(2, 2), local_training=True) for _ in range(2)]
     plans = [spread.local_plan(rank) for rank, spread in enumerate(spreads)]
-    shares = [spread.shard_writer(plans, 0, rank) for rank, spread in enumerate(spreads)]
+    combined = spreads[0].combine_plans(plans)
+    shares = [spread.shard_writer(combined, 0, rank) for rank, spread in enumerate(spreads)]
     assert len(shares[0].content) == 2
     assert shares[1].file == ""
 
@@ -463,7 +465,7 @@ def test_parts_that_make_no_whole_are_refused() -> None:
     entry: Any = next(item for item in plan.items if item.index.fqn == "model.weight")
     object.__setattr__(entry.tensor_data, "size", torch.Size([5, 2]))
     with pytest.raises(CheckpointError, match="do not make a whole"):
-        spread.shard_writer([plan, ShardedModelState(nn.Module()).local_plan(0)], 0, 0)
+        spread.combine_plans([plan, ShardedModelState(nn.Module()).local_plan(0)])
 
 
 # ---------------------------------------------------------------- merging

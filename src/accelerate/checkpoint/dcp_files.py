@@ -19,7 +19,7 @@ import math
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -70,7 +70,7 @@ class RankShardFile:
         category, entry, file, content: see there.
         items: what torch's planner calls each tensor of ``content``.
         objects: what is no tensor, as bytes.
-        index: of all ranks, without the positions in files.
+        index: of all ranks, without the positions in files; on a rank that commits.
         ties: keys that lead to what other keys have.
     """
 
@@ -80,7 +80,7 @@ class RankShardFile:
     content: list[torch.Tensor]
     items: list[WriteItem]
     objects: list[tuple[MetadataIndex, bytes]]
-    index: Metadata
+    index: Metadata | None
     ties: dict[KeyPath, KeyPath]
 
     def fill(self, file: BinaryIO, /) -> WrittenItems:
@@ -100,6 +100,7 @@ class RankShardFile:
 
     def build_index(self, written: list[WrittenItems | None], /) -> tuple[str, bytes]:
         """Return (name, content) of the index."""
+        assert self.index is not None
         stored: dict[MetadataIndex, Any] = {}
         for rank, things in enumerate(written):
             for index, offset, length in things or []:
@@ -494,3 +495,22 @@ def lazy_tensors(folder: str | os.PathLike[str]) -> Mapping[str, LazyTensor]:
 
 def _read_later(shards: ShardFolderReader, name: str) -> Callable[[], torch.Tensor]:
     return lambda: shards.read(name)
+
+
+class ParamStateOnDisk(Mapping[str, Any]):
+    """The state of one parameter in the shards of an optimizer, read at each access."""
+
+    def __init__(self, shards: ShardFolderReader, group: Iterable[str]) -> None:
+        self._shards = shards
+        self._entries: dict[str, list[str]] = {}
+        for name in group:
+            self._entries.setdefault(shards.paths[name][3], []).append(name)
+
+    def __getitem__(self, key: str) -> Any:
+        return read_nested(self._shards, self._entries[key], 4)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)

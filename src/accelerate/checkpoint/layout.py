@@ -314,7 +314,7 @@ class StateWriter(Protocol):
     the index of the shards, with ``build_index``.
 
     Attributes:
-        category, entry: its line in the manifest, the same on all ranks.
+        category, entry: its line in the manifest; whole on the rank that commits.
         content: what ``fill`` writes; an asynchronous save puts copies in its place.
     """
 
@@ -365,8 +365,18 @@ class ShardedState(Protocol):
         """Return this rank's save plan for all ranks; called on every rank, may be collective."""
         ...
 
-    def shard_writer(self, plans: list[Any], index: int, rank: int, /) -> StateWriter:
-        """Return this rank's writer for the object of that index; ``plans`` by rank. Not collective."""
+    def combine_plans(self, plans: list[Any], /) -> Any:
+        """Return what the ranks must know of the plans of all; called on each rank that commits."""
+        ...
+
+    def shard_writer(self, combined: Any, index: int, rank: int, /) -> StateWriter:
+        """Return this rank's writer for the object of that index. Not collective.
+
+        Args:
+            combined: what ``combine_plans`` has returned on rank 0, or here.
+            index: of the object among those of its category.
+            rank: this one.
+        """
         ...
 
     def prepare_load(self, folder: Path, context: CheckpointLoadContext, /) -> Callable[[], Any]:
@@ -519,3 +529,13 @@ class CheckpointContents:
                         fix="give the class these two methods",
                     )
         return objects
+
+    def sharded_states(self, objects: Mapping[str, CheckpointObject]) -> dict[str, ShardedState]:
+        """Return those of ``objects`` that are saved sharded, by name: of the models all, or none."""
+        found = {name: each.sharded_state for name, each in objects.items()} if self.sharded else {}
+        keeps_models = all(found.get(name) for name in objects if name.startswith("models/"))
+        return {
+            name: state
+            for name, state in found.items()
+            if state is not None and (keeps_models or not name.startswith("models/"))
+        }

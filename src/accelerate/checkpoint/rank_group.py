@@ -26,6 +26,8 @@ from accelerate.world import world as worlds
 from accelerate.world.solo_call import is_solo_call
 from accelerate.world.watchdog import Watchdog
 
+logger = logging.getLogger(__name__)
+
 HEARTBEAT = 2.0  # seconds between heartbeats; more in large worlds
 DEAD_AFTER = 60.0  # seconds without a heartbeat after which a rank counts as dead
 LINGER = 10.0  # seconds that rank 0 waits at most until the others have read its last answer
@@ -39,12 +41,12 @@ class CollectiveSection:
     """The statuses that ranks exchange at the end of a block, see ``CheckpointRankGroup.collective_section``.
 
     Attributes:
-        value: this rank's value for the all-gather; set inside the block.
-        values: the values of all ranks, in rank order; set after the block.
+        value: this rank's value; set inside the block.
+        values: the values of all ranks, in rank order, or what rank 0 has made of them; set after the block.
     """
 
     value: Any = None
-    values: list[Any] = field(default_factory=list)
+    values: Any = None
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,8 @@ class CheckpointRankGroup:
         rank, size: among all.
         local_rank, local_size: among those of this machine.
         node: this machine.
-        channel: how values are exchanged, (what is done, value) to all values; the collectives of the
-            training when None.
+        channel: how values are exchanged, see ``collective.combine_objects``; the collectives of the training
+            when None.
     """
 
     rank: int = 0
@@ -64,7 +66,7 @@ class CheckpointRankGroup:
     local_rank: int = 0
     local_size: int = 1
     node: int = 0
-    channel: Callable[[str, Any], list[Any]] | None = field(default=None, compare=False)
+    channel: Callable[[str, Any, Callable[[list[Any]], Any]], Any] | None = field(default=None, compare=False)
 
     @classmethod
     def current(cls) -> CheckpointRankGroup:
@@ -78,46 +80,66 @@ class CheckpointRankGroup:
         """Return True on the rank that writes replicated states: rank 0, or one rank of each machine."""
         return self.local_rank == 0 if each_node else self.rank == 0
 
+    def open_channel(self, id: str, target: str) -> CheckpointStoreChannel | None:
+        """Open the channel of a save in the background; None for one process, or where no store is shared."""
+        if self.size == 1:
+            return None
+        watch = watchdog.current()
+        if watch is None:
+            logger.warning("%s is not saved in the background: the ranks share no store", target)
+            return None
+        return CheckpointStoreChannel(watch, self.rank, self.size, id)
+
     def log(self, name: str, text: str, *args: Any) -> None:
         """Log progress on rank 0, by the logger ``accelerate.<name>``: those of 1.x, which scripts select."""
         if self.rank == 0:
             logging.getLogger(f"accelerate.{name}").info(f"[RANK 0] {text}", *args)
 
     @contextmanager
-    def collective_section(self, action: str) -> Generator[CollectiveSection]:
+    def collective_section(
+        self, action: str, combine: Callable[[list[Any]], Any] = list
+    ) -> Generator[CollectiveSection]:
         """Run a block after which either all ranks go on or all raise the same error.
 
         Args:
             action: what the block does, for errors: ``"save the checkpoint x"``.
+            combine: called on rank 0 with the values of all ranks; what it returns goes to all of them. By
+                default every rank gets all values.
         """
         section = CollectiveSection()
         error = failure = None
+
+        def merge(outcomes: list[Any]) -> tuple[list[tuple[int, AccelerateError]], Any]:
+            failures = [(rank, failed) for rank, (failed, _) in enumerate(outcomes) if failed is not None]
+            try:
+                return failures, None if failures else combine([value for _, value in outcomes])
+            except Exception as raised:  # noqa: BLE001 - as below
+                return [(0, _as_checkpoint_error(raised, action))], None
+
         try:
             yield section
         except Exception as raised:  # noqa: BLE001 - all ranks raise it below
-            error = failure = raised
-            if not isinstance(failure, AccelerateError):
-                failure = CheckpointError(f"could not {action}", why=f"{type(raised).__name__}: {raised}")
+            error, failure = raised, _as_checkpoint_error(raised, action)
         # Ctrl-C and exits have ended this rank by now; the others notice it.
         outcome = failure, section.value
         if self.size == 1:
-            outcomes: list[Any] = [outcome]
+            failures, section.values = merge([outcome])
         elif self.channel is not None:
-            outcomes = self.channel(action, outcome)
+            failures, section.values = self.channel(action, outcome, merge)
         else:
             try:
                 # A save may only meet a save, a load only a load; their folders may differ.
-                outcomes = collective.all_gather_object(outcome, action.partition(" ")[0], label=action)
+                failures, section.values = collective.combine_objects(
+                    outcome, merge, action.partition(" ")[0], label=action
+                )
             except CollectiveError as lost:
                 raise CheckpointPeerError.from_collective(lost) from lost.__cause__
-        failures = [(rank, failed) for rank, (failed, _) in enumerate(outcomes) if failed is not None]
         if failures and self.size == 1 and failures[0][1] is error:
             raise failures[0][1]
         if failures:
             combined = self._combine_failures(failures)
             combined.failed_rank = failures[0][0] if error is None else None
             raise combined from error
-        section.values = [value for _, value in outcomes]
 
     def _combine_failures(self, failures: list[tuple[int, AccelerateError]]) -> AccelerateError:
         rank, first = failures[0]
@@ -165,12 +187,6 @@ class CheckpointPeerError(CheckpointError, PeerError):
         return peer_error.with_traceback(error.__traceback__)
 
 
-def open_channel(rank: int, size: int, id: str) -> CheckpointStoreChannel | None:
-    """Open the channel of one save; return None where the ranks share no store."""
-    watch = watchdog.current()
-    return None if watch is None else CheckpointStoreChannel(watch, rank, size, id)
-
-
 class CheckpointStoreChannel:
     """Exchanges among the ranks of one save; entered and left by the thread that saves.
 
@@ -214,8 +230,8 @@ class CheckpointStoreChannel:
             if self._closing.wait(pause):
                 return
 
-    def all_gather(self, action: str, value: Any) -> list[Any]:
-        """Return one picklable value per rank, in rank order, on every rank.
+    def combine(self, action: str, value: Any, combine: Callable[[list[Any]], T]) -> T:
+        """Return on every rank what rank 0 makes of one picklable value per rank, in rank order.
 
         Raises:
             CheckpointPeerError: a rank has ended, was killed, or did not come within the timeout.
@@ -234,13 +250,13 @@ class CheckpointStoreChannel:
             raise
         messages = self._store.read(list(keys))
         self._refuse_lost(action)
-        self._store.put(answer, _encode([value, *(_decode(messages[key]) for key in keys)]))
+        self._store.put(answer, _encode(combine([value, *(_decode(messages[key]) for key in keys)])))
         # All have written this round's value, so all have read the answer of the round before.
         for stale in (f"{self._round - 1}/all", *keys):
             self._store.delete(stale)
         return self._answer(action, answer)
 
-    def _answer(self, action: str, key: str) -> list[Any]:
+    def _answer(self, action: str, key: str) -> Any:
         text = self._store.get(key)
         self._refuse_lost(action)
         assert text is not None
@@ -275,6 +291,12 @@ class CheckpointStoreChannel:
             raise _peer_error(
                 action, "rank 0, or the launcher, is gone: the store of the group does not answer"
             )
+
+
+def _as_checkpoint_error(error: Exception, action: str) -> AccelerateError:
+    if isinstance(error, AccelerateError):
+        return error
+    return CheckpointError(f"could not {action}", why=f"{type(error).__name__}: {error}")
 
 
 def _peer_error(action: str, why: str) -> CheckpointPeerError:

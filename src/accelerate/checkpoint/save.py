@@ -3,7 +3,7 @@
     0. the rank that commits takes the lock of the place, and gives it back at the end.
     1. rank 0 draws an id; all ranks write into a folder of that id (``CheckpointStorage.temp``), which is no
        checkpoint yet. Every file is made durable and its digest taken as soon as it is written.
-    2. the ranks gather their reports. If one failed, all raise the same error and the folder is removed.
+    2. rank 0 gathers the ranks' reports. If one failed, all raise the same error and the folder is removed.
     3. rank 0 checks that it sees all files, and writes the manifest, last.
     4. all agree; then one step of the store makes the folder the checkpoint.
     5. only now older checkpoints may go.
@@ -54,7 +54,7 @@ from accelerate.checkpoint.layout import (
     file_name,
     to_plain,
 )
-from accelerate.checkpoint.rank_group import CheckpointRankGroup, CheckpointStoreChannel, open_channel
+from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.storage import CheckpointStorage, FileRecord, new_id, parse_working_name
 from accelerate.core import tree
 from accelerate.core.errors import CheckpointError
@@ -118,30 +118,19 @@ def save(
     lock_name = AUTOMATIC_NAME if numbered else name
     transaction = CommitTransaction(store(root), name, id_, ranks, each_node, lock_name)
     run = _SaveRun(transaction, contents, action, iteration if numbered else None, project.total_limit)
-    channel = _open_channel(transaction) if in_background else None
+    channel = ranks.open_channel(id_, transaction.target) if in_background else None
     copy_states = run.in_background = in_background and (channel is not None or ranks.size == 1)
     with transaction.discarded_on_error():
         run.collect(before, safe=safe_serialization, copy_states=copy_states)
     if copy_states:
         if channel is not None:
-            transaction.ranks = replace(ranks, channel=channel.all_gather)
+            transaction.ranks = replace(ranks, channel=channel.combine)
         async_save.start(address, run.finish, channel or contextlib.nullcontext())
     else:
         run.finish()
     if numbered:
         project.iteration = iteration + 1
     return address
-
-
-def _open_channel(transaction: CommitTransaction) -> CheckpointStoreChannel | None:
-    """Return the channel of a save in the background; None where the ranks share no store."""
-    ranks = transaction.ranks
-    if ranks.size == 1:
-        return None
-    channel = open_channel(ranks.rank, ranks.size, transaction.id)
-    if channel is None:
-        logger.warning("%s is not saved in the background: the ranks share no store", transaction.target)
-    return channel
 
 
 @dataclass
@@ -243,18 +232,18 @@ class _SaveRun:
                 if isinstance(each.item, StatefulAdapter) and each.item.check is not None:
                     each.item.check()
             transaction.open()
-        with collective_section(self.action) as section:
+        sharded: dict[str, ShardedState] = {}
+
+        def combine_plans(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+            return {name: state.combine_plans([p[name] for p in by_rank]) for name, state in sharded.items()}
+
+        each_node = transaction.each_node  # several ranks write an index, and need the plans of all
+        with collective_section(self.action, list if each_node else combine_plans) as section:
             # May be collective, so no rank begins before all have come this far.
             for each in objects.values():
                 if isinstance(each.item, StatefulAdapter) and each.item.settle is not None:
                     each.item.settle()
-            sharded: dict[str, ShardedState] = {}
-            for name, each in objects.items() if contents.sharded else ():
-                if (sharded_state := each.sharded_state) is not None:
-                    sharded[name] = sharded_state
-            if any(name.startswith("models/") and name not in sharded for name in objects):
-                # Of the models all are sharded, or none.
-                sharded = {name: state for name, state in sharded.items() if not name.startswith("models/")}
+            sharded |= contents.sharded_states(objects)
             section.value = {name: state.local_plan(rank) for name, state in sharded.items()}
             rng = [name for name, each in objects.items() if each.category == "rng"]
             whole_names = [name for name in objects if name not in sharded and name not in rng]
@@ -266,9 +255,9 @@ class _SaveRun:
             ]
             self.metadata = to_plain(contents.metadata, "metadata")
         with collective_section(self.action):
+            combined = combine_plans(section.values) if each_node else section.values
             for name, state in sharded.items():
-                plans = [plans_of_rank[name] for plans_of_rank in section.values]
-                self.writers.append(state.shard_writer(plans, objects[name].index, rank))
+                self.writers.append(state.shard_writer(combined[name], objects[name].index, rank))
             models = [name for name in states if objects[name].category == "models"]
             class_names = {id(states[name]): objects[name].class_name for name in models}
             model_states = [states[name] for name in models]
@@ -299,11 +288,12 @@ class _SaveRun:
     def finish(self) -> None:
         """Write and commit the states; the objects are needed no more."""
         transaction, collective_section = self.transaction, self.transaction.ranks.collective_section
-        shard_infos: dict[str, Any] = {}
+        shard_infos, reports = dict[str, Any](), list[WrittenFilesReport]()
         # A save in the background shows nothing: the training goes on meanwhile, and has output of its own.
         shows_progress = getattr(sys.stderr, "isatty", bool)() and not self.in_background
         with transaction.discarded_on_error():
-            with collective_section(self.action) as section:
+            collect = list if transaction.each_node else reports.extend
+            with collective_section(self.action, collect) as section:
                 for wait in self.waits:
                     wait()
                 with self._show_progress() if shows_progress else contextlib.nullcontext() as progress:
@@ -314,7 +304,7 @@ class _SaveRun:
                 section.value = transaction.report(self.own_files, shard_infos)
             with collective_section(self.action):
                 if transaction.is_committer:
-                    reports: list[WrittenFilesReport] = section.values
+                    reports = section.values or reports
                     for writer in self.writers:
                         infos = [report.shard_infos.get(writer.entry.file) for report in reports]
                         index = writer.build_index(infos)

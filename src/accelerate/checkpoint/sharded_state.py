@@ -8,7 +8,7 @@ size: each rank reads the chunks that overlap its own.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
@@ -17,13 +17,14 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.modules.module import _IncompatibleKeys
 
 from accelerate.checkpoint import layout, state_dict_files, torch_files
 from accelerate.checkpoint.dcp_files import (
+    ParamStateOnDisk,
     RankShardFile,
     ShardFolderReader,
     only_distributed,
@@ -43,7 +44,8 @@ class _ShardedState:
 
     category: ClassVar[str]
     local_training: bool
-    _saving: tuple[DefaultSavePlanner, str, dict[str, str]] | None = None
+    _saving: tuple[DefaultSavePlanner, SavePlan, str, dict[str, str]] | None = None
+    _index: Metadata | None = None
 
     def state_to_save(self, rank: int) -> tuple[Any, dict[str, Any], dict[str, str]]:
         """Return (object, its nested state for this rank to save, names that share the tensor of another).
@@ -58,30 +60,47 @@ class _ShardedState:
         # Replicas that were trained apart differ: those of the lowest rank are saved, not of the least busy.
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=self.local_training)
         planner.set_up_planner(state)
-        self._saving = planner, type(saved_object).__name__, ties
-        return planner.create_local_plan()
+        plan = planner.create_local_plan()
+        self._saving = planner, plan, type(saved_object).__name__, ties
+        return plan
 
-    def shard_writer(self, plans: list[SavePlan], index: int, rank: int, /) -> RankShardFile:
-        """Return this rank's writer, see ``ShardedState``."""
+    def combine_plans(self, plans: list[SavePlan], /) -> dict[int, int]:
+        """Return by rank which items of its plan it writes, a bit each; nothing for a rank that writes all.
+
+        Replicas plan the same items, and one of them writes each. Keeps the index for ``shard_writer`` here.
+        """
         assert self._saving is not None
-        (planner, kind, ties), self._saving = self._saving, None
-        entry = ManifestEntry(layout.file_name(f"sharded_{self.category}", index), kind, aliases=ties)
+        planner, _, kind, _ = self._saving
         try:
-            global_plans, metadata = planner.create_global_plan(plans)
+            global_plans, self._index = planner.create_global_plan(plans)
         except (ValueError, AssertionError) as error:
             raise CheckpointError(
                 f"the ranks' shards of {kind} do not make a whole", why=str(error)
             ) from error
-        plan = planner.finish_plan(global_plans[rank])
-        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        masks = dict[int, int]()
+        for rank, (plan, global_plan) in enumerate(zip(plans, global_plans, strict=True)):
+            if len(global_plan.items) < len(plan.items):
+                written = {item.index for item in global_plan.items}
+                masks[rank] = sum((item.index in written) << bit for bit, item in enumerate(plan.items))
+        return masks
+
+    def shard_writer(self, combined: Mapping[int, int], index: int, rank: int, /) -> RankShardFile:
+        """Return this rank's writer, see ``ShardedState``."""
+        assert self._saving is not None
+        (planner, plan, kind, ties), self._saving = self._saving, None
+        entry = ManifestEntry(layout.file_name(f"sharded_{self.category}", index), kind, aliases=ties)
+        mask = combined.get(rank, -1)
+        items = [item for bit, item in enumerate(plan.items) if mask >> bit & 1]
+        tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
         values = [planner.lookup_object(item.index) for item in tensors]
         objects: list[tuple[MetadataIndex, bytes]] = []
-        for item in plan.items:
+        for item in items:
             if item.type == WriteItemType.BYTE_IO:
                 stream = io.BytesIO()
                 torch_files.write(planner.lookup_object(item.index), stream)
                 objects.append((item.index, stream.getvalue()))
-        if self.category == "models":
+        metadata, self._index = self._index, None
+        if self.category == "models" and metadata is not None:
             for name, saved in metadata.state_dict_metadata.items():
                 if isinstance(saved, TensorStorageMetadata):
                     dtype = str(saved.properties.dtype).removeprefix("torch.")
@@ -90,7 +109,7 @@ class _ShardedState:
         return RankShardFile(
             category=self.category,
             entry=entry,
-            file=f"{entry.file}/{layout.file_name('shards', rank=rank)}" if plan.items else "",
+            file=f"{entry.file}/{layout.file_name('shards', rank=rank)}" if items else "",
             content=[(v.to_local() if isinstance(v, DTensor) else v).detach() for v in values],
             items=tensors,
             objects=objects,
@@ -498,24 +517,5 @@ def read_full_state(
         return outline, lambda: {name: read_nested(shards, group, 2) for name, group in entries.items()}
     states, other = optimizer_entries(shards)
     outline = {**{key: read_nested(shards, group, 2) for key, group in other.items()}, "state": {}}
-    by_name = {name: _ParamStateOnDisk(shards, group) for name, group in states.items()}
+    by_name = {name: ParamStateOnDisk(shards, group) for name, group in states.items()}
     return outline, lambda: {**outline, "state": by_name}
-
-
-class _ParamStateOnDisk(Mapping[str, Any]):
-    """The state of one parameter, read at each access."""
-
-    def __init__(self, shards: ShardFolderReader, group: Iterable[str]) -> None:
-        self._shards = shards
-        self._entries: dict[str, list[str]] = {}
-        for name in group:
-            self._entries.setdefault(shards.paths[name][3], []).append(name)
-
-    def __getitem__(self, key: str) -> Any:
-        return read_nested(self._shards, self._entries[key], 4)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)

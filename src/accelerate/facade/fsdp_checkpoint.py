@@ -240,14 +240,15 @@ def _save_sharded(sharded_state: ShardedState, folder: Path, kind: str, index: i
     ranks = CheckpointRankGroup.current()
     sharded_folder = folder / layout.file_name(f"sharded_{kind}", index)
     doing = f"save {sharded_folder}"
-    with ranks.collective_section(doing) as plan_section:
+    with ranks.collective_section(doing, sharded_state.combine_plans) as plan_section:
         if ranks.rank == 0:
             with file_errors("make the folder", sharded_folder):
                 sharded_folder.mkdir(parents=True, exist_ok=True)
                 # Without it, what an interrupted save leaves is not taken for a checkpoint.
                 (sharded_folder / layout.SHARDED_INDEX).unlink(missing_ok=True)
         plan_section.value = sharded_state.local_plan(ranks.rank)
-    with ranks.collective_section(doing) as write_section:
+    infos = list[Any]()  # of all ranks, on rank 0
+    with ranks.collective_section(doing, infos.extend) as write_section:
         writer = sharded_state.shard_writer(plan_section.values, index, ranks.rank)
         tensor_infos: list[Any] = []
         if writer.file:
@@ -257,7 +258,7 @@ def _save_sharded(sharded_state: ShardedState, folder: Path, kind: str, index: i
         write_section.value = tensor_infos[0] if tensor_infos else None
     with ranks.collective_section(doing):
         if ranks.rank == 0:
-            index_file = writer.build_index(write_section.values)
+            index_file = writer.build_index(infos)
             assert index_file is not None
             name, content = index_file
             replace_file(folder / name, lambda file: file.write(content))

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate.core import tree
-from accelerate.core.errors import CollectiveError, PrepareError, SettingError
+from accelerate.core.errors import CollectiveError, SettingError
 from accelerate.core.user_warning import warn_user
 from accelerate.world import control_channel
 from accelerate.world import world as worlds
@@ -189,27 +189,70 @@ def all_gather_object(value: Any, operation: str = "all_gather_object", label: s
         return [pickle.loads(messages.body(rank)) for rank in range(channel.size)]
 
 
+def combine_objects(value: Any, combine: Callable[[list[Any]], T], operation: str, label: str = "") -> T:
+    """Return on every rank what rank 0 makes of one picklable value per rank.
+
+    The values go to rank 0 alone, so what another rank receives does not grow with the world. Rank 0 receives
+    the values of all, through the control tree; no group of ``torch.distributed`` is opened for them.
+
+    Args:
+        value: the value of this rank.
+        combine: called on rank 0 with the values in rank order; returns a picklable value. It must not raise,
+            since the other ranks wait for it.
+        operation, label: see ``all_gather_object``.
+
+    Raises:
+        CollectiveError: see ``all_gather_object``.
+    """
+    world = worlds.current()
+    if world is None or world.size == 1:
+        return combine([value])
+    channel = control_channel.channel()
+
+    def merge(messages: GatheredControlMessages) -> bytearray:
+        if any(messages.descriptions):
+            return bytearray()
+        result = combine([pickle.loads(messages.body(rank)) for rank in range(channel.size)])
+        return bytearray(pickle.dumps(result, pickle.HIGHEST_PROTOCOL))
+
+    with channel.lock:
+        return pickle.loads(
+            _send_object(channel, f"{operation} on rank 0", value, label=label, merge=merge).buffer
+        )
+
+
 def _send_object(
     channel: control_channel.ControlChannel,
     operation: str,
     value: Any,
     *,
     source: int | None = None,
+    merge: control_channel.Merge | None = None,
     label: str = "",
 ) -> GatheredControlMessages:
-    """Exchange pickled values, those of all ranks or of rank ``source``."""
+    """Exchange pickled values, those of all ranks or of rank ``source``; with ``merge``, see ``on_rank0``."""
+    exchange = functools.partial(
+        channel.exchange,
+        operation,
+        0,
+        any_size=True,
+        source=source,
+        merge=merge,
+        on_rank0=merge is not None,
+        label=label,
+    )
     try:
         data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL) if source in (None, channel.rank) else b""
     except Exception as error:
         # User classes may raise anything; the other ranks must not wait.
         why = f"{type(error).__name__}: {error}"[:1000].encode()
-        channel.exchange(operation, 0, why, 0, _write_nothing, any_size=True, source=source, label=label)
+        exchange(why, 0, _write_nothing)
         raise
 
     def fill(message: bytearray, start: int) -> None:
         message[start : start + len(data)] = data
 
-    messages = channel.exchange(operation, 0, b"", len(data), fill, any_size=True, source=source, label=label)
+    messages = exchange(b"", len(data), fill)
     problem = next((rank for rank, text in enumerate(messages.descriptions) if text), None)
     if problem is not None:
         raise CollectiveError(
@@ -456,63 +499,6 @@ def _note_nested(leaf: torch.Tensor) -> torch.Tensor:
     if leaf.is_nested:
         warn_user("a nested tensor is not padded", CannotPadNestedTensorWarning)
     return leaf
-
-
-def split(items: Any, *, apply_padding: bool = False) -> Any:
-    """Return this rank's contiguous part of a list, tuple, range, tensor, or of each value of a dict.
-
-    The parts are disjoint, complete and in order, and their sizes differ by at most one, the first ranks
-    holding more. What has a ``select`` method (a ``datasets.Dataset``) gives a part of its own kind. A text
-    is one thing: every rank gets the whole.
-
-    Args:
-        items: what to split; every rank passes the same.
-        apply_padding: repeat the last item so that all parts have the same length (to gather them later).
-
-    Raises:
-        PrepareError: the values of a dict have different lengths, or something has no length.
-    """
-    if isinstance(items, str | bytes):
-        return items
-    if tree.is_mapping(items):
-        lengths = {_split_length(value) for value in items.values() if not isinstance(value, str | bytes)}
-        if len(lengths) > 1:
-            raise PrepareError(
-                f"the values of the dict to split have different lengths: {sorted(lengths)}",
-                why="each process takes the same positions of every value",
-            )
-        return {key: split(value, apply_padding=apply_padding) for key, value in items.items()}
-    length = _split_length(items)
-    if world_size() == 1:
-        return items
-    share, rest = divmod(length, world_size())
-    start = rank() * share + min(rank(), rest)
-    stop = start + share + (rank() < rest)
-    missing = share + (rest > 0) - (stop - start) if apply_padding and length else 0
-    return _slice_items(items, start, stop, missing)
-
-
-def _slice_items(items: Any, start: int, stop: int, missing: int) -> Any:
-    """Return items ``start`` to ``stop``, and the last item ``missing`` times more."""
-    if callable(getattr(items, "select", None)) and not isinstance(items, torch.Tensor):
-        return items.select([*range(start, stop), *[len(items) - 1] * missing])
-    part = items[start:stop]
-    if missing == 0:
-        return part
-    if isinstance(items, torch.Tensor):
-        return torch.cat([part, *[items[-1:]] * missing])
-    filled = [*part, *[items[-1]] * missing]
-    return filled if isinstance(items, range) else type(items)(filled)
-
-
-def _split_length(items: Any) -> int:
-    if not hasattr(items, "__len__"):
-        raise PrepareError(
-            f"an object of type {type(items).__name__} cannot be split between processes",
-            why="it has no length",
-            fix="pass a list, tuple, tensor or dataset, or a dict of these",
-        )
-    return len(items)
 
 
 def verify_operation(function: F) -> F:

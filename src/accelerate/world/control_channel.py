@@ -20,6 +20,7 @@ import ctypes
 import hashlib
 import inspect
 import struct
+import sys
 import threading
 import time
 import zlib
@@ -200,6 +201,8 @@ def read_tree(
     same = len(set(structures)) == 1 and len(set(descriptions)) == 1
     senders = range(size) if message.source is None else (message.source,)
     offsets: Sequence[int]
+    if message.any_size and answer.is_merged:
+        return GatheredControlMessages(descriptions, structures, same, True, buffer, (), (), True)
     if message.any_size:
         sizes, offsets, place = [0] * size, [0] * size, 0
         for rank in senders:
@@ -263,6 +266,7 @@ class ControlChannel:
         any_size: bool = False,
         source: int | None = None,
         merge: Merge | None = None,
+        on_rank0: bool = False,
         label: str = "",
     ) -> GatheredControlMessages:
         """All-gather the control messages: send this rank's and return those of all ranks.
@@ -276,6 +280,7 @@ class ControlChannel:
             any_size: send the values inline, however large they are.
             source: the only rank whose values are sent; all ranks pass the same.
             merge: makes of the values of all ranks what the ranks need of them; rank 0 may apply it for all.
+            on_rank0: values of any size go to rank 0 alone, which applies ``merge`` for all.
             label: shown in error texts in place of the operation; it may differ between ranks.
 
         Raises:
@@ -298,11 +303,15 @@ class ControlChannel:
             source,
         )
         limit = MAX_TREE_VALUES // (self.size if message.source is None else 1)
+        limit = sys.maxsize if on_rank0 else limit
 
         def merge_values(answer: TreeMessage) -> TreeMessage:
-            if merge is None or len(answer.runs) > 1:
+            headers = decode_headers(answer) if len(answer.runs) > 1 else []
+            if merge is None or (headers and not on_rank0):
                 return answer
-            messages = read_tree(message, answer, (), self.size, limit)
+            if len({(each.code, each.kind) for each in headers}) > 1:  # an error on every rank
+                return TreeMessage(answer.runs, bytearray(), True)
+            messages = read_tree(message, answer, headers, self.size, limit)
             return TreeMessage(answer.runs, merge(messages), True) if messages.inline else answer
 
         watch, headers = self.watchdog, list[RankHeader]()
