@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections import OrderedDict, namedtuple
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -364,3 +366,34 @@ def test_a_barrier_gives_up_after_the_asked_timeout(ranks: RankServer, tmp_path:
     waited, text = ranks(2, late, tmp_path, 11.0)[0]
     assert 3.5 < waited < 10.0, "after its 4 seconds, not when the late rank comes"
     assert text
+
+
+def sparse() -> list[Any]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    matrix = (torch.eye(2) * (accelerator.process_index + 1)).to_sparse()
+    total = accelerator.reduce(matrix, "sum")
+    with (
+        pytest.raises(PrepareError, match=r"to_dense\(\)") if accelerator.num_processes > 1 else nullcontext()
+    ):
+        accelerator.gather({"a": torch.ones(1), "b": matrix})
+    accelerator.wait_for_everyone()
+    return [total.layout, total.to_dense().tolist()]
+
+
+def test_sparse_tensors_are_reduced_and_else_refused(ranks: RankServer) -> None:
+    assert same_on_all(ranks(2, sparse)) == [torch.sparse_coo, [[3.0, 0.0], [0.0, 3.0]]]
+    assert ranks(1, sparse) == [[torch.sparse_coo, [[1.0, 0.0], [0.0, 1.0]]]]
+
+
+def gather_others() -> list[Any]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    return [accelerator.gather({"loss": 0.5, "text": "x"}), accelerator.gather([1, torch.tensor(2.0)])]
+
+
+def test_one_process_gives_back_what_is_no_tensor(ranks: RankServer) -> None:
+    """As 1.x; several processes refuse it."""
+    assert ranks(1, gather_others) == [[{"loss": 0.5, "text": "x"}, [1, torch.ones(1) * 2]]]

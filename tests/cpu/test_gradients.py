@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -417,3 +418,30 @@ def test_samples_that_fill_the_last_step_can_weigh_nothing(ranks: RankServer, ki
         expected.append(weight)
     assert same_on_all(ranks(2, epoch_with_fillers, kind)) == pytest.approx(expected, abs=1e-12)
     assert same_on_all(ranks(1, epoch_with_fillers, kind)) == pytest.approx(expected, abs=1e-12)
+
+
+def two_blocks(together: bool) -> list[str]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    one, two = accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1))
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.ones(8, 1), batch_size=1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in loader:
+            if together:
+                with accelerator.accumulate(one, two):
+                    accelerator.backward(one(batch).mean() + two(batch).mean())
+                continue
+            for model in (one, two):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(batch).mean())
+    return [str(each.message) for each in caught if "accumulate()" in str(each.message)]
+
+
+def test_two_blocks_of_accumulation_in_one_batch_are_warned_of(ranks: RankServer) -> None:
+    """One count for both: with two steps, the windows close in the second block alone."""
+    for texts, *_ in (ranks(1, two_blocks, False), ranks(2, two_blocks, False)):
+        assert len(texts) == 1
+        assert "never step; put both into one block" in texts[0]
+    assert ranks(1, two_blocks, True) == [[]]

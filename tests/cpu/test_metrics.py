@@ -436,3 +436,77 @@ def items_of_a_stream() -> list[list[int]]:
 def test_items_of_a_stream_that_every_rank_reads_count_once(ranks: RankServer, n: int) -> None:
     """G3: whole batches, and single samples, from a stream that is not collated."""
     assert same_on_all(ranks(n, items_of_a_stream)) == [list(range(11)), list(range(10))]
+
+
+# ---------------------------------------------------------------- kinds of outputs
+
+
+@dataclass
+class OptionalOutput:
+    logits: torch.Tensor
+    hidden: torch.Tensor | None = None
+    text: str = ""
+
+
+def kinds_of_outputs() -> list[Any]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(Map(5, number), batch_size=2))
+    found: list[Any] = []
+    for batch in loader:  # the last step has a filler
+        plain = accelerator.gather_for_metrics(OptionalOutput(batch[:, 0]))
+        with_text = accelerator.gather_for_metrics(OptionalOutput(batch[:, 0], batch[:, 1], "a"))
+        array = accelerator.gather_for_metrics(batch.numpy())
+        found = [
+            (type(plain).__name__, plain.logits.tolist(), plain.hidden),
+            (with_text.logits.tolist(), with_text.hidden.tolist(), with_text.text),
+            (type(array).__name__, array.tolist()),
+        ]
+    return found
+
+
+def test_dataclasses_with_none_and_arrays_lose_their_fillers(ranks: RankServer) -> None:
+    (alone,) = ranks(1, kinds_of_outputs)
+    both = same_on_all(ranks(2, kinds_of_outputs))
+    assert alone[0] == both[0] == ("OptionalOutput", [4], None)
+    assert alone[1][:2] == both[1][:2] == ([4], [40])
+    assert alone[2] == both[2] == ("ndarray", [[4, 40]])
+
+
+# ---------------------------------------------------------------- a loader inside of its own epoch
+
+
+def evaluate_on_the_training_data(leave: bool) -> list[Any]:
+    """Passes over the training loader in the middle of its epoch, and looks at its first batch before it."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = accelerator.prepare(torch.nn.Linear(2, 1))
+    loader = accelerator.prepare(DataLoader(Map(21, number), batch_size=1))
+    peek = iter(loader)  # alive, and never read again
+    next(peek)
+    pattern, ends, rows = "", 0, list[int]()
+    for place, batch in enumerate(loader):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch.float()).mean())
+            pattern += "FT"[accelerator.sync_gradients]
+        if place in (2, 10) or (place == 3 and not leave):
+            inner = zip(loader, range(3 if leave else 99), strict=False)
+            ends += sum(accelerator.gradient_state.end_of_dataloader for _ in inner)
+            del inner  # the pass is over
+        rows += accelerator.gather_for_metrics(batch[:, 0]).tolist()
+    return [pattern, ends, rows, accelerator.gradient_state.in_dataloader, loader.iteration]
+
+
+@pytest.mark.parametrize("leave", [False, True])
+def test_a_pass_over_the_loader_inside_of_its_epoch_changes_nothing_of_it(
+    ranks: RankServer, leave: bool
+) -> None:
+    """B4: the last batch of the inner pass is not that of the epoch around it, nor are its fillers."""
+    pattern, ends, rows, is_inside, epochs = same_on_all(ranks(2, evaluate_on_the_training_data, leave))
+    assert pattern == "FTFTFTFTFTT"
+    assert ends == (0 if leave else 3)
+    assert rows == list(range(21))
+    assert not is_inside
+    assert epochs == (1 if leave else 4)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections import UserDict, deque, namedtuple
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from accelerate import Accelerator
 from accelerate.core.errors import CollectiveError, PrepareError
 from accelerate.state import AcceleratorState, PartialState
 from tests.support.ranks import RankServer, same_on_all
+
+Triple = namedtuple("Triple", "a b c")
 
 
 def _decorated() -> dict[str, Any]:
@@ -196,3 +202,49 @@ def _afresh() -> tuple[Any, ...]:
 
 def test_several_accelerators_and_a_fresh_start(ranks: RankServer) -> None:
     assert same_on_all(ranks(2, _afresh)) == (("no", "bf16", "bf16"), (2, 1), True, 2, 2)
+
+
+def _containers() -> dict[str, Any]:
+    state = PartialState(cpu=True)
+
+    def part(items: Any, **options: Any) -> Any:
+        with state.split_between_processes(items, **options) as mine:
+            return mine
+
+    pair = part(UserDict(a=[1, 2, 3]))
+    frame = part(pd.DataFrame({"a": [1, 2, 3]}), apply_padding=True)
+    subset = part(TensorDataset(torch.arange(3)), apply_padding=True)
+    found = {
+        "array": part(np.arange(5), apply_padding=True).tolist(),
+        "rows": part(np.arange(6.0).reshape(3, 2), apply_padding=True).tolist(),
+        "mapping": (type(pair).__name__, dict(pair)),
+        "frame": (type(frame).__name__, frame["a"].tolist()),
+        "subset": (type(subset).__name__, [int(row[0]) for row in subset]),
+        "deque": list(part(deque([1, 2, 3]))),
+        "named tuple": part(Triple(1, 2, 3), apply_padding=True),
+    }
+    with pytest.raises(PrepareError, match="it has no order"):
+        part({1, 2})
+    return found
+
+
+def test_any_container_is_split_in_its_kind(ranks: RankServer) -> None:
+    zero, one = ranks(2, _containers)
+    assert zero == {
+        "array": [0, 1, 2],
+        "rows": [[0.0, 1.0], [2.0, 3.0]],
+        "mapping": ("UserDict", {"a": [1, 2]}),
+        "frame": ("DataFrame", [1, 2]),
+        "subset": ("Subset", [0, 1]),
+        "deque": [1, 2],
+        "named tuple": (1, 2),
+    }
+    assert one == {
+        "array": [3, 4, 4],
+        "rows": [[4.0, 5.0], [4.0, 5.0]],
+        "mapping": ("UserDict", {"a": [3]}),
+        "frame": ("DataFrame", [3, 3]),
+        "subset": ("Subset", [2, 2]),
+        "deque": [3],
+        "named tuple": (3, 3),
+    }

@@ -30,12 +30,13 @@ BOUNDS = {
     "backward, FSDP2": (3, 3),
     "backward, DDP": (3, 3),
     # With the lines that it logs, the lock of the place, and the comparison of the ranks. Rank 0 is counted,
-    # which combines what the ranks say for all of them, in 5 of these functions.
-    "save_state, FSDP2": (148, 34),  #      90 / 15
-    "save_state, DDP": (148, 33),  # with the question who calls: the main process may do so alone
+    # which combines what the ranks say for all of them, in 5 of these functions. One asks a batch sampler for
+    # its batch size, which may have changed.
+    "save_state, FSDP2": (149, 35),  #      90 / 15
+    "save_state, DDP": (149, 34),  # with the question who calls: the main process may do so alone
     # It compares everything with the objects, takes back what one of them refuses, and shows its progress.
-    "load_state, FSDP2": (171, 36),  #      90 / 15
-    "load_state, DDP": (164, 34),
+    "load_state, FSDP2": (172, 36),  #      90 / 15
+    "load_state, DDP": (165, 34),
     "launch of 2 processes": (122, 26),  #  120 / 25: reached
 }
 

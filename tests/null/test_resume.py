@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,12 +29,14 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from accelerate import Accelerator
 from accelerate.core.errors import PrepareError
 from accelerate.data.batch_sampler_shard import slicer_for
 from accelerate.data.epoch_order import RNGSnapshot
 from accelerate.data.loader import make_stateful
 from accelerate.data.sample_order import draw, draw_seed, finish, mark_last, single_steps, skip_items
 from accelerate.data_loader import BatchSamplerShard, prepare_data_loader, skip_first_batches
+from accelerate.utils import set_seed
 from tests.support.interrupted import (
     KINDS,
     Augmented,
@@ -455,3 +458,60 @@ def test_skipping_costs_neither_time_nor_memory() -> None:
     tracemalloc.stop()
     assert len(first) == 10
     assert peak < 2_000_000, "tensors are not counted, Python's numbers are"
+
+
+# ---------------------------------------------------------------- through an Accelerator
+
+
+def trained_loader() -> tuple[Accelerator, Any]:
+    set_seed(0)
+    accelerator = Accelerator(cpu=True)
+    return accelerator, accelerator.prepare(DataLoader(list(range(16)), batch_size=1, shuffle=True))
+
+
+@pytest.mark.parametrize("inner_batches", [1, 99])
+def test_a_save_after_a_pass_inside_of_the_epoch_goes_on_with_the_epoch(
+    tmp_path: Path, inner_batches: int
+) -> None:
+    """The position is that of the training, and the order of the epochs after it is the same, too."""
+    accelerator, loader = trained_loader()
+    seen: list[int] = []
+    for epoch in range(2):
+        for place, batch in enumerate(loader):
+            seen.append(int(batch))
+            accelerator.backward(torch.ones(1, requires_grad=True).sum())
+            if (epoch, place) == (0, 1):
+                assert len(list(zip(loader, range(inner_batches), strict=False))) == min(inner_batches, 16)
+            if (epoch, place) == (0, 3):
+                accelerator.save_state(tmp_path / "saved")
+    accelerator, loader = trained_loader()
+    accelerator.load_state(tmp_path / "saved")
+    rest = [int(batch) for batch in accelerator.skip_first_batches(loader, 4)]
+    rest += [int(batch) for batch in loader]
+    assert rest == seen[4:]
+
+
+def test_nothing_is_skipped_in_the_epoch_after_the_last_batch(tmp_path: Path) -> None:
+    """Scripts that skip ``step % len(loader)`` batches do so, and are not warned."""
+    accelerator, loader = trained_loader()
+    seen: list[int] = []
+    for epoch in range(2):
+        for place, batch in enumerate(loader):
+            seen.append(int(batch))
+            if (epoch, place) == (0, 15):
+                accelerator.save_state(tmp_path / "saved")
+    accelerator.load_state(tmp_path / "saved")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [int(batch) for batch in accelerator.skip_first_batches(loader, 0)] == seen[16:]
+
+
+def test_a_batch_size_that_is_changed_later_counts() -> None:
+    """That of a batch sampler of torch on several processes, too."""
+    batches = BatchSampler(SequentialSampler(range(8)), 1, drop_last=False)
+    shards = [BatchSamplerShard(batches, 2, rank) for rank in range(2)]
+    assert [len(shard) for shard in shards] == [4, 4]
+    batches.batch_size = 2
+    assert [list(shard) for shard in shards] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    batches.batch_size, batches.drop_last = 3, True
+    assert [list(shard) for shard in shards] == [[[0, 1, 2]], [[3, 4, 5]]]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import ReferenceType, ref
 
-from accelerate.data.position import FetchedBatch
+from accelerate.data.position import FetchedBatch, LoaderPosition
 
 
 class ActiveLoaders:
@@ -104,10 +104,44 @@ class DataLoaderStateMixin:
         return batches
 
     def begin(self) -> None:
-        """Begin an epoch."""
+        """Begin an epoch; inside of a training epoch of this loader, keep its attributes for its rest."""
+        epoch, backwards = getattr(self, "position", _NO_POSITION).current, self._count_backwards()
+        if epoch is not None:
+            outer, epoch.backwards_before = epoch.outer, backwards
+            if outer is not None and backwards > outer.backwards_before:
+                outer.shown = {name: getattr(self, name) for name in _SHOWN}
         self.reset()
         self.active.add(self)
 
     def end(self) -> None:
-        """End an epoch, complete or broken off."""
+        """End an epoch, complete or broken off.
+
+        A training epoch of this loader that it was inside of goes on. Only training tells an evaluation in
+        the middle of an epoch from an iterator that was left after a look at the first batch, and is alive.
+        """
         self.active.remove(self)
+        position = getattr(self, "position", _NO_POSITION)
+        epoch = position.current
+        outer = None if epoch is None else epoch.outer
+        if epoch is None or outer is None or not (outer.active and outer.shown):
+            return
+        if self._count_backwards() == epoch.backwards_before:
+            position.current = outer
+            vars(self).update(outer.shown)
+            self.active.add(self)
+
+    def _count_backwards(self) -> int:
+        return getattr(self.gradient_state, "backward_count", 0)
+
+
+# What ``DataLoaderStateMixin`` says of a batch.
+_SHOWN = (
+    "end_of_dataloader",
+    "remainder",
+    "real",
+    "batch_samples",
+    "has_fillers",
+    "micro_steps",
+    "micro_steps_before",
+)
+_NO_POSITION = LoaderPosition()  # a class of a client may have none

@@ -76,8 +76,6 @@ class BatchSamplerShard(BatchSampler):
         self.unverified: DataLoader[Any] | None = None
         # The steps that a loader with its own iteration has taken the indices of, in order.
         self.taken_steps: deque[StepSampleIndices] = deque()
-        self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
-        self.drop_last: bool = getattr(batch_sampler, "drop_last", False)
         if split_batches:
             check_split(self.batch_size, num_processes)
 
@@ -86,6 +84,16 @@ class BatchSamplerShard(BatchSampler):
         if name == "batch_sampler":
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
+
+    @property
+    def batch_size(self) -> int | None:  # type: ignore[override]
+        """The batch size of the sampler now; None if it has none."""
+        return getattr(self.batch_sampler, "batch_size", None)
+
+    @property
+    def drop_last(self) -> bool:  # type: ignore[override]
+        """The option of the sampler now."""
+        return getattr(self.batch_sampler, "drop_last", False)
 
     @property
     def total_length(self) -> int:

@@ -136,6 +136,10 @@ class Epoch:
         restored_state: a state for torchdata's iterator to begin with, if data or samplers have their own.
         row_multiples: for outputs with a multiple of the batch's rows that were gathered for metrics: the
             last step in which there was one, and the steps between them, 0 if these differ.
+        outer: the iteration of the same loader that was not over when this one began;
+        shown: the attributes of the loader when an inner one began; and
+        backwards_before: how many backwards there had been when this one began.
+        inner_epochs: complete iterations inside of this one, before it was saved: they have numbers, too.
     """
 
     number: int
@@ -161,6 +165,10 @@ class Epoch:
     loader_state: dict[str, Any] | None = None
     restored_state: dict[str, Any] | None = None
     row_multiples: dict[int, tuple[int, int]] = field(default_factory=dict)
+    outer: Epoch | None = None
+    shown: dict[str, Any] = field(default_factory=dict)
+    backwards_before: int = 0
+    inner_epochs: int = 0
 
     @property
     def num_shards(self) -> int:
@@ -224,17 +232,22 @@ class LoaderPosition:
                 saved_samples=record.samples,
                 fetches=record.fetches,
                 length=record.length,
+                inner_epochs=record.inner_epochs,
             )
         saved_batches = self.counted_batches if record is None else record.batches
         if skip.batches == saved_batches:
             epoch.restored_state = self.restored_state
         self.torchdata_state, self.counted_batches, self.restored_state = None, 0, None
+        if self.current is not None and self.current.active:
+            epoch.outer = self.current
         self.current, self._workers_started = epoch, True
         return epoch
 
     def end(self, epoch: Epoch) -> None:
         """End an iteration, complete or broken off."""
         epoch.active = False
+        if epoch.complete:
+            self.iteration += epoch.inner_epochs
         record = self.record
         if record is not None and (epoch.complete or epoch.samples > record.samples):
             self.record = None
@@ -320,6 +333,7 @@ class LoaderPosition:
                 state.get("fetches", (None, False, state["step"], [], saved["batches"]))
             ),
             length=saved["length"],
+            inner_epochs=0 if saved["complete"] else state["epoch"] - saved["epoch"],
         )
 
     def resolve_skip(self, batches: int | None, step: int, count: int | None) -> EpochSkip:
@@ -332,7 +346,8 @@ class LoaderPosition:
             count: batches of a whole epoch now, if known.
         """
         record = self.record
-        if record is None or (batches is None and record.complete and not record.active):
+        is_over = record is not None and record.complete and (not record.active or batches == 0)
+        if record is None or (is_over and not batches):
             return EpochSkip(batches or 0)  # saved between two epochs: the next one is whole
         matches_record = record.complete and batches == count
         if batches is None:

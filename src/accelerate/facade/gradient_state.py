@@ -46,6 +46,7 @@ class GradientState:
     Attributes:
         sync_gradients: gradients are complete after this backward, so the optimizer may step.
         plugin_kwargs: the options that were given, by name.
+        backward_count: backwards since it was created.
     """
 
     _current: ClassVar[GradientState | None] = None
@@ -55,6 +56,7 @@ class GradientState:
     plugin_kwargs: dict[str, Any]
     loaders: ActiveLoaders
     step: int
+    backward_count: int = 0
     # The window that is being iterated, or None; and the description of one that was left early.
     window: Any
     abandoned_window: str

@@ -8,8 +8,10 @@ samples are an error, never cut at a guess.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from accelerate.core import tree
@@ -38,7 +40,7 @@ def gather_for_metrics(
         rows_per_sample: see ``Accelerator.gather_for_metrics``.
 
     Returns:
-        The same structure. Objects come as a flat list, also on one process.
+        The same structure. Objects come as a flat list, also on one process; arrays of numpy as an array.
 
     Raises:
         PrepareError: the step has fillers, and which rows are theirs is not known.
@@ -140,27 +142,40 @@ class _SampleGatherer:
     def __init__(self, filled: bool, keep: Callable[[Sequence[int]], int]) -> None:
         self.filled, self.keep = filled and collective.world_size() > 1, keep
 
-    def gather(self, data: Any, as_objects: bool) -> Any:
+    def gather(self, data: Any, as_objects: bool, *, is_inside: bool = False) -> Any:
+        if data is None and is_inside:  # a field or key without a value
+            return None
         if isinstance(data, torch.Tensor) and not as_objects:
             return collective.gather(self._own_rows(data))
-        if not as_objects and all(isinstance(leaf, torch.Tensor) for _, leaf in tree.iterate_leaves(data)):
+        kinds = set() if as_objects else {_kind(leaf) for _, leaf in tree.iterate_leaves(data)}
+        if not as_objects and (kinds == {"tensor", "none"} or kinds <= {"tensor"}):
             # All tensors in one all-gather, however many they are.
             return collective.gather(tree.map_tree(self._own_rows, data))
+        if is_dataclass(data) and not isinstance(data, type) and "tensor" in kinds:
+            named = {
+                each.name: self.gather(getattr(data, each.name), as_objects, is_inside=True)
+                for each in fields(data)
+            }
+            return replace(data, **named)
         if tree.is_mapping(data):
-            parts = {key: self.gather(value, as_objects) for key, value in data.items()}
+            parts = {key: self.gather(value, as_objects, is_inside=True) for key, value in data.items()}
             return tree.make_mapping_like(data, parts)
         if tree.is_sequence(data) and not as_objects and any(map(_has_rows, data)):
             return tree.make_same_type(data, [self.gather(item, as_objects) for item in data])
         return self._gather_objects(data)
 
-    def _own_rows(self, rows: torch.Tensor) -> torch.Tensor:
+    def _own_rows(self, rows: Any) -> Any:
+        if rows is None:
+            return None
         if rows.dim() == 0 and not self.filled:
             return rows
         # A value of fillers alone does not count; its shape must be the same on all ranks.
         count, listed = self.keep(rows.shape), rows if rows.dim() else rows.reshape(1)
         return listed if count == len(listed) else listed[:count]
 
-    def _gather_objects(self, rows: Any) -> list[Any]:
+    def _gather_objects(self, rows: Any) -> Any:
+        if isinstance(rows, np.ndarray) and rows.ndim:
+            return np.concatenate(collective.gather_object([rows[: self.keep(rows.shape)]]))
         single = isinstance(rows, str | bytes) or not hasattr(rows, "__iter__")
         listed = [rows] if single else list(rows)
         return list(collective.gather_object(listed[: self.keep((len(listed),))]))
@@ -190,6 +205,10 @@ def _flatten_numbers(values: Any) -> torch.Tensor:
     listed = values if isinstance(values, list | tuple) else [values]
     flat = [torch.as_tensor(value).detach().reshape(-1).cpu().double() for value in listed]
     return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float64)
+
+
+def _kind(leaf: Any) -> str:
+    return "tensor" if isinstance(leaf, torch.Tensor) else "none" if leaf is None else "object"
 
 
 def _has_rows(item: Any) -> bool:

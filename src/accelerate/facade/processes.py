@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from functools import partial, wraps
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils.data import Dataset, Subset
 
 from accelerate.core import tree
 from accelerate.core.errors import PrepareError
@@ -179,15 +182,15 @@ def _split(items: Any, *, apply_padding: bool = False) -> Any:
     """Return this rank's contiguous part of a list, tuple, range, tensor, or of each value of a dict.
 
     The parts are disjoint, complete and in order, and their sizes differ by at most one, the first ranks
-    holding more. What has a ``select`` method (a ``datasets.Dataset``) gives a part of its own kind. A text
-    is one thing: every rank gets the whole.
+    holding more. A mapping, an array, a table of pandas or a ``datasets.Dataset`` gives a part of its own
+    kind, another map-style dataset a ``Subset``. A text is one thing: every rank gets the whole.
 
     Args:
         items: what to split; every rank passes the same.
         apply_padding: repeat the last item so that all parts have the same length (to gather them later).
 
     Raises:
-        PrepareError: the values of a dict have different lengths, or something has no length.
+        PrepareError: the values of a dict have different lengths, or something has no length or no order.
     """
     if isinstance(items, str | bytes):
         return items
@@ -198,7 +201,8 @@ def _split(items: Any, *, apply_padding: bool = False) -> Any:
                 f"the values of the dict to split have different lengths: {sorted(lengths)}",
                 why="each process takes the same positions of every value",
             )
-        return {key: _split(value, apply_padding=apply_padding) for key, value in items.items()}
+        parts = {key: _split(value, apply_padding=apply_padding) for key, value in items.items()}
+        return tree.make_mapping_like(items, parts)
     length, size, rank = _split_length(items), collective.world_size(), collective.rank()
     if size == 1:
         return items
@@ -206,27 +210,37 @@ def _split(items: Any, *, apply_padding: bool = False) -> Any:
     start = rank * share + min(rank, rest)
     stop = start + share + (rank < rest)
     missing = share + (rest > 0) - (stop - start) if apply_padding and length else 0
-    return _slice_items(items, start, stop, missing)
+    return _take(items, start, stop, missing)
 
 
-def _slice_items(items: Any, start: int, stop: int, missing: int) -> Any:
+def _take(items: Any, start: int, stop: int, missing: int) -> Any:
     """Return items ``start`` to ``stop``, and the last item ``missing`` times more."""
-    if callable(getattr(items, "select", None)) and not isinstance(items, torch.Tensor):
-        return items.select([*range(start, stop), *[len(items) - 1] * missing])
+    indices = [*range(start, stop), *[len(items) - 1] * missing]
+    if isinstance(items, torch.Tensor):
+        return torch.cat([items[start:stop], *[items[-1:]] * missing]) if missing else items[start:stop]
+    if isinstance(items, np.ndarray):
+        return items[indices] if missing else items[start:stop]
+    if hasattr(items, "iloc"):
+        return items.iloc[indices]
+    if callable(getattr(items, "select", None)):
+        return items.select(indices)
+    if isinstance(items, Dataset):
+        return Subset(items, indices)
+    if isinstance(items, deque):
+        return deque(items[index] for index in indices)
     part = items[start:stop]
     if missing == 0:
         return part
-    if isinstance(items, torch.Tensor):
-        return torch.cat([part, *[items[-1:]] * missing])
     filled = [*part, *[items[-1]] * missing]
-    return filled if isinstance(items, range) else type(items)(filled)
+    return tuple(filled) if isinstance(items, tuple) else filled
 
 
 def _split_length(items: Any) -> int:
-    if not hasattr(items, "__len__"):
+    if not hasattr(items, "__len__") or not hasattr(items, "__getitem__"):
+        why = "it has no order" if hasattr(items, "__len__") else "it has no length"
         raise PrepareError(
             f"an object of type {type(items).__name__} cannot be split between processes",
-            why="it has no length",
+            why=why,
             fix="pass a list, tuple, tensor or dataset, or a dict of these",
         )
     return len(items)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -37,6 +37,25 @@ class TrainLoop:
         self.monitor = runtime.strategy if isinstance(runtime.strategy, ReductionMonitor) else None
         self.engine = runtime.strategy if isinstance(runtime.strategy, EngineStrategy) else None
         self._warned: set[AcceleratedOptimizer] = set()
+        self.accumulated_ids: tuple[int, ...] = ()  # of the models of the newest block of ``accumulate``
+        self._has_warned_of_blocks = False
+
+    def note_accumulated(self, models: Sequence[nn.Module], ids: tuple[int, ...]) -> None:
+        """Record the models of a block; warn of two blocks of different models in one batch.
+
+        There is one count of micro-batches, as in Accelerate 1.x: with two blocks in each batch and an even
+        number of steps, every window closes in the second block, and the first model is never trained.
+        """
+        before, self.accumulated_ids = self.accumulated_ids, ids
+        loader, steps = self.gradients.loaders.innermost, self.gradients.num_steps
+        is_second = loader is not None and loader.micro_steps > 1 and bool(before and ids)
+        if steps > 1 and is_second and set(before).isdisjoint(ids) and not self._has_warned_of_blocks:
+            self._has_warned_of_blocks = True
+            warn_user(
+                f"accumulate() of another model in the same batch ({type(models[0]).__name__}): both blocks "
+                f"are counted as micro-batches of one window of {steps}, so the optimizer of one model may "
+                "never step; put both into one block, `with accelerator.accumulate(first, second):`"
+            )
 
     def make_windows(
         self, loader: Any, n: int | None = None, models: nn.Module | Iterable[nn.Module] | None = None
@@ -60,6 +79,7 @@ class TrainLoop:
     def backward(self, loss: torch.Tensor, num_items: Any, kwargs: dict[str, Any]) -> None:
         """Run the backward pass of ``loss``, divided by the micro-batches and scaled by the precision."""
         gradients, strategy = self.gradients, self.strategy
+        gradients.backward_count += 1
         if num_items is not None or gradients.loss_weighting is not None or kwargs:
             if num_items is not None:
                 self._backward_weighted(loss, num_items, kwargs)
@@ -249,6 +269,8 @@ class AccumulationContext(AbstractContextManager[None]):
             gradients.refuse_abandoned("accumulate() began")
         sync = gradients.advance() or gradients.plugin_kwargs.get("sync_each_batch", False)
         models = self.models or self.loop.prepared.models
+        if self.loop.accumulated_ids != (ids := tuple(map(id, models))):
+            self.loop.note_accumulated(models, ids)
         self.inner = self.loop.strategy.accumulation_context(models, sync=sync)
         if self.inner is not NO_CONTEXT:
             self.inner.__enter__()

@@ -88,10 +88,10 @@ def gather(tensor: T) -> T:
 
     Raises:
         CollectiveError: structure, dtype, number of dimensions or a later dimension differ between ranks.
-        PrepareError: a leaf is not a tensor.
+        PrepareError: a leaf is not a tensor, on several ranks; alone it is returned as it is.
     """
     if world_size() == 1:
-        return recursively_apply(_at_least_1d, tensor, error_on_other_type=True)
+        return recursively_apply(_at_least_1d, tensor)
     packed = PackedTree.pack("gather", tensor)
     with packed.channel.lock:
         # Only scalars are known to be as long on all ranks.
@@ -375,6 +375,9 @@ def reduce(tensor: T, reduction: str = "mean", scale: float = 1.0) -> T:
         raise SettingError(
             f"reduction {reduction!r} is unknown", fix="use 'sum', 'mean', 'max', 'min' or 'none'"
         )
+    if isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo:
+        total = reduce(tensor.to_dense(), reduction, scale)
+        return total.to_sparse()  # pyright: ignore[reportReturnType]
     if reduction == "none":
         return recursively_apply(
             lambda leaf: scale_tensor(leaf.detach().clone(), scale), tensor, error_on_other_type=True

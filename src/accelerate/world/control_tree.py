@@ -106,9 +106,12 @@ class _Connection:
         """Send what is unsent; call ``check`` after each slice of the wait."""
         while self.unsent:
             try:
-                self.unsent = self.unsent[self._socket.send(self.unsent) :]
-            except BlockingIOError:  # noqa: PERF203 - waiting is what it does
+                count = self._socket.send(self.unsent)
+            except BlockingIOError:
+                count = 0
+            if not count:  # outside of the handler: it is not the cause of what ``check`` raises
                 check()
+            self.unsent = self.unsent[count:]
 
     def receive(self, check: Callable[[], None]) -> bytearray:
         """Return a frame; call ``check`` after each slice of the wait."""
@@ -116,6 +119,8 @@ class _Connection:
             try:
                 count = self._socket.recv_into(memoryview(self._received)[self._filled :])
             except BlockingIOError:
+                count = -1
+            if count < 0:
                 check()
                 continue
             if not count:

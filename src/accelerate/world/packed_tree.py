@@ -91,7 +91,9 @@ class PackedTree:
             leaves.append(data)
         else:
             structure = _digest(_structure(data, leaves, others))
-        leaves = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
+        others += [leaf for leaf in leaves if leaf.layout != torch.strided]
+        dense = [leaf for leaf in leaves if leaf.layout == torch.strided]
+        leaves = [leaf.detach() if leaf.requires_grad else leaf for leaf in dense]
         problem = _unsupported_leaf_error(operation, others[0]) if others else None
         return cls(control_channel.channel(), operation, data, leaves, structure, problem)
 
@@ -295,6 +297,12 @@ def _comparison_key(description: TensorDescription, ragged: bool) -> tuple[Any, 
 
 
 def _unsupported_leaf_error(operation: str, leaf: Any) -> PrepareError:
+    if isinstance(leaf, torch.Tensor):
+        return PrepareError(
+            f"a tensor of layout {leaf.layout} cannot go through {operation}",
+            why="what is sent is the memory of dense tensors",
+            fix="give tensor.to_dense()",
+        )
     return PrepareError(
         f"a {type(leaf).__name__} cannot go through {operation}",
         why="it works on tensors, and on lists, tuples, dicts and dataclasses of tensors",
