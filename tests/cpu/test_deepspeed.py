@@ -443,6 +443,9 @@ def refused_case() -> None:
         plain.prepare(loose, DummyOptim(loose.parameters()))
     with pytest.raises(PrepareError, match="together"):
         plain.prepare(adamw(loose))
+    other = tiny()
+    with pytest.raises(PrepareError, match="one AdamW has parameters of two models"):
+        plain.prepare(loose, other, torch.optim.AdamW([*loose.parameters(), *other.parameters()]))
     batch = {**ASKED["2"], "train_micro_batch_size_per_gpu": 3}
     loader = torch.utils.data.DataLoader(Rows(range(8)), batch_size=4)
     given = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=batch))

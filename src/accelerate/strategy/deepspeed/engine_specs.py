@@ -62,7 +62,7 @@ def engine_specs(context: DeepSpeedPrepareContext, bundle: PrepareBundle) -> Ite
     """Yield the engines that a bundle needs; changes nothing.
 
     Raises:
-        PrepareError: an optimizer or a stand-in belongs to no model, or two to one.
+        PrepareError: an optimizer or a stand-in belongs to no model, or to two, or two to one.
         SettingError: the configuration contradicts what is prepared.
     """
     models = list(dict.fromkeys(bundle.objects_of("model")))
@@ -81,6 +81,8 @@ def engine_specs(context: DeepSpeedPrepareContext, bundle: PrepareBundle) -> Ite
         optimizers = [o for o in left if _trains_model(o, model, alone=len(models) == 1)]
         if len(optimizers) > 1:
             raise _several_optimizers_error(f"{len(optimizers)} optimizers for one {type(model).__name__}")
+        for optimizer in optimizers:
+            _refuse_shared_optimizer(optimizer, model, models)
         left = [o for o in left if o not in optimizers]
         if existing_handle is None or optimizers:
             pairs.append((model, optimizers[0] if optimizers else None))
@@ -167,6 +169,24 @@ def _several_optimizers_error(what: str) -> PrepareError:
         why="a DeepSpeed engine steps one optimizer",
         fix="use the groups of one optimizer: torch.optim.AdamW([{'params': ..., 'lr': ...}, ...])",
     )
+
+
+def _refuse_shared_optimizer(optimizer: Any, model: nn.Module, models: list[nn.Module]) -> None:
+    """Refuse an optimizer with parameters of two models.
+
+    Raises:
+        PrepareError: it has.
+    """
+    others = _optimizer_params(optimizer) - set(model.parameters())
+    shared = [each for each in models if each is not model and not others.isdisjoint(each.parameters())]
+    if shared:
+        raise PrepareError(
+            f"one {type(optimizer).__name__} has parameters of two models, a {type(model).__name__} and a "
+            f"{type(shared[0]).__name__}",
+            why="each model gets a DeepSpeed engine of its own, which steps the parameters of its model",
+            fix="give each model an optimizer, or make one model of both: "
+            "torch.nn.ModuleDict({'policy': policy, 'value': value})",
+        )
 
 
 def _stray_optimizer_error(optimizer: Any) -> PrepareError:
