@@ -129,7 +129,10 @@ def count_bytes_of_a_save(folder: str) -> tuple[int, int, bool]:
 
     tree.exchange = counted  # type: ignore[method-assign]
     accelerator.save_state(folder)
-    return sent, received, control_channel.channel()._group is not None
+    first = sent
+    accelerator.save_state(folder)  # the same plan: it is not sent again
+    assert sent - first < first * 0.6
+    return first, received, control_channel.channel()._group is not None
 
 
 def test_what_a_rank_gets_in_a_sharded_save_does_not_grow_with_the_world(
@@ -143,7 +146,7 @@ def test_what_a_rank_gets_in_a_sharded_save_does_not_grow_with_the_world(
             assert sent > 20_000, (size, rank)  # its plan and its report
             assert received < 4_000, (size, rank)
     growth = [four[rank][1] - two[rank][1] for rank in range(2)]
-    assert max(growth) < 300, growth  # two bits for each of the 320 items that a rank plans, and the rest
+    assert max(growth) < 600, growth  # two bits for each of the 320 items that a rank plans, and the rest
 
 
 # ---------------------------------------------------------------- round trips

@@ -443,6 +443,30 @@ def test_what_all_have_is_written_once_and_evenly() -> None:
     assert [sum(t.dim() == 2 for t in share.content) for share in shares] == [2, 2, 2]
 
 
+def test_a_plan_is_known_until_it_changes() -> None:
+    """Later saves exchange an id, not the plans; another number of ranks, or another dtype, plans anew."""
+    models = [nn.Linear(2, 2) for _ in range(2)]
+
+    def plan() -> tuple[list[ShardedModelState], list[Any], list[str]]:
+        states = [ShardedModelState(model) for model in models]
+        plans = [state.local_plan(rank) for rank, state in enumerate(states)]
+        return states, plans, [state.known_plan(2) for state in states]
+
+    states, plans, known = plan()
+    assert known == ["", ""]
+    combined = states[0].combine_plans(plans)
+    before = [state.shard_writer(combined, 0, rank) for rank, state in enumerate(states)]
+    states, _, known = plan()
+    assert known == [combined.id] * 2
+    assert [state.known_plan(1) for state in states] == ["", ""]
+    after = [state.shard_writer(None, 0, rank) for rank, state in enumerate(states)]
+    for old, new in zip(before, after, strict=True):
+        assert [item.index for item in old.items] == [item.index for item in new.items]
+        assert (old.index, old.entry.tensors) == (new.index, new.entry.tensors)
+    models[1].half()
+    assert plan()[2] == [combined.id, ""]
+
+
 def test_ranks_that_train_apart_save_those_of_rank_0() -> None:
     spreads = [ShardedModelState(nn.Linear(2, 2), local_training=True) for _ in range(2)]
     plans = [spread.local_plan(rank) for rank, spread in enumerate(spreads)]

@@ -514,3 +514,12 @@ class ParamStateOnDisk(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def drop_non_tensors(state: Any) -> Any:
+    """Return a nested state without what is neither a tensor nor a list of tensors."""
+    if isinstance(state, Mapping):
+        return {key: drop_non_tensors(value) for key, value in state.items()}
+    if isinstance(state, list) and all(isinstance(item, torch.Tensor) for item in state):
+        return state
+    return state if isinstance(state, torch.Tensor) else {}

@@ -365,6 +365,14 @@ class ShardedState(Protocol):
         """Return this rank's save plan for all ranks; called on every rank, may be collective."""
         ...
 
+    def known_plan(self, size: int, /) -> str:
+        """Return an id, equal on ranks that can write by the plans of the save before; else an empty text.
+
+        Args:
+            size: the number of ranks.
+        """
+        ...
+
     def combine_plans(self, plans: list[Any], /) -> Any:
         """Return what the ranks must know of the plans of all; called on each rank that commits."""
         ...
@@ -373,7 +381,7 @@ class ShardedState(Protocol):
         """Return this rank's writer for the object of that index. Not collective.
 
         Args:
-            combined: what ``combine_plans`` has returned on rank 0, or here.
+            combined: what ``combine_plans`` has returned on rank 0, or here; None for a known plan.
             index: of the object among those of its category.
             rank: this one.
         """

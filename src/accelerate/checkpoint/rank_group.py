@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
+from accelerate.checkpoint.durable_file import FileRecord
 from accelerate.core.errors import AccelerateError, CheckpointError, CollectiveError, PeerError
 from accelerate.world import collective, watchdog
 from accelerate.world import world as worlds
@@ -158,6 +159,16 @@ class CheckpointRankGroup:
             if self.rank == 0:
                 section.value = function()
         return section.values[0]
+
+
+@dataclass(frozen=True)
+class WrittenFilesReport:
+    """The files that one rank wrote, its machine, and what its shard writers returned, by folder."""
+
+    node: int
+    host: str
+    files: dict[str, FileRecord]
+    shard_infos: dict[str, Any] = field(default_factory=dict)
 
 
 def saves_alone(operation: str) -> bool:

@@ -54,7 +54,7 @@ from accelerate.checkpoint.layout import (
     file_name,
     to_plain,
 )
-from accelerate.checkpoint.rank_group import CheckpointRankGroup
+from accelerate.checkpoint.rank_group import CheckpointRankGroup, WrittenFilesReport
 from accelerate.checkpoint.storage import CheckpointStorage, FileRecord, new_id, parse_working_name
 from accelerate.core import tree
 from accelerate.core.errors import CheckpointError
@@ -190,6 +190,11 @@ def whole_state_writer(
     return WholeStateFile(category, file, ManifestEntry(file, class_name), [state], log_name, safe)
 
 
+def _find_new_plans(known: list[dict[str, str]]) -> list[str]:
+    """Return the names of the states of which not all ranks know the same plan."""
+    return [name for name, id in known[0].items() if not id or any(each[name] != id for each in known)]
+
+
 @dataclass
 class _SaveRun:
     """One save, from the collected states to the commit.
@@ -233,18 +238,16 @@ class _SaveRun:
                     each.item.check()
             transaction.open()
         sharded: dict[str, ShardedState] = {}
-
-        def combine_plans(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
-            return {name: state.combine_plans([p[name] for p in by_rank]) for name, state in sharded.items()}
-
-        each_node = transaction.each_node  # several ranks write an index, and need the plans of all
-        with collective_section(self.action, list if each_node else combine_plans) as section:
+        with collective_section(self.action, _find_new_plans) as section:
             # May be collective, so no rank begins before all have come this far.
             for each in objects.values():
                 if isinstance(each.item, StatefulAdapter) and each.item.settle is not None:
                     each.item.settle()
             sharded |= contents.sharded_states(objects)
-            section.value = {name: state.local_plan(rank) for name, state in sharded.items()}
+            plans = {name: state.local_plan(rank) for name, state in sharded.items()}
+            section.value = {
+                name: state.known_plan(transaction.ranks.size) for name, state in sharded.items()
+            }
             rng = [name for name, each in objects.items() if each.category == "rng"]
             whole_names = [name for name in objects if name not in sharded and name not in rng]
             states = {name: objects[name].item.state_dict() for name in whole_names}
@@ -254,10 +257,11 @@ class _SaveRun:
                 if each.category == "loaders"
             ]
             self.metadata = to_plain(contents.metadata, "metadata")
+        new = section.values
+        combined = self._combine_plans(sharded, {name: plans[name] for name in new}) if new else {}
         with collective_section(self.action):
-            combined = combine_plans(section.values) if each_node else section.values
             for name, state in sharded.items():
-                self.writers.append(state.shard_writer(combined[name], objects[name].index, rank))
+                self.writers.append(state.shard_writer(combined.get(name), objects[name].index, rank))
             models = [name for name in states if objects[name].category == "models"]
             class_names = {id(states[name]): objects[name].class_name for name in models}
             model_states = [states[name] for name in models]
@@ -284,6 +288,22 @@ class _SaveRun:
                 self.own_files += own_files.save(transaction.folder)
             if copy_states:
                 self.waits = async_save.take_snapshot([writer.content for writer in self.writers])
+
+    def _combine_plans(self, sharded: dict[str, ShardedState], plans: dict[str, Any]) -> dict[str, Any]:
+        """Exchange new plans of this rank; return by name what the writers must know of those of all."""
+
+        def combine(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+            return {name: sharded[name].combine_plans([each[name] for each in by_rank]) for name in plans}
+
+        # With ``each_node`` several ranks write an index, and need the plans of all.
+        collective_section, each_node = self.transaction.ranks.collective_section, self.transaction.each_node
+        with collective_section(self.action, list if each_node else combine) as section:
+            section.value = plans
+        combined = section.values
+        if each_node:
+            with collective_section(self.action):
+                combined = combine(combined)
+        return combined
 
     def finish(self) -> None:
         """Write and commit the states; the objects are needed no more."""
@@ -383,16 +403,6 @@ class _SaveRun:
             logger.warning(
                 "%s is committed, but an older one could not be removed: %s", transaction.target, error
             )
-
-
-@dataclass(frozen=True)
-class WrittenFilesReport:
-    """The files that one rank wrote, its machine, and what its shard writers returned, by folder."""
-
-    node: int
-    host: str
-    files: dict[str, FileRecord]
-    shard_infos: dict[str, Any] = field(default_factory=dict)
 
 
 class CommitTransaction:

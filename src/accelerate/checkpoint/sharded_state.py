@@ -7,12 +7,16 @@ size: each rank reads the chunks that overlap its own.
 
 from __future__ import annotations
 
+import hashlib
 import io
+import pickle
+import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -24,9 +28,9 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from accelerate.checkpoint import layout, state_dict_files, torch_files
 from accelerate.checkpoint.dcp_files import (
-    ParamStateOnDisk,
     RankShardFile,
     ShardFolderReader,
+    drop_non_tensors,
     only_distributed,
     optimizer_entries,
     read_nested,
@@ -39,12 +43,39 @@ from accelerate.core.errors import CheckpointError
 _CHECKPOINTED = "_checkpoint_wrapped_module."  # torch's wrapper for activation checkpointing
 
 
+class CombinedPlans(NamedTuple):
+    """The plans of all ranks.
+
+    Attributes:
+        id: equal on all ranks.
+        size: number of ranks.
+        masks: by rank which items of its plan it writes, a bit each; nothing for a rank that writes all.
+    """
+
+    id: str
+    size: int
+    masks: dict[int, int]
+
+
+@dataclass
+class _KnownPlan:
+    """The plan of the save before, of one object on this rank; ``index`` on a rank that commits."""
+
+    digest: bytes
+    combined: CombinedPlans
+    index: Metadata | None
+
+
+_known_plans: WeakKeyDictionary[Any, _KnownPlan] = WeakKeyDictionary()
+
+
 class _ShardedState:
     """The base of sharded states of models and optimizers: the plan of a save, and this rank's shard."""
 
     category: ClassVar[str]
     local_training: bool
-    _saving: tuple[DefaultSavePlanner, SavePlan, str, dict[str, str]] | None = None
+    _saving: tuple[DefaultSavePlanner, SavePlan, Any, dict[str, str]] | None = None
+    _digest = b""
     _index: Metadata | None = None
 
     def state_to_save(self, rank: int) -> tuple[Any, dict[str, Any], dict[str, str]]:
@@ -61,35 +92,48 @@ class _ShardedState:
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=self.local_training)
         planner.set_up_planner(state)
         plan = planner.create_local_plan()
-        self._saving = planner, plan, type(saved_object).__name__, ties
+        self._saving = planner, plan, saved_object, ties
+        self._digest = hashlib.blake2b(pickle.dumps(plan), digest_size=16).digest()
         return plan
 
-    def combine_plans(self, plans: list[SavePlan], /) -> dict[int, int]:
-        """Return by rank which items of its plan it writes, a bit each; nothing for a rank that writes all.
+    def known_plan(self, size: int, /) -> str:
+        """Return the id of the combined plans of the save before, if this rank has planned the same again."""
+        assert self._saving is not None
+        known = _known_plans.get(self._saving[2])
+        is_same = known is not None and known.digest == self._digest and known.combined.size == size
+        return known.combined.id if known is not None and is_same else ""
 
-        Replicas plan the same items, and one of them writes each. Keeps the index for ``shard_writer`` here.
+    def combine_plans(self, plans: list[SavePlan], /) -> CombinedPlans:
+        """Combine the plans of all ranks, and keep the index for ``shard_writer`` here.
+
+        Replicas plan the same items, and one of them writes each.
         """
         assert self._saving is not None
-        planner, _, kind, _ = self._saving
+        planner, _, saved_object, _ = self._saving
         try:
             global_plans, self._index = planner.create_global_plan(plans)
         except (ValueError, AssertionError) as error:
             raise CheckpointError(
-                f"the ranks' shards of {kind} do not make a whole", why=str(error)
+                f"the ranks' shards of {type(saved_object).__name__} do not make a whole", why=str(error)
             ) from error
         masks = dict[int, int]()
         for rank, (plan, global_plan) in enumerate(zip(plans, global_plans, strict=True)):
             if len(global_plan.items) < len(plan.items):
                 written = {item.index for item in global_plan.items}
                 masks[rank] = sum((item.index in written) << bit for bit, item in enumerate(plan.items))
-        return masks
+        return CombinedPlans(uuid.uuid4().hex, len(plans), masks)
 
-    def shard_writer(self, combined: Mapping[int, int], index: int, rank: int, /) -> RankShardFile:
+    def shard_writer(self, combined: CombinedPlans | None, index: int, rank: int, /) -> RankShardFile:
         """Return this rank's writer, see ``ShardedState``."""
         assert self._saving is not None
-        (planner, plan, kind, ties), self._saving = self._saving, None
+        (planner, plan, saved_object, ties), self._saving = self._saving, None
+        kind = type(saved_object).__name__
+        if combined is not None:
+            combined = combined._replace(masks={r: m for r, m in combined.masks.items() if r == rank})
+            _known_plans[saved_object] = _KnownPlan(self._digest, combined, self._index)
+        known = _known_plans[saved_object]
         entry = ManifestEntry(layout.file_name(f"sharded_{self.category}", index), kind, aliases=ties)
-        mask = combined.get(rank, -1)
+        mask = known.combined.masks.get(rank, -1)
         items = [item for bit, item in enumerate(plan.items) if mask >> bit & 1]
         tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
         values = [planner.lookup_object(item.index) for item in tensors]
@@ -99,7 +143,7 @@ class _ShardedState:
                 stream = io.BytesIO()
                 torch_files.write(planner.lookup_object(item.index), stream)
                 objects.append((item.index, stream.getvalue()))
-        metadata, self._index = self._index, None
+        metadata, self._index = known.index, None
         if self.category == "models" and metadata is not None:
             for name, saved in metadata.state_dict_metadata.items():
                 if isinstance(saved, TensorStorageMetadata):
@@ -255,7 +299,7 @@ class ShardedOptimizerState(_ShardedState):
         if rank > 0 and self.local_training:
             whole = only_distributed(whole) or {}
         elif rank > 0:
-            whole = {"state": _drop_non_tensors(whole["state"])}
+            whole = {"state": drop_non_tensors(whole["state"])}
         return self.optimizer, {"optimizer": whole}, {}
 
     def prepare_load(self, folder: Path, context: CheckpointLoadContext, /) -> Callable[[], Any]:
@@ -386,14 +430,6 @@ def _find_ties(module: nn.Module) -> dict[str, str]:
     return ties
 
 
-def _drop_non_tensors(state: Any) -> Any:
-    if isinstance(state, Mapping):
-        return {key: _drop_non_tensors(value) for key, value in state.items()}
-    if isinstance(state, list) and all(isinstance(item, torch.Tensor) for item in state):
-        return state
-    return state if isinstance(state, torch.Tensor) else {}
-
-
 def entries_by_model_name(shards: ShardFolderReader, state: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the index's entries by the model's names; an object may have several entries."""
     tops = {path[0] for path in shards.paths.values()}
@@ -486,36 +522,3 @@ def _match_groups(
             fix="give the optimizer the groups that were saved, or pass strict=False",
         )
     return result
-
-
-def read_full_state(
-    folder: Path, category: str, context: CheckpointLoadContext
-) -> tuple[dict[str, Any], Callable[[], Any]]:
-    """Return (outline, function that reads a sharded state as a full one, on the host).
-
-    For what takes no shards (DeepSpeed). The outline is the same state dict, of a model on the meta device,
-    of an optimizer without its ``state``.
-
-    Args:
-        folder: the folder of the shards.
-        category: ``"models"``, or ``"optimizers"``: then the state dict goes by parameter names, and the
-            state of a parameter is read whenever it is asked for.
-        context: whether reading may run code.
-
-    Raises:
-        CheckpointError: shards are missing.
-    """
-    shards = ShardFolderReader(folder, trusted=context.trusted)
-    shards.check_files(shards.paths)
-    if category == "models":
-        entries = entries_by_model_name(shards, {})
-        metadata = {name: shards.tensor_metadata(group[0]) for name, group in entries.items()}
-        outline: dict[str, Any] = {
-            name: None if entry is None else torch.empty(entry.size, device="meta")
-            for name, entry in metadata.items()
-        }
-        return outline, lambda: {name: read_nested(shards, group, 2) for name, group in entries.items()}
-    states, other = optimizer_entries(shards)
-    outline = {**{key: read_nested(shards, group, 2) for key, group in other.items()}, "state": {}}
-    by_name = {name: ParamStateOnDisk(shards, group) for name, group in states.items()}
-    return outline, lambda: {**outline, "state": by_name}

@@ -205,10 +205,8 @@ class TrainingStateReader:
                 why="it was saved sharded, by parameter names",
                 fix="save it whole, which every strategy reads: save_state(folder, sharded=False)",
             )
-        from accelerate.checkpoint.sharded_state import read_full_state
-
         item, template = each.item, each.item.template
-        outline, read = read_full_state(folder, each.category, context)
+        outline, read = _read_full_state(folder, each.category, context)
         if each.category == "optimizers":
             self._add_optimizer(each, folder, outline, lambda: item.load_state_dict(read()))
             return
@@ -470,3 +468,44 @@ def _describe_world_size(saved: int, now: int) -> str:
     if now < saved:
         return text + f"rank {now} and above are not used"
     return text + f"rank {saved} and above are derived from those of rank 0"
+
+
+def _read_full_state(
+    folder: Path, category: str, context: CheckpointLoadContext
+) -> tuple[dict[str, Any], Callable[[], Any]]:
+    """Return (outline, function that reads a sharded state as a full one, on the host).
+
+    For what takes no shards (DeepSpeed). The outline is the same state dict, of a model on the meta device,
+    of an optimizer without its ``state``.
+
+    Args:
+        folder: the folder of the shards.
+        category: ``"models"``, or ``"optimizers"``: then the state dict goes by parameter names, and the
+            state of a parameter is read whenever it is asked for.
+        context: whether reading may run code.
+
+    Raises:
+        CheckpointError: shards are missing.
+    """
+    from accelerate.checkpoint.dcp_files import (
+        ParamStateOnDisk,
+        ShardFolderReader,
+        optimizer_entries,
+        read_nested,
+    )
+    from accelerate.checkpoint.sharded_state import entries_by_model_name
+
+    shards = ShardFolderReader(folder, trusted=context.trusted)
+    shards.check_files(shards.paths)
+    if category == "models":
+        entries = entries_by_model_name(shards, {})
+        metadata = {name: shards.tensor_metadata(group[0]) for name, group in entries.items()}
+        outline: dict[str, Any] = {
+            name: None if entry is None else torch.empty(entry.size, device="meta")
+            for name, entry in metadata.items()
+        }
+        return outline, lambda: {name: read_nested(shards, group, 2) for name, group in entries.items()}
+    states, other = optimizer_entries(shards)
+    outline = {**{key: read_nested(shards, group, 2) for key, group in other.items()}, "state": {}}
+    by_name = {name: ParamStateOnDisk(shards, group) for name, group in states.items()}
+    return outline, lambda: {**outline, "state": by_name}
