@@ -16,7 +16,7 @@ import dataclasses
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -454,14 +454,17 @@ first of these that there is:
 3. `accelerate/default_config.yaml` in `$HF_HOME`, by default `~/.cache/huggingface`; not with `--cpu`
 
 A file that was found and not named is announced in one line. An unknown key, at any depth, is an error that
-gives its line and the nearest known key. `python script.py` and `torchrun script.py` read no file.
+gives its line and the nearest known key. An `accelerate.yaml` that nobody named may be the file of another
+tool: where it is no valid configuration, one line says why, and it is passed over. `python script.py` and
+`torchrun script.py` read no file. A number may stand between quotes.
 
 A key with a dot, `dynamo_config.dynamo_backend`, is a key of a nested table. There the prefix `dynamo_` may
 be left out."""
 
 _PROTOCOL = "They have no flag and no key: a launcher, a scheduler or the shell sets them."
 
-_VISIBLE = "`accelerate launch --gpu_ids 0,2` sets the variable of the device at hand for what it starts."
+_VISIBLE = """`accelerate launch --gpu_ids 0,2` sets the variable of the device at hand for what it starts.
+UUIDs (`--gpu_ids GPU-8f6c2f5a,GPU-1b2c3d4e`) are handed on as they are."""
 _GIVEN = """A launcher sets these before torch is loaded; without one, the first `Accelerator` or
 `PartialState` does. What you have set yourself stays. `accelerate launch --dry-run` shows them."""
 
@@ -504,24 +507,24 @@ def command_line_page() -> str:
     """The page on the commands: the help of each."""
     from accelerate.cli.main import accelerate
 
-    sections = "".join(_command_sections(accelerate, "accelerate"))
+    sections = "".join(_command_sections(accelerate, "accelerate", accelerate.context_settings))
     return (
         "# Command line\n\n"
-        "What each command says to `--help`. All flags of `accelerate launch` are those of "
+        "What each command says to `-h`. All flags of `accelerate launch` are those of "
         "[Settings](settings.md).\n"
         f"{sections}"
     )
 
 
-def _command_sections(command: click.Command, name: str) -> Iterator[str]:
-    context = click.Context(command, info_name=name, terminal_width=100, max_content_width=100)
+def _command_sections(command: click.Command, name: str, settings: Mapping[str, Any]) -> Iterator[str]:
+    context = click.Context(command, info_name=name, terminal_width=100, max_content_width=100, **settings)
     text = command.get_help(context).rstrip()
     yield f"\n## {name}\n\n```text\n{text}\n```\n"
     if isinstance(command, click.Group):
         for each in command.list_commands(context):
             found = command.get_command(context, each)
             assert found is not None
-            yield from _command_sections(found, f"{name} {each}")
+            yield from _command_sections(found, f"{name} {each}", settings)
 
 
 def options_table(cls: type) -> str:

@@ -8,12 +8,14 @@ import marshal
 import re
 import shlex
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.command import MODULE, Running, accelerate, launch, start
+from tests.support.environment import clean
 
 # What a rank was told, as one line of JSON.
 TELL = """
@@ -56,6 +58,47 @@ def test_one_process_becomes_the_script() -> None:
     result = running.wait()
     assert result.stdout.splitlines()[-1] == str(running.pid)
     assert not {"RANK", "WORLD_SIZE", "MASTER_PORT"} & told(result.stdout)[0].keys()
+
+
+STALE = [{"RANK": "0"}, {"WORLD_SIZE": "8"}, {"RANK": "3", "WORLD_SIZE": "1"}, {"LOCAL_RANK": "2"}]
+
+
+@pytest.mark.parametrize("flags", [(), ("--tee", "3")])
+@pytest.mark.parametrize("env", STALE)
+def test_one_process_inherits_no_place_of_an_earlier_job(env: dict[str, str], flags: tuple[str, ...]) -> None:
+    """A variable that is left in a shell is no rank that somebody has started."""
+    ask = "from accelerate import Accelerator; print(Accelerator().num_processes)"
+    result = launch("--cpu", "-n", "1", *flags, script_text=ask, env=env)
+    assert (result.returncode, result.stdout.split()[-1]) == (0, "1"), result.output
+
+
+def test_the_only_process_of_a_world_stays_one() -> None:
+    """torchrun starts such a process, and scripts read its variables."""
+    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    result = launch("--cpu", "-n", "1", script_text=TELL, env={**world, "MASTER_ADDR": "127.0.0.1"})
+    assert world.items() <= told(result.stdout)[0].items()
+
+
+def test_an_address_of_another_network_is_not_where_one_machine_meets() -> None:
+    """1.x too takes it for several machines only; the launch would wait for it in silence."""
+    script = "from accelerate import PartialState; print(PartialState().num_processes)"
+    result = launch("--cpu", "-n", "2", "--main_process_ip", "10.255.0.5", script_text=script)
+    assert (result.returncode, result.stdout.split()) == (0, ["2", "2"]), result.output
+    assert "--main_process_ip has no effect" in result.stderr
+
+
+def test_a_script_may_come_from_standard_input(tmp_path: Path) -> None:
+    def pipe(*flags: str) -> subprocess.CompletedProcess[str]:
+        command = [*MODULE, "launch", "--cpu", *flags, "-", "a"]
+        text = "import sys; print(__name__, sys.argv)"
+        env = clean() | {"HF_HOME": str(tmp_path)}
+        return subprocess.run(command, input=text, capture_output=True, text=True, env=env, check=False)
+
+    assert pipe().stdout == "__main__ ['-', 'a']\n"
+    for flags in (("-n", "2"), ("--tee", "3"), ("--max_restarts", "1"), ("--print_manifest", "jobset")):
+        refused = pipe(*flags)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert "the script is read from standard input (-)" in refused.stderr
 
 
 def test_a_world_of_two_in_torch() -> None:
@@ -387,7 +430,10 @@ def test_the_function_returns_or_raises_and_never_replaces_its_caller() -> None:
     lines = result.stdout.splitlines()
     ranks = ["0 ['0', '--x']", "0 ['0']", "1 ['0', '--x']", "1 ['0']", "None ['0', '--x']", "None ['3']"]
     assert sorted(line.removeprefix("rank ") for line in lines if line.startswith("rank")) == ranks
-    assert [line for line in lines if not line.startswith("rank")] == ["returned False", "raised RankError 3"]
+    assert [line for line in lines if not line.startswith("rank")] == [
+        "returned False",
+        "raised RankProcessError 3",
+    ]
 
 
 @pytest.mark.parametrize(

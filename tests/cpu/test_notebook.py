@@ -446,6 +446,33 @@ def test_a_rank_that_is_killed_is_named() -> None:
         debug_launcher(dies)
 
 
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_a_function_may_leave_by_sys_exit(is_copy: bool) -> None:
+    """Without a code, or with 0, that is an end without a result."""
+    lock = threading.Lock() if is_copy else None
+
+    def leaves(code: int | None, by: str) -> str:
+        assert lock is None or lock.acquire()  # a lock cannot be sent: the ranks are copies of this process
+        if by in ("all", os.environ["RANK"]):
+            sys.exit(code)
+        return "returned"
+
+    assert debug_launcher(leaves, (0, "all")) == [None, None]
+    assert debug_launcher(leaves, (None, "1")) == ["returned", None]
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 failed \(exit code 3\)"):
+        debug_launcher(leaves, (3, "1"))
+
+
+def test_a_rank_that_ends_without_a_result_is_said() -> None:
+    def ends() -> int:
+        if os.environ["RANK"] == "0":
+            os._exit(0)
+        return 1
+
+    with pytest.warns(UserWarning, match=r"rank 0 ended \(os\._exit\) before its function did"):
+        assert debug_launcher(ends) == [None, 1]
+
+
 SCRIPT = """
     import sys
     from accelerate import Accelerator, debug_launcher

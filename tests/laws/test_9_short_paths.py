@@ -30,8 +30,8 @@ BOUNDS = {
     "backward, FSDP2": (3, 3),
     "backward, DDP": (3, 3),
     # With the lines that it logs, the lock of the place, and the comparison of the ranks. Rank 0 is counted,
-    # which combines what the ranks say for all of them, in 5 of these functions; in 3 they find that they have
-    # planned nothing new. One asks a batch sampler for its batch size, which may have changed.
+    # which combines what the ranks say for all of them, in 5 of these functions; in 3 it is seen that nothing
+    # new is planned. One asks a batch sampler for its batch size, which may have changed.
     "save_state, FSDP2": (152, 35),  #      90 / 15
     "save_state, DDP": (149, 34),  # with the question who calls: the main process may do so alone
     # It compares everything with the objects, takes back what one of them refuses, and shows its progress.

@@ -119,6 +119,22 @@ def test_the_version(cli: Run, word: str) -> None:
     assert (result.code, result.out) == (0, "accelerate, version 2.0.0\n")
 
 
+@pytest.mark.parametrize(
+    "words", [[], ["config", "update"], ["checkpoint", "verify"], *([name] for name in COMMANDS.names())]
+)
+def test_h_is_help(cli: Run, words: list[str]) -> None:
+    typed = [word.replace("_", "-") for word in words]
+    short = cli(*typed, "-h")
+    assert (short.code, short.out) == (0, cli(*typed, "--help").out)
+    assert short.out.startswith("Usage: ")
+
+
+def test_h_takes_a_topic_and_leaves_the_scripts_alone(cli: Run, tmp_path: Path) -> None:
+    assert cli("launch", "-h", "hostfile").out == cli("launch", "--help", "hostfile").out
+    (tmp_path / "train.py").write_text("")
+    assert "train.py -h" in cli("launch", "--dry-run", "--cpu", "train.py", "-h").out
+
+
 # ---------------------------------------------------------------- mistakes
 
 
@@ -217,6 +233,8 @@ def test_env_tells_what_a_report_needs(cli: Run, tmp_path: Path, monkeypatch: py
     assert told["accelerate version"] == "2.0.0"
     assert told["PyTorch version"] == "9.9"
     assert told["configuration file"] == "accelerate.yaml"
+    (tmp_path / "accelerate.yaml").write_text("services: {}")
+    assert "accelerate.yaml of this folder is not used: it is no valid configuration" in cli("env").out
     assert "ACCELERATE_TESTS=1" in told["ACCELERATE_* variables"]
     assert {"platform", "Python", "numpy version", "system RAM", "accelerate bash location"} <= told.keys()
 

@@ -39,6 +39,7 @@ def test_a_file_becomes_an_object_and_a_dict(tmp_path: Path) -> None:
         ("distributed_type: NO", "num_processes", 1),
         ("distributed_type: 'NO'\nfp16: true", "mixed_precision", "fp16"),
         ("distributed_type: MULTI_GPU", "num_processes", -1),
+        ("distributed_type: NO\nnum_processes: 2\nipex_config: {ipex: true}", "num_processes", 2),
         ("distributed_type: NO\ndynamo_backend: INDUCTOR", "dynamo_config", {"dynamo_backend": "INDUCTOR"}),
     ],
 )

@@ -235,6 +235,13 @@ def test_update_writes_todays_keys_and_types(job: Path, capsys: pytest.CaptureFi
     }
     told = capsys.readouterr().out
     assert "fp16: taken out (it was True)" in told
+    job.write_text(
+        "distributed_type: FSDP\nfsdp_config: {fsdp_backward_prefetch_policy: BACKWARD_PRE}\n"
+        "machine_rank: '0'\n"
+    )
+    assert run(["config", "update", "--config_file", str(job)]) == 0
+    assert yaml.safe_load(job.read_text())["fsdp_config"] == {"fsdp_backward_prefetch": "BACKWARD_PRE"}
+    assert yaml.safe_load(job.read_text())["machine_rank"] == 0
     job.write_text("distributed_type: FSDP\nfsdp_config: {version: 2}\nnum_proceses: 2\n")
     assert run(["config", "update", "--config_file", str(job)]) == 2
     assert "num_proceses" in job.read_text()

@@ -167,21 +167,22 @@ def test_a_section_may_omit_its_prefix_but_not_say_a_thing_twice() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "fix"),
     [
-        ("speed", "8", "write speed: 8 without quotes"),
+        ("speed", "8 ", "write speed: 8 without quotes"),
+        ("speed", "8.0", "give a whole number"),
         ("speed", 1.5, "give a whole number"),
         ("speed", True, "give a whole number"),
         ("speed", [1], "give a whole number"),
         ("careful", 1, "give true or false"),
         ("careful", "perhaps", "give true or false"),
         ("count", "many", "give a whole number or 'auto'"),
-        ("count", "4", "write count: 4 without quotes"),
         ("sizes", ["a"], "give a list (a whole number each)"),
         ("sizes", "1,2", "give a list (a whole number each)"),
-        ("ratio", "0.5", "write ratio: 0.5 without quotes"),
+        ("ratio", "1_0", "write ratio: 10.0 without quotes"),
+        ("ratio", "inf", "write ratio: inf without quotes"),
     ],
 )
 def test_a_wrong_type_in_a_file_is_an_error_that_says_what_fits(name: str, value: Any, fix: str) -> None:
-    """F5: "8" is not 8 in a file, where both can be written."""
+    """F5: of texts only those that are plain numbers count as numbers."""
     with pytest.raises(SettingError) as error:
         load_settings(TopLevelSettings, env={}, file={name: value}, file_name="job.yaml", lines={name: 2})
     assert error.value.what.startswith(f"job.yaml, line 2: {name} is ")
@@ -193,6 +194,9 @@ def test_a_wrong_type_in_a_file_is_an_error_that_says_what_fits(name: str, value
     [
         ("count", "auto", "auto"),
         ("count", 8, 8),
+        ("count", "8", 8),  # between quotes, as files in use have it
+        ("speed", "-8", -8),
+        ("ratio", "5e-1", 0.5),
         ("ratio", 2, 2.0),
         ("careful", "yes", True),
         ("careful", "no", False),

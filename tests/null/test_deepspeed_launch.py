@@ -58,7 +58,8 @@ def asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def request(file: str = "", program: tuple[str, ...] = ("train.py", "--lr", "1"), **flags: Any) -> Any:
         if file:
-            (tmp_path / "accelerate.yaml").write_text(file)
+            (tmp_path / "job.yaml").write_text(file)
+            flags["config_file"] = "job.yaml"
         engine = {"use_deepspeed": True, "num_machines": "2", "deepspeed_hostfile": "hosts"}
         return launch_plans.request(program, **{**engine, **flags})
 
@@ -186,9 +187,20 @@ def test_what_does_not_fit_names_both_places(asks: Any, flags: Any, words: list[
 def test_without_deepspeed_its_package_is_named(asks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     request = asks()
     monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(MissingExtraError, match="'deepspeed'") as error:
         launch_plans.kind_named("deepspeed").plan(request)
     assert error.value.fix == "pip install deepspeed"
+
+
+def test_its_launcher_may_lie_beside_python(
+    asks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A virtual environment that is not activated is not on the PATH."""
+    request, program = asks(), fake(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
+    assert launch_plans.kind_named("deepspeed").plan(request).commands[0].program[0] == str(program)
 
 
 # ---------------------------------------------------------------- what is handed on
@@ -251,7 +263,7 @@ def test_requested_options_reach_other_machines_as_deepspeed_hands_them_on(
     assert answers[0] == answers[1]
     assert answers[0]["zero_stage"] == ["--zero_stage", 2]
     assert answers[0]["mixed_precision"][1] == "bf16"
-    assert "accelerate.yaml" in answers[0]["mixed_precision"][0]
+    assert "job.yaml" in answers[0]["mixed_precision"][0]
 
 
 @pytest.mark.parametrize("named", [None, "mine.env"])

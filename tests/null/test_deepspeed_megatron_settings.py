@@ -186,7 +186,8 @@ def asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def request(file: str = "", **flags: Any) -> Any:
         if file:
-            (tmp_path / "accelerate.yaml").write_text(file)
+            (tmp_path / "job.yaml").write_text(file)
+            flags["config_file"] = "job.yaml"
         found = launch_plans.request(**flags)
         launch_plans.check(found)
         return found
@@ -279,9 +280,26 @@ def test_settings_belong_to_a_strategy_or_a_precision_of_their_name() -> None:
 
 def test_what_nobody_gave_is_not_handed_on(asks: Any) -> None:
     """A default of the launcher would look like a wish of the user."""
-    for switch in ("use_fsdp", "use_megatron_lm", "use_parallelism_config"):
+    for switch in ("use_megatron_lm", "use_parallelism_config"):
         assert handed(asks(**{switch: True})) == {f"ACCELERATE_{switch.upper()}": "true"}
     assert handed(asks()) == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, "true"),
+        ({"fsdp_version": "1"}, "true"),
+        ({"fsdp_cpu_ram_efficient_loading": "false"}, "false"),
+        ({"fsdp_sync_module_states": "false"}, None),
+    ],
+)
+def test_a_job_of_fsdp_reads_weights_on_rank_0_only(
+    asks: Any, flags: dict[str, str], expected: str | None
+) -> None:
+    """transformers takes a missing variable for false, and 1.x always sets it."""
+    assert handed(asks(use_fsdp=True, **flags)).get("FSDP_CPU_RAM_EFFICIENT_LOADING") == expected
+    assert "FSDP_CPU_RAM_EFFICIENT_LOADING" not in handed(asks())
 
 
 def test_a_flag_wins_over_a_variable_also_with_the_default(
@@ -358,6 +376,20 @@ def test_a_misspelt_key_of_deepspeed_is_found(asks: Any) -> None:
     with pytest.raises(UnknownNameError, match=r"'zero_stge'.*line 2") as error:
         asks("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stge: 2}\n")
     assert error.value.near == "zero_stage"
+
+
+def test_keys_of_its_own_configuration_are_said_to_have_no_effect(asks: Any) -> None:
+    """Files that libraries ship have them in the section; 1.x ignores them without a word."""
+    keys = ("seq_parallel_communication_data_type: bf16", "overlap_comm: true", "steps_per_print: 9")
+    text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n"
+    request = asks(text + "".join(f"  {key}\n" for key in keys))
+    assert handed(request)["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
+    assert len(request.file.problems) == len(keys)
+    for line, (key, problem) in enumerate(zip(keys, request.file.problems, strict=True), 4):
+        assert f"job.yaml, line {line}: {key.partition(':')[0]} has no effect" in problem
+        assert "deepspeed_config_file: ds.json" in problem
+    with pytest.raises(UnknownNameError, match=r"'overlap_com'.*line 2"):
+        asks("distributed_type: DEEPSPEED\ndeepspeed_config: {overlap_com: true}\n")
 
 
 # ---------------------------------------------------------------- DeepSpeed's own file

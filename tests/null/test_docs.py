@@ -24,6 +24,8 @@ ROOT = generate.ROOT
 PACKAGE = ROOT / "src" / "accelerate"
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
 FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"]*)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# A command keeps the help option of its first context: all are made as the command line makes them.
+HELP = {"help_option_names": ["-h", "--help"]}
 # What the documentation names and a checkout does not have: made by targets, or planned.
 ABSENT = {
     *("site/", ".venv/bin/pre-commit", "benchmarks/RESULTS.md", "accelerate/default_config.yaml"),
@@ -89,7 +91,7 @@ def wrong_accelerate(words: list[str]) -> Iterator[str]:
     command = commands.get(words[0].replace("-", "_"))
     try:
         context = command.make_context(
-            words[0], [word for word in words[1:] if not word.startswith("--help")]
+            words[0], [word for word in words[1:] if not word.startswith("--help")], **HELP
         )
     except click.MissingParameter:
         if len(words) > 1:
@@ -170,7 +172,8 @@ def test_every_flag_that_is_named_exists(page: str) -> None:
     from tests.support.registries import REGISTRIES
 
     commands = [REGISTRIES["COMMANDS"].get(name) for name in REGISTRIES["COMMANDS"].names()]
-    params = [param for command in commands for param in command.get_params(click.Context(command))]
+    contexts = [click.Context(command, **HELP) for command in commands]
+    params = [param for context in contexts for param in context.command.get_params(context)]
     known = {name for param in params for name in param.opts}
     # Of the example script, and of the examples for contributors.
     known |= {*re.findall(r"\"(--[a-z-]+)\"", text("examples/digits.py")), "--report_every", "--report-every"}

@@ -112,6 +112,27 @@ def test_every_option_that_was_asked_has_value_origin_effect_and_what_it_overrid
     assert sections(out)["What was asked"][0] == ["option", "value", "from", "what it does"]
 
 
+def test_a_file_here_that_is_no_configuration_is_one_line(cli: Run, tmp_path: Path) -> None:
+    (tmp_path / "accelerate.yaml").write_text("services:\n  web: {}\n")
+    said = "the file accelerate.yaml of this folder is not used: it is no valid configuration: unknown key"
+    result = cli("train.py")
+    assert result.code == 0
+    assert result.err == f"accelerate launch: {said} 'services' in accelerate.yaml, line 1\n"
+    assert cli("-q", "train.py").err == ""
+    named = cli("--config_file", "accelerate.yaml", "train.py")
+    assert (named.code, "unknown key 'services'" in named.err) == (2, True)
+
+
+@pytest.mark.parametrize("flags", [["-n", "2"], ["-n", "1"], ["-n", "2", "--max_restarts", "1"]])
+def test_one_machine_meets_at_its_own_address(cli: Run, flags: list[str], tmp_path: Path) -> None:
+    """An address of another network would have the ranks wait for somebody who listens there."""
+    result = cli("--dry-run", *flags, "--main_process_ip", "10.255.0.5", "train.py")
+    assert "10.255.0.5" not in re.sub(r"(?s)(Options|Without effect).*", "", result.out)
+    assert any(row[0] == "--main_process_ip" for row in sections(result.out)["Without effect"])
+    (tmp_path / "job.yaml").write_text("main_process_ip: 127.0.0.1")
+    assert "--main_process_ip" not in cli("--config_file", "job.yaml", "--dry-run", *flags, "train.py").err
+
+
 def test_a_file_that_nobody_named_is_shown(cli: Run, tmp_path: Path) -> None:
     """F6."""
     (tmp_path / "accelerate.yaml").write_text("debug: true")
@@ -228,6 +249,10 @@ class Far(LaunchKind[Any]):
 
 IDLE = [
     (["--machine_rank", "0"], "--machine_rank has no effect: there is one machine"),
+    (
+        ["--main_process_ip", "10.255.0.5"],
+        "--main_process_ip has no effect: there is one machine, whose processes meet at 127.0.0.1",
+    ),
     (["--role", "x"], "--role has no effect: one process is in no group"),
     (["--main_process_port", "0"], "--main_process_port has no effect: one process listens nowhere"),
     (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -371,6 +372,21 @@ def test_a_file_asks_for_it(config: Any) -> None:
     assert told["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
     assert told["FSDP_OFFLOAD_PARAMS"] == "false"
     assert "FSDP_VERSION" not in told
+
+
+def test_code_wins_over_the_loading_that_the_launcher_turns_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``sync_module_states=False`` keeps what each rank has read, so libraries read it on each."""
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, sync_module_states=False)
+    assert not plugin.cpu_ram_efficient_loading
+    assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "False"
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    assert FullyShardedDataParallelPlugin(fsdp_version=1).cpu_ram_efficient_loading
+    assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
+    with pytest.raises(SettingError, match="cpu_ram_efficient_loading with sync_module_states=False"):
+        FullyShardedDataParallelPlugin(
+            fsdp_version=1, sync_module_states=False, cpu_ram_efficient_loading=True
+        )
 
 
 def test_flags_ask_for_it(config: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import pickle
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -129,6 +131,13 @@ def test_a_rank_that_fails_is_an_error_of_the_function(
         with pytest.raises(RankError) as error:
             function(by_hand(cpu=True))
         assert error.value.code == 7
+        # Programs of 1.x catch it so, and read the exit code.
+        assert isinstance(error.value, subprocess.CalledProcessError)
+        assert error.value.returncode == 7
+        assert error.value.cmd[:2] == [sys.executable, "train.py"]
+        assert str(error.value).startswith("the script failed (exit code 7)")
+        again = pickle.loads(pickle.dumps(error.value))
+        assert (again.returncode, again.cmd, str(again)) == (7, error.value.cmd, str(error.value))
     with pytest.raises(LaunchError, match="there is no script"):
         launch.simple_launcher(by_hand(training_script="no.py"))
 

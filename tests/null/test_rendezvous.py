@@ -23,7 +23,8 @@ def asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def request(file: str = "", **flags: Any) -> Any:
         if file:
-            (tmp_path / "accelerate.yaml").write_text(file)
+            (tmp_path / "job.yaml").write_text(file)
+            flags["config_file"] = "job.yaml"
         return launch_plans.request(**flags)
 
     return request

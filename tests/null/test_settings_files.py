@@ -56,6 +56,32 @@ def test_the_named_file_wins_over_the_one_here_and_that_over_the_default(
     assert (found.is_explicit, found.values["num_processes"]) == (True, 1)
 
 
+@pytest.mark.parametrize("text", ["services:\n  web: {}\n", "downcast_bf16: auto\n", "a: [1\n", "- 1\n"])
+def test_a_file_here_that_is_no_configuration_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """Other tools have files of that name; the default file counts then. One that is named is an error."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    here = write(tmp_path / "accelerate.yaml", text)
+    request = launch_plans.request()
+    (note,) = request.notes
+    assert note.startswith("the file accelerate.yaml of this folder is not used: ")
+    assert (request.file, "\n" in note) == (None, False)
+    write(tmp_path / "home/accelerate/default_config.yaml", "num_processes: 3")
+    assert launch_plans.request().get("num_processes") == 3
+    assert launch_plans.request(use_cpu=True).file is None
+    with pytest.raises(SettingError):
+        launch_plans.request_of_file(here)
+    with pytest.raises(SettingError, match="--num_processes is"):  # a flag is not the file's fault
+        launch_plans.request(num_processes="many")
+    write(here, "num_processes: 2")
+    assert (launch_plans.request().get("num_processes"), launch_plans.request().notes) == (2, ())
+    write(here, "num_processes: 2\nuse_cpu: true")
+    with pytest.raises(SettingError, match="--num_processes is"):
+        launch_plans.request(num_processes="many")
+
+
 @pytest.mark.parametrize(
     ("env", "folder"),
     [
@@ -100,7 +126,8 @@ def test_a_missing_file_suggests_a_similar_one(config: Any, tmp_path: Path) -> N
         ("num_processes: 2\nmixed_precison: bf16\n", 2, "unknown key 'mixed_precison'"),
         ("\n\ndynamo_config:\n  dynamo_backnd: x\n", 4, "unknown key of dynamo_config 'dynamo_backnd'"),
         ("fsdp_config:\n  version: 2\n  fsdp_reshard_after_forwrd: 1\n", 3, "'fsdp_reshard_after_forwrd'"),
-        ("num_processes: '8'\n", 1, "num_processes is the text '8'"),
+        ("num_processes: '8x'\n", 1, "num_processes is the text '8x'"),
+        ("main_process_port: '70000'\n", 1, "main_process_port is 70000"),
         ("debug: false\nmain_process_port: high\n", 2, "main_process_port is the text 'high'"),
         ("dynamo_config:\n  dynamo_mode: fast\n", 2, "unknown value 'fast' of dynamo_mode"),
         ("dynamo_config: inductor\n", 1, "dynamo_config is 'inductor', but it is a table"),
@@ -142,6 +169,10 @@ OLD_FILES = {
     ),
     "distributed_type: 'NO'\nnum_processes: 8\n": "line 2: num_processes is 8, which has no effect",
     "distributed_type: 'NO'\ndeepspeed_config:\n  zero_stage: 2\n": "line 2: deepspeed_config has no effect",
+    "num_processes: 2\nipex_config:\n  ipex: true\n": "line 2: ipex_config has no effect: torch has",
+    "distributed_type: DEEPSPEED\ndeepspeed_config:\n  overlap_comm: true\n": (
+        "line 3: overlap_comm has no effect: it is a key of DeepSpeed's own configuration"
+    ),
     "distributed_type: FSDP\nmegatron_lm_config:\n  tp_degree: 2\nfsdp_config: {version: 2}\n": (
         "line 2: megatron_lm_config has no effect: .* line 1: distributed_type is FSDP"
     ),
@@ -242,6 +273,19 @@ def test_a_file_of_the_public_package_is_read_as_it_is(config: Any) -> None:
         ("num_processes: -1", "num_processes", None),
         ("mpirun_config: {mpirun_ccl: '1'}", "num_processes", None),
         ("gpu_ids: 0", "gpu_ids", 0),
+        ("machine_rank: '0'", "machine_rank", 0),
+        ("num_processes: '2'", "num_processes", 2),
+        ("num_machines: '2'\nmain_process_ip: a", "num_machines", 2),
+        (
+            "distributed_type: FSDP\nfsdp_config: {fsdp_backward_prefetch_policy: BACKWARD_POST}",
+            "fsdp_backward_prefetch",
+            "BACKWARD_POST",
+        ),
+        (
+            "fp8_config: {override_linear_precision: '(false, true, false)'}",
+            "fp8_override_linear_precision",
+            (False, True, False),
+        ),
     ],
 )
 def test_old_formats(config: Any, text: str, name: str, value: Any) -> None:

@@ -41,7 +41,8 @@ def asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def request(file: str = "", program: tuple[str, ...] = ("train.py",), **flags: Any) -> LaunchRequest:
         if file:
-            (tmp_path / "accelerate.yaml").write_text(file)
+            (tmp_path / "job.yaml").write_text(file)
+            flags["config_file"] = "job.yaml"
         return read_request(flags, program, SCRIPT_SETTINGS)
 
     return request
@@ -95,6 +96,13 @@ def test_visible_devices_count(asks: Any, tmp_path: Path) -> None:
     assert where(asks(), cards(tmp_path, 4, CUDA_VISIBLE_DEVICES="1,3")) == ("cuda", 2, None)
 
 
+@pytest.mark.parametrize("ids", ["GPU-8f6c2f5a,GPU-1b2c3d4e", "MIG-1,MIG-2,MIG-3", "MIG-GPU-8f6c/1/0"])
+def test_devices_are_named_by_uuid(asks: Any, tmp_path: Path, ids: str) -> None:
+    """The driver takes these names in the variable; a card may have several MIG instances."""
+    expected = ("cuda", len(ids.split(",")), ids)
+    assert where(asks(gpu_ids=ids), cards(tmp_path, 2)) == expected
+
+
 # ---------------------------------------------------------------- what does not fit the machine
 
 
@@ -106,12 +114,15 @@ def test_visible_devices_count(asks: Any, tmp_path: Path) -> None:
         ({"gpu_ids": "0,5"}, ["--gpu_ids", "'0,5'", "2 cuda devices"]),
         ({"gpu_ids": "0,0"}, ["--gpu_ids", "'0,0'"]),
         ({"gpu_ids": "zero"}, ["--gpu_ids", "'zero'", "not a list"]),
-        ({"file": "num_processes: 8"}, ["8 processes", "accelerate.yaml, line 1: num_processes", "2 cuda"]),
+        ({"gpu_ids": "0,GPU-1b2c"}, ["--gpu_ids", "'0,GPU-1b2c'", "not a list"]),
+        ({"gpu_ids": "GPU-1b2c,GPU-1b2c"}, ["--gpu_ids", "'GPU-1b2c,GPU-1b2c'"]),
+        ({"gpu_ids": "GPU-1,GPU-2,GPU-3"}, ["--gpu_ids", "2 cuda devices"]),
+        ({"file": "num_processes: 8"}, ["8 processes", "job.yaml, line 1: num_processes", "2 cuda"]),
         (
             {"file": "distributed_type: MULTI_NPU"},
             ["line 1: distributed_type", "MULTI_NPU", "no such device"],
         ),
-        ({"file": "distributed_type: MULTI_GPUS"}, ["'MULTI_GPUS'", "accelerate.yaml, line 1"]),
+        ({"file": "distributed_type: MULTI_GPUS"}, ["'MULTI_GPUS'", "job.yaml, line 1"]),
     ],
 )
 def test_what_does_not_fit_names_both_places(
@@ -299,7 +310,7 @@ def test_every_number_has_a_range(text: str, least: int, asks: Any) -> None:
 
 
 def test_a_number_of_a_file_has_a_range_too(asks: Any) -> None:
-    with pytest.raises(SettingError, match=r"accelerate\.yaml, line 1: num_processes is 99999999999, but"):
+    with pytest.raises(SettingError, match=r"job\.yaml, line 1: num_processes is 99999999999, but"):
         asks("num_processes: 99999999999")
 
 

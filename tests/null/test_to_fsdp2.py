@@ -125,6 +125,17 @@ def test_the_values_are_those_of_1_x() -> None:
     assert ARGUMENT_KEY_MAPPING["fsdp_backward_prefetch"] is ConversionStatus.REMOVED
 
 
+@pytest.mark.parametrize("key", ["fsdp_backward_prefetch_policy", "backward_prefetch_policy"])
+def test_an_old_key_is_left_out_under_todays_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    file = tmp_path / "old.yaml"
+    file.write_text(yaml.safe_dump(config(**{key: "BACKWARD_PRE"})))
+    assert run(["to-fsdp2", "--config_file", str(file), "--overwrite"]) == 0
+    assert "fsdp_backward_prefetch is left out" in capsys.readouterr().out
+    assert yaml.safe_load(file.read_text())["fsdp_config"] == {"fsdp_version": 2}
+
+
 def test_the_configuration_given_stays_as_it_is() -> None:
     given = config(fsdp_sharding_strategy="NO_SHARD", own="kept")
     assert convert_config_to_fsdp2(given)["fsdp_config"]["own"] == "kept"

@@ -17,7 +17,7 @@ from accelerate.launch.base import LaunchKind
 from accelerate.launch.config_files import ConfigFile
 from accelerate.launch.device_selection import LaunchDeviceSelection, allocate_devices
 from accelerate.launch.kinds import KINDS, elastic, mpi
-from accelerate.launch.launch_request import LaunchRequest, all_settings, read_request
+from accelerate.launch.launch_request import LaunchRequest, all_settings, find_config, read_request
 from accelerate.launch.launcher import CONFLICTS
 
 
@@ -33,7 +33,7 @@ def request_of_file(path: Path, **flags: Any) -> LaunchRequest:
 
 def config_file(named: str | None, *, use_default: bool = True) -> ConfigFile | None:
     """The configuration file of a launch for which ``named`` was typed."""
-    return config_files.find_config(named, use_default=use_default)
+    return find_config(named, options.SCRIPT_SETTINGS, use_default=use_default)[0]
 
 
 def default_file() -> Path:

@@ -20,6 +20,7 @@ from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.core.value_types import refuse_nul
 from accelerate.facade.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accelerate.launch import config_files, config_writer
+from accelerate.launch.launch_request import JobSettings
 from accelerate.precision import PRECISIONS
 
 C = TypeVar("C", bound="BaseConfig")
@@ -92,6 +93,7 @@ class BaseConfig:
         fields = {item.name: item for item in dataclasses.fields(cls)}
         # A launch knows more settings than programs of 1.x; those are left out here.
         valid_keys = {*fields, *(row.section or row.name for row in launch_settings() if row.in_file)}
+        valid_keys |= JobSettings.__without_effect__.keys()
         for key in file.values:
             if key not in valid_keys:
                 raise UnknownNameError("key", key, fields, where=f"in {file.locate(key)}")

@@ -14,7 +14,7 @@ from accelerate.core import environ
 from accelerate.core.errors import AccelerateError
 from accelerate.launch import config_files
 from accelerate.launch.base import display_value
-from accelerate.launch.launch_request import LaunchRequest, read_request
+from accelerate.launch.launch_request import LaunchRequest, find_config, read_request
 
 if TYPE_CHECKING:
     import argparse
@@ -104,11 +104,11 @@ def _torch_facts() -> Iterator[tuple[str, str]]:
 
 def _config_file_text(named: str | None) -> str:
     try:
-        file = config_files.find_config(named)
+        file, note = find_config(named, SCRIPT_SETTINGS)
     except AccelerateError as error:
         return str(error)
     if file is None:
-        return f"none (looked for ./{config_files.WORKING_NAME} and {config_files.default_file()})"
+        return note or f"none (looked for ./{config_files.WORKING_NAME} and {config_files.default_file()})"
     lines = [f"{key}: {value}" for key, value in file.values.items()]
     return "\n".join([str(file.path), *(f"    - {line}" for line in lines)])
 

@@ -68,7 +68,12 @@ class LazyCommandRegistry(CommandGroup):
             formatter.write_dl(rows)
 
 
-@click.group("accelerate", cls=LazyCommandRegistry, invoke_without_command=True)
+@click.group(
+    "accelerate",
+    cls=LazyCommandRegistry,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},  # its commands take these over
+)
 @click.version_option(package_name="accelerate", prog_name="accelerate")
 @click.pass_context
 def accelerate(ctx: click.Context) -> None:

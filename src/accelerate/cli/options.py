@@ -128,9 +128,8 @@ class GroupedOptionsCommand(click.Command):
             ["--help_all", "--help-all"], is_flag=True, flag_value=True, help="show every flag", **flags
         )
         text = "show this, the flags of a topic, or those with a word in their names"
-        topic = click.Option(
-            ["--help"], is_flag=False, flag_value="", default=None, metavar="[TOPIC]", help=text, **flags
-        )
+        optional = {"is_flag": False, "flag_value": "", "default": None, "metavar": "[TOPIC]"}
+        topic = click.Option(["-h", "--help"], help=text, **optional, **flags)
         return [*self.params, every, topic]
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

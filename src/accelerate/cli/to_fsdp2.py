@@ -113,8 +113,9 @@ def _fsdp_options(config: Mapping[str, Any]) -> dict[str, Any]:
         raise SettingError(f"{SECTION} is {table!r}, but it is a table of keys")
     options: dict[str, Any] = {}
     known = {*ARGUMENT_KEY_MAPPING, *(each.name for each in declared_settings(FSDPSettings))}
+    old_keys = config_files.old_section_keys(FSDPSettings)
     for key, value in table.items():
-        name = str(key)
+        name = old_keys.get(str(key), str(key))
         if f"{PREFIX}{name}" in known:
             name = f"{PREFIX}{name}"
         if name in options:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -24,6 +25,7 @@ from accelerate.core.errors import RankError
 from accelerate.core.value_types import plain_type
 from accelerate.launch.base import LaunchPlan
 from accelerate.launch.config_files import ConfigFile
+from accelerate.launch.kinds.local import script_command
 from accelerate.launch.launch_request import LaunchRequest, build_request, format_value, read_request
 from accelerate.launch.launcher import choose_kind, launch
 
@@ -312,9 +314,31 @@ def launch_command(args: argparse.Namespace) -> None:
 
     Raises:
         AccelerateError: it cannot be started as asked.
-        RankError: a rank failed; its traceback has been printed.
+        RankProcessError: a rank failed; its traceback has been printed. It is a ``RankError``, and a
+            ``subprocess.CalledProcessError`` too.
     """
     _launch(read_namespace(args))
+
+
+class RankProcessError(RankError, subprocess.CalledProcessError):
+    """A rank failed; programs of 1.x catch it as an error of ``subprocess``.
+
+    Attributes:
+        cmd: the command of the script.
+        output, stderr: None; what ranks print is not kept.
+    """
+
+    cmd: Any = ()
+    output: Any = None
+    stderr: Any = None
+
+    @property
+    def returncode(self) -> int:  # type: ignore[override]
+        """The exit code of the rank that failed first."""
+        return self.code
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return *super().__reduce__(), vars(self)
 
 
 def _launch(request: LaunchRequest) -> None:
@@ -323,7 +347,9 @@ def _launch(request: LaunchRequest) -> None:
         launch(request)
     except RankError as error:
         print(error.format_text(), file=sys.stderr, flush=True)
-        raise
+        raised = RankProcessError(error.what, why=error.why, fix=error.fix)
+        vars(raised).update({**vars(error), "cmd": [*script_command(request)]})
+        raise raised.with_traceback(error.__traceback__) from error.__cause__
 
 
 def _plan_with(args: argparse.Namespace, **decided: Any) -> LaunchPlan:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import operator
+import os
 import sys
 from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
@@ -29,6 +30,16 @@ OPERATIONS: Mapping[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le,
     "<": operator.lt,
 }
+
+
+def find_program(name: str) -> str | None:
+    """Return the path of a program that packages install: on the PATH, or beside this Python; None if absent.
+
+    The Python of a virtual environment that is not activated is started by its path.
+    """
+    import shutil
+
+    return shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))
 
 
 def is_installed(module: str) -> bool:

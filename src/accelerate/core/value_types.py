@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ UNIONS = (typing.Union, types.UnionType)
 _ANY_ORDER = (Sequence, Iterable, Collection)
 _SEQUENCES = (tuple, list, *_ANY_ORDER)
 _LISTS = (list, tuple, set, frozenset)
+_PLAIN_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
 @frozen_dataclass
@@ -82,7 +84,8 @@ def convert_to(kind: Any, value: Any, source: Source) -> tuple[bool, Any]:
         kind: the type, as annotated.
         value: the value of the source.
         source: ``"text"`` (a flag, a variable) knows only text, so ``"8"`` is a fine whole number there;
-            ``"code"`` may have a number of NumPy or torch, and 0 or 1 for a yes/no value.
+            ``"file"`` may hold it between quotes; ``"code"`` may have a number of NumPy or torch, and 0 or 1
+            for a yes/no value.
     """
     origin = get_origin(kind)
     if origin in UNIONS:
@@ -151,7 +154,8 @@ def _convert_number(kind: Any, value: Any, source: Source) -> tuple[bool, Any]:
         return isinstance(value, bool), value
     if isinstance(value, bool):
         return False, value
-    if source == "text" and isinstance(value, str):
+    # A number between quotes in a file is one too, but no other text that Python reads as one: nan, 1_0.
+    if isinstance(value, str) and (source == "text" or (source == "file" and _PLAIN_NUMBER.fullmatch(value))):
         try:
             value = kind(value)
         except ValueError:
@@ -168,6 +172,11 @@ def _convert_sequence(kind: Any, value: Any, source: Source) -> tuple[bool, Any]
     """Convert to a list or tuple of one item type; text of a flag is split at commas."""
     origin = get_origin(kind)
     items: tuple[Any, ...] = get_args(kind)
+    if isinstance(value, str) and source != "code" and str not in map(plain_type, items):
+        # "(true, false)" is how Python shows a list; YAML has no such list, and it is text there.
+        in_brackets = re.fullmatch(r"\s*(?:\((.*)\)|\[(.*)\])\s*", value, re.DOTALL)
+        if in_brackets:
+            source, value = "text", in_brackets[1] or in_brackets[2] or ""
     if source == "text" and isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
     fitting = (list, tuple) if source != "code" else (Iterable,) if origin in _ANY_ORDER else _LISTS

@@ -21,12 +21,14 @@ from accelerate.core.progress import QUIET_VARIABLE
 from accelerate.core.setting import Setting, SettingOrigin, declared_settings
 from accelerate.launch.kinds import KINDS
 from accelerate.launch.launch_request import LaunchRequest, format_value, launcher_settings
+from accelerate.world.ports import LOOPBACK
 
 Variables = Mapping[str, object | None]
 
 # What the wizard and the files in the wild write down for every set-up: it asks for nothing here.
 _USUAL_VALUES: dict[str, tuple[object, ...]] = {
     "gpu_ids": ("all",),
+    "main_process_ip": (LOOPBACK, "localhost"),
     "main_training_function": ("main",),
     "rdzv_backend": ("static", "c10d"),
     "same_network": (True,),
@@ -100,6 +102,10 @@ class LaunchKind(ABC, Generic[P]):
     def accepts(self, request: LaunchRequest) -> bool:
         """Return whether this kind of launch handles the request."""
 
+    def passes_stdin(self, request: LaunchRequest) -> bool:
+        """Return whether this process becomes the script where one is started, and so leaves it its input."""
+        return False
+
     def check(self, request: LaunchRequest) -> None:
         """Refuse settings that contradict each other in this kind of launch, on any machine.
 
@@ -158,7 +164,8 @@ class LaunchOptionOrigin:
     def is_explicit(self) -> bool:
         """Return whether the user expects an effect; a file may describe more than one job needs."""
         ordinary = (self.setting.default, *_USUAL_VALUES.get(self.setting.name, ()))
-        return self.origin.source == "flag" or bool(self.origin.value and self.origin.value not in ordinary)
+        source, value = self.origin.source, self.origin.value
+        return source == "flag" or (source != "scheduler" and bool(value) and value not in ordinary)
 
     @property
     def unused_text(self) -> str:

@@ -2,7 +2,8 @@
 
 A section may hold more than the settings of one class, or hold them in old words. The class says so:
 ``__old_keys__`` maps keys of old files to today's, ``__elsewhere__`` names settings of the top level that may
-stand in it, and ``__asks__`` is the switch that a section which says anything turns on.
+stand in it, ``__without_effect__`` maps keys that are taken out to the reason why they do nothing, and
+``__asks__`` is the switch that a section which says anything turns on.
 """
 
 from __future__ import annotations
@@ -89,25 +90,6 @@ def default_file() -> Path:
         cache = environ.get("XDG_CACHE_HOME")
         home = str(Path(cache or "~/.cache", "huggingface"))
     return Path(home).expanduser() / "accelerate" / DEFAULT_NAME
-
-
-def find_config(path: str | None, *, use_default: bool = True) -> ConfigFile | None:
-    """The configuration file to use: the one named, else ``accelerate.yaml`` here, else the default one.
-
-    Args:
-        path: what the user named.
-        use_default: whether the file in the cache folder may be used.
-
-    Raises:
-        SettingError: the named file is missing, or the file cannot be read.
-    """
-    if path is not None:
-        return read_config(Path(path).expanduser())
-    local_file = Path(WORKING_NAME)
-    if local_file.is_file():
-        return read_config(local_file, is_explicit=False)
-    default = default_file()
-    return read_config(default, is_explicit=False) if use_default and default.is_file() else None
 
 
 def read_config(path: Path, *, is_explicit: bool = True) -> ConfigFile:
@@ -261,11 +243,10 @@ def normalize_sections(file: ConfigFile, classes: Iterable[type[Any]]) -> Config
     """
     for cls in classes:
         section: str = getattr(cls, "__section__", "")
+        file = _without_unused_keys(file, section, getattr(cls, "__without_effect__", {}))
         if not section or not file.section(section):
             continue
-        old_keys: Mapping[str, str] = getattr(cls, "__old_keys__", {})
-        prefix = getattr(cls, "__prefix__", "")
-        for old, new in {**old_keys, **{prefix + key: new for key, new in old_keys.items()}}.items():
+        for old, new in old_section_keys(cls).items():
             if old in file.section(section):
                 file = _move_key(file, (section, old), (section, new))
         switch = getattr(cls, "__asks__", "")
@@ -278,6 +259,22 @@ def normalize_sections(file: ConfigFile, classes: Iterable[type[Any]]) -> Config
                 file = _move_key(file, (section, key), (key,))
                 if file.values[key] == "auto":  # whoever reads it decides, as when nobody says anything
                     file = replace(file, values={k: v for k, v in file.values.items() if k != key})
+    return file
+
+
+def old_section_keys(cls: type[Any]) -> dict[str, str]:
+    """Return the keys of old files in the section of a class, with and without its prefix, and today's."""
+    old_keys: Mapping[str, str] = getattr(cls, "__old_keys__", {})
+    prefix = getattr(cls, "__prefix__", "")
+    return {**old_keys, **{prefix + key: new for key, new in old_keys.items()}}
+
+
+def _without_unused_keys(file: ConfigFile, section: str, reasons: Mapping[str, str]) -> ConfigFile:
+    """Return the file without keys that have no effect; ``reasons`` says why of each."""
+    table = file.section(section) if section and reasons else file.values
+    for key in [key for key in table if key in reasons]:
+        path = (section, key) if section else (key,)
+        file = file.without(path, f"{file.locate(*path)}: {key} has no effect: {reasons[key]}")
     return file
 
 

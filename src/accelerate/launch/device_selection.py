@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Sequence
 
 import accelerate.device as devices
 from accelerate.core.errors import SettingError, UnknownNameError
@@ -13,6 +15,9 @@ from accelerate.device.machine import DeviceProbeHost
 from accelerate.launch.launch_request import NOT_DISTRIBUTED, LaunchRequest
 
 CPU_GROUP = "MULTI_CPU"
+# A device, or a MIG instance, by the name that the driver gives it; a beginning that is unique will do.
+# Source: CUDA C++ Programming Guide, "CUDA Environment Variables"; MIG User Guide, "CUDA Device Enumeration".
+_UUID = re.compile(r"(GPU|MIG)-[0-9A-Za-z][0-9A-Za-z/-]*")
 
 
 @frozen_dataclass
@@ -58,8 +63,10 @@ def allocate_devices(request: LaunchRequest, machine: DeviceProbeHost) -> Launch
     )
 
 
-def select_devices(request: LaunchRequest, machine: DeviceProbeHost) -> tuple[Device, int, list[int] | None]:
-    """The device that was asked for, how many of them are to be used, and their numbers if not all.
+def select_devices(
+    request: LaunchRequest, machine: DeviceProbeHost
+) -> tuple[Device, int, Sequence[int | str] | None]:
+    """The device that was asked for, how many of them are to be used, and their numbers or UUIDs if not all.
 
     Raises:
         SettingError: it is not there, or a number names none.
@@ -113,17 +120,19 @@ def _device_of_type(request: LaunchRequest, machine: DeviceProbeHost) -> tuple[D
     )
 
 
-def _parse_device_ids(request: LaunchRequest, device: Device, present: int) -> list[int] | None:
-    """The device numbers asked for; None for all that are visible."""
+def _parse_device_ids(request: LaunchRequest, device: Device, present: int) -> Sequence[int | str] | None:
+    """The device numbers or UUIDs asked for; None for all that are visible."""
     origin = request.origin("gpu_ids")
     if origin.value is None or str(origin.value).strip().lower() == "all":
         return None
+    parts = [part.strip() for part in str(origin.value).split(",")]
+    uuids = [part for part in parts if _UUID.fullmatch(part)]
     try:
-        ids = [int(part) for part in str(origin.value).split(",")]
+        ids = [] if uuids == parts else [int(part) for part in parts]
     except ValueError as error:
         raise SettingError(
             f"{origin.where} is {origin.value!r}, which is not a list of device numbers",
-            fix="write 'all', or numbers like 0,2",
+            fix="write 'all', or numbers like 0,2, or UUIDs like GPU-8f6c2f5a,GPU-1b2c3d4e",
         ) from error
     if device.visible_variable is None:
         raise SettingError(
@@ -131,16 +140,22 @@ def _parse_device_ids(request: LaunchRequest, device: Device, present: int) -> l
         )
     # Where the machine does not tell how many it has, the driver will say what is wrong.
     wrong = [number for number in ids if number < 0 or (present and number >= present)]
-    if wrong or len(set(ids)) < len(ids):
+    is_repeated = len(set(parts)) < len(parts) or len(set(ids)) < len(ids)
+    if wrong or is_repeated or (present and len(parts) > present and not _is_partition(uuids)):
         raise SettingError(
             f"{origin.where} is {origin.value!r}, but this machine has {present} {device.type} devices",
-            why=f"they are numbered 0 to {present - 1}, and each is named once",
+            why=f"{'' if uuids else f'they are numbered 0 to {present - 1}, and '}each is named once",
         )
-    return ids
+    return ids or uuids
+
+
+def _is_partition(uuids: Sequence[str]) -> bool:
+    """Return whether one of these names a MIG instance, of which a card has several."""
+    return any(uuid.startswith("MIG-") for uuid in uuids)
 
 
 def _describe_device_limit(
-    request: LaunchRequest, device: Device, machine: DeviceProbeHost, ids: list[int] | None
+    request: LaunchRequest, device: Device, machine: DeviceProbeHost, ids: Sequence[int | str] | None
 ) -> str:
     if ids is not None:
         return request.origin("gpu_ids").where

@@ -9,8 +9,10 @@ the script as environment variables, which a script reads when its own code does
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError, UnknownNameError
@@ -50,6 +52,9 @@ class JobSettings:
     """How to start the processes of one script."""
 
     __topic__ = "Processes"
+    __without_effect__: ClassVar[Mapping[str, str]] = {
+        "ipex_config": "torch has by now what Intel's extension brought, and an XPU is found by itself",
+    }
     __common__ = (
         "num_processes",
         "num_machines",
@@ -90,7 +95,7 @@ class JobSettings:
     main_process_ip: str | None = setting(
         None,
         flags=("--master_addr",),
-        help="the address of rank 0",
+        help="the address of rank 0, where there are several machines",
         question="Address of the machine of rank 0?",
         when=MULTI_MACHINE,
     )
@@ -116,7 +121,7 @@ class JobSettings:
         False, variable=None, in_file=False, topic="Hardware", help="insist on accelerators: fail without"
     )
     gpu_ids: str | Index | None = setting(
-        None, topic="Hardware", help="which devices to use: 'all', or their numbers like 0,2"
+        None, topic="Hardware", help="which devices to use: 'all', their numbers like 0,2, or their UUIDs"
     )
     distributed_type: str | None = setting(
         None,
@@ -220,6 +225,7 @@ class LaunchRequest:
         program: the script, module or program, and its arguments, untouched.
         file: the configuration file in use.
         scheduler: what a scheduler around the launcher says of the job.
+        notes: what is said on stderr when the launch begins, a line each.
     """
 
     settings: JobSettings
@@ -227,6 +233,7 @@ class LaunchRequest:
     program: tuple[str, ...]
     file: ConfigFile | None = None
     scheduler: JobSchedulerContext | None = None
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def origins(self) -> dict[str, tuple[SettingOrigin, ...]]:
@@ -423,8 +430,45 @@ def read_request(
     """
     named = flags.get("config_file") or environ.get("ACCELERATE_CONFIG_FILE")
     # `--cpu` is how one says "never mind how this machine is set up": it leaves the default file alone.
-    file = config_files.find_config(named, use_default=not flags.get("use_cpu"))
-    return build_request(file, flags, program, script_settings)
+    file, note = find_config(named, script_settings, use_default=not flags.get("use_cpu"))
+    request = build_request(file, flags, program, script_settings)
+    return replace(request, notes=(note,)) if note else request
+
+
+def find_config(
+    named: str | None, script_settings: Sequence[type[Any]], *, use_default: bool = True
+) -> tuple[ConfigFile | None, str]:
+    """Find the configuration file: the one named, else ``accelerate.yaml`` here, else the default one.
+
+    Other tools have files ``accelerate.yaml`` too: one in the working folder that is no valid configuration
+    is passed over.
+
+    Args:
+        named: what the user named.
+        script_settings: as for ``read_request``.
+        use_default: whether the file in the cache folder may be used.
+
+    Returns:
+        The file, and a sentence about the one that is passed over, "" without.
+
+    Raises:
+        SettingError: the named file is missing, or the file cannot be read.
+    """
+    if named is not None:
+        return config_files.read_config(Path(named).expanduser()), ""
+    working_file, note = Path(config_files.WORKING_NAME), ""
+    if working_file.is_file():
+        try:
+            file = config_files.read_config(working_file, is_explicit=False)
+            build_request(file, {}, (), script_settings, env={})
+        except SettingError as error:
+            note = f"the file {working_file} of this folder is not used: it is no valid configuration"
+            note += f": {error.what}"
+        else:
+            return file, ""
+    default = config_files.default_file()
+    is_used = use_default and default.is_file()
+    return config_files.read_config(default, is_explicit=False) if is_used else None, note
 
 
 def build_request(

@@ -19,6 +19,8 @@ from accelerate.launch.kinds import KINDS
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import parse_tee
 
+STDIN = "-"  # the script is what stands on standard input, as in ``python -``
+
 
 def choose_kind(request: LaunchRequest) -> LaunchKind[Any]:
     """The kind of launch for a request; between them, the kinds of this package take every one."""
@@ -41,15 +43,22 @@ def launch(request: LaunchRequest, *, replace: bool = False) -> None:
     """
     check_request(request)
     if request.settings.print_manifest:
+        if request.program[0] == STDIN:
+            _refuse_stdin(request)
         from accelerate.launch import manifest
 
         manifest.print_manifest(request)
         return
     kind = choose_kind(request)
     plan = kind.plan(request)
+    becomes_script = replace and len(plan.commands) == 1
+    if request.program[0] == STDIN and not (becomes_script and kind.passes_stdin(request)):
+        _refuse_stdin(request)
     lines = overridden_lines(request.scheduler, request.origins) if request.scheduler else ()
     plan = dataclasses.replace(
-        plan, notes=(*lines, *plan.notes), variables={**plan.variables, **origin_variables(request)}
+        plan,
+        notes=(*request.notes, *lines, *plan.notes),
+        variables={**plan.variables, **origin_variables(request)},
     )
     options = requested_options(request, kind, plan)
     problems = () if request.file is None else request.file.problems
@@ -208,6 +217,19 @@ def _describe_setting(request: LaunchRequest, name: str) -> str:
     return f"{origin.where} is {origin.value}"
 
 
+def _refuse_stdin(request: LaunchRequest) -> None:
+    """Refuse a script on standard input that this process does not become.
+
+    Raises:
+        LaunchError: several processes would read it, or it would have to be passed on.
+    """
+    if not (request.settings.module or request.settings.no_python):
+        raise LaunchError(
+            "the script is read from standard input (-), which only a lone process on this machine can do",
+            fix="save it to a file; or start one process, -n 1, without --tee and --log_dir",
+        )
+
+
 def _check_program(request: LaunchRequest) -> None:
     """Refuses a script that is not there; modules are looked for by the Python that runs them.
 
@@ -224,6 +246,8 @@ def _check_program(request: LaunchRequest) -> None:
         return
     script = Path(request.program[0])
     if (script.exists() and not script.is_dir()) or (script / "__main__.py").is_file():
+        return
+    if request.program[0] == STDIN:
         return
     if script.is_dir():
         raise LaunchError(f"{script} is a folder without a __main__.py", fix="name the script inside it")

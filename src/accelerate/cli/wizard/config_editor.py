@@ -225,7 +225,7 @@ def _upgrade_section(
     prefixes = {row.prefix for row in known.values() if row.section == section} or {""}
     classes = (*launcher_settings(), *SCRIPT_SETTINGS)
     owners = [cls for cls in classes if getattr(cls, "__section__", "") == section]
-    old_keys = {old: new for cls in owners for old, new in getattr(cls, "__old_keys__", {}).items()}
+    old_keys = {old: new for cls in owners for old, new in config_files.old_section_keys(cls).items()}
     for key, value in table.items():
         key = old_keys.get(str(key), key)
         names = (str(key), *(f"{prefix}{key}" for prefix in sorted(prefixes)))

@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, MissingExtraError, SettingError
+from accelerate.core.packages import find_program
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, origin_variables
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
@@ -53,12 +54,10 @@ class DeepSpeedLaunch(LaunchKind[LaunchPlan]):
             MissingExtraError: DeepSpeed is not installed here.
             SettingError: the hostfile does not fit, or an option does not go with this launcher.
         """
-        import shutil
-
         self.check(request)
         _check_machine(request)
         _check_hostfile(request)
-        program = shutil.which(PROGRAM)
+        program = find_program(PROGRAM)
         if program is None:
             raise MissingExtraError(PROGRAM, f"a launch on {request.machines[1]} machines by its launcher")
         started_by = request.get("deepspeed_multinode_launcher") or "pdsh"

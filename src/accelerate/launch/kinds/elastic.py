@@ -15,6 +15,7 @@ from accelerate.device.machine import DeviceProbeHost
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, Variables, print_line
 from accelerate.launch.device_selection import LaunchDeviceSelection, allocate_devices
 from accelerate.launch.kinds.local import (
+    UNUSED_ON_ONE_MACHINE,
     ranks_variables,
     reserve_port,
     script_command,
@@ -418,7 +419,8 @@ def _unused_settings(request: LaunchRequest) -> Iterator[tuple[str, str]]:
     yield "same_network", "machines are reached by their addresses, on one network or not"
     if request.machines == (1, 1):
         reason = "there is one machine"
-        for name in ("machine_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "rdzv_id"):
+        yield from UNUSED_ON_ONE_MACHINE
+        for name in ("rdzv_backend", "rdzv_endpoint", "rdzv_conf", "rdzv_id"):
             yield name, reason
         yield "monitor_interval", f"{reason}; ends of its processes are seen at once"
         yield "machine_timeout", reason

@@ -23,6 +23,17 @@ from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
 from accelerate.world.ports import LOOPBACK, PortInUseError, ReservedPort
 
+# Settings that tell machines apart, and why one machine does not need them.
+UNUSED_ON_ONE_MACHINE = (
+    ("machine_rank", "there is one machine"),
+    ("main_process_ip", f"there is one machine, whose processes meet at {LOOPBACK}"),
+)
+# torchrun's protocol for the only process of a world; a lone process may have any of it.
+WORLD_OF_ONE = {
+    **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK"), "0"),
+    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE"), "1"),
+}
+
 
 class LocalLaunch(LaunchKind[LaunchPlan]):
     """Processes on this machine, on any device, the CPU included."""
@@ -32,6 +43,11 @@ class LocalLaunch(LaunchKind[LaunchPlan]):
     def accepts(self, request: LaunchRequest) -> bool:
         """Every job on one machine."""
         return request.machines == (1, 1)
+
+    def passes_stdin(self, request: LaunchRequest) -> bool:
+        """Return whether nobody reads the output of a lone process; see ``LaunchKind.passes_stdin``."""
+        tee = request.settings.tee
+        return tee == "0" or not (tee or request.settings.log_dir)
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Chooses devices and processes; see ``LaunchKind.plan``."""
@@ -69,7 +85,7 @@ class LocalLaunch(LaunchKind[LaunchPlan]):
 
 def _unused_settings(request: LaunchRequest, where: LaunchDeviceSelection) -> Iterator[tuple[str, str]]:
     """Yield the settings without use on one machine; see ``LaunchPlan.unused_settings``."""
-    yield "machine_rank", "there is one machine"
+    yield from UNUSED_ON_ONE_MACHINE
     if not where.count:
         yield "gpu_ids", f"the processes run on the {where.device.type.upper()}"
     if where.processes == 1:
@@ -89,7 +105,6 @@ def _setting_effects(request: LaunchRequest, where: LaunchDeviceSelection) -> It
     if alone:
         note = "the script is told; one process opens no group unless its code does"
         yield "main_process_port", f"MASTER_PORT: {note}"
-        yield "main_process_ip", f"MASTER_ADDR: {note}"
 
 
 def shared_variables(
@@ -117,8 +132,8 @@ def ranks_variables(request: LaunchRequest, size: int, port: object, run_id: str
     if size == 1:
         yield single_process_variables(request)
         return
-    address = request.settings.main_process_ip or LOOPBACK
-    yield from torchrun_variables(size, address, port, run_id, role=request.settings.role)
+    # An address of a machine among several may be none of this machine: rank 0 could not listen there.
+    yield from torchrun_variables(size, LOOPBACK, port, run_id, role=request.settings.role)
 
 
 def torchrun_variables(
@@ -173,13 +188,20 @@ def torchrun_variables(
 
 
 def single_process_variables(request: LaunchRequest) -> Variables:
-    """A lone process opens no group; where it would, if it did, is told only if somebody said so."""
-    port = request.settings.main_process_port
-    return {
-        name: value
-        for name, value in (("MASTER_ADDR", request.settings.main_process_ip), ("MASTER_PORT", port or None))
-        if value is not None
-    }
+    """Return the variables of a lone process, which opens no group.
+
+    Where it would, if it did, is told only if somebody said so. A rank or a world size that an earlier job
+    has left in the environment is taken away; those of a world of one, which torchrun gives too, stay.
+    """
+    job, variables = request.settings, dict[str, object | None]()
+    if job.main_process_ip or job.main_process_port:
+        variables["MASTER_ADDR"] = LOOPBACK
+    if job.main_process_port:
+        variables["MASTER_PORT"] = job.main_process_port
+    stale = {name for name, value in WORLD_OF_ONE.items() if environ.get(name) not in (None, value)}
+    if environ.get("WORLD_SIZE") != WORLD_OF_ONE["WORLD_SIZE"]:
+        stale.add("RANK")
+    return {**variables, **{name: None for name in WORLD_OF_ONE if name in stale}}
 
 
 def script_command(request: LaunchRequest) -> tuple[str, ...]:

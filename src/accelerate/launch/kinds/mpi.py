@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, RankError, SettingError
 from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.core.packages import find_program
 from accelerate.core.setting import setting
 from accelerate.device.machine import DeviceProbeHost
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, Variables, explain_start_error
@@ -209,10 +210,9 @@ def find_mpirun() -> tuple[str, MpiFamily]:
     Raises:
         LaunchError: there is none, or it is of no family that is known here.
     """
-    import shutil
     import subprocess
 
-    path = shutil.which("mpirun")
+    path = find_program("mpirun")
     if path is None:
         raise LaunchError(
             "there is no mpirun on the PATH",

@@ -323,9 +323,13 @@ def _reserve_port(wanted: int) -> Iterator[ReservedPort]:
 
 
 def read_results(folder: Path, processes: int) -> Iterator[Any]:
-    """Yield the result of each rank of this machine; warn where it could not be pickled."""
+    """Yield the result of each rank of this machine; warn where it could not be pickled, or there is none."""
     for rank in range(processes):
-        value, reason = pickle.loads(result_file(folder, rank).read_bytes())
+        file = result_file(folder, rank)
+        if file.is_file():
+            value, reason = pickle.loads(file.read_bytes())
+        else:
+            value, reason = None, f"rank {rank} ended (os._exit) before its function did; None stands for it"
         if reason:
             warnings.warn(reason, stacklevel=4)
         yield value

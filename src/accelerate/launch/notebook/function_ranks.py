@@ -74,10 +74,15 @@ def run_payload(
 
 
 def call_function(function: Callable[..., Any], args: tuple[Any, ...], folder: Path, rank: int) -> None:
-    """Calls the function; its exit code and message, when it leaves by ``sys.exit``, are kept."""
+    """Calls the function; its exit code and message, when it leaves by ``sys.exit``, are kept.
+
+    ``sys.exit()`` and ``sys.exit(0)`` are the end of a function that returns nothing.
+    """
     try:
         result = function(*args)
     except SystemExit as stop:
+        if stop.code in (None, 0):
+            result_file(folder, rank).write_bytes(_pickle_result(None, rank))
         RankErrorFile(str(rank_reports.error_file(folder, rank))).write_exit(stop)
         raise
     result_file(folder, rank).write_bytes(_pickle_result(result, rank))

@@ -10,8 +10,7 @@ may have two functions of the given settings, ``origins(name)``: ``check`` refus
 section is said in ``launch/config_files.py``.
 
 Only given values are passed on. The launcher of Accelerate 1.x also passes on its own defaults; of those
-libraries read one (``FSDP_CPU_RAM_EFFICIENT_LOADING``, by transformers, which takes a missing one for false:
-each rank then reads the weights, and all numbers are the same).
+libraries read one, ``FSDP_CPU_RAM_EFFICIENT_LOADING``, which is passed on here too.
 """
 
 from __future__ import annotations

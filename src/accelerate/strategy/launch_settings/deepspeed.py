@@ -24,6 +24,33 @@ DEVICES = ("none", "cpu", "nvme")
 LAUNCHERS = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "impi", "nossh", "slurm")
 
 
+# The keys of DeepSpeed's own configuration, of its top level and of zero_optimization. Configuration files in
+# use have some of them in the section deepspeed_config, where nobody reads them. Left out are those that are
+# near a setting and change the training, so that they are taken for slips: stage, offload_optimizer.
+# Source: https://www.deepspeed.ai/docs/config-json/
+_JSON_KEYS = """
+activation_checkpointing aio allgather_bucket_size allgather_partitions amp autotuning bf16 bfloat16
+checkpoint comet comms_logger communication_data_type compile compression_training contiguous_gradients
+csv_monitor curriculum_learning data_efficiency data_types disable_allgather dump_state elastic_checkpoint
+elasticity flops_profiler fp16 grad_hooks gradient_predivide_factor graph_harvesting hybrid_engine
+ignore_unused_parameters load_from_fp32_weights memory_breakdown memory_efficient_linear
+mics_hierarchical_params_gather mics_shard_size nebula optimizer overlap_comm override_module_apply pipeline
+prescale_gradients reduce_bucket_size reduce_scatter round_robin_gradients scheduler
+seq_parallel_communication_data_type sparse_attention sparse_gradients
+stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
+stage3_max_live_parameters stage3_max_reuse_distance stage3_model_persistence_threshold
+stage3_module_granularity_threshold stage3_param_persistence_threshold stage3_prefetch_bucket_size
+steps_per_print sub_group_size tensor_parallel tensorboard timers torch_autocast train_batch_size
+train_micro_batch_size_per_gpu wall_clock_breakdown wandb zero_allow_untested_optimizer
+zero_force_ds_cpu_optimizer zero_hpz_partition_size zero_optimization zero_quantized_gradients
+zero_quantized_nontrainable_weights zero_quantized_weights
+"""
+_JSON_KEY_REASON = (
+    "it is a key of DeepSpeed's own configuration; to use it, write it into DeepSpeed's JSON file and name "
+    "that here, deepspeed_config_file: ds.json"
+)
+
+
 def _option(help: str, *, key: str = "", absent: Any = None, **more: Any) -> Any:
     """Declare an option.
 
@@ -157,6 +184,8 @@ COUNTERPARTS: dict[str, tuple[str, Any]] = {
 @mutable_dataclass
 class DeepSpeedSettings(DeepSpeedOptions):
     """The options of DeepSpeed, and of its own launcher for several machines."""
+
+    __without_effect__: ClassVar[Mapping[str, str]] = dict.fromkeys(_JSON_KEYS.split(), _JSON_KEY_REASON)
 
     deepspeed_multinode_launcher: str | None = setting(
         None,

@@ -6,13 +6,14 @@ An option is declared here. What it means stands in ``strategy/sharding/fsdp2_op
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from accelerate.core.frozen_dataclass import frozen_dataclass, mutable_dataclass
-from accelerate.core.setting import setting
+from accelerate.core.setting import SettingOrigin, setting
 from accelerate.core.value_types import Count, NonNegativeInt
 
+Origins = Callable[[str], tuple[SettingOrigin, ...]]
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 STATES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
@@ -46,6 +47,8 @@ class FSDPSettings:
     __prefix__ = "fsdp_"
     __variables__ = ""
     __switch__ = "use_fsdp"
+    # The key that the wizard of Accelerate 1.x wrote until 0.23.
+    __old_keys__: ClassVar[Mapping[str, str]] = {"backward_prefetch_policy": "fsdp_backward_prefetch"}
     __first__: ClassVar[tuple[str, ...]] = (
         *("fsdp_version", "reshard_after_forward", "auto_wrap_policy", "transformer_cls_names_to_wrap"),
         *("min_num_params", "cpu_offload", "state_dict_type", "cpu_ram_efficient_loading"),
@@ -169,7 +172,8 @@ class FSDPSettings:
         type=bool,
         switch=False,
         fallback=False,
-        help="only rank 0 reads the weights of a pretrained model, and broadcasts them",
+        help="only rank 0 reads the weights of a pretrained model, and broadcasts them; a job of accelerate "
+        "launch has it on unless it is switched off",
         question="Read pretrained weights on rank 0 only (CPU RAM efficient loading)?",
     )
     transformer_cls_names_to_wrap: Any = setting(
@@ -191,6 +195,18 @@ class FSDPSettings:
         None,
         help="replicas under HYBRID_SHARD; by default one for each machine",
     )
+
+    @staticmethod
+    def launch_variables(origins: Origins) -> Mapping[str, str]:
+        """Return the variable by which libraries read weights on rank 0 only, unless somebody decided it.
+
+        transformers takes a missing one for false: each rank would then hold the whole model. Where the ranks
+        are to keep the weights that each has read, they all have to read them.
+        """
+        loading, sync = origins("fsdp_cpu_ram_efficient_loading")[0], origins("fsdp_sync_module_states")[0]
+        if loading.source != "default" or sync.value is False:
+            return {}
+        return {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
 
 
 PLUGIN = (UseFSDPSetting, FSDPSettings)

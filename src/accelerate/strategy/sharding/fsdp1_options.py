@@ -60,7 +60,7 @@ def apply_settings(plugin: Any, loaded: SettingsWithOrigins[FSDPSettings]) -> No
     plugin.sharding_strategy = _parse_strategy(loaded)
     plugin.reshard_after_forward = None
     plugin.hybrid = "HYBRID" in plugin.sharding_strategy.name
-    prefetch = plugin.backward_prefetch
+    prefetch, loading = plugin.backward_prefetch, loaded.origin("fsdp_cpu_ram_efficient_loading")
     plugin.backward_prefetch = None if prefetch == "NO_PREFETCH" else BackwardPrefetch[prefetch]
     if plugin.activation_checkpointing_offload:
         raise fsdp2_option_error(
@@ -73,6 +73,9 @@ def apply_settings(plugin: Any, loaded: SettingsWithOrigins[FSDPSettings]) -> No
             fix="sharding_strategy='HYBRID_SHARD'",
         )
     if plugin.cpu_ram_efficient_loading and not plugin.sync_module_states:
+        if loaded.origin("fsdp_sync_module_states").source == "code" and loading.source == "environment":
+            plugin.cpu_ram_efficient_loading = False  # the launcher turns it on by default, and code wins
+            return
         raise SettingError(
             "cpu_ram_efficient_loading with sync_module_states=False",
             why="only rank 0 has read the weights, so the others have to get them from it",
