@@ -271,7 +271,7 @@ def test_hooks_are_attached_if_asked() -> None:
     model = built()
     expected = model(IDS)
     dispatch_model(model, {"": "cpu"}, force_hooks=True)
-    assert hooked(model) == [""]
+    assert {"", "embedding"} <= set(hooked(model))
     hook = model._hf_hook
     assert type(hook).__name__ == "AlignDevicesHook"
     assert isinstance(hook, accelerate.hooks.AlignDevicesHook)

@@ -172,7 +172,10 @@ def test_the_weights_of_one_module() -> None:
     )
     part = PrefixedDataset(whole, "a.")
     assert (part.dataset, part.prefix) == (whole, "a.")
-    assert {name: len(value) for name, value in dict(part).items()} == {"w": 1, "b": 2}
+    assert list(part) == list(part.keys()) == ["a.w", "a.b"]  # compressed-tensors looks them up in dataset
+    assert {name: len(value) for name, value in part.items()} == {"a.w": 1, "a.b": 2}
+    assert [len(value) for value in part.values()] == [1, 2]
+    assert len(part["w"]) == len(part.dataset[next(iter(part))]) == 1
     assert len(part) == 2
     assert "w" in part
     assert "a.w" not in part

@@ -280,8 +280,8 @@ def test_an_error_in_a_module_leaves_nothing_behind() -> None:
         with torch.no_grad(), pytest.raises(ArithmeticError):
             model(x)
     mover = mover_of(model)
-    assert not mover._state.calls
-    assert not mover._state.copies
+    assert not mover.thread.calls
+    assert not mover.thread.copies
     model.layers[3].fails = False
     with torch.no_grad():
         torch.testing.assert_close(model(x), expected)
@@ -301,11 +301,13 @@ def test_hooks_are_attached_if_asked_and_bring_the_inputs() -> None:
     model, x = built(), inputs()
     expected = model(x)
     dispatch_model(model, {"": 0}, force_hooks=True)
-    assert [name for name, module in model.named_modules() if "_hf_hook" in vars(module)] == [""]
+    hooked = {name for name, module in model.named_modules() if "_hf_hook" in vars(module)}
+    assert {"", "inp", "layers.0.up", "out"} <= hooked
     with torch.no_grad():
         y = model(x)
     assert y.device == x.device
     torch.testing.assert_close(y, expected)
+    assert not any("forward" in vars(module) and "_hf_hook" not in vars(module) for module in model.modules())
     with pytest.warns(UserWarning, match="this model was dispatched"):
         model.to("sim:1")
 
@@ -339,7 +341,140 @@ def test_a_model_waits_on_the_cpu_until_it_runs() -> None:
     assert "_hf_hook" not in vars(first)
 
 
+# ------------------------------------------------------------------------------- outputs, and parts alone
+
+PARTS: dict[str, Any] = {"inp": 0, "layers": 0, "layers.2": "cpu", "layers.5": 1, "out": 1}
+
+
+def test_an_output_goes_back_where_a_client_says_so() -> None:
+    """transformers sets ``io_same_device`` on hooks after the model was dispatched."""
+    model: Any = dispatch_model(built(), PARTS)
+    x = inputs()
+    expected = built()(x)
+    root, last = model._hf_hook, model.out._hf_hook
+    with torch.no_grad():
+        assert model(x).device == x.device
+        assert root.input_device == x.device
+        root.io_same_device = False
+        y = model(x)
+        assert str(y.device) == "sim:1"
+        torch.testing.assert_close(y.cpu(), expected)
+        assert str(model.out(x).device) == "sim:1"
+        last.io_same_device = True
+        assert model.out(x).device == x.device
+        root.io_same_device = True
+        assert model(x).device == x.device
+
+
+@pytest.mark.parametrize("part", ["inp", "layers.0", "layers.1.up", "layers.2", "layers.2.up", "layers.5.up"])
+def test_a_part_that_is_called_alone_gets_its_inputs(part: str) -> None:
+    """Also inside of a block, and where nothing is moved in a forward of the whole model."""
+    model, x = dispatch_model(built(), PARTS), inputs()
+    expected = built().get_submodule(part)(x)
+    device = "sim:1" if part.startswith("layers.5") else "sim:0"
+    with torch.no_grad():
+        for _ in range(2):
+            y = model.get_submodule(part)(x)
+            assert str(y.device) == device
+            torch.testing.assert_close(y.cpu(), expected)
+        torch.testing.assert_close(model(x), built()(x))
+
+
+def test_a_part_that_reads_its_weights_device_is_called_alone() -> None:
+    """BART and its like make positions on the device of their weights."""
+
+    class Positions(nn.Embedding):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(torch.arange(x.shape[1], device=self.weight.device))
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions, self.mix = Positions(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.mix(self.positions(x))
+
+    model, x = nn.Sequential(nn.Sequential(Encoder(), nn.Linear(8, 8)), nn.Linear(8, 8)), torch.ones(1, 3)
+    encoder: Any = model[0][0]
+    expected = encoder(x)
+    dispatch_model(model, {"0": "cpu", "1": 0}, main_device="sim:0")
+    with torch.no_grad():
+        y = encoder(x)
+    assert str(y.device) == "sim:0"
+    torch.testing.assert_close(y.cpu(), expected)
+
+
+def test_parts_that_a_model_calls_past_their_parents_get_their_inputs() -> None:
+    class Shortcut(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            layer: Any = self.layers[0]
+            return self.out(layer.down(layer.up(self.inp(x))))
+
+    model, x = built(Shortcut), inputs()
+    expected = model(x)
+    dispatch_model(model, {"inp": 0, "layers": 1, "out": 0})
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected)
+
+
+def test_what_a_model_makes_on_the_host_is_moved_to_a_resident_part() -> None:
+    class Shifted(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + self.out(self.inp(torch.ones(x.shape)))
+
+    model, x = built(Shifted), inputs()
+    expected = model(x)
+    dispatch_model(model, {"inp": 0, "layers": "cpu", "out": 0})
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected)
+
+
 # ------------------------------------------------------------------------------------------------ compiling
+
+
+def call_counts(compiled: Any, x: torch.Tensor, graphs: list[int]) -> list[int]:
+    with torch.no_grad():
+        for _ in range(2):
+            compiled(x)
+    torch._dynamo.reset()
+    return sorted(graphs)
+
+
+@pytest.mark.parametrize("places", [{"": 0}, {"": "cpu"}, {"inp": 0, "layers": "cpu", "out": 0}])
+def test_layers_are_compiled_whole(places: dict[str, Any]) -> None:
+    """E8: hooks inside of a block break no graph, and layers of one kind share one."""
+    model, graphs = built(), list[int]()
+    dispatch_model(model, places, main_device="sim:0", force_hooks=True)
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(len([node for node in graph.graph.nodes if node.op.startswith("call")]))
+        return graph.forward
+
+    torch._dynamo.reset()
+    counts = call_counts(torch.compile(model, backend=count), inputs().to("sim:0"), graphs)
+    of_a_layer = 4  # two linear layers, a ReLU, a sum
+    assert counts[-1] in (of_a_layer, 2 + 6 * of_a_layer), counts
+    assert len(counts) <= 3, counts
+
+
+def test_layers_may_be_compiled_one_by_one() -> None:
+    model, x, graphs = built(), inputs(), list[int]()
+    expected = model(x)
+    dispatch_model(model, {"inp": 0, "layers": "cpu", "out": 0})
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(len(graph.graph.nodes))
+        return graph.forward
+
+    torch._dynamo.reset()
+    for place, layer in enumerate(list(model.layers)):
+        model.layers[place] = torch.compile(layer, backend=count)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(model(x), expected)
+    assert len(graphs) <= 2
+    torch._dynamo.reset()
 
 
 def test_a_compiled_model_has_at_most_one_break_for_each_block(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.core.errors import OffloadError
 from accelerate.device.base import Device
-from accelerate.hooks import remove_hook_from_submodules
+from accelerate.hooks import AlignDevicesHook, remove_hook_from_submodules
 from accelerate.offload import pager as pagers
 from accelerate.offload.dispatch import offload_stats
 from accelerate.offload.dispatch_hook import hook_of
@@ -622,11 +622,41 @@ def test_values_of_an_offloaded_model_are_real(kind: str, tmp_path: Path) -> Non
             twin.layers[0].up.weight.zero_()
             assert not torch.allclose(twin(x), expected)
         torch.testing.assert_close(model(x), expected)
-    for move in (lambda: model.to("sim:1"), lambda: model.half(), lambda: model.float()):
+    for move in (lambda: model.to("sim:1"), lambda: model.to("sim:1", torch.half), lambda: model.cpu()):
         with pytest.raises(RuntimeError, match="the model cannot be moved"):
             move()
     with pytest.raises(OffloadError, match="cannot be pickled"):
         torch.save(model, tmp_path / "whole.pt")
+
+
+CASTS: dict[str, Callable[[Any], nn.Module]] = {
+    "half": nn.Module.half,
+    "to": lambda model: model.to(torch.float16),
+    "to dtype": lambda model: model.to(dtype=torch.float16),
+    "format": lambda model: model.to(torch.float16, memory_format=torch.channels_last),
+}
+
+
+@kinds
+@pytest.mark.parametrize("cast", CASTS)
+def test_an_offloaded_model_is_cast(kind: str, cast: str, tmp_path: Path) -> None:
+    """diffusers casts a VAE to another dtype and back; what is in files is cast in memory."""
+    plain, x = built(), inputs()
+    model = offloaded(copy.deepcopy(plain), kind, tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x))
+        assert CASTS[cast](model) is model
+        plain = plain.half()
+        assert {p.dtype for p in model.parameters()} == {torch.float16}
+        assert torch.sim.memory_allocated(0) == 0  # it is not brought to the device as a whole
+        torch.testing.assert_close(model(x.half()), plain(x.half()), rtol=1e-2, atol=1e-2)
+        for _ in range(3):
+            model.half().float()
+        torch.testing.assert_close(model(x), plain.float()(x))
+        gc.collect()
+        assert torch.sim.memory_allocated(0) == 0
+    remove_hook_from_submodules(model)
+    torch.testing.assert_close(model(x), plain(x))
 
 
 @kinds
@@ -646,6 +676,34 @@ def test_hooks_can_be_taken_off_and_put_on_again(kind: str, tmp_path: Path) -> N
     torch.testing.assert_close(model(x), expected)
     model.to("sim:1")
     torch.testing.assert_close(model(x.to("sim:1")).cpu(), expected)
+
+
+@pytest.mark.parametrize("places", [None, {"": "cpu", "layers.1": "disk"}])
+def test_two_models_share_a_folder(places: dict[str, str] | None, tmp_path: Path) -> None:
+    """The second one's files take the names of the first one's, which reads its own until it is gone."""
+    x = inputs()
+
+    def offload(model: nn.Module) -> nn.Module:
+        if places is None:
+            return disk_offload(model, tmp_path, SIM)
+        return dispatch_model(model, places, main_device=SIM, offload_dir=tmp_path)
+
+    plain = [built() for _ in range(3)]
+    for scale, model in enumerate(plain, 1):
+        for parameter in model.parameters():
+            parameter.data *= scale
+    models = [offload(copy.deepcopy(model)) for model in plain]
+    again = offload(copy.deepcopy(plain[2]))  # the same values once more
+    with torch.no_grad():
+        for model, expected in zip([*models, again], [*plain, plain[2]], strict=True):
+            torch.testing.assert_close(model(x), expected(x))
+        twin = copy.deepcopy(models[0].layers[1].up)
+        torch.testing.assert_close(twin(x).cpu(), plain[0].layers[1].up(x))
+        assert len(list(tmp_path.glob(".*"))) == 2 * len(list(tmp_path.glob("[!.]*.dat")))
+        del models, model, twin
+        gc.collect()
+        assert not list(tmp_path.glob(".*"))
+        torch.testing.assert_close(again(x), plain[2](x))
 
 
 @kinds
@@ -682,7 +740,52 @@ def test_parts_may_be_called_by_themselves() -> None:
     with torch.no_grad():
         torch.testing.assert_close(model.layers[0](x.to(SIM)).cpu(), expected[0])
         torch.testing.assert_close(model.layers[0].up(x.to(SIM)).cpu(), expected[1])
-        torch.testing.assert_close(model.layers[0].up(x), expected[1])
+        y = model.layers[0].up(x)
+    assert str(y.device) == SIM  # only the model itself gives its output back where its input was
+    torch.testing.assert_close(y.cpu(), expected[1])
+
+
+def test_a_resident_part_is_pickled_with_a_plain_hook(tmp_path: Path) -> None:
+    model: Any = dispatch_model(built(), {"inp": 0, "layers": "cpu", "out": 0})
+    x = inputs().to(SIM)
+    torch.save(model.inp, tmp_path / "inp.pt")
+    part = torch.load(tmp_path / "inp.pt", weights_only=False)
+    assert type(part._hf_hook) is AlignDevicesHook
+    with torch.no_grad():
+        assert torch.equal(part(x), model.inp(x))
+
+
+def test_a_part_is_copied_without_its_block() -> None:
+    model, x = built(), inputs()
+    expected = model.layers[0].up(x)
+    cpu_offload(model, SIM)
+    twin = copy.deepcopy(model.layers[0].up)
+    whole = copy.deepcopy(model)
+    assert twin._hf_hook.enclosing_block is None
+    assert whole.layers[0].up._hf_hook.enclosing_block.module is whole.layers[0]
+    with torch.no_grad():
+        torch.testing.assert_close(twin(x).cpu(), expected)
+        torch.testing.assert_close(whole(x), model(x))
+
+
+@pytest.mark.parametrize("kind", ["batch norm", "spectral norm"])
+def test_buffers_are_changed_beside_weights_with_gradients(kind: str) -> None:
+    """What is changed in place is one buffer, and not the range of bytes that it came in."""
+
+    def net() -> nn.Module:
+        middle = nn.BatchNorm1d(8) if kind == "batch norm" else nn.Linear(8, 8)
+        model = nn.Sequential(nn.Linear(8, 8), middle, nn.Linear(8, 8))
+        if kind == "spectral norm":
+            nn.utils.parametrizations.spectral_norm(model[1])
+        return model.train()
+
+    plain, x = built(net).train(), torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    model = cpu_offload(copy.deepcopy(plain), SIM, offload_buffers=True)
+    for _ in range(2):
+        torch.testing.assert_close(model(x).detach(), plain(x).detach())
+    remove_hook_from_submodules(model)
+    for (name, buffer), expected in zip(model.named_buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(buffer, expected, msg=name)
 
 
 def test_hooks_called_by_hand_bring_the_weights_of_a_module() -> None:

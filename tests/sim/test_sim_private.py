@@ -195,6 +195,22 @@ def test_values_are_replaced_in_the_map() -> None:
     assert same(model, expected)
 
 
+def test_values_of_another_dtype_are_put_in_the_map() -> None:
+    """They are copied in the dtype of the weight, as they are when the layer runs."""
+    model, expected = dispatch_model(net(), {"first": 0, "middle": 0, "last": "cpu"}), net()
+    hook: Any = model.last._hf_hook
+    assert hook.tied_params_map == {}  # compressed-tensors expects one
+    value = torch.full((4, 4), 1 / 3, dtype=torch.float16)
+    bottom(hook)["last.weight"] = value
+    expected.last.weight.data.copy_(value)
+    assert same(model, expected)
+    with pytest.raises(RuntimeError, match=r"cannot become torch\.float32 of shape \[4, 2\]"):
+        bottom(hook)["last.weight"] = torch.zeros(4, 2)
+    with pytest.raises(RuntimeError, match=r"cannot become torch\.int8"):
+        bottom(hook)["last.weight"] = torch.zeros(4, 4, dtype=torch.int8)
+    assert same(model, expected)
+
+
 def test_a_value_is_changed_while_the_layer_is_here() -> None:
     """compressed-tensors, when it calibrates: in the forward of a layer, in place."""
     model, expected = cpu_offload(net(), SIM), net()
@@ -222,6 +238,73 @@ def test_a_hook_is_let_go_without_loading_again() -> None:
     expected.last.weight.data += 1.0
     assert torch.equal(model.last.weight.cpu(), expected.last.weight)
     assert same(model, expected)
+
+
+@pytest.mark.parametrize("layer", ["middle", "last"])
+def test_a_hook_is_let_go_while_its_weights_are_elsewhere(layer: str, tmp_path: Path) -> None:
+    model = dispatched(tmp_path)
+    module = getattr(model, layer)
+    module._hf_hook.offload = False
+    remove_hook_from_module(module)
+    assert module.weight.device == META
+    assert same(model)
+
+
+class Counting(AlignDevicesHook):
+    """Counts the forwards of a module."""
+
+    calls = 0
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        type(self).calls += 1
+        return args, kwargs
+
+
+@pytest.mark.parametrize("homes", [{"": "cpu"}, {"": 0}, {"0": 0, "1": 1}])
+@pytest.mark.parametrize("how", ["old forward", "hook", "method"])
+def test_what_clients_set_inside_of_a_block_is_called(how: str, homes: Any, monkeypatch: Any) -> None:
+    """The forward, the hook or its methods of a module that its block brings to the device."""
+    monkeypatch.setattr(Counting, "calls", 0)
+    model = nn.Sequential(nn.Sequential(net()), nn.Linear(4, 4)).eval().requires_grad_(False)
+    expected = model[1](net()(X) * 2) if how == "old forward" else model(X)
+    dispatch_model(model, homes, main_device=SIM, force_hooks=True)
+    layer: Any = model[0][0].last
+    counting, hook, old = Counting(), layer._hf_hook, layer._old_forward
+    if how == "old forward":
+        layer._old_forward = lambda x: old(counting.pre_forward(layer, x)[0][0]) * 2
+    elif how == "hook":
+        layer._hf_hook = SequentialHook(hook, counting)
+    else:
+        before = hook.pre_forward
+        hook.pre_forward = lambda module, x: before(module, *counting.pre_forward(module, x)[0])
+    assert torch.allclose(out(model), expected)
+    assert Counting.calls == 1
+
+
+@pytest.mark.parametrize(
+    "places", [{"first": 0, "middle": 0, "last": 1}, {"first": 0, "middle": 1, "last": "cpu"}]
+)
+@pytest.mark.parametrize("how", ["removed", "detached"])
+def test_hooks_put_back_bring_inputs_and_weights(how: str, places: Any) -> None:
+    """compressed-tensors removes hooks and adds them again; msmodelslim detaches and initializes them."""
+    model = dispatch_model(net(), places, main_device=SIM)
+    hooks: dict[nn.Module, Any] = {
+        module: module._hf_hook for module in model.modules() if hasattr(module, "_hf_hook")
+    }
+    for module, hook in hooks.items():
+        if how == "removed":
+            remove_hook_from_module(module)
+        else:
+            hook.detach_hook(module)
+    for module, hook in hooks.items():
+        if how == "removed":
+            add_hook_to_module(module, hook)
+        else:
+            hook.init_hook(module)
+    with torch.no_grad():
+        for x in (X, X.to(SIM)):
+            assert torch.allclose(model(x).cpu(), net()(X))
+            assert model(x).device == x.device
 
 
 @pytest.mark.parametrize("where", ["host", "disk"])

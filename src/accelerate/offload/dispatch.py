@@ -47,7 +47,7 @@ from accelerate.offload.hooks import (
 from accelerate.offload.module_input_output import move_arguments
 from accelerate.offload.module_tensors import DeviceLike, as_device
 from accelerate.offload.offload_folder import Folder, WeightStore
-from accelerate.offload.offloaded_tensor import OffloadedTensor
+from accelerate.offload.offloaded_tensor import OffloadedTensor, cast_source, make_stand_in
 from accelerate.offload.pager import Pager, PagerStats
 
 # ------------------------------------------------------------------------------------------------ devices
@@ -249,24 +249,57 @@ def _guard_moves(model: nn.Module) -> None:
 
 
 def _refuse_or_move(model: nn.Module, how: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Warn and move, or refuse to move, a dispatched model.
+    """Warn and move, or refuse to move, a dispatched model; one that is only cast is cast.
 
     Raises:
         OffloadError: weights of it are offloaded.
     """
-    if any(isinstance(p, OffloadedTensor) for p in model.parameters()):
+    is_moved = _is_moved(how, args, kwargs)
+    if is_moved and any(isinstance(p, OffloadedTensor) for p in model.parameters()):
         raise OffloadError(
             "the model cannot be moved: some of its weights are offloaded",
             why="its weights are brought to the device in turn, because they do not fit there together",
             fix="dispatch it by another device map, or first take off its hooks: "
             "remove_hook_from_submodules(model)",
         )
-    if how != "_apply":
+    if is_moved and how != "_apply":
         warnings.warn(
             "this model was dispatched: its device map says where each module is, and moving it undoes that",
             stacklevel=2,
         )
+    if how == "_apply" and not is_moved:
+        return _cast(model, *args, **kwargs)
     return getattr(type(model), how)(model, *args, **kwargs)
+
+
+def _cast(model: nn.Module, cast: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """Cast a model. Offloaded weights stay where they are, and are cast when they are read."""
+    tables = [table for each in model.modules() for table in (each._parameters, each._buffers)]
+    offloaded = [(t, name, w) for t in tables for name, w in t.items() if isinstance(w, OffloadedTensor)]
+    try:
+        for table, name, _ in offloaded:
+            table[name] = None
+        return type(model)._apply(model, cast, recurse)
+    finally:
+        casts: dict[int, Any] = {}
+        for table, name, weight in offloaded:
+            if id(weight) not in casts:
+                dtype = cast(torch.empty(0, dtype=weight.dtype)).dtype
+                same = dtype == weight.dtype
+                source = cast_source(weight.source, dtype)
+                casts[id(weight)] = weight if same else make_stand_in(weight, source, weight.execution_device)
+            table[name] = casts[id(weight)]
+
+
+def _is_moved(how: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True for a call that changes devices, and not only dtypes or the order in memory."""
+    if how == "to":
+        given = [each for each in args if isinstance(each, str | int | torch.device | torch.Tensor)]
+        return kwargs.get("device") is not None or any(not isinstance(each, bool) for each in given)
+    if how == "_apply":
+        probe = torch.empty(0)  # what calls it for an accelerator was refused before
+        return args[0](probe).device != probe.device
+    return True
 
 
 # ------------------------------------------------------------------------------------------------ offloading

@@ -22,7 +22,7 @@ from accelerate.core.errors import OffloadError
 from accelerate.offload.align_hook import AlignDevicesHook
 from accelerate.offload.hooks import _hooked_forward, add_hook_to_module
 from accelerate.offload.module_input_output import Keys, ModuleInputOutputMover
-from accelerate.offload.module_tensors import as_device, table_of, with_values
+from accelerate.offload.module_tensors import TiedMap, as_device, table_of, with_values
 from accelerate.offload.offloaded_tensor import OffloadedTensor
 from accelerate.offload.pager import Pager
 from accelerate.offload.weight_block import WeightBlock, move_tensor
@@ -37,9 +37,12 @@ class DispatchHook(AlignDevicesHook):
         mover: moves inputs, if those of this module may come from another device.
         root: it is the model itself: its outputs go back to where its inputs were.
         pager: fetches weights, if this module is a block or around one.
+        tied_params_map: for clients, which expect one: tied weights are copied once without it.
 
     Attributes:
         block: the weights that are needed while the module runs.
+        enclosing_block: the block that this module is a part of.
+        is_inner: it has nothing to do while a module around it runs.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class DispatchHook(AlignDevicesHook):
         mover: ModuleInputOutputMover | None = None,
         root: bool = False,
         pager: Pager | None = None,
+        tied_params_map: TiedMap | None = None,
     ) -> None:
         super().__init__(
             device,
@@ -61,16 +65,23 @@ class DispatchHook(AlignDevicesHook):
             weights_map=weights_map,
             offload_buffers=offload_buffers,
             skip_keys=skip_keys,
+            tied_params_map=tied_params_map,
         )
         self._mover, self._is_root, self._pager = mover, root, pager
+        self._was_offloaded = offload
         self._watched_children: list[tuple[dict[str, Any], str, nn.Module]] = []
         self.block: WeightBlock | None = None
+        self.enclosing_block: WeightBlock | None = None
+        self.is_inner = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DispatchHook:
         twin = memo[id(self)] = copy.copy(self)
         for name, value in vars(self).items():
-            if name in self.__getstate__():
+            if name in self.__getstate__() and name != "enclosing_block":
                 setattr(twin, name, copy.deepcopy(value, memo))
+        if self.enclosing_block is not None:  # not where a part of the block is copied alone
+            is_copied = id(self.enclosing_block.module) in memo
+            twin.enclosing_block = copy.deepcopy(self.enclosing_block, memo) if is_copied else None
         twin._reset_forward_state()
         if twin.block is not None and twin._pager is not None:
             twin._pager.blocks.append(twin.block)
@@ -82,6 +93,9 @@ class DispatchHook(AlignDevicesHook):
         Raises:
             OffloadError: what it works with belongs to this process.
         """
+        if self.is_inner and not self.offload:  # of a resident module, which is pickled without the others
+            rest = (False, False, None, self.offload_buffers, False, self.skip_keys)
+            return AlignDevicesHook, (self.execution_device, *rest)
         if self._mover is None and self._pager is None and not self.offload:
             return super().__reduce_ex__(protocol)
         raise OffloadError(
@@ -107,12 +121,16 @@ class DispatchHook(AlignDevicesHook):
         return module
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Put real tensors back: those in memory as they are, those in files mapped from the files."""
-        for _, owner, name, tensor in list(self._offloadable(module)):
-            if isinstance(tensor, OffloadedTensor):
-                table_of(owner, name)[name] = restore_tensor(tensor)
-        _return_tensors(module)
-        self.block = self._pager = self._mover = None
+        """Put real tensors back: those in memory as they are, those in files mapped from the files.
+
+        Where a client has set ``offload`` to False all tensors stay as they are.
+        """
+        if self.offload or not self._was_offloaded:
+            for _, owner, name, tensor in list(self._offloadable(module)):
+                if isinstance(tensor, OffloadedTensor):
+                    table_of(owner, name)[name] = restore_tensor(tensor)
+            _return_tensors(module)
+        self.block = self.enclosing_block = self._pager = self._mover = None
         self._watched_children = []
         for name in ("to", "_apply"):
             vars(module).pop(name, None)
@@ -122,29 +140,55 @@ class DispatchHook(AlignDevicesHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Move inputs to the device; weights that no block has fetched are materialized one by one."""
+        mover = self._mover
+        if mover is None:  # it was taken off and put back, and works as one of its base class
+            return super().pre_forward(module, *args, **kwargs)
         if self.offload:
             self._begin_forward(module, bool(args or kwargs))
-        if self._mover is not None and (args or kwargs):
+        if args or kwargs:
             device = as_device(self.execution_device or 0)
             try:
-                return self._mover.move_inputs(
-                    module, device, args, kwargs, self._skipped_names, self._is_root
+                args, kwargs = mover.move_inputs(
+                    module, device, args, kwargs, self._skipped_names, self._is_root, self.io_same_device
                 )
             except BaseException:
                 self.abort(module)
                 raise
+            if self.io_same_device:
+                self.input_device = mover.input_device
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Drop materialized weights; move the output of the model to the device of its inputs."""
+        """Drop materialized weights; with ``io_same_device`` move the output to the device of the inputs."""
+        if self._mover is None:
+            return super().post_forward(module, output)
         if self.offload:
             self._end_forward()
-        return output if self._mover is None else self._mover.move_output(module, output, self._skipped_names)
+        return self._mover.move_output(module, output, self._skipped_names)
 
     def abort(self, module: nn.Module) -> None:
         """Drop materialized weights after a forward that raised."""
-        if self.offload:
+        if self._mover is None:
+            super().abort(module)
+        elif self.offload:
             self._end_forward()
+
+    def is_prepared(self, first: Any) -> bool:
+        """Return True while a module around this one has inputs and weights on the device of this one.
+
+        Args:
+            first: the first argument; one that the model has made on another device has to be moved.
+        """
+        if isinstance(first, torch.Tensor) and first.device != self.execution_device:
+            return False
+        mover, block = self._mover, self.enclosing_block
+        calls = None if mover is None else mover.thread.calls
+        if not calls or calls[-1].device != self.execution_device:
+            return False
+        if self.offload if block is None else not block.users:
+            return False
+        own = self.__dict__  # clients set methods on a hook
+        return not (self.io_same_device or self.no_grad or "pre_forward" in own or "post_forward" in own)
 
     @property
     def _skipped_names(self) -> frozenset[str]:
@@ -169,8 +213,6 @@ class DispatchHook(AlignDevicesHook):
             try:
                 if not torch.is_grad_enabled():
                     return _hooked_forward(module, *args, **kwargs)
-                if not block.supports_recompute:
-                    enable_recompute(block)
                 with pager.saved_tensor_hooks():
                     return _hooked_forward(module, *args, **kwargs)
             finally:
@@ -230,18 +272,6 @@ def show_hook(module: Any, hook: DispatchHook) -> None:
     module._old_forward = module.forward
 
 
-def enable_recompute(block: WeightBlock) -> None:
-    """Let submodules of a block that run while it is closed fetch the block's weights themselves.
-
-    Activation checkpointing inside a block recomputes in the backward pass, after the block's forward.
-    """
-    block.supports_recompute = True
-    for module in block.modules():
-        if hook_of(module) is not None and "forward" not in vars(module):
-            forward = functools.partial(_dispatched_forward, module)
-            module.forward = functools.update_wrapper(forward, vars(module)["_old_forward"])
-
-
 def watch_replacements(model: nn.Module) -> None:
     """Watch for replaced modules: at the next forward their hooks are transferred to the new ones."""
     root = hook_of(model)
@@ -249,15 +279,15 @@ def watch_replacements(model: nn.Module) -> None:
     for module in model.modules():
         for key, child in module._modules.items():
             hook = None if child is None else hook_of(child)
-            if child is not None and hook is not None and (hook.block or hook._mover):
+            if child is not None and hook is not None and not hook.is_inner and (hook.block or hook._mover):
                 root._watched_children.append((module._modules, key, child))
 
 
 def transfer_hook(old: nn.Module, new: nn.Module | None) -> Any:
     """Transfer the hook and the block of a replaced module to the new one."""
     before = hook_of(old)
-    if new is None or before is None or hook_of(new) is not None:
-        return new
+    if new is None or before is None or getattr(new, "_hf_hook", None) is not None:
+        return new  # a wrapper shows the hook of the module in it, which works inside of it
     device = as_device(before.execution_device or 0)
     hook = DispatchHook(device, skip_keys=before.skip_keys, mover=before._mover, pager=before._pager)
     hook.block = before.block
@@ -291,6 +321,22 @@ def _dispatched_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 _dispatched_forward._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
+# Of this package all files that run in a forward, but for inner_hook.py.
+_SKIPPED_IN_COMPILER = (
+    "accelerate.core",
+    "accelerate.device",
+    "accelerate.offload.align_hook",
+    "accelerate.offload.dispatch_hook",
+    "accelerate.offload.hooks",
+    "accelerate.offload.module_input_output",
+    "accelerate.offload.module_tensors",
+    "accelerate.offload.offload_folder",
+    "accelerate.offload.offloaded_tensor",
+    "accelerate.offload.pager",
+    "accelerate.offload.weight_block",
+)
+
+
 class _DynamoSkipRegistration:
     """True in ``is_told`` after the compiler was given the modules to skip."""
 
@@ -303,5 +349,5 @@ def _skip_in_compiler() -> None:
     import torch._dynamo.trace_rules as rules
 
     _DynamoSkipRegistration.is_told = True
-    for room in ("accelerate.offload", "accelerate.device", "accelerate.core"):
-        rules.add(room)
+    for name in _SKIPPED_IN_COMPILER:
+        rules.add(name)

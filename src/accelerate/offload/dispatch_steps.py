@@ -10,6 +10,7 @@ a pager copies to it in turn.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +22,9 @@ from torch import nn
 from accelerate.core.errors import DeviceError
 from accelerate.offload.align_hook import has_own_tensors
 from accelerate.offload.dispatch_hook import DispatchHook, attach_hook, show_hook, watch_replacements
+from accelerate.offload.inner_hook import attach_inner_hook
 from accelerate.offload.module_input_output import Keys, ModuleInputOutputMover
-from accelerate.offload.module_tensors import with_values
+from accelerate.offload.module_tensors import TiedMap, with_values
 from accelerate.offload.offload_folder import PrefixedDataset, WeightStore
 from accelerate.offload.offloaded_tensor import (
     HostMemoryWeightSource,
@@ -361,7 +363,7 @@ def attach_hooks(
     values: WeightStore,
     options: DispatchOptions,
 ) -> None:
-    """Attach hooks to the model, where execution changes device, around blocks, and to offloaded modules."""
+    """Attach hooks to the model, where execution changes device, around blocks, and inside of these."""
     devices = {p.device for p in slots if p.home is not None} or {options.main_device}
     mover = ModuleInputOutputMover({d for d in devices if d.type != "cpu"} | {options.main_device})
     entries = dict(_device_changes(model, slots, options)) if len(devices) > 1 else {}
@@ -371,16 +373,22 @@ def attach_hooks(
         for key, stand_in in _named_stand_ins(block, modules, name):
             if stand_in.source.in_memory:
                 values.in_memory[key] = stand_in.source.host_tensor()
-    loader = values.refresh_loader()
+    make_hook = functools.partial(
+        _make_hook, values.refresh_loader(), options, None if options.is_offload else {}
+    )
+    enclosing = {id(module): block for block in blocks.values() for module in block.modules()}
+    own_devices = {id(slot.module): slot.device for slot in slots if slot.home is not None}
     for name, module in modules.items():
         if not name or name in entries or name in around_blocks:
-            hook = _make_hook(name, module, loader, options, entries.get(name, options.main_device))
+            hook = make_hook(name, module, entries.get(name, options.main_device))
             hook._mover, hook._is_root = mover, not name
             hook.io_same_device = not name
             hook._pager, hook.block = (pager, blocks.get(name)) if name in around_blocks else (None, None)
             attach_hook(module, hook)
-        elif _holds_offloaded(module):
-            show_hook(module, _make_hook(name, module, loader, options, options.main_device))
+        elif device := own_devices.get(id(module), options.named_devices.get(name)):
+            hook = make_hook(name, module, device)
+            hook._mover, hook.enclosing_block = mover, enclosing.get(id(module))
+            attach_inner_hook(module, hook)
     watch_replacements(model)
 
 
@@ -421,7 +429,12 @@ def _holds_offloaded(module: nn.Module) -> bool:
 
 
 def _make_hook(
-    name: str, module: nn.Module, loader: Any, options: DispatchOptions, device: torch.device
+    loader: Any,
+    options: DispatchOptions,
+    tied_params_map: TiedMap | None,
+    name: str,
+    module: nn.Module,
+    device: torch.device,
 ) -> DispatchHook:
     offload = _holds_offloaded(module)
     return DispatchHook(
@@ -430,6 +443,7 @@ def _make_hook(
         weights_map=PrefixedDataset(loader, f"{name}." if name else "") if offload else None,
         offload_buffers=options.offload_buffers,
         skip_keys=options.skip_keys,
+        tied_params_map=tied_params_map,
     )
 
 

@@ -95,10 +95,16 @@ class _InputContainerCopy:
 
 @dataclass
 class _ActiveModuleForward:
-    """One running call of a module."""
+    """One running call of a module.
+
+    Attributes:
+        device: its inputs are there.
+        input_device: its output goes back there; None leaves it where it is.
+    """
 
     module: nn.Module
-    input_device: torch.device | None
+    device: torch.device
+    input_device: torch.device | None = None
     watched: list[_InputContainerCopy] = field(default_factory=list[_InputContainerCopy])
     copies: list[_VersionedTensorCopy] = field(default_factory=list[_VersionedTensorCopy])
 
@@ -122,13 +128,14 @@ class ModuleInputOutputMover:
     Attributes:
         moves: how many tensors were moved, since the model was dispatched.
         caches: (class of a module, path of an argument) of the containers that it writes to.
+        thread: the calls that are running in this thread, the innermost last, and their copies.
     """
 
     def __init__(self, devices: set[torch.device]) -> None:
         self.devices = devices
         self.moves = 0
         self.caches: set[tuple[type, Path]] = set()
-        self._state = _ThreadForwardCopies()
+        self.thread = _ThreadForwardCopies()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleInputOutputMover:
         twin = memo[id(self)] = ModuleInputOutputMover(set(self.devices))
@@ -138,7 +145,13 @@ class ModuleInputOutputMover:
     @property
     def depth(self) -> int:
         """The number of calls that are running in this thread."""
-        return len(self._state.calls)
+        return len(self.thread.calls)
+
+    @property
+    def input_device(self) -> torch.device | None:
+        """The device that the output of the innermost running call goes back to, if it does."""
+        calls = self.thread.calls
+        return calls[-1].input_device if calls else None
 
     def move_inputs(
         self,
@@ -148,6 +161,7 @@ class ModuleInputOutputMover:
         kwargs: dict[str, Any],
         skip: frozenset[str] = frozenset(),
         outermost: bool = False,
+        returns: bool = False,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Move the arguments of a call to the device of its module.
 
@@ -158,10 +172,11 @@ class ModuleInputOutputMover:
             skip: names of arguments, at any depth, that are left alone.
             outermost: it is the model itself. What lies on one of its devices, inside of containers, is left
                 there: the module that needs it will move it.
+            returns: the output goes back to the device of the inputs.
         """
-        call = _ActiveModuleForward(module, None)
+        call = _ActiveModuleForward(module, device)
         walk = _ArgumentWalk(self, call, device, skip, outermost)
-        if outermost:
+        if returns:
             call.input_device = walk.first_device((args, kwargs))
         args = tuple([walk.visit(value, (place,), 0) for place, value in enumerate(args)])
         kwargs = {
@@ -170,12 +185,12 @@ class ModuleInputOutputMover:
         if walk.has_objects and (walk.has_moved or outermost):
             args = tuple([walk.move_object(value) for value in args])
             kwargs = {n: value if n in skip else walk.move_object(value) for n, value in kwargs.items()}
-        self._state.calls.append(call)
+        self.thread.calls.append(call)
         return args, kwargs
 
     def move_output(self, module: nn.Module, output: Any, skip: frozenset[str] = frozenset()) -> Any:
-        """End a call, and move the output of the model itself to the device of its inputs."""
-        run = self._state
+        """End a call, and move its output to the device of its inputs, if it ``returns``."""
+        run = self.thread
         if not run.calls or run.calls[-1].module is not module:  # called by hand, without a beginning
             return output
         call = run.calls[-1]
@@ -190,7 +205,7 @@ class ModuleInputOutputMover:
 
     def drop_calls(self, depth: int) -> None:
         """Drop the records of calls deeper than ``depth``: they ended, or raised."""
-        run = self._state
+        run = self.thread
         del run.calls[depth:]
         if not run.calls:
             run.copies.clear()
@@ -201,7 +216,7 @@ class ModuleInputOutputMover:
         """Apply the module's changes of copies to the caller's tensors and containers."""
         for watched in call.watched:
             if _is_changed(watched):
-                self._state.caches[id(watched.original)] = watched.original
+                self.thread.caches[id(watched.original)] = watched.original
                 self.caches.add((type(call.module), watched.path))
                 if watched.passed is not watched.original:
                     _write_back(watched)
@@ -217,25 +232,25 @@ class ModuleInputOutputMover:
     ) -> torch.Tensor:
         """Return the tensor on ``device``: the copy of this forward, or a new one."""
         key = id(tensor), device
-        tensor_copy = self._state.copies.get(key)
+        tensor_copy = self.thread.copies.get(key)
         if tensor_copy is None or not tensor_copy.is_current():
             copy = _copy(tensor, device)
             self.moves += 1
             tensor_copy = _VersionedTensorCopy(tensor, _version(tensor), copy, _version(copy))
-            self._state.copies[key] = tensor_copy
+            self.thread.copies[key] = tensor_copy
         call.copies.append(tensor_copy)
         return tensor_copy.copy
 
     def move_object(self, value: Any, device: torch.device) -> Any:
         """Return an object that has a ``to`` on ``device``; it is moved once in a forward."""
-        pair = self._state.objects.get((id(value), device))
+        pair = self.thread.objects.get((id(value), device))
         if pair is None:
-            pair = self._state.objects[id(value), device] = value, value.to(device)
+            pair = self.thread.objects[id(value), device] = value, value.to(device)
         return pair[1]
 
     def is_cache(self, container: Any, path: Path, call: _ActiveModuleForward) -> bool:
         """Return True when the module writes to the container, or another one has in this forward."""
-        return id(container) in self._state.caches or (type(call.module), path) in self.caches
+        return id(container) in self.thread.caches or (type(call.module), path) in self.caches
 
 
 class _ArgumentWalk:

@@ -287,7 +287,7 @@ class MaterializedTensor:
         with torch.inference_mode(False), torch.no_grad():
             if values.device.type == "cpu" and address_of(source.host_tensor()) == address_of(values):
                 return 0  # used in place
-            # Weights that are copied as one range of bytes have one version.
+            # An operation in place may leave the values as they were.
             if not source.in_memory and torch.equal(values.cpu(), source.host_tensor()):
                 return 0
             source.write(values)

@@ -9,10 +9,12 @@ has no file of its own: it points into a checkpoint. Everything is read as a vie
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import threading
 import uuid
+import weakref
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,6 +30,7 @@ from accelerate.offload.offloaded_tensor import (
     TensorSource,
     in_memory,
 )
+from accelerate.offload.replaced_file import ReplacedFile, is_file_of_others
 
 INDEX = "index.json"
 Folder: TypeAlias = "str | os.PathLike[str]"
@@ -80,14 +83,18 @@ def offload_weight(weight: Any, weight_name: str, offload_folder: Folder, index:
             why="it is on the meta device",
             fix="load the weights first",
         )
-    value = value.cpu().contiguous()
-    raw = value.reshape(-1).view(torch.uint8) if value.numel() else torch.empty(0, dtype=torch.uint8)
-    array: Any = raw.numpy()
+    array: Any = _raw_bytes(value).numpy()
     _write_file(Path(offload_folder, f"{weight_name}.dat"), memoryview(array))
     if index is not None:
         dtype = str(value.dtype).removeprefix("torch.")
         index[weight_name] = {"dtype": dtype, "shape": list(value.shape)}
     return index
+
+
+def _raw_bytes(value: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor in C order, on the CPU."""
+    value = value.detach().cpu().contiguous()
+    return value.reshape(-1).view(torch.uint8) if value.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 def save_offload_index(index: Mapping[str, Any] | None, offload_folder: Folder) -> None:
@@ -178,7 +185,9 @@ def _missing_file_error(file: Folder) -> OffloadError:
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):
-    """The entries of a mapping below a prefix, by the rest of their names: the weights of one module.
+    """The entries of a mapping below a prefix: the weights of one module.
+
+    An entry is looked up by the rest of its name; iterating yields full names.
 
     Attributes:
         dataset: the whole mapping.
@@ -192,7 +201,16 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
         return self.dataset[f"{self.prefix}{key}"]
 
     def __iter__(self) -> Iterator[str]:
-        return (key[len(self.prefix) :] for key in self.dataset if key.startswith(self.prefix))
+        """Return the full names, by which clients look an entry up in ``dataset``."""
+        return (key for key in self.dataset if key.startswith(self.prefix))
+
+    def items(self) -> Any:
+        """Return (full name, value) of all entries."""
+        return {key: self.dataset[key] for key in self}.items()
+
+    def values(self) -> Any:
+        """Return the values of all entries."""
+        return {key: self.dataset[key] for key in self}.values()
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -228,6 +246,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
     Attributes:
         all_keys: every name, once.
+        replaced_files: name -> the file, of weights whose names another model has taken in the folder.
 
     Raises:
         OffloadError: none of the three is given, or a file that the index names does not exist.
@@ -254,8 +273,20 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         for file in {entry["safetensors_file"] for entry in index.values() if entry.get("safetensors_file")}:
             if not os.path.exists(file):
                 raise _missing_file_error(file)
+        self.replaced_files: dict[str, ReplacedFile] = {}
         self._files: dict[str, Any] = {}
         self._opening = threading.Lock()
+        _LOADERS[id(self)] = self
+
+    def reads_file(self, folder: Folder, name: str) -> bool:
+        """Return True when the values of ``name`` are read from its file in this folder."""
+        entry = self.index.get(name)
+        if entry is None or entry.get("safetensors_file") or name in self.state_dict:
+            return False
+        is_here = self.save_folder is not None and os.path.realpath(self.save_folder) == os.path.realpath(
+            folder
+        )
+        return is_here and name not in self.replaced_files
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self.state_dict:
@@ -266,7 +297,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
                 raise OffloadError(
                     f"{key} is in an offload folder that was not named", fix="give the save_folder"
                 )
-            value = load_offloaded_weight(Path(self.save_folder, f"{key}.dat"), entry)
+            replaced = self.replaced_files.get(key)
+            path = Path(self.save_folder, f"{key}.dat") if replaced is None else replaced.path
+            value = load_offloaded_weight(path, entry)
         else:
             value = self._from_checkpoint(key, entry)
         return value if self.device is None else value.to(self.device)
@@ -308,6 +341,40 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _opening=threading.Lock())
+        _LOADERS[id(self)] = self
+
+
+# Those that are alive, by identity.
+_LOADERS: weakref.WeakValueDictionary[int, OffloadedWeightsLoader] = weakref.WeakValueDictionary()
+
+
+def keep_replaced_files(folder: Folder, values: Mapping[str, torch.Tensor], own: Any = None) -> None:
+    """Keep the files for loaders of this process whose weights are about to be overwritten by others.
+
+    Args:
+        folder: the offload folder.
+        values: name -> what will be written.
+        own: a loader that is to read the new values.
+
+    Raises:
+        OffloadError: the folder cannot be written, or is full.
+    """
+
+    def loaders_of(name: str) -> list[OffloadedWeightsLoader]:
+        return [each for each in list(_LOADERS.values()) if each is not own and each.reads_file(folder, name)]
+
+    replaced = [
+        name
+        for name, value in values.items()
+        if loaders_of(name) and is_file_of_others(Path(folder, f"{name}.dat"), _raw_bytes(value))
+    ]
+    if replaced:
+        gc.collect()  # models that nobody has any more need no files
+    for name in replaced:
+        if loaders := loaders_of(name):
+            file = ReplacedFile(Path(folder, f"{name}.dat"))
+            for loader in loaders:
+                loader.replaced_files[name] = file
 
 
 def set_weight(weights: Mapping[str, Any], key: str, value: torch.Tensor) -> None:
@@ -341,15 +408,17 @@ class HostWeights(dict[str, torch.Tensor]):
     """Offloaded weights in host memory; assigning to an entry copies into its memory."""
 
     def __setitem__(self, name: str, value: torch.Tensor) -> None:
-        """Set a new entry, or copy into the one that exists.
+        """Set a new entry, or copy into the one that exists, in its dtype if both are floating point.
 
         Raises:
-            OffloadError: the value has another shape or dtype than the entry.
+            OffloadError: the value has another shape than the entry, or is of another kind.
         """
         entry = self.get(name)
         if entry is None:
             super().__setitem__(name, value)
-        elif (entry.shape, entry.dtype) == (value.shape, value.dtype):
+        elif entry.shape == value.shape and (
+            entry.dtype == value.dtype or (entry.is_floating_point() and value.is_floating_point())
+        ):
             with torch.no_grad():
                 entry.copy_(value)
         else:
@@ -453,7 +522,9 @@ class WeightStore:
                 why=f"{type(error).__name__}: {getattr(error, 'strerror', error)}",
                 fix="give another offload_dir",
             ) from error
-        offload_state_dict(self.folder, {n: self.find_source(n, t).host_tensor() for n, t in tensors.items()})
+        values = {n: self.find_source(n, t).host_tensor() for n, t in tensors.items()}
+        keep_replaced_files(self.folder, values, own=self.loader)
+        offload_state_dict(self.folder, values)
         self.refresh_loader()
 
     def file_source(self, name: str, tensor: torch.Tensor) -> TensorSource:

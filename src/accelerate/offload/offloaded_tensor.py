@@ -127,6 +127,44 @@ class TensorViewSource(HostMemoryWeightSource):
         super().write(value)
 
 
+class CastSource(TensorSource):
+    """Another source's values in another dtype: they stay where they are, and are cast when they are read.
+
+    Args:
+        whole: the other source.
+        dtype: of the values.
+    """
+
+    def __init__(self, whole: TensorSource, dtype: torch.dtype) -> None:
+        self.name, self.shape, self.dtype, self.whole = whole.name, whole.shape, dtype, whole
+
+    @property
+    def in_memory(self) -> bool:
+        """True when the values are in memory, and so can be changed."""
+        return self.whole.in_memory
+
+    def host_tensor(self) -> torch.Tensor:
+        """Return the values, cast."""
+        return self.whole.host_tensor().detach().to(self.dtype)
+
+    def write(self, value: torch.Tensor) -> None:
+        """Replace the values, in the dtype that they are kept in.
+
+        Raises:
+            OffloadError: they are in a file.
+        """
+        self.whole.write(value)
+
+
+def cast_source(source: TensorSource, dtype: torch.dtype) -> TensorSource:
+    """Return a source of the same values in ``dtype``. A wider dtype that it had in between is left out."""
+    if isinstance(source, CastSource):
+        whole = source.whole
+        if torch.promote_types(whole.dtype, source.dtype) == source.dtype:
+            source = whole
+    return source if source.dtype == dtype else CastSource(source, dtype)
+
+
 def in_memory(weights: Mapping[str, Any], key: str) -> bool:
     """Return True when an entry of a mapping is in memory; of an unknown mapping, when it is one object."""
     ask = getattr(weights, "in_memory", None)

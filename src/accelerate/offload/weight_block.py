@@ -241,7 +241,6 @@ class WeightBlock:
     Attributes:
         pages: the weights, as they are copied.
         users: forwards that are using them now.
-        supports_recompute: submodules that run while it is closed fetch the block themselves.
         next_block: the next block in the order of definition.
     """
 
@@ -249,7 +248,6 @@ class WeightBlock:
         self.name, self.module, self.whole = name, module, whole
         self.pages: list[WeightPage] = []
         self.users = 0
-        self.supports_recompute = False
         self.next_block: WeightBlock | None = None
         self._slots: dict[int, list[tuple[nn.Module, str]]] = {}  # by the identity of a stand-in
         self._snapshots: list[TableSnapshot] | None = None
@@ -384,6 +382,7 @@ class WeightBlock:
             ]
         for entry, view in views:
             stand_in = entry.stand_in
+            view = view.data  # with a version of its own: a buffer may be changed in place beside weights
             if isinstance(stand_in, nn.Parameter):
                 view = _make_parameter(stand_in, view, gradients)
             self._materialized.append(MaterializedTensor(stand_in, self._slots.get(id(stand_in), ()), view))
