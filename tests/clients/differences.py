@@ -30,7 +30,6 @@ LISTED: dict[str, str] = {
     r"operations.pure: strict\(none\)": _NONE,
     r"operations.pure: is_xpu": "an answer; there an AttributeError without that device",
     r"operations.together: gather odd\(none\)": _NONE,
-    r"operations.together: gather odd\((string|number|mixed|strings|set)\)": _REFUSED,
     r"operations.together: gather(\(scalar\)| 0-d)": _ROWS,
     r"operations.together: reduce .*scale": "the factor counts; there it is ignored on a CPU",
     r"operations.together: reduce\(.*, none\)": "'none' reduces nothing; there it sums",

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from accelerate.core import environ
 from accelerate.core.errors import SettingError
 from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.core.setting import SettingsWithOrigins
@@ -60,7 +61,7 @@ def apply_settings(plugin: Any, loaded: SettingsWithOrigins[FSDPSettings]) -> No
     plugin.sharding_strategy = _parse_strategy(loaded)
     plugin.reshard_after_forward = None
     plugin.hybrid = "HYBRID" in plugin.sharding_strategy.name
-    prefetch, loading = plugin.backward_prefetch, loaded.origin("fsdp_cpu_ram_efficient_loading")
+    prefetch = plugin.backward_prefetch
     plugin.backward_prefetch = None if prefetch == "NO_PREFETCH" else BackwardPrefetch[prefetch]
     if plugin.activation_checkpointing_offload:
         raise fsdp2_option_error(
@@ -73,8 +74,14 @@ def apply_settings(plugin: Any, loaded: SettingsWithOrigins[FSDPSettings]) -> No
             fix="sharding_strategy='HYBRID_SHARD'",
         )
     if plugin.cpu_ram_efficient_loading and not plugin.sync_module_states:
-        if loaded.origin("fsdp_sync_module_states").source == "code" and loading.source == "environment":
-            plugin.cpu_ram_efficient_loading = False  # the launcher turns it on by default, and code wins
+        sync, loading = (
+            loaded.origin("fsdp_sync_module_states"),
+            loaded.origin("fsdp_cpu_ram_efficient_loading"),
+        )
+        if sync.source == "code" and loading.source == "environment":
+            # The launcher turns it on by default, and code wins; libraries read the variable.
+            plugin.cpu_ram_efficient_loading = False
+            environ.set_variables({"FSDP_CPU_RAM_EFFICIENT_LOADING": "False"})
             return
         raise SettingError(
             "cpu_ram_efficient_loading with sync_module_states=False",

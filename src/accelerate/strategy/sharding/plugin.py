@@ -81,8 +81,7 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
             names = [name.strip() for name in names.split(",") if name.strip()]
         self.transformer_cls_names_to_wrap: Any = list(names) if names else None
         self.cpu_offload: Any = options.parse_offload(self.cpu_offload)
-        source = loaded.origin("fsdp_cpu_ram_efficient_loading").source
-        if rank0_loading is not None or (source == "environment" and not self.cpu_ram_efficient_loading):
+        if rank0_loading is not None:
             environ.set_variables({"FSDP_CPU_RAM_EFFICIENT_LOADING": str(self.cpu_ram_efficient_loading)})
         if self.mixed_precision_policy is not None:
             self.mixed_precision_policy: Any = options.parse_precision(self.mixed_precision_policy)
