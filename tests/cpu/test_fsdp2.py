@@ -562,7 +562,7 @@ def test_save_model_exports_the_whole_model(ranks: RankServer, tmp_path: Path) -
     assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), tiny(0).parameters(), strict=True))
 
 
-def trainer(asked: bool) -> tuple[str, float]:
+def trainer(asked: bool, folder: str) -> tuple[str, float]:
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
     torch.manual_seed(0)
@@ -573,7 +573,7 @@ def trainer(asked: bool) -> tuple[str, float]:
     rows = torch.randint(32, (32, 6))
     asked_so = {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     arguments = TrainingArguments(
-        max_steps=4, per_device_train_batch_size=4, use_cpu=True, report_to=[], save_strategy="no",
+        folder, max_steps=4, per_device_train_batch_size=4, use_cpu=True, report_to=[], save_strategy="no",
         disable_tqdm=True, fsdp=asked, fsdp_config=asked_so if asked else None,
     )  # fmt: skip
     data: Any = [{"input_ids": row, "labels": row} for row in rows]
@@ -586,8 +586,8 @@ def test_the_trainer_of_transformers_shards_when_it_is_asked_to(ranks: RankServe
     """F3: it does not train by replicas without a word; the loss is theirs."""
     pytest.importorskip("transformers")
     home = {"TMPDIR": str(tmp_path)}
-    sharded = ranks(2, trainer, True, timeout=120, env=home)
-    replicated = ranks(2, trainer, False, timeout=120, env=home)
+    sharded = ranks(2, trainer, True, str(tmp_path / "out"), timeout=120, env=home)
+    replicated = ranks(2, trainer, False, str(tmp_path / "out"), timeout=120, env=home)
     assert [name for name, _ in (*sharded, *replicated)] == ["fsdp", "fsdp", "ddp", "ddp"]
     for (_, ours), (_, theirs) in zip(sharded, replicated, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5)

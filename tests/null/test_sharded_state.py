@@ -463,6 +463,9 @@ def test_a_plan_is_known_until_it_changes() -> None:
     for old, new in zip(before, after, strict=True):
         assert [item.index for item in old.items] == [item.index for item in new.items]
         assert (old.index, old.entry.tensors) == (new.index, new.entry.tensors)
+    apart = ShardedModelState(models[0], local_training=True)  # another replica is to be written
+    apart.local_plan(0)
+    assert apart.known_plan(2) == ""
     models[1].half()
     assert plan()[2] == [combined.id, ""]
 

@@ -655,6 +655,9 @@ def test_an_offloaded_model_is_cast(kind: str, cast: str, tmp_path: Path) -> Non
         torch.testing.assert_close(model(x), plain.float()(x))
         gc.collect()
         assert torch.sim.memory_allocated(0) == 0
+        for move in (lambda: model.to_empty(device="cpu"), lambda: model._apply(torch.Tensor.cpu)):
+            with pytest.raises(OffloadError, match="cannot be moved"):
+                move()
     remove_hook_from_submodules(model)
     torch.testing.assert_close(model(x), plain(x))
 

@@ -540,10 +540,10 @@ class CheckpointContents:
 
     def sharded_states(self, objects: Mapping[str, CheckpointObject]) -> dict[str, ShardedState]:
         """Return those of ``objects`` that are saved sharded, by name: of the models all, or none."""
-        found = {name: each.sharded_state for name, each in objects.items()} if self.sharded else {}
-        keeps_models = all(found.get(name) for name in objects if name.startswith("models/"))
+        states = {name: each.sharded_state for name, each in objects.items()} if self.sharded else {}
+        keeps_models = all(states.get(name) for name in objects if name.startswith("models/"))
         return {
             name: state
-            for name, state in found.items()
+            for name, state in states.items()
             if state is not None and (keeps_models or not name.startswith("models/"))
         }

@@ -245,9 +245,9 @@ class _SaveRun:
                     each.item.settle()
             sharded |= contents.sharded_states(objects)
             plans = {name: state.local_plan(rank) for name, state in sharded.items()}
-            section.value = {
-                name: state.known_plan(transaction.ranks.size) for name, state in sharded.items()
-            }
+            # With ``each_node`` several ranks write an index, and only rank 0 keeps that of a known plan.
+            size = 0 if transaction.each_node else transaction.ranks.size
+            section.value = {name: state.known_plan(size) for name, state in sharded.items()}
             rng = [name for name, each in objects.items() if each.category == "rng"]
             whole_names = [name for name in objects if name not in sharded and name not in rng]
             states = {name: objects[name].item.state_dict() for name in whole_names}

@@ -59,7 +59,13 @@ class CombinedPlans(NamedTuple):
 
 @dataclass
 class _KnownPlan:
-    """The plan of the save before, of one object on this rank; ``index`` on a rank that commits."""
+    """The plan of the save before, of one object on this rank.
+
+    Attributes:
+        digest: of this rank's plan, and of the option that decides which replica is written.
+        combined: with the mask of this rank alone.
+        index: on a rank that commits.
+    """
 
     digest: bytes
     combined: CombinedPlans
@@ -93,7 +99,7 @@ class _ShardedState:
         planner.set_up_planner(state)
         plan = planner.create_local_plan()
         self._saving = planner, plan, saved_object, ties
-        self._digest = hashlib.blake2b(pickle.dumps(plan), digest_size=16).digest()
+        self._digest = hashlib.blake2b(pickle.dumps((plan, self.local_training)), digest_size=16).digest()
         return plan
 
     def known_plan(self, size: int, /) -> str:

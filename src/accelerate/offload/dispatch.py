@@ -254,7 +254,7 @@ def _refuse_or_move(model: nn.Module, how: str, /, *args: Any, **kwargs: Any) ->
     Raises:
         OffloadError: weights of it are offloaded.
     """
-    is_moved = _is_moved(how, args, kwargs)
+    is_moved = _is_moved(model, how, args, kwargs)
     if is_moved and any(isinstance(p, OffloadedTensor) for p in model.parameters()):
         raise OffloadError(
             "the model cannot be moved: some of its weights are offloaded",
@@ -291,15 +291,16 @@ def _cast(model: nn.Module, cast: Callable[[torch.Tensor], torch.Tensor], recurs
             table[name] = casts[id(weight)]
 
 
-def _is_moved(how: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_moved(model: nn.Module, how: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True for a call that changes devices, and not only dtypes or the order in memory."""
     if how == "to":
-        given = [each for each in args if isinstance(each, str | int | torch.device | torch.Tensor)]
-        return kwargs.get("device") is not None or any(not isinstance(each, bool) for each in given)
-    if how == "_apply":
-        probe = torch.empty(0)  # what calls it for an accelerator was refused before
-        return args[0](probe).device != probe.device
-    return True
+        given = [*args, kwargs.get("device")]
+        return any(type(each) is int or isinstance(each, str | torch.device | torch.Tensor) for each in given)
+    hook = hook_of(model)
+    if how != "_apply" or hook is None:
+        return True
+    probe = torch.empty(0, device=as_device(hook.execution_device or 0))
+    return args[0](probe).device != probe.device
 
 
 # ------------------------------------------------------------------------------------------------ offloading
