@@ -202,8 +202,8 @@ def report(sample: Sample) -> None:
 def leave() -> None:
     """Ends a worker of several processes at once, its work done.
 
-    Two reducers in one process now and then abort it (``terminate called without an active exception``) while
-    the interpreter takes its objects apart, with either library. That is no part of what is measured.
+    A worker of gloo that drops its last collective late aborts an interpreter that ends (``terminate called
+    without an active exception``): this library waits for it, raw torch and the peer do not.
     """
     sys.stdout.flush()
     os._exit(0)

@@ -18,11 +18,13 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from accelerate.core.errors import CollectiveError
 
 _FD_FOLDER = "/proc/self/fd"  # on Linux only; elsewhere waits in gloo cannot be interrupted
+_TASK_FOLDER = "/proc/self/task"  # likewise: the threads of this process
 
 # Texts in torch's errors when a peer is gone; its error classes do not distinguish this from other errors.
 _CONNECTION_ERRORS = (
@@ -72,6 +74,39 @@ def backend_timeouts(backends: list[Any]) -> list[timedelta]:
             limit = None
         limits.append(limit)
     return [limit for limit in limits if limit is not None]
+
+
+def await_native_threads(limit: float = 1.0) -> None:
+    """Wait until every thread that Python did not start is asleep; called last before the interpreter ends.
+
+    A worker thread of gloo drops the tensors of a collective after it has woken the caller. If those are the
+    last references, it needs the GIL, and a thread that asks for the GIL of an interpreter that ends aborts
+    the process (``terminate called without an active exception``). Destroying the group joins its workers
+    only if nothing else holds the group; the reducer of a ``DistributedDataParallel`` does.
+
+    Args:
+        limit: longest wait in seconds: a pool of threads may spin.
+    """
+    if not os.path.isdir(_TASK_FOLDER):
+        return
+    until, quiet_passes = time.monotonic() + limit, 0
+    # A worker that waits for the GIL sleeps, too: it gets the GIL between the two passes.
+    while quiet_passes < 2 and time.monotonic() < until:
+        quiet_passes = 0 if _has_running_native_thread() else quiet_passes + 1
+        time.sleep(0.0005)
+
+
+def _has_running_native_thread() -> bool:
+    from_python = {thread.native_id for thread in threading.enumerate()}
+    for task in os.listdir(_TASK_FOLDER):
+        if int(task) in from_python:
+            continue
+        with suppress(OSError):  # the thread has ended
+            stat = Path(_TASK_FOLDER, task, "stat").read_text()
+            # "tid (name) state ...": the name may contain spaces and parentheses.
+            if stat.rpartition(")")[2].split()[0] == "R":
+                return True
+    return False
 
 
 @contextmanager

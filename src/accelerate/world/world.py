@@ -278,6 +278,8 @@ def _open_distributed(
     global _owns_group
     rank, size, local_size = cluster.rank, cluster.size, cluster.local_size
     device = _select_device(settings, cluster.local_rank, local_size, cluster.hides_devices)
+    atexit.unregister(process_group.await_native_threads)
+    atexit.register(process_group.await_native_threads)  # runs after the group is closed
     if adopted is None:
         _open_group(cluster, device, backend, timeout, group)
         _owns_group = True
