@@ -101,7 +101,7 @@ def _has_running_native_thread() -> bool:
     for task in os.listdir(_TASK_FOLDER):
         if int(task) in from_python:
             continue
-        with suppress(OSError):  # the thread has ended
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             stat = Path(_TASK_FOLDER, task, "stat").read_text()
             # "tid (name) state ...": the name may contain spaces and parentheses.
             if stat.rpartition(")")[2].split()[0] == "R":
