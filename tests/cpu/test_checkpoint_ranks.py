@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 
-from accelerate.checkpoint import load, save, sharded_state
+from accelerate.checkpoint import load, save
 from accelerate.checkpoint.discovery import ProjectConfiguration
 from accelerate.checkpoint.layout import CheckpointContents, StatefulAdapter
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
@@ -516,29 +516,6 @@ def each_node(folder: str, mixed: bool) -> tuple[list[str], str]:
     if rank == 0:
         return sorted(os.listdir(path)), outcome(lambda: load.load(parts(8, 0), path, ranks=machine(0)))
     return sorted(os.listdir(path)), outcome(lambda: load.load(parts(8, 1), path, ranks=machine(1)))
-
-
-def save_shared_then_on_each_machine(folder: str) -> list[str]:
-    world = open_world()
-    model = torch.nn.Linear(2, 2)
-    adapter = StatefulAdapter(
-        "Linear",
-        model.state_dict,
-        model.load_state_dict,
-        sharded_state=lambda: sharded_state.ShardedModelState(model),
-    )
-    contents = CheckpointContents([adapter], sharded=True)
-    own = Path(folder, str(world.rank), "own")
-    each_node = ProjectConfiguration(save_on_each_node=True)
-    save.save(contents, f"{folder}/shared", ranks=machine(world.rank))
-    save.save(contents, own, project=each_node, ranks=machine(world.rank))
-    save.save(contents, f"{folder}/shared", ranks=machine(world.rank))
-    return sorted(path.name for path in (own / "pytorch_model_fsdp_0").iterdir())
-
-
-def test_each_machine_has_an_index_after_a_save_that_shared_one(ranks: RankServer, tmp_path: Path) -> None:
-    zero, one = ranks(2, save_shared_then_on_each_machine, str(tmp_path))
-    assert (zero, one) == ([".metadata", "__0_0.distcp"], [".metadata", "__1_0.distcp"])
 
 
 def test_each_machine_may_have_a_whole_checkpoint(ranks: RankServer, tmp_path: Path) -> None:

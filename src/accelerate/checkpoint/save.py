@@ -245,8 +245,7 @@ class _SaveRun:
                     each.item.settle()
             sharded |= contents.sharded_states(objects)
             plans = {name: state.local_plan(rank) for name, state in sharded.items()}
-            # With ``each_node`` several ranks write an index, and only rank 0 keeps that of a known plan.
-            size = 0 if transaction.each_node else transaction.ranks.size
+            size = transaction.ranks.size
             section.value = {name: state.known_plan(size) for name, state in sharded.items()}
             rng = [name for name, each in objects.items() if each.category == "rng"]
             whole_names = [name for name in objects if name not in sharded and name not in rng]
@@ -295,15 +294,11 @@ class _SaveRun:
         def combine(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
             return {name: sharded[name].combine_plans([each[name] for each in by_rank]) for name in plans}
 
-        # With ``each_node`` several ranks write an index, and need the plans of all.
-        collective_section, each_node = self.transaction.ranks.collective_section, self.transaction.each_node
-        with collective_section(self.action, list if each_node else combine) as section:
+        # Rank 0 alone keeps the index that the plans make.
+        assert not (self.transaction.each_node and self.transaction.ranks.node), "refused by the caller"
+        with self.transaction.ranks.collective_section(self.action, combine) as section:
             section.value = plans
-        combined = section.values
-        if each_node:
-            with collective_section(self.action):
-                combined = combine(combined)
-        return combined
+        return section.values
 
     def finish(self) -> None:
         """Write and commit the states; the objects are needed no more."""

@@ -117,7 +117,7 @@ class _ShardedState:
         assert self._saving is not None
         planner, _, saved_object, _ = self._saving
         try:
-            global_plans, self._index = planner.create_global_plan(list(plans))  # torch 2.6 replaces items of it
+            global_plans, self._index = planner.create_global_plan([*plans])  # torch 2.6 changes the list
         except (ValueError, AssertionError) as error:
             raise CheckpointError(
                 f"the ranks' shards of {type(saved_object).__name__} do not make a whole", why=str(error)
