@@ -246,3 +246,99 @@ def test_weights_are_exported_and_parts_merged(ranks: RankServer, tmp_path: Path
     assert one.keys() <= other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert {"embed.weight", "norm.running_mean", "frozen.weight", "seen"} <= one.keys()
+
+
+# --- several models, modules of several names, averages of weights
+
+
+def moments_after_resume(kind: str, folder: str) -> list[bool]:
+    """Saves and loads one optimizer over two models that lie at other addresses on each rank."""
+    accelerator = accelerator_of(kind)
+    torch.manual_seed(0)
+    kept, equal = [], list[bool]()
+    for attempt in range(6):
+        kept.append([object() for _ in range(1000 * attempt * (accelerator.process_index + 1))])
+        models = accelerator.prepare(torch.nn.Linear(4, 8), torch.nn.Linear(4, 8))
+        optimizer = accelerator.prepare(torch.optim.AdamW([p for m in models for p in m.parameters()]))
+        for scale, model in enumerate(models):
+            accelerator.backward((model(torch.randn(4, 4)) * (1 + 10 * scale)).square().mean())
+        optimizer.step()
+        before = {p: state["exp_avg"].clone() for p, state in optimizer.state.items()}
+        accelerator.save_state(folder)
+        accelerator.load_state(folder)
+        equal += [torch.equal(before[p], optimizer.state[p]["exp_avg"]) for p in before]
+        accelerator.free_memory()
+    return equal
+
+
+def test_models_of_one_optimizer_keep_their_order_on_all_ranks(ranks: RankServer, tmp_path: Path) -> None:
+    assert all(all(each) for each in ranks(2, moments_after_resume, "1", str(tmp_path / "state")))
+
+
+def norms_of_two_models(kind: str) -> list[float]:
+    accelerator = accelerator_of(kind)
+    torch.manual_seed(0)
+    models = [
+        torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 8).requires_grad_(False)).append(
+            torch.nn.Linear(8, 1)
+        )
+        for _ in range(2)
+    ]
+    models = accelerator.prepare(*models)
+    for model in models:
+        accelerator.backward(model(torch.ones(4, 4)).mean(), num_items=4)
+    return [float(accelerator.clip_grad_norm_(model.parameters(), 1e9)) for model in models]
+
+
+def test_items_of_two_models_with_frozen_layers_count_once(ranks: RankServer) -> None:
+    plain = same_on_all(ranks(2, norms_of_two_models, ""))
+    assert same_on_all(ranks(2, norms_of_two_models, "1")) == pytest.approx(plain, rel=1e-5)
+
+
+def notes_of_a_shared_layer(kind: str, folder: str) -> tuple[str, ...]:
+    accelerator = accelerator_of(kind)
+    shared = torch.nn.Linear(4, 4)
+    model = torch.nn.Sequential(shared, torch.nn.Tanh(), shared, torch.nn.Linear(4, 1))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(torch.ones(2, 4)).mean())
+    optimizer.step()
+    accelerator.save_state(folder, sharded=False)
+    return accelerator.load_state(folder).notes
+
+
+@pytest.mark.parametrize("kind", ["1", "2"])
+def test_a_layer_that_is_registered_twice_is_loaded(ranks: RankServer, tmp_path: Path, kind: str) -> None:
+    assert same_on_all(ranks(2, notes_of_a_shared_layer, kind, str(tmp_path / "state"))) == ()
+
+
+class Average:
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.shadow = [p.detach().clone() for p in model.parameters()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow, "decay": 0.9}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = state["shadow"]
+
+
+def resume_average(folder: str) -> bool:
+    accelerator = accelerator_of("2")
+    torch.manual_seed(0)
+    model = accelerator.prepare(torch.nn.Linear(3, 5))
+    average = Average(model)
+    accelerator.register_for_checkpointing(average)
+    before: list[Any] = list(average.shadow)
+    accelerator.save_state(folder)
+    average.shadow = [torch.zeros_like(p) for p in average.shadow]
+    accelerator.load_state(folder)
+    pairs = zip(average.shadow, before, strict=True)
+    return all(torch.equal(now.to_local(), old.to_local()) for now, old in pairs)
+
+
+def test_an_average_of_sharded_weights_is_saved_whole(ranks: RankServer, tmp_path: Path) -> None:
+    """Each rank had rank 0's shards after the load."""
+    folder = tmp_path / "state"
+    assert same_on_all(ranks(2, resume_average, str(folder)))
+    (file,) = folder.glob("custom_checkpoint_0.pkl")
+    assert [tuple(p.shape) for p in torch.load(file, weights_only=True)["shadow"]] == [(5, 3), (5,)]

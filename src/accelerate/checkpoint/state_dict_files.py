@@ -34,18 +34,21 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def find_ties(state: Mapping[str, Any]) -> dict[str, str]:
-    """Map names to the earlier name of the same tensor: equal memory, shape and strides.
+    """Map names to the earlier name of the same tensor: equal memory, shape and strides, or the same object.
 
     Views that only overlap are not ties: each is its own tensor, and is saved as such.
     """
     first: dict[tuple[Any, ...], str] = {}
     aliases: dict[str, str] = {}
+    key: tuple[Any, ...]
     for name, value in state.items():
         if not isinstance(value, torch.Tensor) or value.numel() == 0 or value.device.type == "meta":
             continue
-        if value.layout is not torch.strided or not _address(value):
+        if value.layout is not torch.strided:
             continue
         key = (value.device, _address(value), value.dtype, tuple(value.shape), value.stride())
+        if not _address(value):  # a DTensor has none, and is tied only where it is the same object
+            key = (id(value),)
         owner = first.setdefault(key, name)
         if owner != name:
             aliases[name] = owner

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import logging
 import sys
@@ -299,6 +300,9 @@ class TrainingStateReader:
         if each.category == "schedulers" and (other := _describe_other_schedule(item, state)):
             self.notes.append(f"{label} takes the state of another kind of schedule: {other}")
         action = f"load {label} from {path}"
+        if each.category == "custom" and isinstance(item, StatefulAdapter):
+            item = item.module  # what a refused load gets back is its own state, which is not gathered
+            each = dataclasses.replace(each, item=item)
         if each.category == "custom" and isinstance(item, nn.Module) and tree.is_mapping(state):
             self._add_model(each, path, state, item.state_dict(), load)
         elif each.category == "optimizers" or isinstance(item, torch.optim.Optimizer):

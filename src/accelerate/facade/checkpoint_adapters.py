@@ -63,7 +63,29 @@ def state_template(strategy: Strategy, model: nn.Module) -> Mapping[str, Any]:
     if isinstance(strategy, EngineStrategy):
         return strategy.state_template(model)
     remote_names = strategy.partial_state_names(model)[0] if isinstance(strategy, DataSharding) else ()
-    return {**dict.fromkeys(remote_names), **strategy.model_checkpoint_view(model).state_dict()}
+    # The parameters themselves: DTensors are tied where they are the same object.
+    return {**dict.fromkeys(remote_names), **strategy.model_checkpoint_view(model).state_dict(keep_vars=True)}
+
+
+def registered_adapter(strategy: Strategy, item: Any, is_writer: bool) -> Any:
+    """Return what saves and loads an object of ``register_for_checkpointing``.
+
+    Where parameters are sharded, its state may have shards too: an average of the weights has. They are
+    gathered into the file, and distributed as those that the object has when it is loaded.
+    """
+    if not strategy.shards_params or isinstance(item, torch.optim.Optimizer):
+        return item
+    from accelerate.strategy.sharding.full_state import distribute_leaves, gather_leaves
+
+    def load_state_dict(state: Any, **options: Any) -> Any:
+        return item.load_state_dict(distribute_leaves(state, item.state_dict()), **options)
+
+    return StatefulAdapter(
+        type(item).__name__,
+        lambda: gather_leaves(item.state_dict(), is_writer),
+        load_state_dict,
+        module=item,
+    )
 
 
 def resolve_offloaded(state: Any) -> Any:

@@ -29,6 +29,7 @@ from accelerate.facade.checkpoint_adapters import (
     model_adapter,
     optimizer_adapter,
     position_adapter,
+    registered_adapter,
     resolve_offloaded,
 )
 from accelerate.facade.engine_checkpoint_import import engine_state_loaders
@@ -251,7 +252,7 @@ class CheckpointManager:
             optimizers=[optimizer_adapter(strategy, each, models) for each in self.prepared.optimizers],
             schedulers=list(self.prepared.schedulers),
             scaler=self.precision.scaler,
-            custom=list(self.custom_objects),
+            custom=[registered_adapter(strategy, each, self.writes_exports) for each in self.custom_objects],
             loaders=[
                 position_adapter(each) if each.use_stateful_dataloader else each
                 for each in self.prepared.loaders

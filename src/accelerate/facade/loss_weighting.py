@@ -60,7 +60,7 @@ class LossWeightedParameterGroup:
         """Return whether a gradient has changed since ``before``."""
         after = self.grad_versions()
         return len(before) != len(after) or any(
-            grad is not old or version != was
+            version != was or not (grad is old or _is_same_view(grad, old))
             for (old, was), (grad, version) in zip(before, after, strict=True)
         )
 
@@ -288,6 +288,11 @@ class LossWeighting:
         totals = collective.reduce(local_counts, "sum").tolist()
         # Model-parallel ranks have the same loss and have counted the same items.
         return [total / self.strategy.model_parallel_size for total in totals]
+
+
+def _is_same_view(grad: torch.Tensor, old: torch.Tensor) -> bool:
+    """Return whether both are views of the same values, as FSDP1 makes of a flat gradient at each call."""
+    return type(grad) is type(old) is torch.Tensor and grad.is_set_to(old)
 
 
 def _nearest_power_of_two(items: float) -> float:

@@ -176,4 +176,5 @@ def param_locations(unit: FlatParam) -> Iterator[tuple[list[tuple[nn.Module, str
         total += numel
     for info, start, shape in zip(flat._param_infos, starts, flat._shapes, strict=True):
         location = (info.module, info.param_name)
-        yield [location, *others.get(location, [])], start, shape
+        # A module that is registered twice is among its own others.
+        yield list(dict.fromkeys([location, *others.get(location, [])])), start, shape

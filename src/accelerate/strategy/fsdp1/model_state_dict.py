@@ -206,8 +206,8 @@ class WrappedModelView:
     def __init__(self, wrapped_model: FSDP1WrappedModel) -> None:
         self.wrapped_model = wrapped_model
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sharded state dict."""
+    def state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]:
+        """Return the sharded state dict; the values are no parameters in any case."""
         return self.wrapped_model.gather_state(as_distributed)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, **more: Any) -> Any:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from accelerate.core import tree
 from accelerate.core.errors import PrepareError
 
 
@@ -85,6 +86,27 @@ def gather_to_host(value: Any, keep: bool) -> Any:
         # A copy: training goes on in the tensor itself.
         return value.detach().to("cpu", copy=True) if keep else None
     return value
+
+
+def gather_leaves(state: Any, keep: bool) -> Any:
+    """Return nested data with its DTensors gathered, see ``gather_to_host``; other values stay."""
+
+    def gather(leaf: Any) -> Any:
+        return gather_to_host(leaf, keep) if isinstance(leaf, DTensor) else leaf
+
+    return tree.map_tree(gather, state)
+
+
+def distribute_leaves(state: Any, like: Any) -> Any:
+    """Return nested data with the tensors distributed that are DTensors of equal shape in ``like``."""
+    shards = {path: leaf for path, leaf in tree.iterate_leaves(like) if isinstance(leaf, DTensor)}
+    if not shards:
+        return state
+    leaves = [
+        distribute(leaf, shards[path]) if path in shards and shards[path].shape == leaf.shape else leaf
+        for path, leaf in tree.iterate_leaves(state)
+    ]
+    return tree.replace_leaves(state, iter(leaves))
 
 
 def gather_whole(value: DTensor) -> torch.Tensor:

@@ -67,7 +67,8 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor):
         self.plugin: FullyShardedDataParallelPlugin = (
             plugins[0] if plugins else FullyShardedDataParallelPlugin()
         )
-        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # In the order of ``prepare``, which all ranks share: collectives follow it.
+        self.models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         # New parameters by the replaced ones, which optimizers may still hold.
         self._replaced_params: Any = WeakIdKeyDictionary()
         self._has_unreduced = False
@@ -187,7 +188,7 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor):
         """Remember that ``model`` is sharded, keep its buffers equal, and name calls around its forward."""
         from accelerate.strategy.sharding import forward_bypass
 
-        self.models.add(model)
+        self.models[model] = None
         forward_bypass.STRATEGIES[model] = self
         if self.world.device.type != "meta" and next(model.buffers(), None) is not None:
             from accelerate.strategy.protocol.replicated_buffers import sync_buffers

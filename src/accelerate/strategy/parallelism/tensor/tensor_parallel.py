@@ -81,7 +81,7 @@ class TensorParallel(MeshDimension):
             if plan is not None:
                 self._shard_model(model, plan, bundle)
             else:  # optimizers may hold its parameters, though it is prepared as one that is only evaluated
-                self.strategy.models.add(model)
+                self.strategy.models[model] = None
             self._prepared_models.add(model)
             _TPGroupRNGSync(self.mesh[self.name]).attach(model)
 
