@@ -515,3 +515,42 @@ def test_a_batch_size_that_is_changed_later_counts() -> None:
     assert [list(shard) for shard in shards] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
     batches.batch_size, batches.drop_last = 3, True
     assert [list(shard) for shard in shards] == [[[0, 1, 2]], [[3, 4, 5]]]
+
+
+class EpochBatches(torch.utils.data.Sampler[list[int]]):
+    """Batches of one sample in an order of the epoch that is set."""
+
+    batch_size, drop_last, epoch = 1, False, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[list[int]]:
+        generator = torch.Generator().manual_seed(self.epoch)
+        return iter([[index] for index in torch.randperm(6, generator=generator).tolist()])
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_epoch_that_a_script_sets_on_its_sampler_counts(processes: int) -> None:
+    """F5-TTS resumes so: it skips batches first, and sets the epoch of its batch sampler afterwards."""
+
+    def loader() -> Any:
+        base = DataLoader(list(range(6)), batch_sampler=EpochBatches())
+        return prepare_data_loader(base, num_processes=processes, process_index=0, even_batches=False)
+
+    def order(epoch: int) -> list[int]:
+        sampler = EpochBatches()
+        sampler.set_epoch(epoch)
+        return [index for (index,) in sampler][::processes]
+
+    uninterrupted, resumed = loader(), loader()
+    assert [[int(batch) for batch in uninterrupted] for _ in range(3)] == [order(epoch) for epoch in range(3)]
+    rest = skip_first_batches(resumed, 1)
+    resumed.batch_sampler.set_epoch(2)
+    assert [int(batch) for batch in rest] == order(2)[1:]
+    assert [int(batch) for batch in resumed] == order(3)  # the counter goes on from there
+    resumed.batch_sampler.set_epoch(6)
+    assert [int(batch) for batch in resumed] == order(6)

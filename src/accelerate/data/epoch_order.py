@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
+from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.data import sample_order as orders
 from accelerate.data.sample_order import END, SeedableRandomSampler
@@ -27,6 +28,9 @@ from accelerate.world import collective
 from accelerate.world.rng import derive
 
 T = TypeVar("T")
+
+# The epochs that samplers and data sets have by ``set_epochs``.
+_set_here: Any = WeakIdKeyDictionary()
 
 # The two functions that exchange its generator are public, and missing in its stubs.
 _numpy: Any = np.random
@@ -164,6 +168,33 @@ def sampler_chain(sampler: Any) -> list[Any]:
         if below is None or any(below is item for item in seen):
             return seen
         seen.append(below)
+
+
+def set_epochs(loader: Any, dataset: Any, epoch: int) -> None:
+    """Set the epoch of every sampler of a loader and of its data set, where they have a ``set_epoch``."""
+    holders: list[Any] = []
+    for item in (*sampler_chain(loader.batch_sampler), *sampler_chain(loader.sampler), dataset):
+        setter: Any = getattr(item, "set_epoch", None)
+        # A shard has that of the sampler below, or none.
+        holder = getattr(setter, "__self__", item)
+        if setter is not None and not any(holder is other for other in holders):
+            holders.append(holder)
+            setter(epoch)
+            if type(now := getattr(holder, "epoch", None)) is int and hasattr(holder, "__weakref__"):
+                _set_here[holder] = now
+
+
+def find_new_epoch(loader: Any, dataset: Any) -> int | None:
+    """Return the epoch that a script has set on a sampler or the data set itself, after ``set_epochs``.
+
+    A script that resumes does so for the rest of an epoch, and before the first one: they begin with 0.
+    """
+    for item in (*sampler_chain(loader.batch_sampler), *sampler_chain(loader.sampler), dataset):
+        holder = getattr(getattr(item, "set_epoch", None), "__self__", None)
+        epoch = getattr(holder, "epoch", None)
+        if type(epoch) is int and hasattr(holder, "__weakref__") and epoch != _set_here.get(holder, 0):
+            return max(epoch, 0)
+    return None
 
 
 def find_generators(*holders: Any) -> list[Any]:

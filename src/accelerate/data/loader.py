@@ -29,7 +29,7 @@ from accelerate.data.batch_source import (
     outer_sampler,
     with_index_sampler,
 )
-from accelerate.data.epoch_order import DataShard, inner_sampler, sampler_chain
+from accelerate.data.epoch_order import DataShard, find_new_epoch, inner_sampler, sampler_chain, set_epochs
 from accelerate.data.iterable_dataset import (
     CountingCollate,
     GlobalBatchCollate,
@@ -222,21 +222,15 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, on every sampler and dataset with ``set_epoch`` too."""
         self.iteration = epoch
-        self._set_epochs(epoch)
-
-    def _set_epochs(self, epoch: int) -> None:
-        setters: list[Any] = []
-        base = self.base_dataloader
-        for item in (*sampler_chain(base.batch_sampler), *sampler_chain(base.sampler), self.dataset):
-            setter: Any = getattr(item, "set_epoch", None)
-            # A shard passes it on itself, and does not have it if the sampler below has not.
-            if setter is not None and not any(setter == other for other in setters):
-                setters.append(setter)
-                setter(epoch)
+        set_epochs(self.base_dataloader, self.dataset, epoch)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self.active.on_request is not None:
             self.active.on_request(self)
+        # A script may set the epoch of its sampler itself: for the rest of an epoch, for example.
+        new_epoch = find_new_epoch(self.base_dataloader, self.dataset)
+        if new_epoch is not None:
+            self.iteration = new_epoch
         skip, inside = self._skip.add(self.skip_batches, self.total_batch_size), bool(self._skip)
         record = self.position.record
         if record is not None and record.complete and skip.samples is not None:
@@ -248,7 +242,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         epoch = self.position.begin(skip, isolated=inside)
         epoch.records_loader_state = self.records_loader_state
         epoch.keeps_torch_numbers = self.keeps_torch_numbers
-        self._set_epochs(epoch.number)
+        set_epochs(self.base_dataloader, self.dataset, epoch.number)
         self.begin()
         if self.rng_types is not None and not (inside and epoch.is_resumed):
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
@@ -436,7 +430,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
                 fix="of a loader of torchdata: DataLoaderConfiguration(use_stateful_dataloader=True)",
             )
         self.position.load_state_dict(state_dict, loader_generators(self._full_base))
-        self._set_epochs(self.iteration)
+        set_epochs(self.base_dataloader, self.dataset, self.iteration)
 
     # For loaders of torchdata, whose state_dict has another form.
     position_state, load_position = state_dict, load_state_dict
