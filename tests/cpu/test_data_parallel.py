@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
+import warnings
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -495,3 +497,30 @@ def call_nested_models() -> list[bool]:
 def test_a_prepared_part_leaves_the_outer_model_active(ranks: RankServer) -> None:
     """torch.compile reads which DDP module is active: its graphs end where buckets do."""
     assert ranks(2, call_nested_models) == [[True], [True]]
+
+
+class Sampled(Net):
+    def sample(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x).square()
+
+
+def weights_after_forwards_by_name() -> tuple[list[float], str]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    user = Sampled()
+    model, optimizer = accelerator.prepare(user, torch.optim.SGD(user.parameters(), lr=0.1))
+    x = torch.full((4, 3), float(accelerator.process_index + 1)) + torch.arange(4.0)[:, None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for forward in (model.forward, model.sample):
+            accelerator.backward(forward(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.hidden.weight.flatten().tolist(), str(inspect.signature(model.forward))
+
+
+def test_a_forward_that_is_called_by_its_name_reduces_gradients(ranks: RankServer) -> None:
+    """As that of torch's wrapper does: ``model.forward(x)``, and a method that calls ``self.forward``."""
+    _, signature = same_on_all(ranks(2, weights_after_forwards_by_name))
+    assert signature == "(x: 'torch.Tensor') -> 'torch.Tensor'"

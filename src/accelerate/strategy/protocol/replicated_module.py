@@ -176,6 +176,18 @@ def replica_of(module: nn.Module) -> DistributedDataParallel | None:
     return module if isinstance(module, DistributedDataParallel) else None
 
 
+def _synchronized_forward(module_class: type[nn.Module]) -> Callable[..., Any]:
+    """Return a ``forward`` that is a call of the replica, unless it runs in one: as that of torch's wrapper."""
+
+    @functools.wraps(module_class.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if DistributedDataParallel._active_ddp_module is self._replica:
+            return module_class.forward(self, *args, **kwargs)
+        return self(*args, **kwargs)
+
+    return forward
+
+
 def replicate(module: nn.Module, **options: Any) -> nn.Module:
     """Return a replicated view of ``module``: an object of a subclass of its class over the same state.
 
@@ -189,8 +201,7 @@ def replicate(module: nn.Module, **options: Any) -> nn.Module:
     parts = {"_replica": replica, "_progress": ReplicaProgress(replica), "_user_module": module}
     # What torch's wrapper has, unless the model has something of that name itself.
     wrapper_members = {name: each for name, each in _WRAPPER_MEMBERS.items() if not hasattr(module, name)}
-    view: Any = object.__new__(
-        type(module_class.__name__, (ReplicatedModule, module_class), {**wrapper_members, **names, **parts})
-    )
+    members = {**wrapper_members, **names, **parts, "forward": _synchronized_forward(module_class)}
+    view: Any = object.__new__(type(module_class.__name__, (ReplicatedModule, module_class), members))
     view.__dict__ = module.__dict__
     return view
