@@ -270,3 +270,44 @@ def test_an_optimizer_prepared_before_sharding_is_refused(ranks: RankServer) -> 
     with pytest.raises(RanksError, match="prepare both in one call") as caught:
         ranks(2, early)
     assert caught.value.causing_kinds() == {"PrepareError"}
+
+
+class NormBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x))
+
+
+def statistics(version: int, recomputes: bool) -> list[float]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=version,
+        activation_checkpointing=recomputes,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["NormBlock"],
+    )
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    torch.manual_seed(0)
+    model = nn.Sequential(NormBlock(), nn.Linear(4, 1))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        accelerator.backward(model(torch.arange(32.0).reshape(8, 4)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    state = accelerator.get_state_dict(model)
+    return (
+        []
+        if not state
+        else [*state["0.norm.running_mean"].tolist(), int(state["0.norm.num_batches_tracked"])]
+    )
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_batch_norm_that_is_recomputed_counts_a_batch_once(ranks: RankServer, version: int) -> None:
+    plain, recomputed = (ranks(2, statistics, version, each)[0] for each in (False, True))
+    assert plain[-1] == 2
+    assert recomputed == pytest.approx(plain, rel=1e-5)

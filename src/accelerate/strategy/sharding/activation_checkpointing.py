@@ -44,8 +44,29 @@ def checkpoint_activations(model: nn.Module, blocks: list[nn.Module], offload: b
         if block not in inside:
             if offload:
                 offload_inputs(block)
+            _keep_statistics(block)
             checkpoint(block)
     _disable_cache(model)
+
+
+def _keep_statistics(block: nn.Module) -> None:
+    """Let a batch norm count a batch once: the backward computes the block again, and would count it too."""
+    norms = [m for m in block.modules() if isinstance(getattr(m, "running_mean", None), torch.Tensor)]
+    if not norms:
+        return
+    kept: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+
+    def keep(block: nn.Module, args: Any) -> None:
+        if not checkpoint.state(block).enable_hook:  # in the backward
+            kept.append([(b, b.clone()) for norm in norms for b in norm.buffers(recurse=False)])
+
+    def restore(block: nn.Module, args: Any, output: Any) -> None:
+        with torch.no_grad():
+            for buffer, value in kept.pop() if kept else ():
+                buffer.copy_(value)
+
+    block.register_forward_pre_hook(keep)
+    block.register_forward_hook(restore, always_call=True)
 
 
 def _disable_cache(model: nn.Module) -> None:
