@@ -350,7 +350,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     )
     | exports("facade.driver_checks: check_os_kernel")
     | exports("facade.attribute_utils: get_pretty_name merge_dicts recursive_getattr")
-    | exports("core.units: convert_bytes=show_bytes")
+    | exports("core.units: convert_bytes")
     | exports("world.ports: get_free_port is_port_in_use")
     | exports("world.collective: wait_for_everyone=barrier")
     | exports("checkpoint.weight_files: TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors load save"),

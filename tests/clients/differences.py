@@ -7,7 +7,6 @@ fields of our own besides all of theirs, are no differences.
 from __future__ import annotations
 
 _ROWS = "one process gives what several give: one row each"
-_REFUSED = "one process refuses what several refuse; there a script fails only once launched on several"
 _NONE = "None holds no value of a wrong type; it is left alone everywhere"
 _USERS = "that of the user's loader, which is wrapped; there of one rebuilt around its batch sampler"
 _RNG = "nothing is synchronised unless asked for: the order of samples is agreed without"
@@ -58,7 +57,6 @@ LISTED: dict[str, str] = {
     r"accelerator: Accelerator\((handler twice|no handler)\)": (
         "a ValueError that says which; there a KeyError or a bare assertion"
     ),
-    r"accelerator: split number": _REFUSED,
     r"accelerator: prepare nothing": "an error that says so; there an IndexError",
     r"accelerator: get_state_dict wrapped": "a dict of the same entries",
     r"accelerator: tracker": "a tracker that does nothing, of a class of its own",

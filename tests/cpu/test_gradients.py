@@ -137,6 +137,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "views": {"ddp": {"gradient_as_bucket_view": True}},
     "static": {"ddp": {"static_graph": True}},
     "small buckets": {"ddp": {"bucket_cap_mb": 1}},
+    "buckets of torch": {"ddp": {"bucket_cap_mb": None}},
     "sparse": {"model": {"sparse": True}},
     "each": {"plugin": {"sync_each_batch": True}},
     "bf16": {"mixed_precision": "bf16", "near": 0.03},

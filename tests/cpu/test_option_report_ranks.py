@@ -67,11 +67,11 @@ REPLICAS: dict[str, Any] = {
 }
 
 
-def replicas(ignored: bool) -> tuple[Said, Said]:
+def replicas(ignored: bool, options: dict[str, Any] = REPLICAS) -> tuple[Said, Said]:
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs
 
-    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(**REPLICAS)])
+    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(**options)])
     before = said(accelerator)
     with pytest.MonkeyPatch.context() as patch:
         if ignored:
@@ -84,6 +84,8 @@ def test_options_of_replicas_are_read_back(ranks: RankServer) -> None:
     before, after = same_on_all(ranks(2, replicas, False))
     assert set(before.values()) == {(None, "no model that trains is prepared")}
     assert after == dict.fromkeys(REPLICAS, (True, ""))
+    _, after = same_on_all(ranks(2, replicas, False, {"bucket_cap_mb": None}))
+    assert after == {"bucket_cap_mb": (True, "")}
     _, after = same_on_all(ranks(2, replicas, True))
     assert after == {
         "bucket_cap_mb": (False, "the reducer has 25"),

@@ -70,6 +70,8 @@ def test_finding_and_rebuilding() -> None:
         ("8Gb", 1e9),
         ("1.5kB", 1500),
         ("12", 12),
+        ("1e3MB", 1e9),
+        ("1.5E1 GIB", 15 * 2**30),
         (" 3 MiB ", 3 * 2**20),
         (7, 7),
     ],
@@ -78,7 +80,7 @@ def test_sizes(text: str | int, size: float) -> None:
     assert units.parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["5 apples", "", "GB", "-3GB", "1e3"])
+@pytest.mark.parametrize("text", ["5 apples", "", "GB", "-3GB", "1e3", "1e999GB"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(errors.SettingError, match="is not a size"):
         units.parse_bytes(text)
@@ -98,6 +100,8 @@ def test_what_is_no_duration() -> None:
 
 def test_for_people() -> None:
     assert [units.show_bytes(n) for n in (10, 1536, 1610612736)] == ["10 bytes", "1.50 KB", "1.50 GB"]
+    sizes = {1024: "1.0 KB", 1.5: "1.5 bytes", 1610612736: "1.5 GB", 10**18: "888.18 PB"}
+    assert {size: units.convert_bytes(size) for size in sizes} == sizes
     assert [units.show_seconds(s) for s in (0.00042, 0.0421, 3.21, 75, 7260)] == [
         "420 us", "42 ms", "3.2 s", "1 min 15 s", "2 h 1 min",
     ]  # fmt: skip

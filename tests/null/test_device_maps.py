@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from accelerate.core.errors import DeviceError, SettingError, UnknownNameError
+from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.utils import infer_auto_device_map as from_utils
 from accelerate.utils.modeling import (
     check_device_map,
@@ -161,7 +161,7 @@ def test_weights_that_are_to_be_tied_and_are_not_are_told():
 @pytest.mark.parametrize(
     ("budgets", "error", "said"),
     [
-        ({0: 0, "cpu": 0}, SettingError, "every budget is 0"),
+        ({0: 0, "disk": 0}, SettingError, "every budget is 0"),
         ({"gpu": 100}, UnknownNameError, "an accelerator is a number"),
         ({"cudo:0": 100}, UnknownNameError, "unknown device 'cudo:0'"),
         ({0: "10 gigs"}, SettingError, "not a size"),
@@ -173,6 +173,22 @@ def test_budgets_that_cannot_work(budgets, error, said):
     with pytest.raises(error, match=said) as caught:
         infer_auto_device_map(TokenFilter(), budgets)
     assert isinstance(caught.value, ValueError)
+
+
+class Normed(nn.Module):
+    """Linear layer of 24 bytes, and a batch norm with 24 bytes of buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+
+
+@pytest.mark.parametrize("budgets", [{}, {"cpu": 0}, {0: 0}, {0: 20, 1: 20, "cpu": 20}, {"cpu": 20}])
+def test_budgets_that_hold_nothing_leave_all_to_the_disk(budgets):
+    with pytest.warns(UserWarning, match="hold no part of the model: all of it is on the disk"):
+        assert infer_auto_device_map(Normed(), budgets) == {"": "disk"}
+    with pytest.raises(SettingError, match="fits nowhere"):
+        infer_auto_device_map(Normed(), {**budgets, "cpu": 20, "disk": 30})
 
 
 @pytest.mark.parametrize("budgets", [{0: 160}, {0: 40}, {0: 160, 1: 150}])
@@ -282,16 +298,18 @@ def test_an_accelerator_that_is_part_of_the_processor_stands_for_all_memory(monk
     assert get_max_memory() == {"meta": 1000}
 
 
-def test_devices_that_are_not_here_are_refused(monkeypatch):
-    """E5: 1.15 prints "Device 0 is not available" and goes on."""
-    with pytest.raises(DeviceError, match="device 0 is not here\n  why: it sees no accelerator"):
-        get_max_memory({0: "1GB"})
+def test_budgets_of_devices_that_are_not_here_are_told_and_kept(monkeypatch):
+    """E5: the plan may be for another machine."""
+    with pytest.warns(UserWarning, match="a budget for device 0, and this process sees no accelerator"):
+        assert get_max_memory({0: "1GB", "cpu": "10MiB"}) == {0: 10**9, "cpu": 10 * 2**20}
     with pytest.raises(UnknownNameError, match="'foo'"):
         get_max_memory({"foo": 1})
     pretend_memory(monkeypatch, 2, 1000)
-    assert get_max_memory({1: 5}) == {1: 5}
-    with pytest.raises(DeviceError, match="device 2 is not here\n  why: this process sees 2 'meta'"):
-        get_max_memory({2: 5})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert get_max_memory({1: 5}) == {1: 5}
+    with pytest.warns(UserWarning, match="a budget for device 2, and this process sees 2 'meta'"):
+        assert get_max_memory({2: 5}) == {2: 5}
 
 
 # --- maps that others made ----------------------------------------------------------------------------------
@@ -330,8 +348,10 @@ def test_a_map_is_checked_against_the_model():
     check_device_map(Tied(), {"": 1})
     with pytest.raises(SettingError, match=r"gives no device to filter.weight, .*filter.bias"):
         check_device_map(TokenFilter(), {"table": 0})
-    with pytest.raises(UnknownNameError, match="'tables'"):
-        check_device_map(TokenFilter(), {"": 0, "tables": 1})
+    with pytest.raises(SettingError, match=r"the model has no 'tables' \(did you mean 'table'\?\)"):
+        check_device_map(TokenFilter(), {"tables": 0})
+    with pytest.warns(UserWarning, match=r"the model has no 'tables', 'eyes' \(did you mean 'table'\?\)"):
+        check_device_map(TokenFilter(), {"": 0, "tables": 1, "eyes": 0})
     with pytest.raises(UnknownNameError, match="device 'gpu'"):
         check_device_map(TokenFilter(), {"": "gpu"})
     with pytest.raises(SettingError, match="-1 is no device"):

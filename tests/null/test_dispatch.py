@@ -327,7 +327,7 @@ def test_check_device_map_is_called_where_clients_replace_it(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("device_map", "error", "words"),
     [
-        ({"": "cpu", "layer": "cpu"}, UnknownNameError, "did you mean 'layers'"),
+        ({"layer": "cpu"}, SettingError, "the model has no 'layer' (did you mean 'layers'?)"),
         ({"": "gpu"}, UnknownNameError, "unknown device 'gpu'"),
         ({"": -1}, SettingError, "-1 is no device"),
         ({"": "cpu", "layers": "disk"}, PrepareError, "an offload folder is needed for layers.0.up.weight"),
@@ -340,6 +340,13 @@ def test_a_wrong_map_is_told_before_anything_is_done(device_map: Any, error: Any
         dispatch_model(model, device_map)
     assert words in str(raised.value)
     assert not hasattr(model, "hf_device_map")
+
+
+def test_names_in_a_map_that_the_model_lacks_are_told() -> None:
+    with pytest.warns(UserWarning, match=r"the model has no 'layer', 'vision' \(did you mean 'layers'\?\)"):
+        model = dispatch_model(built(), {"": "cpu", "layer": "cpu", "vision": "disk"})
+    assert model.hf_device_map == {"": "cpu", "layer": "cpu", "vision": "disk"}
+    model(IDS)
 
 
 @pytest.mark.skipif(devices.detect().type != "cpu", reason="there is an accelerator")

@@ -116,6 +116,18 @@ def test_buffers_can_be_empty_too(include: bool | None, monkeypatch: pytest.Monk
     assert steps == [0, 0.5, 1]
 
 
+def test_a_parameter_of_few_numbers_has_values_until_a_module_gets_it() -> None:
+    module = nn.Module()
+    with init_empty_weights():
+        free = nn.Parameter(torch.ones(3))
+        assert free.sum().item() == 3
+        module.scale = free
+        large = nn.Parameter(torch.ones(2**20))
+    assert module.scale.is_meta
+    assert large.is_meta
+    assert not free.is_meta
+
+
 def test_the_device_may_be_any(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCELERATE_INIT_INCLUDE_BUFFERS", raising=False)
     torch.manual_seed(0)

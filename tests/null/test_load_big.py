@@ -244,8 +244,7 @@ def test_an_index_that_names_a_missing_file_or_tensor(tmp_path: Path, net: Net) 
 
 REFUSED: list[tuple[Any, type[Exception], str]] = [
     ({"embed": "cpu"}, SettingError, r"device_map does not say where blocks\.0\.weight"),
-    ({"": "cpu", "blocks.9": "disk"}, UnknownNameError, r"blocks\.9"),
-    ({"": "cpu", "blocsk": "disk"}, UnknownNameError, "did you mean 'blocks'"),
+    ({"blocsk": "disk"}, SettingError, r"the model has no 'blocsk' \(did you mean 'blocks'\?\)"),
     ({"": "gpu"}, DeviceError, "unknown device 'gpu'"),
     ({"": "meta"}, SettingError, "meta"),
     ({"": "cuda:9"}, DeviceError, "cuda"),
@@ -264,6 +263,15 @@ def test_a_map_that_does_not_fit_is_refused_before_anything_is_loaded(
         load_checkpoint_and_dispatch(model, tmp_path, device_map)
     assert re.search(text, str(caught.value)), str(caught.value)
     assert all(p.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize("load", [load_checkpoint_in_model, load_checkpoint_and_dispatch])
+def test_names_in_a_map_that_the_model_lacks_are_told(tmp_path: Path, net: Net, load: Any) -> None:
+    write_weights(net.state_dict(), tmp_path)
+    model = empty()
+    with pytest.warns(UserWarning, match=r"no 'blocsk', 'vision' \(did you mean 'blocks'\?\)"):
+        load(model, tmp_path, device_map={"": "cpu", "blocsk": "disk", "vision": "disk"})
+    torch.testing.assert_close(model.state_dict(), net.state_dict())
 
 
 def test_a_model_with_hooks_is_refused(tmp_path: Path, net: Net) -> None:

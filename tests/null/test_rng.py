@@ -114,6 +114,13 @@ def test_set_seed_seeds_python_numpy_and_torch() -> None:
     assert all(new != old for new, old in zip(draw(), first, strict=True))
 
 
+def test_a_bool_is_a_seed() -> None:
+    rng.set_seed(True)
+    drawn = torch.rand(1)
+    rng.set_seed(1)
+    assert torch.equal(torch.rand(1), drawn)
+
+
 def test_a_large_seed_is_taken_though_numpy_has_32_bits() -> None:
     utils.set_seed(2**40 + 5)
     assert np.random.get_state()[1][0] == 5  # type: ignore[index]

@@ -95,6 +95,9 @@ def test_dtypes() -> None:
     assert layer.weight.dtype == torch.float64
     set_module_tensor_to_device(layer, "weight", "cpu", dtype="torch.bfloat16")
     assert layer.weight.dtype == torch.bfloat16
+    with pytest.warns(UserWarning, match=r"weight stays torch.bfloat16: .* not truncated to torch.int8"):
+        set_module_tensor_to_device(layer, "weight", "cpu", dtype=torch.int8)
+    assert layer.weight.dtype == torch.bfloat16
     layer.register_buffer("steps", torch.tensor(0))
     set_module_tensor_to_device(layer, "steps", "cpu", value=torch.tensor(3), dtype=torch.float16)
     assert layer.steps.dtype == torch.int64
@@ -208,6 +211,12 @@ def test_names_of_one_device_are_one_device() -> None:
     assert check_device_same("cpu", torch.device("cpu", 0))
     assert check_device_same(META, "meta")
     assert not check_device_same("cpu", "meta")
+
+
+@pytest.mark.skipif(torch.xpu.is_available(), reason="the current device decides")
+def test_index_0_is_meant_where_a_type_has_no_device() -> None:
+    assert check_device_same(torch.device("xpu"), torch.device("xpu:0"))
+    assert not check_device_same(torch.device("xpu"), torch.device("xpu:1"))
 
 
 def test_tied_parameters_become_one_again() -> None:

@@ -8,13 +8,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.logging import MultiProcessAdapter
 from accelerate.state import AcceleratorState, is_initialized
-from accelerate.utils import ComputeEnvironment, PrecisionType
+from accelerate.utils import ComputeEnvironment, PrecisionType, broadcast, send_to_device
 from tests.support.environment import ROOT, clean
 
 PEER = ROOT / ".venv-peer" / "bin" / "python"
@@ -77,6 +79,36 @@ def test_a_lone_process_runs_what_is_meant_for_any_rank() -> None:
     assert accelerator.on_process(lambda: 1, process_index=5)() == 1
     assert accelerator.on_local_process(local_process_index=3)(lambda: 2)() == 2
     assert accelerator.on_last_process(lambda: 3)() == 3
+
+
+@pytest.mark.parametrize(
+    "whole", [None, 3, {"a": [1], "b": [1, 2]}, "s", [1, 2], (torch.ones(1), 1)], ids=repr
+)
+def test_a_lone_process_has_the_whole(whole: Any) -> None:
+    with PartialState(cpu=True).split_between_processes(whole) as part:
+        assert part is whole
+    assert broadcast(whole) is whole
+
+
+class Movable:
+    """Record the arguments of ``to``."""
+
+    def to(self, device: Any, non_blocking: bool = True) -> tuple[Any, bool]:
+        return device, non_blocking
+
+
+class DeviceOnly:
+    """Take a device, and nothing else."""
+
+    def to(self, device: Any) -> Any:
+        return device
+
+
+def test_objects_are_moved_by_their_own_method_with_the_device_as_it_was_given() -> None:
+    assert send_to_device([Movable(), DeviceOnly()], "cpu") == [("cpu", False), "cpu"]
+    assert send_to_device({"a": Movable()}, 0, non_blocking=True) == {"a": (0, True)}
+    tensor = torch.ones(1)
+    assert send_to_device(tensor, None) is tensor
 
 
 def test_enumerations_print_and_compare_as_in_1_x() -> None:

@@ -47,6 +47,7 @@ def test_variables_are_read_with_their_defaults(monkeypatch):
     assert utils.parse_flag_from_env("TOY_EMPTY", True) is True
     assert utils.parse_choice_from_env("TOY_FLAG") == "yes"
     assert utils.parse_choice_from_env("TOY_UNSET") == "no"
+    assert utils.parse_choice_from_env("TOY_EMPTY") == ""
     assert utils.get_int_from_env(["TOY_UNSET", "TOY_MINUS", "TOY_FIVE"], 7) == 5
     assert utils.get_int_from_env(["TOY_UNSET"], 7) == 7
 
@@ -55,6 +56,8 @@ def test_the_place_of_a_process_comes_from_its_launcher(monkeypatch):
     assert utils.get_cpu_distributed_information() == utils.CPUInformation(0, 1, 0, 1)
     for name, value in {"RANK": 3, "WORLD_SIZE": 4, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert utils.get_cpu_distributed_information() == utils.CPUInformation(3, 4, 1, 2)
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert utils.get_cpu_distributed_information() == utils.CPUInformation(3, 4, 1, 2)
@@ -126,7 +129,18 @@ def test_tests_of_a_class_and_of_its_subclasses_are_purged():
             os.environ["ACCELERATE_TOY_TWO"] = "1"
             return 2
 
+        @staticmethod
+        def test_three() -> int:
+            os.environ["ACCELERATE_TOY_THREE"] = "1"
+            return 3
+
+        @classmethod
+        def test_four(cls) -> int:
+            os.environ["ACCELERATE_TOY_FOUR"] = "1"
+            return 4 if cls is Derived else 0
+
     assert Derived().test_one() + Derived().test_two() == 3
+    assert Derived.test_three() + Derived().test_three() + Derived().test_four() == 10
     assert ours() == {}
     Derived().setup()
     assert ours() == {"ACCELERATE_TOY_SETUP": "1"}

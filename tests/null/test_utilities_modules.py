@@ -155,7 +155,8 @@ def test_an_unknown_dtype_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("1.5GiB", 1610612736), ("5GB", 5 * 10**9), ("8Gb", 10**9), (12, 12), ("2KB", 2000)]
+    ("text", "size"),
+    [("1.5GiB", 1610612736), ("5GB", 5 * 10**9), ("8Gb", 10**9), (12, 12), ("2KB", 2000), ("1e3MB", 10**9)],
 )
 def test_sizes_of_files(text, size):
     assert utils.convert_file_size_to_int(text) == size
@@ -414,11 +415,14 @@ def test_recipes_take_variables_then_defaults(monkeypatch, library):
         utils.TERecipeKwargs()
 
 
-def test_a_level_of_optimisation():
+def test_a_level_of_optimisation(monkeypatch):
     assert utils.MSAMPRecipeKwargs().opt_level == "O2"
     assert utils.MSAMPRecipeKwargs(opt_level="O1").to_kwargs() == {"opt_level": "O1"}
     with pytest.raises(UnknownNameError, match="O1"):
         utils.MSAMPRecipeKwargs(opt_level="O3")
+    assert utils.MSAMPRecipeKwargs().to_kwargs() == {}
+    monkeypatch.setenv("ACCELERATE_FP8_OPT_LEVEL", "O1")
+    assert utils.MSAMPRecipeKwargs().to_kwargs() == {"opt_level": "O1"}
 
 
 def test_the_old_recipe_still_works_and_says_it_is_old(library):

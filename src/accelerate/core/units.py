@@ -8,18 +8,21 @@ from accelerate.core.errors import SettingError
 
 _BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d{1,2}(?=\s*[a-zA-Z]))?)\s*([kmgtKMGT]?)([iI]?)([bB]?)\s*")
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_bytes(text: str | int) -> int:
     """Parse a size in bytes: ``"5GB"`` is 5 x 10^9, ``"5GiB"`` 5 x 2^30, ``"4Gb"`` gigabits; an int is bytes.
 
+    A number with a unit may have an exponent: ``"1e3MB"``.
+
     Raises:
         SettingError: the text is not a size.
     """
     if isinstance(text, int):
         return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgtKMGT]?)(i?)([bB]?)\s*", text)
+    match = _SIZE.fullmatch(text)
     if match is None:
         raise SettingError(f"{text!r} is not a size", fix="write it like '5GB', '5GiB' or a number of bytes")
     number, prefix, binary, unit = match.groups()
@@ -32,6 +35,16 @@ def parse_bytes(text: str | int) -> int:
 def show_bytes(size: float) -> str:
     """Format bytes: ``1610612736`` -> ``"1.50 GB"`` (powers of 1024, as memory tools print them)."""
     return _format_bytes(size, 1024)
+
+
+def convert_bytes(size: float) -> str:
+    """Format bytes as Accelerate 1.x does: ``1024`` -> ``"1.0 KB"``, ``1.5`` -> ``"1.5 bytes"``; up to PB."""
+    amount = size
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if amount < 1024:
+            return f"{round(amount, 2)} {unit}"
+        amount /= 1024
+    return f"{round(amount, 2)} PB"
 
 
 def show_decimal_bytes(size: float) -> str:

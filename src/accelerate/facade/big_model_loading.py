@@ -38,7 +38,13 @@ from accelerate.core.errors import (
     SettingError,
     UnknownNameError,
 )
-from accelerate.offload.device_maps import device_of, get_balanced_memory, infer_auto_device_map
+from accelerate.core.user_warning import warn_user
+from accelerate.offload.device_maps import (
+    describe_unmatched_names,
+    device_of,
+    get_balanced_memory,
+    infer_auto_device_map,
+)
 from accelerate.offload.dispatch import dispatch_model, resolve_home
 from accelerate.offload.module_sizes import Dtype
 from accelerate.offload.module_tensors import with_values
@@ -87,8 +93,8 @@ def load_checkpoint_in_model(
         checkpoint: a file of weights, the index of its shards, a folder that holds them, or the id of a model
             on the hub: safetensors, torch files, a checkpoint of ``save_state``, a sharded model.
         device_map: module name -> device, ``"cpu"`` or ``"disk"``; the longest name that fits counts, and
-            ``{"": 0}`` puts all on one. None leaves everything in place, and puts tensors on the meta
-            device on the CPU.
+            ``{"": 0}`` puts all on one. Names that the model does not have are told in a warning. None leaves
+            everything in place, and puts tensors on the meta device on the CPU.
         offload_folder: where weights of modules on disk are written that lie in no file that can be mapped.
             Safetensors and torch files are used as they are, and nothing is written.
         dtype: what floating point weights become; None keeps the model's.
@@ -110,7 +116,7 @@ def load_checkpoint_in_model(
     Raises:
         WeightsMismatchError: names are missing, or shapes or kinds differ; the model is unchanged.
         CheckpointError: a file is missing, damaged, would run code, or leads out of its folder.
-        SettingError: the map leaves a weight out, or names a module that the model does not have.
+        SettingError: the map leaves a weight out.
         DeviceError: the map names a device that is not here.
     """
     path, weights = find_weights(checkpoint, broadcast_from_rank0)
@@ -317,7 +323,6 @@ class DeviceMapPlacement:
             the CPU.
 
     Raises:
-        UnknownNameError: the model has no such module.
         DeviceError: there is no such device.
     """
 
@@ -328,7 +333,7 @@ class DeviceMapPlacement:
         offload_folder: str | os.PathLike[str] | None = None,
         offload_buffers: bool = False,
     ) -> None:
-        _refuse_unknown(model, device_map)
+        self._unmatched = describe_unmatched_names(model, device_map)
         self.devices: dict[str, PlacementDevice] = {}
         for name, value in device_map.items():
             home = resolve_home(value)
@@ -349,8 +354,11 @@ class DeviceMapPlacement:
         if homeless:
             raise SettingError(
                 f"device_map does not say where {_format_names(homeless)} goes",
+                why=self._unmatched,
                 fix="add the module, or '' for all others",
             )
+        if self._unmatched:
+            warn_user(self._unmatched)
         if self.folder is None:
             self._refuse_unmapped(pairs)
 
@@ -532,12 +540,3 @@ def _device_tier(home: PlacementDevice) -> int:
 def _format_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
-
-
-def _refuse_unknown(model: nn.Module, device_map: Mapping[str, Device]) -> None:
-    module_names = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    for name in device_map:
-        owner, _, attribute = name.rpartition(".")
-        if name in module_names or (owner in module_names and hasattr(model.get_submodule(owner), attribute)):
-            continue
-        raise UnknownNameError("module in device_map:", name, module_names - {""})

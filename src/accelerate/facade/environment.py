@@ -38,8 +38,12 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """Return rank and world size from the variables of torchrun, MPI or a scheduler; rank 0 of 1 without."""
-    cluster = clusters.detect(environ.snapshot())
+    """Return rank and world size from the variables of torchrun, MPI or a scheduler; rank 0 of 1 without.
+
+    They need not say where rank 0 runs.
+    """
+    env = environ.snapshot()
+    cluster = clusters.detect({**env, "MASTER_ADDR": env.get("MASTER_ADDR") or "unknown"})
     if cluster is None:
         return CPUInformation()
     return CPUInformation(cluster.rank, cluster.size, cluster.local_rank, cluster.local_size)
@@ -69,8 +73,8 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """Return the text of a variable; ``default`` when it is unset or empty."""
-    return environ.get(key, str(default)) or str(default)
+    """Return the text of a variable, also an empty one; ``default`` when it is unset."""
+    return environ.snapshot().get(key, str(default))
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
@@ -123,23 +127,30 @@ def patch_environment(**kwargs: Any) -> Generator[None]:
 def purge_accelerate_environment(func_or_cls: T) -> T:
     """A decorator: the ``ACCELERATE_`` variables are afterwards as they were before the call.
 
-    On a class it decorates the methods whose name begins with ``test``, and those of its subclasses.
+    On a class it decorates the methods whose name begins with ``test``, static and class methods too, and
+    those of its subclasses.
     """
     if not inspect.isclass(func_or_cls):
         return _restore_variables_after(func_or_cls)
-    for name, member in list(vars(func_or_cls).items()):
-        if name.startswith("test") and inspect.isfunction(member):
-            setattr(func_or_cls, name, _restore_variables_after(member))
+    _decorate_test_methods(func_or_cls)
     inherited = func_or_cls.__init_subclass__
 
     def __init_subclass__(cls: type[Any], **kwargs: Any) -> None:  # noqa: N807
         inherited(**kwargs)
-        for name, member in list(vars(cls).items()):
-            if name.startswith("test") and inspect.isfunction(member):
-                setattr(cls, name, _restore_variables_after(member))
+        _decorate_test_methods(cls)
 
     func_or_cls.__init_subclass__ = classmethod(__init_subclass__)  # type: ignore[assignment]
     return func_or_cls  # type: ignore[return-value]
+
+
+def _decorate_test_methods(cls: type[Any]) -> None:
+    for name, member in list(vars(cls).items()):
+        if not name.startswith("test"):
+            continue
+        if isinstance(member, staticmethod | classmethod):
+            setattr(cls, name, type(member)(_restore_variables_after(member.__func__)))
+        elif inspect.isfunction(member):
+            setattr(cls, name, _restore_variables_after(member))
 
 
 def _restore_variables_after(function: T) -> T:

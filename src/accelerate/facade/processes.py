@@ -82,7 +82,8 @@ class ProcessMixin:
             apply_padding: repeat the last item so that all parts have one length.
 
         Raises:
-            PrepareError: the values of a dict have different lengths, or something has no length.
+            PrepareError: the values of a dict have different lengths, or something has no length; on several
+                processes. One process has the whole, whatever it is.
         """
         yield _split(inputs, apply_padding=apply_padding)
 
@@ -192,7 +193,8 @@ def _split(items: Any, *, apply_padding: bool = False) -> Any:
     Raises:
         PrepareError: the values of a dict have different lengths, or something has no length or no order.
     """
-    if isinstance(items, str | bytes):
+    size, rank = collective.world_size(), collective.rank()
+    if size == 1 or isinstance(items, str | bytes):
         return items
     if tree.is_mapping(items):
         lengths = {_split_length(value) for value in items.values() if not isinstance(value, str | bytes)}
@@ -203,9 +205,7 @@ def _split(items: Any, *, apply_padding: bool = False) -> Any:
             )
         parts = {key: _split(value, apply_padding=apply_padding) for key, value in items.items()}
         return tree.make_mapping_like(items, parts)
-    length, size, rank = _split_length(items), collective.world_size(), collective.rank()
-    if size == 1:
-        return items
+    length = _split_length(items)
     share, rest = divmod(length, size)
     start = rank * share + min(rank, rest)
     stop = start + share + (rank < rest)

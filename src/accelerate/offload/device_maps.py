@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from accelerate import device as devices
-from accelerate.core.errors import DeviceError, SettingError, UnknownNameError
+from accelerate.core.errors import DeviceError, SettingError, UnknownNameError, nearest
+from accelerate.core.user_warning import warn_user
 from accelerate.offload.module_sizes import (
     Dtype,
     ModuleNode,
@@ -40,6 +41,7 @@ from accelerate.offload.placement_planner import (
 
 # How often the spare room of balanced budgets is doubled before the full budgets are taken.
 _DOUBLINGS = 8
+_SHOWN = 10  # names in a message
 Memory: TypeAlias = Mapping[Device, "int | float | str"]
 
 
@@ -52,17 +54,18 @@ def get_max_memory(max_memory: Memory | None = None) -> dict[Device, int | float
     Accelerators are numbers, one without a number is its type; then ``"cpu"`` and ``"disk"``.
 
     Args:
-        max_memory: budgets in bytes or as texts such as ``"10GB"``; None asks the machine.
+        max_memory: budgets in bytes or as texts such as ``"10GB"``; None asks the machine. Devices that are
+            not here are kept, with a warning: the budgets may be for another machine.
 
     Raises:
-        DeviceError: a device is unknown, or is not here.
+        UnknownNameError: there is no such device anywhere.
         SettingError: a budget is no size.
     """
     if max_memory is None:
         return _measure_free_memory()
     limits = _read_known_budgets(max_memory)
     for device in limits:
-        _check_device_present(device)
+        _warn_absent_device(device)
     return limits
 
 
@@ -99,8 +102,8 @@ def _check_device_name(device: Any) -> None:
         ) from error
 
 
-def _check_device_present(device: Device) -> None:
-    """Raise DeviceError for an accelerator that this process does not have."""
+def _warn_absent_device(device: Device) -> None:
+    """Warn of an accelerator that this process does not have."""
     if device in (CPU, DISK):
         return
     if isinstance(device, str):
@@ -110,11 +113,8 @@ def _check_device_present(device: Device) -> None:
         driver, index = devices.detect(), device
     count = 0 if driver.type == CPU else driver.count()
     if not 0 <= index < count:
-        raise DeviceError(
-            f"device {device!r} is not here",
-            why=f"this process sees {count} {driver.type!r} device(s)" if count else "it sees no accelerator",
-            fix="name devices that are here, 'cpu' and 'disk'; or leave max_memory out",
-        )
+        seen = f"{count} {driver.type!r} device(s)" if count else "no accelerator"
+        warn_user(f"max_memory has a budget for device {device!r}, and this process sees {seen}")
 
 
 def get_balanced_memory(
@@ -321,29 +321,43 @@ class _DeviceMapNameTree:
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    """Check that a device map gives every weight a device, and names nothing that the model does not have.
+    """Check that a device map gives every weight a device; warn of names that the model does not have.
 
     Raises:
         SettingError: a weight has no device.
-        UnknownNameError: a name is no module or tensor of the model.
-        DeviceError: a device is unknown.
+        UnknownNameError: a device is unknown.
     """
-    names = dict(_tensors(model))
-    homeless = [name for name, saved in names.items() if saved and device_of(name, device_map) is None]
+    unmatched = describe_unmatched_names(model, device_map)
+    homeless = [name for name, saved in _tensors(model) if saved and device_of(name, device_map) is None]
     if homeless:
-        shown = ", ".join(homeless[:10]) + (f" and {len(homeless) - 10} more" if len(homeless) > 10 else "")
         raise SettingError(
-            f"the device map gives no device to {shown}",
+            f"the device map gives no device to {_join_names(homeless)}",
+            why=unmatched,
             fix='name them, or a module around them; "" names the whole model',
         )
-    valid_names = {name for name, _ in model.named_modules(remove_duplicate=False)} | names.keys()
-    for name in device_map:
-        if name not in valid_names:
-            raise UnknownNameError(
-                "module in the device map", name, valid_names, why="the model has no such name"
-            )
+    if unmatched:
+        warn_user(unmatched)
     for device in device_map.values():
         _check_device_name(str(device) if isinstance(device, torch.device) else read_device(device))
+
+
+def describe_unmatched_names(model: nn.Module, device_map: Mapping[str, Any]) -> str:
+    """Return a sentence about the names in a device map that the model does not have; empty without them."""
+    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    names |= {name for name, _ in _tensors(model)}
+    unmatched = [name for name in device_map if name not in names]
+    if not unmatched:
+        return ""
+    suggestions = [nearest(name, names) for name in unmatched[:_SHOWN]]
+    near = ", ".join(repr(name) for name in dict.fromkeys(suggestions) if name)
+    listed = _join_names([repr(name) for name in unmatched])
+    hint = f" (did you mean {near}?)" if near else ""
+    return f"the model has no {listed}{hint}, which the device map names"
+
+
+def _join_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, bool]]:

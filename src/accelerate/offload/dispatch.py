@@ -147,6 +147,7 @@ def dispatch_model(
         model: the model; its weights may be on the meta device if ``state_dict``, ``offload_index`` or
             ``offload_dir`` have them.
         device_map: name of a module or tensor -> device; ``""`` is the whole model, the longest name counts.
+            Names that the model does not have are told in a warning.
         main_device: where parts on the CPU and disk run; the first accelerator of the map by default.
         state_dict: values of weights that are on the meta device.
         offload_dir: the folder for what is on disk and in no file yet, or where it was written before.
@@ -161,7 +162,6 @@ def dispatch_model(
 
     Raises:
         SettingError: the map leaves a weight without a device.
-        UnknownNameError: the map names something that the model does not have.
         DeviceError: a device is unknown, or not here.
         PrepareError: something is to be on disk, and there is no folder for it.
         OffloadError: a weight has no values anywhere, or a file is gone.

@@ -5,6 +5,7 @@ A parameter is created on the meta device at once: no memory is allocated, fille
 later. So it is a meta tensor with a record of how to create it. A parameter never needs the record. For
 everything else, a buffer or an operand of any torch function, the tensor is created as it was asked for, in
 the same Python object, before anybody can see the difference. So buffers are those of normal construction.
+A few zeros, ones or equal numbers are created at once: a parameter of them has values until a module gets it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _DETERMINISTIC = (torch.empty, torch.zeros, torch.ones, torch.full)
 # Random numbers are generated at once, unless there are so many that it takes time.
 _RANDOM = (torch.rand, torch.randn)
 _LARGE = 2**20
+# So are a few zeros, ones or equal numbers: a script may read a parameter before a module has it.
+_SMALL = 2**12
 # In-place initializers: a tensor without memory needs none.
 _FILLS = (
     getattr(torch.Tensor, f"{name}_")
@@ -131,7 +134,8 @@ class _InitContext(TorchFunctionMode):
             return func(*args, **kwargs)
         kwargs["device"] = _META
         tensor = func(*args, **kwargs)
-        if type(tensor) is not torch.Tensor or (func in _RANDOM and tensor.numel() < _LARGE):
+        at_once = _LARGE if func in _RANDOM else 0 if func is torch.empty else _SMALL
+        if type(tensor) is not torch.Tensor or tensor.numel() < at_once:
             kwargs["device"] = device
             return func(*args, **kwargs)
         if len(self.deferred) >= self.cleanup_threshold:

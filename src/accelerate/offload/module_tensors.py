@@ -13,6 +13,7 @@ from torch import nn
 
 from accelerate import device as devices
 from accelerate.core.errors import OffloadError, PrepareError, nearest
+from accelerate.core.user_warning import warn_user
 from accelerate.offload.offload_folder import load_offloaded_weight
 from accelerate.offload.offloaded_tensor import (
     HostMemoryWeightSource,
@@ -50,12 +51,16 @@ def as_device(device: DeviceLike) -> torch.device:
 
 
 def check_device_same(first_device: DeviceLike, second_device: DeviceLike) -> bool:
-    """Return True when two devices are the same: a type without an index is its current device."""
+    """Return True when two devices are the same: a type without an index is its current device.
+
+    Where there is no device of that type, index 0 is taken for the current one.
+    """
     first, second = as_device(first_device), as_device(second_device)
     if first == second or first.type != second.type:
         return first == second
     if None in (first.index, second.index):
-        current = devices.get(first.type).current()
+        driver = devices.get(first.type)
+        current = driver.current() if driver.count() else 0
         return current in (first.index, second.index)
     return False
 
@@ -162,6 +167,7 @@ def set_module_tensor_to_device(
         device: where to; ``"meta"`` drops the values.
         value: other values.
         dtype: of the new tensor, if it is floating point; otherwise other values get that of the old one.
+            A weight that keeps its values and device is not converted to integers, and a warning says so.
         fp16_statistics: the scales that go with 8-bit values.
         tied_params_map: address of a tensor -> device -> its copy there. A tied tensor is copied once.
         non_blocking: do not wait for the copy.
@@ -186,7 +192,7 @@ def set_module_tensor_to_device(
             fix="pass them as value",
         )
     if not has_value and dtype is not None and old.is_floating_point():
-        new = new.to(_dtype(dtype))
+        new = _cast_own_values(tensor_name, new, target, _dtype(dtype))
     address = address_of(new if has_value else old)
     shared = (tied_params_map or {}).get(address) if target.type != "meta" else None
     with torch.no_grad():
@@ -219,6 +225,16 @@ def _check_values(
     if dtype is None:
         return value.to(old.dtype)
     return value.to(_dtype(dtype)) if value.is_floating_point() else value
+
+
+def _cast_own_values(
+    name: str, value: torch.Tensor, target: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return floating point values of a tensor in another dtype; leave them where it would truncate them."""
+    if check_device_same(value.device, target) and not (dtype.is_floating_point or dtype.is_complex):
+        warn_user(f"{name} stays {value.dtype}: its values were not truncated to {dtype}; pass a value")
+        return value
+    return value.to(dtype)
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:

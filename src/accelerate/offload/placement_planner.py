@@ -5,7 +5,8 @@ budgets: accelerators, then the CPU, then the disk. They are filled by rules tha
 
 Invariants of every plan that is returned:
 - every tensor has exactly one home, and tied ones the same;
-- no device is asked for more than its budget: weights, buffers, caches and the reserve together;
+- no device is asked for more than its budget: weights, buffers, caches and the reserve together (but
+  buffers that a CPU cannot hold stay there while all weights are on the disk, by ``oversized_blocks``);
 - when something is stored on the CPU or the disk beside accelerators, the one that computes it (the
   executor) has room for the largest of these blocks beside all that it holds.
 """
@@ -35,8 +36,8 @@ class PlacementRules:
             filled; otherwise it counts as full from then on, and the order of the model is kept.
         reserve: device -> bytes that stay free on it, for activations.
         cache: name of a module -> bytes that lie on the device that computes it, for keys and values.
-        oversized_blocks: where a block is larger than every accelerator, the CPU computes the model, with a
-            note; otherwise it is an error.
+        oversized_blocks: where a block is larger than every accelerator, the CPU computes the model, and
+            where the budgets hold nothing, all of it is on the disk, with a note; otherwise it is an error.
     """
 
     no_split: frozenset[str] = frozenset()
@@ -91,7 +92,7 @@ def _checked_budgets(
 ) -> dict[Device, int | float]:
     """Return the budgets, with the disk, checked against the reserve."""
     limits = read_budgets(budgets)
-    if not any(limits.values()):
+    if not any(limits.values()) and (DISK in limits or not rules.oversized_blocks):
         raise SettingError(
             "no device may hold anything",
             why="every budget is 0" if limits else "no budget was given",
@@ -254,7 +255,10 @@ class PlacementSearch:
             trial = self._fill_devices([], None)
         else:
             trial = self._fill_with_pinned([CPU], CPU, fill=True)
-            if trial.pinned > self.room[CPU]:
+            if trial.pinned > self.room[CPU] and self.rules.oversized_blocks:
+                self.room[CPU] = 0  # buffers stay in memory anyhow: no weights beside them
+                trial = self._fill_devices([], None)
+            elif trial.pinned > self.room[CPU]:
                 raise SettingError(
                     f"the CPU's budget of {format_size(self.limits[CPU])} is too small",
                     why=f"{format_size(trial.pinned)} of buffers and caches stay in memory",
@@ -400,6 +404,9 @@ class PlacementSearch:
         """Return notes about the placement: accelerators that hold nothing, and why."""
         if trial.computing_devices == self.accelerators and not trial.offloaded:
             return
+        homes = {home for home in trial.homes if home is not None}
+        if self.rules.oversized_blocks and homes == {DISK}:
+            yield "the budgets hold no part of the model: all of it is on the disk"
         buffers = 0 if self.rules.offload_buffers else sum(group.buffers for group in self.groups)
         for device in self._unused_devices(trial):
             yield (

@@ -66,6 +66,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     """Options of ``torch.nn.parallel.DistributedDataParallel`` (see there), and of its communication hook.
 
     Attributes:
+        bucket_cap_mb: MB of gradients in one all-reduce; None is torch's default.
         comm_hook: compression of gradients for the all-reduce.
         comm_wrapper: half precision around a ``comm_hook`` of the PowerSGD family.
         comm_state_option: arguments of ``PowerSGDState``.
@@ -73,7 +74,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     dim: int = 0
     broadcast_buffers: bool = True
-    bucket_cap_mb: PositiveInt = 25
+    bucket_cap_mb: PositiveInt | None = 25
     find_unused_parameters: bool = False
     check_reduction: bool = False
     gradient_as_bucket_view: bool = False
@@ -401,6 +402,8 @@ def _describe_difference(option: RequestedOption, replica: DistributedDataParall
         return "" if replica._comm_hooks else "there is no comm_hook that it could belong to"
     name, actual = option.name, logged.get(option.name, getattr(replica, option.name, None))
     if name == "bucket_cap_mb":
+        if option.value is None:
+            return ""
         actual = logged["bucket_cap_bytes"] // 2**20
     return "" if actual == option.value else f"the reducer has {actual}"
 

@@ -39,7 +39,7 @@ from accelerate.core.packages import OPERATIONS as STR_OPERATION_TO_FUNC
 from accelerate.core.packages import compare_versions as compare_versions
 from accelerate.core.packages import is_torch_version as is_torch_version
 from accelerate.core.tree import is_namedtuple as is_namedtuple
-from accelerate.core.units import show_bytes as convert_bytes
+from accelerate.core.units import convert_bytes as convert_bytes
 from accelerate.core.value_types import BaseEnum as BaseEnum
 from accelerate.core.value_types import CustomDtype as CustomDtype
 from accelerate.core.value_types import EnumWithContains as EnumWithContains

@@ -7,7 +7,7 @@ from accelerate.checkpoint.weight_files import (
 )
 from accelerate.checkpoint.weight_files import load as load
 from accelerate.checkpoint.weight_files import save as save
-from accelerate.core.units import show_bytes as convert_bytes
+from accelerate.core.units import convert_bytes as convert_bytes
 from accelerate.facade.attribute_utils import get_pretty_name as get_pretty_name
 from accelerate.facade.attribute_utils import merge_dicts as merge_dicts
 from accelerate.facade.attribute_utils import recursive_getattr as recursive_getattr

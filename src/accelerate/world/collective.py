@@ -271,10 +271,10 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
 
     Raises:
         CollectiveError: structure, dtypes or shapes differ between ranks.
-        PrepareError: a leaf is not a tensor.
+        PrepareError: a leaf is not a tensor, on several ranks.
     """
     if world_size() == 1:
-        return recursively_apply(lambda leaf: leaf, tensor, error_on_other_type=True)
+        return tensor
     packed = PackedTree.pack("broadcast", tensor)
     with packed.channel.lock:
         values = None

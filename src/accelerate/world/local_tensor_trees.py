@@ -76,7 +76,7 @@ def recursively_apply(
 
 def send_to_device(
     tensor: Any,
-    device: torch.device | str | int,
+    device: torch.device | str | int | None,
     non_blocking: bool = False,
     skip_keys: str | list[str] | None = None,
 ) -> Any:
@@ -84,15 +84,15 @@ def send_to_device(
 
     Args:
         tensor: a tensor or a tree of tensors.
-        device: the target device.
+        device: the target device; a ``to`` method gets it as it is. None leaves tensors where they are.
         non_blocking: do not wait for the copy (needs pinned host memory to have an effect).
         skip_keys: keys of mappings, at any depth, whose values stay where they are.
     """
     skipped_keys = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
-    return _move(tensor, torch.device(device), non_blocking, skipped_keys)
+    return _move(tensor, device, non_blocking, skipped_keys)
 
 
-def _move(value: Any, device: torch.device, non_blocking: bool, kept: tuple[str, ...]) -> Any:
+def _move(value: Any, device: Any, non_blocking: bool, kept: tuple[str, ...]) -> Any:
     if isinstance(value, torch.Tensor):
         # Comparing devices costs a tenth of a call that then moves nothing.
         return value if value.device == device else value.to(device, non_blocking=non_blocking)
@@ -112,12 +112,10 @@ def _move(value: Any, device: torch.device, non_blocking: bool, kept: tuple[str,
 
 
 def _move_by_method(value: Any, device: Any, non_blocking: bool) -> Any:
-    if non_blocking:
-        try:
-            return value.to(device, non_blocking=True)
-        except TypeError:  # its `to` takes only the device
-            pass
-    return value.to(device)
+    try:
+        return value.to(device, non_blocking=non_blocking)
+    except TypeError:  # its `to` takes only the device
+        return value.to(device)
 
 
 def get_data_structure(data: Any) -> Any:

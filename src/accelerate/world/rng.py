@@ -78,6 +78,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """
     import torch
 
+    seed = int(seed) if isinstance(seed, bool) else seed  # torch takes no bool
     if device_specific:
         seed += get_rank_info()[0]
     device = _all_devices()[-1]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from accelerate.core.argument_checks import check_arguments
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import keep_requests
-from accelerate.core.setting import describe_fields, load_fields
+from accelerate.core.setting import declared_settings, describe_fields, load_fields
 from accelerate.precision.recipes.fp8 import MSAMPOptions
 
 
@@ -23,3 +24,8 @@ class MSAMPRecipeKwargs(MSAMPOptions, KwargsHandler):
 
     def __post_init__(self) -> None:
         keep_requests(self, load_fields(self, MSAMPOptions))
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the fields that differ from MS-AMP's own defaults, also where a variable set them."""
+        defaults = {row.field: row.fallback for row in declared_settings(MSAMPOptions)}
+        return {name: value for name, value in self.to_dict().items() if value != defaults[name]}

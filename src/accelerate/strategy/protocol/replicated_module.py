@@ -30,12 +30,13 @@ class ReplicaProgress:
     Attributes:
         replica: a weak reference to torch's object.
         names, params: those that the reducer averages, in its order.
+        is_in_call: the replica is being called, and its forward is the user's.
         is_armed: a forward has made the reducer wait for a backward, which has not come yet.
         reached: not empty if a backward has reached the replica just now.
         buffers_differ: the last forward was one in training.
     """
 
-    __slots__ = ("buffers_differ", "is_armed", "names", "params", "reached", "replica")
+    __slots__ = ("buffers_differ", "is_armed", "is_in_call", "names", "params", "reached", "replica")
 
     def __init__(self, replica: DistributedDataParallel) -> None:
         self.replica: Callable[[], DistributedDataParallel | None] = weakref.ref(replica)
@@ -44,7 +45,7 @@ class ReplicaProgress:
             (n, p) for n, p in replica.module.named_parameters() if p.requires_grad and n not in ignored
         ]
         self.names, self.params = [n for n, _ in trained], WeakIdKeyDictionary({p: None for _, p in trained})
-        self.is_armed, self.buffers_differ = False, False
+        self.is_armed, self.buffers_differ, self.is_in_call = False, False, False
         self.reached: set[torch.Tensor] = set()
         if trained:
             # A built-in function, for it runs in every backward; one parameter stands for all.
@@ -106,12 +107,13 @@ class ReplicatedModule:
             if explained is None:
                 raise
             raise explained from error
-        outer = DistributedDataParallel._active_ddp_module  # of a model in which this one is a part
-        DistributedDataParallel._active_ddp_module = replica
+        # Of a model in which this one is a part, and of one that calls itself.
+        outer = DistributedDataParallel._active_ddp_module, progress.is_in_call
+        DistributedDataParallel._active_ddp_module, progress.is_in_call = replica, True
         try:
             output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         finally:
-            DistributedDataParallel._active_ddp_module = outer
+            DistributedDataParallel._active_ddp_module, progress.is_in_call = outer
         output = replica._post_forward(output)
         if replica.require_backward_grad_sync and torch.is_grad_enabled():
             progress.is_armed = True
@@ -177,11 +179,11 @@ def replica_of(module: nn.Module) -> DistributedDataParallel | None:
 
 
 def _synchronized_forward(module_class: type[nn.Module]) -> Callable[..., Any]:
-    """Return a ``forward`` that is a call of the replica, unless it runs in one: as that of torch's wrapper."""
+    """Return a ``forward`` that is a call of the replica, unless it runs in one, as in torch's wrapper."""
 
     @functools.wraps(module_class.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if DistributedDataParallel._active_ddp_module is self._replica:
+        if self._progress.is_in_call:
             return module_class.forward(self, *args, **kwargs)
         return self(*args, **kwargs)
 
