@@ -208,6 +208,21 @@ def by_launcher() -> tuple[str, bool, Any]:
     return accelerator.strategy.name, plugin.reshard_after_forward, type(model.layers[0]).__name__
 
 
+def variables_for_transformers(efficient: bool) -> tuple[str | None, ...]:
+    """The two by which transformers' ``is_fsdp_enabled`` knows that rank 0 alone reads weights."""
+    import os
+
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=efficient))
+    return os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING")
+
+
+def test_a_plugin_lets_transformers_read_weights_on_rank_0_alone(ranks: RankServer) -> None:
+    assert same_on_all(ranks(2, variables_for_transformers, True)) == ("true", "True")
+    assert same_on_all(ranks(2, variables_for_transformers, False)) == (None, "False")
+
+
 def test_the_variables_of_a_launcher_ask_for_it(ranks: RankServer) -> None:
     """F3. The second case is what the launcher of 1.x always writes, with version 2."""
     ask = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}

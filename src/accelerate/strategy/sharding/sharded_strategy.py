@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accelerate.core import environ
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.base import (
     NO_CONTEXT,
@@ -67,6 +68,9 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor):
         self.plugin: FullyShardedDataParallelPlugin = (
             plugins[0] if plugins else FullyShardedDataParallelPlugin()
         )
+        if self.plugin.cpu_ram_efficient_loading:
+            # transformers reads pretrained weights on rank 0 alone where both variables say so.
+            environ.set_variables({"ACCELERATE_USE_FSDP": "true"})
         # In the order of ``prepare``, which all ranks share: collectives follow it.
         self.models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         # New parameters by the replaced ones, which optimizers may still hold.
