@@ -10,7 +10,12 @@ from typing import Any
 from accelerate.core.errors import CheckpointError, SettingError
 from accelerate.strategy.deepspeed import full_state
 from accelerate.strategy.deepspeed.engine_handle import EngineHandle, replicate_buffers
-from accelerate.strategy.deepspeed.zero_checkpoint import ZeroCheckpoint, find_unsupported_file
+from accelerate.strategy.deepspeed.zero_checkpoint import (
+    MARK_FILE,
+    ZeroCheckpoint,
+    find_unsupported_file,
+    read_mark,
+)
 from accelerate.strategy.protocol.replicated_buffers import settle_buffers
 from accelerate.world.world import World
 
@@ -19,7 +24,6 @@ _LOADS = (
     *("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only"),
     "custom_load_fn",
 )
-_MARK = "accelerate_engine.json"
 
 
 def folder_name(index: int) -> str:
@@ -56,8 +60,9 @@ class DeepSpeedEngineCheckpointer:
         self.handle.engine.save_checkpoint(str(folder), tag=self.name, **self.options)
         tag_folder = folder / self.name
         if self.world.rank == 0:
-            facts = {**self._layout, "optimizer": _describe_optimizer(self.handle)}
-            (tag_folder / _MARK).write_text(json.dumps(facts), encoding="utf-8")
+            ties = full_state.tied_names(self.handle.module)
+            facts = {**self._layout, "optimizer": _describe_optimizer(self.handle), "tied": ties}
+            (tag_folder / MARK_FILE).write_text(json.dumps(facts), encoding="utf-8")
         return self._own_file_names(folder)
 
     @property
@@ -82,7 +87,8 @@ class DeepSpeedEngineCheckpointer:
             return ""
         strict = bool(self.options.get("load_module_strict", True))
         own = {name: value.shape for name, value in full_state.shape_template(self.handle.module).items()}
-        saved = {name: shape for name, (_, shape) in ZeroCheckpoint(folder / self.name).shapes.items()}
+        checkpoint = self._open_checkpoint(folder / self.name)
+        saved = {name: shape for name, (_, shape) in checkpoint.shapes.items()}
         wrong = [
             f"{name} was saved with the shape {tuple(saved[name])}, and has {tuple(own[name])}"
             for name in saved.keys() & own.keys()
@@ -90,11 +96,14 @@ class DeepSpeedEngineCheckpointer:
         ]
         wrong += [f"{name} was not saved" for name in own.keys() - saved.keys() if strict]
         wrong += [f"{name} is not in the model" for name in saved.keys() - own.keys() if strict]
-        return "; ".join(sorted(wrong)[:6]) or self._compare_optimizer(_read_mark(folder / self.name))
+        return "; ".join(sorted(wrong)[:6]) or self._compare_optimizer(read_mark(folder / self.name))
 
-    def _compare_optimizer(self, facts: dict[str, Any] | None) -> str:
+    def _open_checkpoint(self, tag_folder: Path) -> ZeroCheckpoint:
+        return ZeroCheckpoint(tag_folder, tied_names=full_state.tied_names(self.handle.module))
+
+    def _compare_optimizer(self, facts: dict[str, Any]) -> str:
         """Return why the saved optimizer state does not fit; empty where that was not recorded."""
-        saved, own = (facts or {}).get("optimizer"), _describe_optimizer(self.handle)
+        saved, own = facts.get("optimizer"), _describe_optimizer(self.handle)
         only = self.options.get("load_module_only") or not self.options.get("load_optimizer_states", True)
         if saved is None or own is None or only:
             return ""
@@ -105,7 +114,7 @@ class DeepSpeedEngineCheckpointer:
                 f"it has the state of {saved['class']} ({', '.join(surplus[:5])}), and the optimizer is "
                 f"{own['class']} ({', '.join(lacking[:5])})"
             )
-        same_layout = facts is not None and self._layout.items() <= facts.items()
+        same_layout = self._layout.items() <= facts.items()
         if same_layout and saved["groups"] != own["groups"]:
             return f"it has groups of {saved['groups']} parameters, and the optimizer has {own['groups']}"
         return ""
@@ -121,14 +130,13 @@ class DeepSpeedEngineCheckpointer:
         """
         _check_options(self.options, _LOADS, "load_state")
         tag_folder = folder / self.name
-        mark = _read_mark(tag_folder)
-        facts = _written_layout(tag_folder, self._layout) if mark is None else mark
+        facts = read_mark(tag_folder) or _written_layout(tag_folder, self._layout)
         if self._layout.items() <= facts.items():
             path, _ = self.handle.engine.load_checkpoint(str(folder), tag=self.name, **self.options)
             if path is None:
                 raise CheckpointError(f"DeepSpeed found nothing to load in {tag_folder}")
         else:
-            self._load_resharded(ZeroCheckpoint(tag_folder))
+            self._load_resharded(self._open_checkpoint(tag_folder))
         # In stage 3 each rank has saved its own.
         replicate_buffers(self.handle.module)
         self.handle.clear_gradients()
@@ -174,12 +182,6 @@ def _describe_optimizer(handle: EngineHandle) -> dict[str, Any] | None:
     options = sorted({name for group in handle.optimizer.param_groups for name in group} - {"params"})
     groups = [len(group) for group in handle.groups]
     return {"class": type(handle.optimizer).__name__, "options": options, "groups": groups}
-
-
-def _read_mark(folder: Path) -> dict[str, Any] | None:
-    """Return the layout and the optimizer of a saved engine; None for a folder of DeepSpeed alone."""
-    mark = folder / _MARK
-    return json.loads(mark.read_text(encoding="utf-8")) if mark.is_file() else None
 
 
 def _written_layout(folder: Path, here: dict[str, int]) -> dict[str, int]:

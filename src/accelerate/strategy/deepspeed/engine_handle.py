@@ -13,6 +13,7 @@ from torch import nn
 
 from accelerate.core import environ, tree
 from accelerate.core.errors import PrepareError, SettingError
+from accelerate.strategy.deepspeed import reduced_gradients
 from accelerate.strategy.deepspeed.config_tree import DummyOptim, DummyScheduler, as_param_groups
 from accelerate.strategy.deepspeed.config_tree import get_key as config_value
 from accelerate.strategy.protocol.replicated_buffers import broadcast_tensors, sync_buffers
@@ -36,6 +37,7 @@ class EngineHandle:
         has_gradients: whether a backward has run since gradients were used or cleared.
         window_complete: whether the last backward was the last of its window.
         grad_factor: the factor for gradients when they are used, set for a short window.
+        reduced: the gradients of complete backwards, while another one runs.
         hooks: the hooks on the module besides DeepSpeed's own.
         trained: of the parameters in ``groups``, which trained when DeepSpeed took them.
     """
@@ -49,6 +51,7 @@ class EngineHandle:
     has_gradients: bool = False
     window_complete: bool = False
     grad_factor: float = 1.0
+    reduced: reduced_gradients.ReducedGradients = field(default_factory=dict)
     hooks: list[Any] = field(default_factory=list)
     trained: list[bool] = field(init=False)
 
@@ -77,12 +80,24 @@ class EngineHandle:
     # --- one window
 
     def backward(self, loss: torch.Tensor, *, complete: bool, **kwargs: Any) -> None:
-        """Run the backward pass of a loss that is divided already; reduce gradients when ``complete``."""
+        """Run the backward pass of a loss that is divided already; reduce gradients when ``complete``.
+
+        Raises:
+            PrepareError: it comes after a complete one, and the gradients of both cannot be added up.
+        """
+        if self.has_gradients and self.window_complete:
+            self.reduced = reduced_gradients.take_reduced(self.engine_optimizer)
+        reduced_gradients.begin_backward(self.engine_optimizer)
         self.engine.set_gradient_accumulation_boundary(complete)
         # In a short window only this loss was divided by the window's true number of micro-batches.
         share = loss if self.grad_factor == 1.0 else loss / self.grad_factor
         self.has_gradients, self.window_complete = True, complete
         self.engine.backward(share, scale_wrt_gas=False, **kwargs)
+        if complete:
+            reduced_gradients.finish_window(self.engine_optimizer)
+        if complete and self.reduced:
+            reduced_gradients.add_reduced(self.engine_optimizer, self.reduced)
+            self.reduced = {}
 
     def step(self) -> None:
         """Take the step, and clear gradients.
@@ -104,8 +119,10 @@ class EngineHandle:
         self.engine.set_gradient_accumulation_boundary(True)
         with _gradient_scale_override(self.engine_optimizer, self.grad_factor):
             if self.grad_factor != 1.0 and not hasattr(self.engine_optimizer, "loss_scaler"):
-                _multiply(self.module.parameters(), self.grad_factor)
+                own = getattr(self.engine_optimizer, "fp32_groups_gradients_flat", ())
+                _multiply(own or (p.grad for p in self.module.parameters()), self.grad_factor)
             self.engine.step()
+        reduced_gradients.clear_reduced(self.engine_optimizer)
         self.has_gradients, self.grad_factor = False, 1.0
         self._set_clipping(self.clip_norm)
 
@@ -125,7 +142,7 @@ class EngineHandle:
         """Clear gradients that were never used."""
         if not self.has_gradients:
             return
-        self.has_gradients, self.grad_factor = False, 1.0
+        self.has_gradients, self.grad_factor, self.reduced = False, 1.0, {}
         inner = self.engine_optimizer
         if hasattr(inner, "averaged_gradients"):
             inner.zero_grad(set_to_none=True)
@@ -134,9 +151,10 @@ class EngineHandle:
         if hasattr(inner, "clear_hp_grads"):
             inner.clear_hp_grads()
         elif self.stage in (1, 2):
-            self._clear_reduced()
+            self._clear_window()
+        reduced_gradients.clear_reduced(self.engine_optimizer)
 
-    def _clear_reduced(self) -> None:
+    def _clear_window(self) -> None:
         # Stages 1 and 2 have reduced already; this is what DeepSpeed itself does after an overflow.
         inner = self.engine_optimizer
         inner.micro_step_id = -1
@@ -211,10 +229,10 @@ def _grad_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
-def _multiply(parameters: Iterable[torch.Tensor], factor: float) -> None:
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor)
+def _multiply(gradients: Iterable[torch.Tensor | None], factor: float) -> None:
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.mul_(factor)
 
 
 # --- making one
@@ -290,10 +308,14 @@ def make_engine(model: nn.Module, config: Mapping[str, Any], optimizer: Any, sch
     elif scheduler is not None:
         arguments["lr_scheduler"] = scheduler
     user_groups = [list(group["params"]) for group in groups]
+    configured = str(config_value(config, "optimizer.type")).lower()
+    if isinstance(optimizer, torch.optim.Adagrad) or configured == "adagrad":
+        _mark_unlinked(user_groups, config)
     engine, _, _, schedule = deepspeed.initialize(**arguments)
     handle = EngineHandle(
         engine, dict(config), getattr(engine, "basic_optimizer", None), user_groups, schedule
     )
+    _restore_adagrad(handle)
     _track_groups(engine)
     handle.clip_norm = float(engine.gradient_clipping() or 0.0)
     dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16 if engine.fp16_enabled() else None
@@ -304,6 +326,34 @@ def make_engine(model: nn.Module, config: Mapping[str, Any], optimizer: Any, sch
     if handle.stage == 3:
         handle.hooks.append(_guard_state_dict(engine))
     return handle
+
+
+def _mark_unlinked(groups: Iterable[list[Any]], config: Mapping[str, Any]) -> None:
+    """Mark parameters as without a vector, until ``_restore_adagrad`` links those of each group to theirs."""
+    if config_value(config, "zero_optimization.stage") in (1, 2):
+        for parameter in chain(*groups):
+            parameter._hp_mapping = None
+
+
+def _restore_adagrad(handle: EngineHandle) -> None:
+    """Put the user's ``torch.optim.Adagrad`` back, which ZeRO replaces by one of a single group.
+
+    Groups keep their options, and schedules act on the optimizer that steps.
+    """
+    inner, optimizer = handle.engine_optimizer, handle.optimizer
+    if not isinstance(optimizer, torch.optim.Adagrad) or getattr(inner, "optimizer", optimizer) is optimizer:
+        return
+    optimizer.state.clear()
+    optimizer.state.update(inner.optimizer.state)
+    inner.optimizer = optimizer
+    owners = getattr(inner, "sub_group_to_group_id", range(len(optimizer.param_groups)))
+    for number, values in enumerate(optimizer.state.values()):
+        values["sum"].fill_(optimizer.param_groups[owners[number]]["initial_accumulator_value"])
+    if handle.stage < 3:
+        inner._link_all_hp_params()
+        inner._param_slice_mappings = inner._create_param_mapping()
+        if inner.cpu_offload:
+            inner._create_optimizer_mapping()
 
 
 def _track_groups(engine: Any) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.base import PrepareBundle
-from accelerate.strategy.deepspeed.config_tree import DummyOptim, as_param_groups
+from accelerate.strategy.deepspeed.config_tree import DummyOptim, as_param_groups, get_key
 from accelerate.strategy.deepspeed.engine_config import DeepSpeedConfigInputs, EngineConfig, build_config
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def engine_specs(context: DeepSpeedPrepareContext, bundle: PrepareBundle) -> Ite
         if len(optimizers) > 1:
             raise _several_optimizers_error(f"{len(optimizers)} optimizers for one {type(model).__name__}")
         for optimizer in optimizers:
-            _refuse_shared_optimizer(optimizer, model, models)
+            _refuse_shared_optimizer(optimizer, model, [*models, *(handle.module for handle in engines)])
         left = [o for o in left if o not in optimizers]
         if existing_handle is None or optimizers:
             pairs.append((model, optimizers[0] if optimizers else None))
@@ -92,6 +93,7 @@ def engine_specs(context: DeepSpeedPrepareContext, bundle: PrepareBundle) -> Ite
         )
         if handle is None:
             raise _stray_optimizer_error(optimizer)
+        _refuse_shared_optimizer(optimizer, handle.module, [each.module for each in engines])
         pairs.append((handle.engine, optimizer))
     for model, optimizer in pairs:
         engine_scheduler = next(
@@ -118,7 +120,56 @@ def _make_spec(
         optimizer,
         scheduler,
     )
-    return EngineSpec(model, optimizer, scheduler, build_config(context.plugin, inputs))
+    engine_config = build_config(context.plugin, inputs)
+    _refuse_unsupported_params(inputs.model, optimizer, engine_config.config)
+    return EngineSpec(model, optimizer, scheduler, engine_config)
+
+
+def _refuse_unsupported_params(model: nn.Module, optimizer: Any, config: Mapping[str, Any]) -> None:
+    """Refuse parameters that DeepSpeed fails on later, without their names.
+
+    Raises:
+        PrepareError: one has no dimensions, no elements in stage 3, or a dtype that does not go with others.
+    """
+    stage = get_key(config, "zero_optimization.stage")
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0 and not hasattr(parameter, "ds_id"):
+            raise PrepareError(
+                f"the parameter {name} has 0 dimensions",
+                why="DeepSpeed broadcasts parameters as bytes, and needs at least one dimension",
+                fix="make it a vector of one element: nn.Parameter(torch.ones(1))",
+            )
+        if stage == 3 and not getattr(parameter, "ds_numel", parameter.numel()):
+            raise PrepareError(
+                f"the parameter {name} has no elements",
+                why="stage 3 does not all-gather it, and then finds it partitioned in the forward",
+                fix="leave it out of the model, make it a buffer, or use stage 2",
+            )
+    is_cast = any(get_key(config, f"{half}.enabled") is True for half in ("fp16", "bf16"))
+    if not is_cast and optimizer is not None:
+        _refuse_mixed_dtypes(model, optimizer, config)
+
+
+def _refuse_mixed_dtypes(model: nn.Module, optimizer: Any, config: Mapping[str, Any]) -> None:
+    stage = get_key(config, "zero_optimization.stage")
+    # DeepSpeed casts the shards that it keeps on the host.
+    is_strict = stage == 3 and get_key(config, "zero_optimization.offload_param.device") in (None, "none")
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = [[p for p in group["params"] if p in names and p.requires_grad] for group in _groups(optimizer)]
+    why = "in stages 1 and 2 the parameters of a group become one vector, of one dtype"
+    fix = "give them one dtype, such as model.float(), or give each dtype a group of its own"
+    if stage == 0:
+        groups = [[p] for group in groups for p in group if p.dtype is torch.float64]
+        why, fix = "stage 0 does not reduce gradients in float64", "use model.float(), or another stage"
+    elif stage == 3:
+        groups = [[p for group in groups for p in group]]
+        why = "stage 3 keeps the shards of all trained parameters in one vector, of one dtype"
+        fix = "give them one dtype, such as model.float()"
+    for group in groups:
+        first_names = {p.dtype: names[p] for p in reversed(group)}
+        if stage == 0 or (len(first_names) > 1 and (is_strict or torch.float64 in first_names)):
+            listed = ", ".join(f"{name} in {dtype}" for dtype, name in first_names.items())
+            raise PrepareError(f"DeepSpeed cannot train {listed} in stage {stage}", why=why, fix=fix)
 
 
 def _micro_batch_size(context: DeepSpeedPrepareContext, loader: Any) -> int | None:
@@ -141,9 +192,12 @@ def _user_optimizer(optimizer: Any) -> Any:
 
 
 def _optimizer_params(optimizer: Any) -> set[Any]:
-    dummy = isinstance(optimizer, DummyOptim)
-    groups = as_param_groups(optimizer.params) if dummy else optimizer.param_groups
-    return {parameter for group in groups for parameter in group["params"]}
+    return {parameter for group in _groups(optimizer) for parameter in group["params"]}
+
+
+def _groups(optimizer: Any) -> list[dict[str, Any]]:
+    stands_in = isinstance(optimizer, DummyOptim)
+    return as_param_groups(optimizer.params) if stands_in else optimizer.param_groups
 
 
 def _trains_model(optimizer: Any, model: nn.Module, alone: bool = False) -> bool:
@@ -178,7 +232,7 @@ def _refuse_shared_optimizer(optimizer: Any, model: nn.Module, models: list[nn.M
         PrepareError: it has.
     """
     others = _optimizer_params(optimizer) - set(model.parameters())
-    shared = [each for each in models if each is not model and not others.isdisjoint(each.parameters())]
+    shared = [each for each in models if not others.isdisjoint(each.parameters())]
     if shared:
         raise PrepareError(
             f"one {type(optimizer).__name__} has parameters of two models, a {type(model).__name__} and a "

@@ -45,8 +45,8 @@ class ParamFragment:
 
 
 def trained_params(handle: EngineHandle) -> list[torch.Tensor]:
-    """Return the parameters that the optimizer changes, in the order of its groups."""
-    return [p for group in handle.groups for p in group if p.requires_grad]
+    """Return the parameters that the optimizer changes, in the order of its groups; none without elements."""
+    return [p for group in handle.groups for p in group if p.requires_grad and _numel(p)]
 
 
 def local_fragments(handle: EngineHandle) -> dict[int, ParamFragment]:
@@ -185,6 +185,13 @@ def shape_template(module: nn.Module) -> dict[str, Any]:
     # One element of memory for each: ties are detected by it.
     like = {key: torch.empty(1).expand(_numel(p)).view(_shape(p)) for key, p in partitioned.items()}
     return {name: like.get(id(value), value) for name, value in state.items()}
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Return the further names of tied parameters, each with the first name of its parameter."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: names[id(p)] for name, p in every if names[id(p)] != name}
 
 
 @torch.no_grad()
@@ -337,7 +344,9 @@ def load_optimizer(handle: EngineHandle, state: Mapping[str, Any]) -> None:
         CheckpointError: it is of another number of parameters.
     """
     if not has_fp32_copies(handle):
-        handle.optimizer.load_state_dict(dict(state))
+        # torch copies mappings by their class, and those of a checkpoint are read lazily.
+        states = {number: dict(values) for number, values in state["state"].items()}
+        handle.optimizer.load_state_dict({**state, "state": states})
         return
     _require_fragments(handle)
     saved = [number for group in state["param_groups"] for number in group["params"]]

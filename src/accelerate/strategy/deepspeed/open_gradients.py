@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accelerate.strategy.deepspeed.reduced_gradients import STAGE3_PARTITIONS
 from accelerate.strategy.protocol.gradient_sync import GradientPiece, OpenGradients, whole_piece
 
 if TYPE_CHECKING:
     from accelerate.strategy.deepspeed.engine_handle import DeepSpeedEngineRegistry, EngineHandle
     from accelerate.strategy.deepspeed.full_state import ParamFragment
-
-_STAGE3_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
 class DeepSpeedOpenGradients(OpenGradients):
@@ -70,12 +69,14 @@ _REQUIRED_ATTRIBUTES = {
         *("gradient_accumulation_dtype", "_use_compact_grad_partition_buffer"),
         "_build_compact_grad_partition_buffer",
     ),
-    3: (_STAGE3_PARTITIONS, "micro_step_id"),
+    3: (STAGE3_PARTITIONS, "micro_step_id"),
 }
 
 
 def has_known_buffers(handle: EngineHandle) -> bool:
-    """Return whether this version of DeepSpeed has its buffers where this module looks for them."""
+    """Return whether all open gradients are where this module looks for them in DeepSpeed's buffers."""
+    if handle.reduced and not handle.window_complete:
+        return False  # beside a micro-batch in no_sync after a complete one
     inner = handle.engine_optimizer
     others = ("zenflow", "low_precision_master_weights_and_grads")  # keep gradients in other buffers
     if any(getattr(inner, option, False) for option in others):
@@ -187,7 +188,7 @@ def _find_reduced_gradient(handle: EngineHandle, fragment: ParamFragment) -> tor
     """Return the part of DeepSpeed's buffer with the reduced gradient of a fragment; one dimension."""
     inner, parameter = handle.engine_optimizer, fragment.parameter
     if handle.stage == 3:
-        partitions = getattr(inner, _STAGE3_PARTITIONS)
+        partitions = getattr(inner, STAGE3_PARTITIONS)
         return partitions[parameter.ds_id].narrow(0, 0, fragment.numel)  # type: ignore[attr-defined]
     within_param = slice(fragment.param_start, fragment.param_start + fragment.numel)
     if inner.cpu_offload:
@@ -207,7 +208,7 @@ def _prepare_buffers(handle: EngineHandle) -> None:
     """Make buffers of zeros for the reduced gradients of this rank, which the next backward adds to."""
     inner = handle.engine_optimizer
     if handle.stage == 3:
-        for partition in getattr(inner, _STAGE3_PARTITIONS).values():
+        for partition in getattr(inner, STAGE3_PARTITIONS).values():
             partition.zero_()
         inner.micro_step_id = 1  # 0 would replace what is there
         return

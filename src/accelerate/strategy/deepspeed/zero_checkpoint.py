@@ -10,6 +10,7 @@ Source: DeepSpeed 0.19, ``deepspeed/utils/zero_to_fp32.py``, which joins the wei
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
 import re
@@ -23,6 +24,8 @@ import torch
 from accelerate.core.errors import CheckpointError
 from accelerate.core.pickle_scan import DAMAGE_ERRORS, refuse_special_file, scan_torch_file
 
+# Beside DeepSpeed's files: stage, world size, the optimizer's class and groups, and tied parameters.
+MARK_FILE = "accelerate_engine.json"
 K = TypeVar("K")
 V = TypeVar("V")
 # The processes whose vectors hold a parameter, with where its piece begins and ends: (process, begin, end).
@@ -61,6 +64,7 @@ class ZeroCheckpoint:
     Args:
         folder: DeepSpeed's folder.
         index: the number of its model in the checkpoint.
+        tied_names: ties of the model that will load it, for folders that do not tell them.
 
     Raises:
         CheckpointError: files are missing, or have an unknown form.
@@ -76,24 +80,34 @@ class ZeroCheckpoint:
         has_optimizer_state: whether there is an optimizer's state.
     """
 
-    def __init__(self, folder: Path, index: int = 0) -> None:
+    def __init__(self, folder: Path, index: int = 0, tied_names: Mapping[str, str] | None = None) -> None:
         self.folder, self.index = folder, index
         self._model_files, self._optimizer_files = _model_files(folder), _find_optimizer_files(folder)
         self.rank0_state: dict[str, Any] = _load_file(self._model_files[0])
         try:
-            self._read_layout()
+            self._read_layout(tied_names or {})
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise self._unknown_form_error(f"{type(error).__name__}: {error}") from error
 
-    def _read_layout(self) -> None:
+    def _read_layout(self, model_ties: Mapping[str, str]) -> None:
         self.processes = len(self._optimizer_files) or int(self.rank0_state.get("dp_world_size") or 1)
         if self._optimizer_files and self.rank0_state.get("param_shapes") is None:
             raise self._unknown_form_error("it does not say which parameters the vectors hold")
-        self.tied_names: Mapping[str, str] = dict(self.rank0_state.get("shared_params") or {})
+        self.tied_names: Mapping[str, str] = dict(self._read_ties(model_ties))
         self.shapes: Mapping[str, tuple[torch.dtype, torch.Size]] = dict(self._read_shapes())
         self.has_optimizer_state = bool(self._optimizer_files) or isinstance(
             self.rank0_state.get("optimizer"), Mapping
         )
+
+    def _read_ties(self, model_ties: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+        """Yield tied names, also those of a module that is registered twice, which DeepSpeed leaves out."""
+        saved_names = {name for group in self._param_groups for name in group}
+        saved_names |= (self.rank0_state.get("frozen_param_shapes") or {}).keys()
+        ties = {**model_ties, **read_mark(self.folder).get("tied", {})}
+        yield from (
+            (name, first) for name, first in ties.items() if name not in saved_names and first in saved_names
+        )
+        yield from (self.rank0_state.get("shared_params") or {}).items()
 
     def _unknown_form_error(self, why: str) -> CheckpointError:
         return CheckpointError(
@@ -229,6 +243,7 @@ class ZeroCheckpoint:
             flats = vectors[process] if group is None else [vectors[process][group]]
             lengths = [flat.numel() for flat in flats]
             pieces += [flats[i][start:stop] for i, start, stop in _split_span(lengths, begin, end)]
+        pieces = pieces or [vectors[0][0][:0]]  # a parameter without elements
         return torch.cat(pieces)[: shape.numel()].view(shape)
 
     # --- the optimizer
@@ -325,6 +340,12 @@ class ZeroCheckpoint:
             else:
                 param_state[key] = value.clone() if isinstance(value, torch.Tensor) else value
         return param_state
+
+
+def read_mark(folder: Path) -> dict[str, Any]:
+    """Return what was recorded of a saved engine; empty for a folder of DeepSpeed alone."""
+    mark = folder / MARK_FILE
+    return json.loads(mark.read_text(encoding="utf-8")) if mark.is_file() else {}
 
 
 def _split_span(lengths: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int, int]]:
