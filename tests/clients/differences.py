@@ -47,9 +47,6 @@ LISTED: dict[str, str] = {
     # --- random
     r"random: no generator": "a ValueError that says what to give; there a bare assertion",
     # --- the Accelerator
-    r"accelerator: \w+\.delayed_fp8_autocast": "how 8-bit autocast is attached is no attribute",
-    r"accelerator: \w+\.flag_tensor": "how triggers travel is no attribute",
-    r"accelerator: \w+\.rng_types": _RNG,
     r"(accelerator|loaders): .*\.device": "a CPU has no number, on several processes either",
     r"accelerator: \w+\.ddp_handler": (
         "what replicas will be made with, given or not; it can be changed in place"

@@ -103,15 +103,16 @@ def test_bf16_trains_to_the_numbers_of_autocast(ranks: RankServer) -> None:
     assert {value.dtype for value in ours[2].values()} == {torch.float32}
 
 
-def test_fp16_scales_and_skips_together(ranks: RankServer) -> None:
-    """B6: the first scale overflows float16, on all ranks."""
-    ours = same_on_all(ranks(2, train_with_overflow))
+@pytest.mark.parametrize("assigned", [False, True])
+def test_fp16_scales_and_skips_together(ranks: RankServer, assigned: bool) -> None:
+    """B6: the first scale overflows float16, on all ranks; also that of a scaler that the user assigned."""
+    ours = same_on_all(ranks(2, train_with_overflow, assigned))
     assert ours["skipped"] > 0
     assert not ours["skipped_last"]
     assert ours["finite"]
 
 
-def train_with_overflow() -> dict[str, Any]:
+def train_with_overflow(assigned: bool) -> dict[str, Any]:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import GradScalerKwargs
 
@@ -122,6 +123,8 @@ def train_with_overflow() -> dict[str, Any]:
     )
     model = tiny()
     model, optimizer = accelerator.prepare(model, adamw(model))
+    if assigned:
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
     for words in batches(30):
         loss = loss_of(model, share(words, accelerator.process_index, 2))
         accelerator.backward(loss)

@@ -306,6 +306,16 @@ INTERNALS = (
         },
     ),
     Internals(
+        "autocast in a graph",
+        ("precision/autocast.py",),
+        {
+            "torch._dynamo.symbolic_convert": "InstructionTranslator.current_tx",
+            "torch._dynamo.variables.ctx_manager": "AutocastModeVariable.create",
+            "torch._dynamo.exc": "SkipFrame",
+        },
+        "the hooks of autocast run around the compiled forward, which is a graph of its own",
+    ),
+    Internals(
         "export",
         ("offload/pipeline/inference_stages.py",),
         {"torch._export.utils": "_compiling_state_context>=2.8"},
@@ -367,6 +377,12 @@ INTERNALS = (
 def accepts(function: Any, parameter: str) -> bool:
     """Return whether a function of the installed torch has a parameter by that name."""
     return parameter in inspect.signature(function).parameters
+
+
+@functools.cache
+def is_available(subject: str) -> bool:
+    """Return whether the installed torch has all private names of a subject."""
+    return all(name.exists() for each in INTERNALS if each.subject == subject for name in each)
 
 
 def require(*subjects: str) -> None:

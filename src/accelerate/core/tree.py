@@ -20,7 +20,7 @@ def is_mapping(value: object) -> TypeGuard[Mapping[Any, Any]]:
 
 def is_sequence(value: object) -> TypeGuard[list[Any] | tuple[Any, ...]]:
     """Return True for a list or a tuple, named or not."""
-    return isinstance(value, list | tuple)
+    return isinstance(value, (list, tuple))
 
 
 def is_namedtuple(value: object) -> bool:

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -26,6 +27,7 @@ from accelerate.core.errors import SettingError, WorldError
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import OptionReport
 from accelerate.core.setting import load_settings
+from accelerate.core.user_warning import warn_user
 from accelerate.core.value_types import PathText, PositiveInt
 from accelerate.data.configuration import DataLoaderConfiguration
 from accelerate.data.loader import skip_first_batches as skip
@@ -40,16 +42,17 @@ from accelerate.facade.metrics import gather_for_metrics, mean_loss
 from accelerate.facade.micro_batch_windows import GradientAccumulationWindows
 from accelerate.facade.optimizer import AcceleratedOptimizer
 from accelerate.facade.option_report import OptionReporter
+from accelerate.facade.precision_functions import make_loss_scaling
 from accelerate.facade.preemption import Preemption
 from accelerate.facade.preparer import PreparedObjects, PrepareOptions, PreparePlan, Preparer, is_dispatched
 from accelerate.facade.processes import ProcessMixin
 from accelerate.facade.run_recorder import start_recorder
 from accelerate.facade.scheduler import AcceleratedScheduler
-from accelerate.facade.state import AcceleratorState
+from accelerate.facade.state import AcceleratorState, refuse_assignments
 from accelerate.facade.tracker_set import TrackerSet
 from accelerate.facade.train_loop import AccumulationContext, TrainLoop
 from accelerate.facade.watched_train_loop import WatchedTrainLoop
-from accelerate.precision.autocast import AutocastKwargs
+from accelerate.precision.autocast import AutocastKwargs, detach_autocast
 from accelerate.precision.base import Precision
 from accelerate.precision.fp16 import GradScalerKwargs
 from accelerate.strategy import STRATEGIES
@@ -119,9 +122,23 @@ class TypedProperty(property, Generic[T]):
         ) -> T: ...
 
 
-def _handler_property(kind: type[HandlerT], doc: str) -> TypedProperty[HandlerT | None]:
+def _handler_property(
+    kind: type[HandlerT], doc: str, *, assignable: bool = False
+) -> TypedProperty[HandlerT | None]:
     """Return a property with the kwargs handler of a class; None where none was given."""
-    return TypedProperty(lambda self: self.handlers.get(kind), doc=doc)
+
+    def assign(self: Accelerator, handler: HandlerT | None) -> None:
+        if not isinstance(handler, kind | None):
+            raise SettingError(
+                f"an options object of {type(handler).__name__} is assigned, not of {kind.__name__}",
+                fix=f"assign a {kind.__name__}(...), or None for the defaults",
+            )
+        for handlers in (self.handlers, self.precision.handlers):
+            handlers.pop(kind, None)
+            if handler is not None:
+                handlers[kind] = handler
+
+    return TypedProperty(lambda self: self.handlers.get(kind), assign if assignable else None, doc=doc)
 
 
 def _mesh_rank_property(dimension: str, doc: str) -> TypedProperty[int]:
@@ -258,7 +275,7 @@ class Accelerator(ProcessMixin):
             _ = self._checkpoints
         if PreemptionKwargs in self.handlers or self._resume.value.resume is not None:
             _ = self._preemption
-        self._trigger = False
+        self._trigger: bool | None = None
         restore_after_failure(self, Accelerator._snapshot, shares_model=not runtime.strategy.replicates_model)
 
     @cached_property
@@ -291,9 +308,6 @@ class Accelerator(ProcessMixin):
     step_scheduler_with_optimizer: ComponentAttribute[bool] = ComponentAttribute(
         "_preparer.options.step_scheduler_with_optimizer",
         "Return whether schedulers advance with the optimizer, not at every call.",
-    )
-    rng_types: ComponentAttribute[list[Any] | None] = ComponentAttribute(
-        "_preparer.options.rng_types", "The generators that rank 0 broadcasts at the start of an epoch."
     )
     dataloader_config: ComponentAttribute[DataLoaderConfiguration] = ComponentAttribute(
         "_preparer.options.dataloader", "How loaders share data; used by the next ``prepare``."
@@ -348,7 +362,7 @@ class Accelerator(ProcessMixin):
     )
 
     autocast_handler: TypedProperty[AutocastKwargs | None] = _handler_property(
-        AutocastKwargs, "The options of autocast."
+        AutocastKwargs, "The options of autocast; assign them before ``prepare``.", assignable=True
     )
     scaler_handler: TypedProperty[GradScalerKwargs | None] = _handler_property(
         GradScalerKwargs, "The options of the gradient scaler."
@@ -357,7 +371,7 @@ class Accelerator(ProcessMixin):
         InitProcessGroupKwargs, "The options of ``init_process_group``."
     )
     profile_handler: TypedProperty[ProfileKwargs | None] = _handler_property(
-        ProfileKwargs, "The options of the profiler."
+        ProfileKwargs, "The options of the profiler.", assignable=True
     )
     preemption_handler: TypedProperty[PreemptionKwargs | None] = _handler_property(
         PreemptionKwargs, "The options of preemption."
@@ -402,14 +416,61 @@ class Accelerator(ProcessMixin):
         return self.state.mixed_precision
 
     @property
+    def rng_types(self) -> list[Any]:
+        """The generators that are alike on all ranks in every epoch.
+
+        That of the sampler, ``"generator"``, is so without a broadcast. Rank 0 broadcasts those of a list
+        that was given, or is assigned before ``prepare``.
+        """
+        rng_types = self._preparer.options.rng_types
+        return ["generator"] if rng_types is None else rng_types
+
+    @rng_types.setter
+    def rng_types(self, rng_types: list[Any] | None) -> None:
+        # What was read is assigned: nothing has changed.
+        self._preparer.options.rng_types = None if rng_types == ["generator"] else rng_types
+
+    @property
     def native_amp(self) -> bool:
-        """Return whether the forward runs under torch's autocast."""
-        return bool(self.precision.describe_conversion())
+        """Return whether the forward runs under torch's autocast.
+
+        Assign False before ``prepare`` to compute in the format of the weights, as
+        ``AutocastKwargs(enabled=False)`` does. True asks for what ``mixed_precision`` says.
+        """
+        enabled = self.autocast_handler is None or self.autocast_handler.enabled
+        return enabled and bool(self.precision.describe_conversion())
+
+    @native_amp.setter
+    def native_amp(self, native_amp: bool) -> None:
+        if native_amp and not self.precision.describe_conversion():
+            warn_user(
+                f"native_amp = True changes nothing: mixed_precision is {self.mixed_precision!r}. "
+                "Choose the number format by Accelerator(mixed_precision='bf16')"
+            )
+        elif bool(native_amp) != self.native_amp:
+            self.autocast_handler = replace(self.autocast_handler or AutocastKwargs(), enabled=native_amp)
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler, where the precision has one."""
+        """The gradient scaler: that of fp16, or one that was assigned; None scales no losses.
+
+        Assign a ``torch.amp.GradScaler`` to scale losses by it, in any precision: ``backward``, clipping and
+        ``optimizer.step`` go through it from now on, and checkpoints have its state.
+
+        Raises:
+            PrepareError: it is no such scaler, or DeepSpeed or Megatron-LM scales losses itself.
+        """
         return self.precision.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        if scaler is not self.precision.scaler:
+            prepared = self._prepared
+            self.precision.set_loss_scaling(
+                make_loss_scaling(scaler, self.strategy, lambda: len(prepared.optimizers) == 1)
+            )
+        for optimizer in self._optimizers:
+            optimizer.scaler = scaler
 
     @property
     def is_fsdp2(self) -> bool:
@@ -472,6 +533,11 @@ class Accelerator(ProcessMixin):
     def msamp_recipe_handler(self) -> Any:
         """The recipe where MS-AMP computes, else None."""
         return self.precision.recipe if self.fp8_backend == FP8BackendType.MSAMP else None
+
+    @property
+    def delayed_fp8_autocast(self) -> bool:
+        """False: layers in 8-bit floats compute so from ``prepare`` on. Kept for compatibility."""
+        return False
 
     def effects(self) -> OptionReport:
         """Return the status of every requested option, as far as known now. Print it: a table.
@@ -575,10 +641,17 @@ class Accelerator(ProcessMixin):
 
         Args:
             model: a model, prepared or wrapped by hand.
-            keep_fp32_wrapper: kept for compatibility; a prepared model can be copied and pickled as it is.
+            keep_fp32_wrapper: False also takes off the mixed precision that ``prepare`` attached. As in 1.x
+                that changes the module itself, which computes in the format of its weights from now on, also
+                as a part of ``model``: ``prepare`` it again to train on in mixed precision. A prepared model
+                can be copied, pickled and saved as it is.
             keep_torch_compile: False also takes the model out of what ``torch.compile(model)`` made.
         """
-        return cast("ModuleT", self._checkpoints.unwrap(model, keep_torch_compile))
+        inner = self._checkpoints.unwrap(model, keep_torch_compile)
+        if not keep_fp32_wrapper:
+            for part in (inner, self._checkpoints.unwrap(model, keep_torch_compile=False)):
+                detach_autocast(part)
+        return cast("ModuleT", inner)
 
     def skip_first_batches(self, dataloader: T, num_batches: int | None = 0) -> T:
         """Return a loader without its first ``num_batches`` batches, for the rest of an interrupted epoch."""
@@ -883,15 +956,23 @@ class Accelerator(ProcessMixin):
         """Pad tensors along ``dim`` to the greatest length on any rank."""
         return collective.pad_across_processes(tensor, dim, pad_index, pad_first)
 
+    @property
+    def flag_tensor(self) -> torch.Tensor | None:
+        """This rank's flag of ``set_trigger``, 1 or 0; None before its first use."""
+        return None if self._trigger is None else torch.tensor(int(self._trigger), device=self.device)
+
+    @flag_tensor.setter
+    def flag_tensor(self, flag_tensor: torch.Tensor | None) -> None:
+        self._trigger = None if flag_tensor is None else bool(flag_tensor)
+
     def set_trigger(self) -> None:
         """Set this rank's flag, for ``check_trigger`` on all ranks."""
         self._trigger = True
 
     def check_trigger(self) -> bool:
         """Return whether any rank has set its flag, and clear it."""
-        raised = any(collective.all_gather_object(self._trigger))
-        if raised:
-            self._trigger = False
+        raised = any(collective.all_gather_object(bool(self._trigger)))
+        self._trigger = False
         return raised
 
     # --- checkpoints
@@ -1171,6 +1252,32 @@ def _mesh_rank(mesh: Any, dimension: str) -> int:
             fix="Accelerator(parallelism_config=ParallelismConfig(...)) makes one",
         )
     return mesh.get_local_rank(dimension) if dimension in (mesh.mesh_dim_names or ()) else 0
+
+
+_FROM_THE_START = "it was used when this Accelerator was made"
+_FP8 = (
+    "layers are converted to 8-bit floats, or not, as the Accelerator was asked to when it was made",
+    "create it by Accelerator(mixed_precision='fp8')",
+)
+refuse_assignments(
+    Accelerator,
+    {
+        **{
+            f"{name}_handler": (_FROM_THE_START, f"create it by Accelerator(kwargs_handlers=[{kind}(...)])")
+            for name, kind in {
+                "init": "InitProcessGroupKwargs",
+                "preemption": "PreemptionKwargs",
+                "fp8_recipe": "FP8RecipeKwargs",
+                "ao_recipe": "AORecipeKwargs",
+                "te_recipe": "TERecipeKwargs",
+                "msamp_recipe": "MSAMPRecipeKwargs",
+            }.items()
+        },
+        "scaler_handler": (_FROM_THE_START, "assign accelerator.scaler = torch.amp.GradScaler(...)"),
+        **dict.fromkeys(("fp8_enabled", "fp8_backend", "has_fp8_handler", "delayed_fp8_autocast"), _FP8),
+        "has_lomo_optimizer": ("it is seen on the prepared optimizers", "prepare an optimizer of lomo-optim"),
+    },
+)
 
 
 class _MissingDimensionError(WorldError, NotImplementedError):

@@ -1,18 +1,21 @@
-"""Functions of 1.x for mixed precision by hand: the autocast context and the gradient scaler."""
+"""Mixed precision by hand: the autocast context, and the gradient scaler that a user makes and assigns."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from accelerate import device as devices
-from accelerate.core.errors import FeatureNotBuiltError
+from accelerate.core.errors import FeatureNotBuiltError, PrepareError
 from accelerate.facade.enums import DistributedType
 from accelerate.facade.state import AcceleratorState
 from accelerate.precision import PRECISIONS
 from accelerate.precision.autocast import AutocastKwargs
+from accelerate.precision.fp16 import LossScaling
+from accelerate.strategy.base import Strategy
 from accelerate.world import world as worlds
 
 
@@ -53,3 +56,35 @@ def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: A
         )
     world = worlds.current()
     return torch.amp.GradScaler((world.hardware if world else devices.detect()).type, **kwargs)
+
+
+def make_loss_scaling(
+    scaler: torch.amp.GradScaler | None, strategy: Strategy, updates_at_once: Callable[[], bool]
+) -> LossScaling | None:
+    """Return the loss scaling by a scaler that the user assigned to an ``Accelerator``; None for None.
+
+    Args:
+        scaler: the scaler.
+        strategy: the one that runs backward.
+        updates_at_once: tells whether the scale is updated after each step of an optimizer.
+
+    Raises:
+        PrepareError: it is no ``torch.amp.GradScaler``, or losses are scaled elsewhere.
+    """
+    if scaler is None:
+        return None
+    if not isinstance(scaler, torch.amp.GradScaler):
+        raise PrepareError(
+            f"accelerator.scaler = {type(scaler).__name__}: it is no gradient scaler",
+            why="steps and checkpoints need the methods of torch's",
+            fix="assign a torch.amp.GradScaler, an object of a class derived from it, or None",
+        )
+    if strategy.owns_step and scaler.is_enabled():
+        raise PrepareError(
+            f"accelerator.scaler = {type(scaler).__name__} under {strategy.name}",
+            why=f"{strategy.name} scales losses and steps by itself, so that this scaler would never be used",
+            fix="use its own options for loss scaling",
+        )
+    scaling = LossScaling(scaler, updates_at_once)
+    scaling.set_overflow_sync(strategy.flag_reduction())
+    return scaling

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accelerate import device as devices
 from accelerate.core import environ
-from accelerate.core.errors import UnknownNameError, WorldError
+from accelerate.core.errors import SettingError, UnknownNameError, WorldError
 from accelerate.core.setting import load_settings
 from accelerate.facade.enums import DistributedType
 from accelerate.facade.gradient_state import GradientState as GradientState
@@ -44,6 +45,28 @@ class ThreadLocalSharedDict(threading.local):
 
     def __set__(self, instance: object, value: dict[str, Any]) -> None:
         self._storage = value
+
+
+def refuse_assignments(owner: type, reasons: Mapping[str, tuple[str, str]]) -> None:
+    """Let assignments to properties of a class raise an error that says why they would change nothing.
+
+    Args:
+        owner: the class.
+        reasons: the names of the properties, each with the reason and with what to do instead.
+    """
+    for name, (why, fix) in reasons.items():
+        setattr(owner, name, getattr(owner, name).setter(_refuse_assignment(owner, name, why, fix)))
+
+
+def _refuse_assignment(owner: type, name: str, why: str, fix: str) -> Callable[[Any, Any], None]:
+    def refuse(instance: Any, value: Any) -> None:
+        raise _ReadOnlyAttributeError(f"{owner.__name__}().{name} cannot be assigned", why=why, fix=fix)
+
+    return refuse
+
+
+class _ReadOnlyAttributeError(SettingError, AttributeError):
+    """The error of an assignment that would have no effect."""
 
 
 _STATE_NAMES = (
@@ -115,6 +138,18 @@ class PartialState(ProcessMixin):
         return worlds.current() is not None
 
     @property
+    def device(self) -> torch.device:
+        """The device of this process; what is prepared after an assignment goes to the assigned one.
+
+        Assign another type of device before an ``Accelerator`` is made: it chooses its precision for it.
+        """
+        return self.world.device
+
+    @device.setter
+    def device(self, device: torch.device | str | int) -> None:
+        _set_device(self.world, device)
+
+    @property
     def backend(self) -> str | None:
         """The communication backend, None without a group."""
         return self.world.backend
@@ -123,6 +158,10 @@ class PartialState(ProcessMixin):
     def debug(self) -> bool:
         """Return whether collectives check shapes first."""
         return self.world.debug
+
+    @debug.setter
+    def debug(self, debug: bool) -> None:
+        object.__setattr__(self.world, "debug", bool(debug))
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -163,10 +202,15 @@ class PartialState(ProcessMixin):
             dist.destroy_process_group(group)
 
 
-def _torch_device(kind: str) -> torch.device:
+def _torch_device(kind: str | int | torch.device) -> torch.device:
     import torch
 
     return torch.device(kind)
+
+
+def _set_device(world: World, device: torch.device | str | int) -> None:
+    """Set the device of a world; it is frozen, so that nobody else does."""
+    object.__setattr__(world, "device", _torch_device(device))
 
 
 class AcceleratorState(ProcessMixin):
@@ -259,6 +303,15 @@ class AcceleratorState(ProcessMixin):
         return self._world
 
     @property
+    def device(self) -> torch.device:
+        """The device of this process; assigning it does the same as for ``PartialState``."""
+        return self.world.device
+
+    @device.setter
+    def device(self, device: torch.device | str | int) -> None:
+        _set_device(self.world, device)
+
+    @property
     def initialized(self) -> bool:
         """Return whether an instance exists."""
         return AcceleratorState._current_if_open() is not None
@@ -327,3 +380,21 @@ class _ClosedWorldAttributeError(WorldError, AttributeError):
 
 class _NoAcceleratorError(WorldError, ValueError):
     """The error without an ``Accelerator``: clients catch a ValueError."""
+
+
+_OF_THE_GROUP = (
+    "it is that of the process group, which goes on as it was started",
+    "start the processes by accelerate launch with the options that you want",
+)
+_RANKS = dict.fromkeys(("num_processes", "process_index", "local_process_index"), _OF_THE_GROUP)
+refuse_assignments(PartialState, {**_RANKS, "backend": _OF_THE_GROUP, "fork_launched": _OF_THE_GROUP})
+refuse_assignments(AcceleratorState, {**_RANKS, "fork_launched": _OF_THE_GROUP})
+refuse_assignments(
+    GradientState,
+    {
+        "dataloader_references": (
+            "a prepared loader is in it while, and only while, it is iterated",
+            "iterate a loader that accelerator.prepare has returned",
+        )
+    },
+)

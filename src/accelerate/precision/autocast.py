@@ -6,16 +6,20 @@ Source: torch.amp (https://pytorch.org/docs/stable/amp.html).
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import DeviceError
 from accelerate.core.kwargs_handler import KwargsHandler
+from accelerate.core.torch_internals import is_available
 from accelerate.device.base import Device
 from accelerate.precision.base import Precision
 from accelerate.world.local_tensor_trees import convert_to_fp32
@@ -65,11 +69,78 @@ class _AutocastScope:
     def __init__(self, device: Device, dtype: torch.dtype, options: AutocastKwargs | None) -> None:
         self.device, self.dtype, self.options = device, dtype, options
         self.contexts = _AutocastContextStack()
+        options = options or AutocastKwargs()
+        # What ``torch.autocast`` takes.
+        self.arguments = device.type, dtype, options.enabled, options.cache_enabled
         # Enter autocast around the compiled call: inside, it would split the graph.
         self.around_compiled_call = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.device, self.dtype, self.options)
+
+
+# For a model that ``torch.compile`` traces together with its hooks. The compiler, dynamo, knows autocast as a
+# ``with`` block only. While it traces a hook, it runs the next two functions instead of tracing them, and
+# they put into the graph what it does at both ends of a block. That is right as long as the forward is traced
+# in one piece with its hooks. Otherwise it traces the loop over the hooks, or a hook, on its own: then they
+# run as they are, outside of the graph, around the forward.
+_BLOCKS = "accelerate_autocast_blocks"  # of a graph: what is entered in it, the innermost last
+_call_untraced: Any = None  # set by ``_enter_in_graph``, since it imports the compiler
+
+
+def _enter_in_graph(device: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool | None) -> bool:
+    """Enter autocast in the graph that is being traced; return False where hooks must run outside of it."""
+    dynamo, tracer = _find_tracer()
+    if tracer is None:
+        return False
+    module_file = nn.Module.__call__.__code__.co_filename
+    is_loop = tracer.f_code.co_filename == module_file and not tracer.f_code.co_name.endswith("_call_impl")
+    if is_loop or getattr(dynamo.config, "nested_graph_breaks", False):
+        return False
+    block = dynamo.variables.ctx_manager.AutocastModeVariable.create(
+        torch.autocast, (device, dtype, enabled, cache_enabled), {}
+    )
+    block.enter(tracer)
+    blocks = vars(tracer.output).setdefault(_BLOCKS, [])
+    blocks.append(block)
+    return True
+
+
+def _exit_in_graph() -> bool:
+    """Exit what ``_enter_in_graph`` has entered in this graph; return False if there is nothing."""
+    _, tracer = _find_tracer()
+    blocks = None if tracer is None else vars(tracer.output).get(_BLOCKS)
+    if not blocks:
+        return False
+    blocks.pop().exit(tracer)
+    return True
+
+
+def _find_tracer() -> tuple[Any, Any]:
+    """Return the compiler and its tracer; let the frame run as it is if that is a hook of ours alone.
+
+    The tracer is None where a version of torch lacks what is needed to add to its graph.
+    """
+    global _call_untraced
+    dynamo: Any = torch._dynamo
+    if _call_untraced is None:
+        _call_untraced = torch.compiler.disable(_call_hook)
+    if not is_available("autocast in a graph"):
+        return dynamo, None
+    tracer = dynamo.symbolic_convert.InstructionTranslator.current_tx()
+    if Path(tracer.f_code.co_filename).parent == Path(__file__).parent:
+        raise dynamo.exc.SkipFrame("a hook that enters or exits autocast")
+    return dynamo, tracer
+
+
+def _call_hook(hook: Callable[..., Any], *args: Any) -> None:
+    hook(*args)
+
+
+# Dynamo runs these while it traces, and takes the result as a constant. (``assume_constant_result`` of
+# torch.compiler sets this attribute too, but imports the compiler.)
+for _function in (_enter_in_graph, _exit_in_graph):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _AutocastPreHook:
@@ -80,7 +151,9 @@ class _AutocastPreHook:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         scope = self.scope
-        if scope.around_compiled_call and torch.compiler.is_compiling():
+        if is_dynamo_compiling():
+            if not (scope.around_compiled_call or _enter_in_graph(*scope.arguments)):
+                _call_untraced(self, module, args)
             return
         local = scope.contexts
         context = local.unused.pop() if local.unused else autocast(scope.device, scope.dtype, scope.options)
@@ -96,7 +169,10 @@ class _AutocastExitHook:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         scope = self.scope
-        if not (scope.around_compiled_call and torch.compiler.is_compiling()):
+        if is_dynamo_compiling():
+            if not (scope.around_compiled_call or _exit_in_graph()):
+                _call_untraced(self, module, args, None)
+        else:
             local = scope.contexts
             if local.entered:
                 context = local.entered.pop()
@@ -146,6 +222,7 @@ def attach_around_compiled_call(module: nn.Module) -> None:
             return compiled(*args, **kwargs)
 
     call.__wrapped__ = compiled  # type: ignore[attr-defined]  # code that checks whether it is compiled reads it
+    call.enters_autocast = True  # type: ignore[attr-defined]
     module._compiled_call_impl = call
 
 
@@ -158,7 +235,10 @@ def get_attached_autocast(module: nn.Module) -> tuple[torch.dtype, AutocastKwarg
 
 
 def detach_autocast(module: nn.Module) -> None:
-    """Remove the hooks of ``attach_autocast``; do nothing where there are none."""
+    """Remove autocast from a module: its hooks, and what surrounds its compiled call; do nothing without."""
+    compiled: Any = module._compiled_call_impl
+    if getattr(compiled, "enters_autocast", False):
+        module._compiled_call_impl = compiled.__wrapped__
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key in [
             key for key, hook in hooks.items() if isinstance(hook, _AutocastPreHook | _AutocastExitHook)

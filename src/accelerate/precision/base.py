@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -13,6 +13,39 @@ from torch import nn
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.device.base import Device
+
+
+class LossScalingProtocol(Protocol):
+    """The loss scaling of a precision (``LossScaling`` of ``precision/fp16.py``)."""
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler:
+        """Torch's gradient scaler, with the scale of the next backward."""
+        raise NotImplementedError
+
+    @property
+    def is_enabled(self) -> bool:
+        """Return whether losses are scaled."""
+        raise NotImplementedError
+
+    def set_overflow_sync(self, agreement: Callable[[torch.Tensor], None] | None) -> None:
+        """Set the all-reduce (max) of the overflow flag."""
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Multiply the loss by the loss scale."""
+        raise NotImplementedError
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale once per optimizer and step."""
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, precision: str
+    ) -> tuple[bool | torch.Tensor, Any]:
+        """Step unless a gradient is not finite."""
+        raise NotImplementedError
+
+    def update_scale(self) -> None:
+        """Update the scale after the steps taken since the last update."""
 
 
 class Precision(ABC):
@@ -25,12 +58,14 @@ class Precision(ABC):
     Attributes:
         name: the value of ``mixed_precision`` that selects it.
         scales_loss: whether it scales losses and may skip steps; if not, loops call it for neither.
+        loss_scaling: what scales them: that of fp16, or of a gradient scaler that the user assigned; or None.
         autocast_format: the format of all that it does not convert, where that has another name.
         handler_classes: kwargs handlers that configure it.
     """
 
     name: ClassVar[str]
-    scales_loss: ClassVar[bool] = False
+    scales_loss: bool = False
+    loss_scaling: LossScalingProtocol | None = None
     autocast_format: ClassVar[str | None] = None
     handler_classes: ClassVar[tuple[type[KwargsHandler], ...]] = ()
     handlers: dict[type, KwargsHandler]
@@ -50,7 +85,13 @@ class Precision(ABC):
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler, where there is one."""
-        return None
+        return None if self.loss_scaling is None else self.loss_scaling.scaler
+
+    def set_loss_scaling(self, loss_scaling: LossScalingProtocol | None) -> None:
+        """Set what scales losses; None scales nothing."""
+        if self.loss_scaling is not None:
+            self.loss_scaling.update_scale()
+        self.loss_scaling, self.scales_loss = loss_scaling, loss_scaling is not None
 
     @property
     def recipe(self) -> Any:
@@ -108,13 +149,17 @@ class Precision(ABC):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss to run backward on."""
-        return loss
+        return loss if self.loss_scaling is None else self.loss_scaling.scale(loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the loss scale, once per step."""
+        if self.loss_scaling is not None:
+            self.loss_scaling.unscale(optimizer)
 
     def set_overflow_sync(self, agreement: Callable[[torch.Tensor], None] | None) -> None:
         """Set the all-reduce (max) of the overflow flag, for ranks that hold different gradients."""
+        if self.loss_scaling is not None:
+            self.loss_scaling.set_overflow_sync(agreement)
 
     def set_gather_extension(self, supported: bool) -> None:
         """Set whether the strategy all-gathers weights in the format of their tensor subclass (FSDP2)."""
@@ -131,7 +176,7 @@ class Precision(ABC):
 
     def loss_scale(self) -> float:
         """Return the current factor of the loss."""
-        return 1.0
+        return 1.0 if self.loss_scaling is None else self.loss_scaling.scaler.get_scale()
 
     def step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None
@@ -140,6 +185,8 @@ class Precision(ABC):
 
         The first is a flag on the device, of one element, where the host does not know it without waiting.
         """
+        if self.loss_scaling is not None:
+            return self.loss_scaling.step(optimizer, closure, self.name)
         return True, optimizer.step(closure) if closure is not None else optimizer.step()
 
 

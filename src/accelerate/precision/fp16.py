@@ -65,30 +65,148 @@ class _SyncedGradScaler(torch.amp.GradScaler):
         return None if self.has_overflowed else optimizer.step(*args, **kwargs)
 
 
-class Float16(HalfPrecisionAutocast):
-    """Autocast to float16; the loss is scaled so that small gradients do not underflow."""
+class LossScaling:
+    """Losses and optimizer steps through a gradient scaler: that of fp16, or one that the user assigned.
 
-    name: ClassVar[str] = "fp16"
-    dtype: ClassVar[torch.dtype] = torch.float16
-    scales_loss: ClassVar[bool] = True
-    handler_classes: ClassVar[tuple[type[KwargsHandler], ...]] = (AutocastKwargs, GradScalerKwargs)
+    Args:
+        scaler: torch's, or one derived from it.
+        updates_at_once: tells whether the scale is updated after each step, not before the next backward. Not
+            with several optimizers: an update forgets which gradients are unscaled already, and those of the
+            next one would be divided twice.
+    """
 
-    def __init__(self, device: Device, handlers: Mapping[type, KwargsHandler] | None = None) -> None:
-        super().__init__(device, handlers)
-        options = self.handlers.get(GradScalerKwargs) or GradScalerKwargs()
-        self._scaler = _SyncedGradScaler(device.type, **options.to_kwargs())
+    def __init__(
+        self, scaler: torch.amp.GradScaler, updates_at_once: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._scaler, self._updates_at_once = scaler, updates_at_once
+        self._overflow_sync: Callable[[torch.Tensor], None] | None = None
         self._unscaled: set[int] = set()
         self._stepped = False
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
-        """Torch's gradient scaler."""
-        self._update_scale()
+        """Torch's gradient scaler, with the scale of the next backward."""
+        self.update_scale()
         return self._scaler
+
+    @property
+    def is_enabled(self) -> bool:
+        """Return whether losses are scaled: a disabled scaler lets everything pass."""
+        return self._scaler.is_enabled()
 
     def set_overflow_sync(self, agreement: Callable[[torch.Tensor], None] | None) -> None:
         """Set the all-reduce of the overflow flag: a step is skipped on all ranks or on none."""
-        self._scaler.overflow_sync = agreement
+        if isinstance(self._scaler, _SyncedGradScaler):
+            self._scaler.overflow_sync = agreement
+        else:
+            self._overflow_sync = agreement
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Multiply the loss by the loss scale."""
+        return self.scaler.scale(loss)
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale once per optimizer and step, however often it is called."""
+        if id(optimizer) in self._unscaled or not self.is_enabled:
+            return
+        # The user may have called ``unscale_`` of a scaler of his own.
+        if isinstance(self._scaler, _SyncedGradScaler) or not self._scaler._found_inf_per_device(optimizer):
+            try:
+                self._scaler.unscale_(optimizer)
+            except (AssertionError, ValueError) as error:
+                raise _explain_error(error, optimizer) from error
+        self._unscaled.add(id(optimizer))
+        if self._overflow_sync is not None:
+            self._sync_overflow(optimizer, self._overflow_sync)
+
+    def _sync_overflow(
+        self, optimizer: torch.optim.Optimizer, all_reduce: Callable[[torch.Tensor], None]
+    ) -> None:
+        """Let an overflow on one rank count on all; a rank without gradients takes part, too."""
+        flags = self._scaler._found_inf_per_device(optimizer)
+        place = next(iter(flags), optimizer.param_groups[0]["params"][0].device)
+        flag = torch.stack(
+            [each.to(place) for each in flags.values()] or [torch.zeros((), device=place)]
+        ).max()
+        all_reduce(flag)
+        flags.clear()
+        flags[place] = flag
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, precision: str
+    ) -> tuple[bool | torch.Tensor, Any]:
+        """Step unless a gradient is not finite; then the scale will be lowered.
+
+        The host waits for the device once, for the flag that decides; not at all with a fused optimizer.
+        """
+        if not self.is_enabled:
+            return True, optimizer.step() if closure is None else optimizer.step(closure)
+        if closure is not None:
+            cause = "mixed_precision='fp16'" if precision == "fp16" else "a gradient scaler"
+            raise PrepareError(
+                f"optimizer.step(closure) does not go with {cause}",
+                why="the closure would run backward on a loss that is not scaled",
+                fix="use mixed_precision='bf16' or an optimizer that needs no closure",
+            )
+        if self._overflow_sync is not None:
+            self.unscale(optimizer)
+        own = self._scaler if isinstance(self._scaler, _SyncedGradScaler) else None
+        if own is not None:
+            own.has_overflowed = None
+        try:
+            result = self._scaler.step(optimizer)
+        except (AssertionError, ValueError) as error:
+            raise _explain_error(error, optimizer) from error
+        self._unscaled.discard(id(optimizer))
+        self._stepped = True
+        if own is not None and own.has_overflowed is not None:
+            stepped: bool | torch.Tensor = not own.has_overflowed
+        else:
+            first, *others = self._scaler._found_inf_per_device(optimizer).values()
+            for flag in others:
+                first = first + flag.to(first.device, non_blocking=True)
+            stepped = first == 0
+        if self._updates_at_once():
+            self.update_scale()
+        return stepped, result
+
+    def update_scale(self) -> None:
+        """Update the scale after the steps taken since the last update."""
+        if self._stepped:
+            self._stepped = False
+            self._scaler.update()
+
+
+def _explain_error(error: Exception, optimizer: torch.optim.Optimizer) -> Exception:
+    """Return an error with a cause and a fix for an error of torch's scaler, or the same error."""
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if not grads:
+        return PrepareError(
+            "a step, or unscaling, of an optimizer none of whose parameters has a gradient",
+            why="no backward has run since the last step, or the optimizer was made for other parameters",
+            fix="call accelerator.backward(loss) first, and make the optimizer from the prepared model's "
+            "parameters()",
+        )
+    if any(grad.dtype == torch.float16 for grad in grads):
+        return PrepareError(
+            "float16 gradients cannot be unscaled",
+            why="trained parameters became float16 after they were prepared",
+            fix="keep the weights in float32: mixed_precision='fp16' computes in float16 by itself",
+        )
+    return error
+
+
+class Float16(HalfPrecisionAutocast):
+    """Autocast to float16; the loss is scaled so that small gradients do not underflow."""
+
+    name: ClassVar[str] = "fp16"
+    dtype: ClassVar[torch.dtype] = torch.float16
+    handler_classes: ClassVar[tuple[type[KwargsHandler], ...]] = (AutocastKwargs, GradScalerKwargs)
+
+    def __init__(self, device: Device, handlers: Mapping[type, KwargsHandler] | None = None) -> None:
+        super().__init__(device, handlers)
+        options = self.handlers.get(GradScalerKwargs) or GradScalerKwargs()
+        self.set_loss_scaling(LossScaling(_SyncedGradScaler(device.type, **options.to_kwargs())))
 
     def check_trainable(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Refuse float16 parameters: their gradients could not be unscaled.
@@ -96,7 +214,7 @@ class Float16(HalfPrecisionAutocast):
         Raises:
             PrepareError: a trained parameter is float16 itself; it is named.
         """
-        if not self._scaler.is_enabled():
+        if self.loss_scaling is None or not self.loss_scaling.is_enabled:
             return
         halves = [name for name, tensor in named if tensor.requires_grad and tensor.dtype == torch.float16]
         if halves:
@@ -106,82 +224,6 @@ class Float16(HalfPrecisionAutocast):
                 why="mixed precision keeps float32 weights, and float16 gradients cannot be unscaled",
                 fix="load the model in float32 (model.float()), or use mixed_precision='bf16' or 'no'",
             )
-
-    def _explain_error(self, error: Exception, optimizer: torch.optim.Optimizer) -> Exception:
-        """Return an error with a cause and a fix for an error of torch's scaler, or the same error."""
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if not grads:
-            return PrepareError(
-                "a step, or unscaling, of an optimizer none of whose parameters has a gradient",
-                why="no backward has run since the last step, or the optimizer was made for other parameters",
-                fix="call accelerator.backward(loss) first, and make the optimizer from the prepared model's "
-                "parameters()",
-            )
-        if any(grad.dtype == torch.float16 for grad in grads):
-            return PrepareError(
-                "float16 gradients cannot be unscaled",
-                why="trained parameters became float16 after they were prepared",
-                fix="keep the weights in float32: mixed_precision='fp16' computes in float16 by itself",
-            )
-        return error
-
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Multiply the loss by the loss scale."""
-        self._update_scale()
-        return self._scaler.scale(loss)
-
-    def loss_scale(self) -> float:
-        """Return the scaler's current factor."""
-        self._update_scale()
-        return self._scaler.get_scale()
-
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale once per optimizer and step, however often it is called."""
-        if id(optimizer) not in self._unscaled:
-            try:
-                self._scaler.unscale_(optimizer)
-            except (AssertionError, ValueError) as error:
-                raise self._explain_error(error, optimizer) from error
-            self._unscaled.add(id(optimizer))
-
-    def step(
-        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None
-    ) -> tuple[bool | torch.Tensor, Any]:
-        """Step unless a gradient is not finite; then the scale will be lowered.
-
-        The host waits for the device once, for the flag that decides; not at all with a fused optimizer.
-        """
-        if closure is not None:
-            raise PrepareError(
-                "optimizer.step(closure) does not go with mixed_precision='fp16'",
-                why="the closure would run backward on a loss that is not scaled",
-                fix="use mixed_precision='bf16' or an optimizer that needs no closure",
-            )
-        if not self._scaler.is_enabled():
-            return True, optimizer.step()
-        self._scaler.has_overflowed = None
-        try:
-            result = self._scaler.step(optimizer)
-        except (AssertionError, ValueError) as error:
-            raise self._explain_error(error, optimizer) from error
-        self._unscaled.discard(id(optimizer))
-        self._stepped = True
-        if self._scaler.has_overflowed is not None:
-            return not self._scaler.has_overflowed, result
-        first, *others = self._scaler._found_inf_per_device(optimizer).values()
-        for flag in others:
-            first = first + flag.to(first.device, non_blocking=True)
-        return first == 0, result
-
-    def _update_scale(self) -> None:
-        """Update the scale after the steps taken since the last backward.
-
-        Not at each step: with several optimizers an update forgets which gradients are unscaled already,
-        and those of the next one would be divided twice.
-        """
-        if self._stepped:
-            self._stepped = False
-            self._scaler.update()
 
 
 PLUGIN = Float16
