@@ -50,6 +50,12 @@ def take_reduced(inner: Any) -> ReducedGradients:
     """
     if not is_stage_1_or_2(inner):
         return {}  # another backward adds to them
+    if not hasattr(inner, "_use_compact_grad_partition_buffer"):
+        raise PrepareError(
+            "a second backward after gradients were reduced, with this version of DeepSpeed",
+            why="it would replace the gradients of the first one, and they are not where 0.19 has them",
+            fix="pip install 'deepspeed>=0.19', or add the losses and call accelerator.backward(loss) once",
+        )
     if "muon" in type(inner.optimizer).__name__.lower() and not inner.cpu_offload:
         raise PrepareError(
             "a second backward after gradients were reduced, with Muon",
@@ -100,13 +106,14 @@ def finish_window(inner: Any) -> None:
     DeepSpeed copies the sums of a parameter when the last backward of the window reduces its gradient.
     """
     norms = getattr(inner, "norm_for_param_grads", {})  # of the parameters that were copied
-    if is_stage_3(inner) and inner.offload_optimizer:
+    # Versions before 0.19 lack these.
+    if is_stage_3(inner) and hasattr(inner, "_offload_boundary_param_ids") and inner.offload_optimizer:
         reduced = inner._offload_boundary_param_ids
         copied = {p.ds_id for group in inner.fp16_groups for p in group if inner.get_param_id(p) in norms}
         inner._offload_boundary_param_ids = reduced - copied
         inner._finalize_offload_gradient_accumulation()
         inner._offload_boundary_param_ids = reduced
-    elif is_stage_1_or_2(inner) and inner.cpu_offload:
+    elif is_stage_1_or_2(inner) and hasattr(inner, "_offload_accumulated_param_ids") and inner.cpu_offload:
         reduced = inner._offload_accumulated_param_ids
         inner._offload_accumulated_param_ids = reduced - norms.keys()
         inner._finalize_cpu_offload_gradient_accumulation()
