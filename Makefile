@@ -1,5 +1,5 @@
 # One command runs the demo, one runs the tests. Both set themselves up; neither needs the other first.
-#   make demo | test | test-all | test-torch | test-clients | test-trackers | test-xla | test-ray | test-processors | test-mutations | check | bench | bench-peer | gpu | docs | clean
+#   make demo | test | test-all | test-torch | test-clients | test-trackers | test-xla | test-ray | test-processors | test-mutations | check | bench | bench-scaling | bench-peer | gpu | docs | clean
 #   make demo TORCH=torch==2.9.0      another torch      make demo PYTHON=python3.12   another Python
 TORCH  ?= torch==2.13.0
 # The versions that are supported, each tested in an environment of its own by `make test-torch`.
@@ -21,7 +21,7 @@ WORKERS_PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --max-wo
 PYTEST = OMP_NUM_THREADS=$(THREADS) $(WORKERS_PYTEST)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-reduced test-torch test-newest test-clients record-clients test-trackers test-xla test-ray test-mutations test-processors test-coverage check types-of-package calls-of-others format bench bench-peer gpu docs clean
+.PHONY: help demo test test-all test-reduced test-torch test-newest test-clients record-clients test-trackers test-xla test-ray test-mutations test-processors test-coverage check types-of-package calls-of-others format bench bench-scaling bench-peer gpu docs clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -190,6 +190,9 @@ bench-peer: $(PEER)/ready  ## make the environment of the public package
 
 bench: $(VENV)/ready-test $(PEER)/ready  ## measure against raw torch and the public package
 	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-scaling: $(VENV)/ready-test $(PEER)/ready  ## measure calls on 2 to 32 processes, and draw docs/scaling.png
+	$(BIN)/python -m benchmarks.scaling $(ARGS)
 
 gpu: $(VENV)/ready-test  ## tests and benchmarks of this machine's accelerator, in 25 minutes
 	$(BIN)/python -m benchmarks.gpu $(ARGS)

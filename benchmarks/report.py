@@ -147,9 +147,10 @@ def show(rows: Sequence[Row], console: Console) -> None:
             console.print(note, highlight=False, markup=False)
 
 
-def section(rows: Sequence[Row], about: Sequence[str]) -> str:
-    """The rows as one dated section of Markdown."""
-    lines = [f"## {datetime.datetime.now():%Y-%m-%d %H:%M}", "", *(f"- {line}" for line in about), ""]
+def section(rows: Sequence[Row], about: Sequence[str], title: str = "") -> str:
+    """The rows as one dated section of Markdown; ``title`` says what they are, if not of a whole run."""
+    heading = f"## {datetime.datetime.now():%Y-%m-%d %H:%M}" + (f", {title}" if title else "")
+    lines = [heading, "", *(f"- {line}" for line in about), ""]
     lines += [f"| {' | '.join(COLUMNS)} |", "|---|" + "---:|" * (len(COLUMNS) - 2) + "---|"]
     lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row.cells())} |" for row in rows]
     notes = [f"- {note}" for row in rows for note in row.notes()]

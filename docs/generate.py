@@ -359,9 +359,14 @@ def support_table() -> str:
 
 
 def newest_results() -> list[str]:
-    """The lines of the newest part of benchmarks/RESULTS.md: date, machine, table; none if there is none."""
+    """The lines of the newest whole run in benchmarks/RESULTS.md: date, machine, table; none without one.
+
+    The heading of a whole run is its date alone.
+    """
     path = ROOT / "benchmarks" / "RESULTS.md"
-    return path.read_text(encoding="utf-8").split("\n## ")[1].splitlines() if path.is_file() else []
+    parts = path.read_text(encoding="utf-8").split("\n## ")[1:] if path.is_file() else []
+    whole = (part.splitlines() for part in parts if re.match(r"[\d-]+ [\d:]+\n", part))
+    return next(whole, [])
 
 
 def figure_rows() -> dict[str, list[str]]:

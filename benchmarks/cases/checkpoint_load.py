@@ -96,7 +96,15 @@ QUEUE = Queue(take, ROWS)
 CASES = (
     Case("`load_state` of 3.2 GB, cached, against 1.15.0", "s", "ratio", 0.35, QUEUE.measure("warm"), 2, 1),
     Case("`load_state` of 3.2 GB, on disk, against 1.15.0", "s", "ratio", None, QUEUE.measure("cold"), 2, 1),
-    Case("... again, in a process that has loaded it", "s", "ratio", 1.0, QUEUE.measure("again"), 2, 1),
+    Case(
+        "`load_state` of 3.2 GB again, in a process that has loaded it",
+        "s",
+        "ratio",
+        1.0,
+        QUEUE.measure("again"),
+        2,
+        1,
+    ),
     Case("peak memory of `load_state`, beyond the state", "GB", "added", 0.3, QUEUE.measure("memory"), 2, 1),
     Case("verifying 3.2 GB, against reading and hashing by hand", "s", "ratio", 1.25, verify, 2, 1),
 )

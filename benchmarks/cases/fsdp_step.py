@@ -42,8 +42,8 @@ def network(width: int = WIDTH, layers: int = LAYERS, words: int = WORDS) -> Any
     return nn.Sequential(nn.Embedding(words, width), *blocks, nn.Linear(width, words, bias=False))
 
 
-def sharding() -> Any:
-    """An accelerator that gathers each block by itself; checks that two processes met."""
+def sharding(processes: int = PROCESSES) -> Any:
+    """An accelerator that gathers each block by itself; checks that all processes met."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(
@@ -52,8 +52,8 @@ def sharding() -> Any:
         transformer_cls_names_to_wrap=["TransformerEncoderLayer"],
     )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    if accelerator.num_processes != PROCESSES:
-        raise SystemExit(f"a world of {accelerator.num_processes} instead of {PROCESSES}")
+    if accelerator.num_processes != processes:
+        raise SystemExit(f"a world of {accelerator.num_processes} instead of {processes}")
     return accelerator
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -67,14 +68,14 @@ def overwrite(folder: Path) -> None:
 
 def hold_copying(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
     """Events: the copying has come to its turn; it may go on."""
-    ready, go, whole = threading.Event(), threading.Event(), mapped_state.populate_pages
+    ready, go, whole = threading.Event(), threading.Event(), mapped_state.read_pages
 
-    def slow(address: int, size: int) -> None:
+    def slow(*pages: int) -> None:
         ready.set()
         assert go.wait(60)
-        whole(address, size)
+        whole(*pages)
 
-    monkeypatch.setattr(mapped_state, "populate_pages", slow)
+    monkeypatch.setattr(mapped_state, "read_pages", slow)
     return ready, go
 
 
@@ -317,12 +318,28 @@ def test_what_the_optimizer_does_not_keep_is_not_copied(
     wide = {k: {n: v.float() for n, v in s.items()} for k, s in state["state"].items()}
     torch.save({**state, "state": wide}, folder / "wide.bin")
     copied: list[int] = []
-    monkeypatch.setattr(mapped_state, "populate_pages", lambda address, size: copied.append(size))
+    monkeypatch.setattr(mapped_state, "read_pages", lambda *pages: copied.append(pages[-1]))
     mapped_state.MappedOptimizerState(folder / "wide.bin", map_location="cpu").load_into(
         optimizer.load_state_dict
     )
     mapped_state.MappedOptimizerState.wait_copied()
     assert sum(copied) < 64 * 1024, "the counters of steps at most; the moments have 4 MB"
+
+
+def test_a_file_that_is_copied_is_not_memory_of_this_process(
+    saved_training: tuple[Path, list[torch.Tensor]],
+) -> None:
+    """Limits of a scheduler on the resident set count pages of mapped files, too."""
+    accelerator, _, _ = training()
+    accelerator.load_state(saved_training[0])
+    (mapped,) = mapped_state.MappedOptimizerState.open_states
+    assert mapped._thread is not None
+    mapped._thread.join(60)
+    of_file = re.search(
+        rf"^{mapped._mapping.start:x}-.*?^Rss: *(\d+) kB", Path("/proc/self/smaps").read_text(), re.M | re.S
+    )
+    assert of_file is not None
+    assert int(of_file[1]) * 1024 < mapped._mapping.size / 4
 
 
 @pytest.mark.parametrize("what", ["system", "disk", "device"])

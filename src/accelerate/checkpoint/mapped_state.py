@@ -1,7 +1,7 @@
 """Large optimizer states: memory-mapped from their file at first, and in memory of their own soon after.
 
 Filling fresh memory is most of the time that a load takes. A private mapping is there at once; a thread
-copies its pages to fresh memory meanwhile. Then, between two steps, that memory takes the place of the
+reads the file into fresh memory meanwhile. Then, between two steps, that memory takes the place of the
 mapping, at the same addresses (``mremap``): pages that training has written to meanwhile, which the kernel
 knows, are copied once more just before. From then on the file does not matter, and nothing of it stays open:
 its disk space is free when it is removed, and its file system can be unmounted.
@@ -12,7 +12,10 @@ is inside a step of an optimizer that holds a part of it, and a step does not st
 Should somebody change the file in place before, the next save, load or wait raises it: no training goes on
 unnoticed with a state that changed under it.
 
-Source: mremap(2); madvise(2), "MADV_POPULATE_READ" (Linux 5.14); proc(5), "mountinfo" and "pagemap".
+The thread reads the file, not the mapping: pages that are never touched there do not count as memory of this
+process.
+
+Source: mremap(2); proc(5), "mountinfo" and "pagemap".
 """
 
 from __future__ import annotations
@@ -42,13 +45,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from accelerate import device as devices
 from accelerate.checkpoint import torch_files
 from accelerate.checkpoint.errors import file_errors
+from accelerate.checkpoint.file_reads import read_at
 from accelerate.checkpoint.owned_state import MappedFile
 from accelerate.core import tree
 from accelerate.core.errors import CheckpointError
 
 LARGE = 64 * 2**20  # bytes; less is read at once
 _CHUNK = 16 * 2**20
-_POPULATE_READ = 22
 _MAY_MOVE, _AT_ADDRESS = 1, 2
 _PAGEMAP = Path("/proc/self/pagemap")
 # Bits of an entry: the page is in memory, is swapped out, belongs to a file.
@@ -141,9 +144,9 @@ class MappedOptimizerState:
             self._copy = allocate_pages(self._mapping.size)
             for pages in page_ranges(storages):
                 for start in range(pages.start, pages.end, _CHUNK):
-                    size = min(_CHUNK, pages.end - start)
-                    populate_pages(start, size)
-                    copy_memory(self._copy + start - self._mapping.start, start, size)
+                    offset, size = start - self._mapping.start, min(_CHUNK, pages.end - start)
+                    # Pages that training has written to are copied once more before the move.
+                    read_pages(self._file.fileno(), offset, self._copy + offset, size)
         except OSError as error:
             self.failure = f"its pages cannot be copied: {error.strerror}"
         if _stamp(self._file.fileno()) != self._stamp:
@@ -289,7 +292,6 @@ def can_detach() -> bool:
     page = mmap.PAGESIZE
     try:
         place, copy = allocate_pages(page), allocate_pages(page)
-        populate_pages(place, page)
         copy_memory(copy, place, 1)  # writes
         written = list(written_pages(MemoryRange(copy, copy + page)))
         move_pages(copy, MemoryRange(place, place + page))
@@ -308,7 +310,7 @@ def _libc() -> Any:
     address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     libc.mmap.argtypes, libc.mmap.restype = (address, size, number, number, number, ctypes.c_long), address
     libc.mremap.argtypes, libc.mremap.restype = (address, size, size, number, address), address
-    libc.munmap.argtypes, libc.madvise.argtypes = (address, size), (address, size, number)
+    libc.munmap.argtypes = (address, size)
     libc.memcpy.argtypes, libc.memcpy.restype = (address, address, size), address
     return libc
 
@@ -346,16 +348,15 @@ def copy_memory(target: int, source: int, size: int) -> None:
     _libc().memcpy(target, source, size)
 
 
-def populate_pages(address: int, size: int) -> None:
-    """Read every page of a mapping into memory.
+def read_pages(handle: int, offset: int, address: int, size: int) -> None:
+    """Read ``size`` bytes of a file from ``offset`` on into memory; the last page of a file may be a part.
 
     Raises:
-        OSError: the system does not know this, memory is short, or the file ends before.
+        OSError: they cannot be read, or the file ends before that page.
     """
-    while _libc().madvise(address, size, _POPULATE_READ):
-        code = ctypes.get_errno()
-        if code not in (errno.EAGAIN, errno.EINTR):
-            raise OSError(code, os.strerror(code))
+    memory = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+    if read_at(handle, memory, offset) <= size - mmap.PAGESIZE:
+        raise OSError(errno.EIO, "the file has become shorter")
 
 
 def written_pages(pages: MemoryRange) -> Iterable[MemoryRange]:
