@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
@@ -46,11 +47,14 @@ def draw(curves: Mapping[str, Mapping[str, Times]], about: str, path: Path) -> N
             panel.plot(
                 list(times), [time / 1e3 for time in times.values()], color=colour, marker=marker, label=name
             )
-        panel.set(title=title, xscale="log", yscale="log")
+        panel.set(title=title.replace("`", ""), xscale="log", yscale="log")
+        logarithms = [math.log10(time / 1e3) for times in subjects.values() for time in times.values()]
+        panel.set_ylim(10 ** math.floor(min(logarithms)), 10 ** math.ceil(max(logarithms)))
         sizes = sorted({size for times in subjects.values() for size in times})
         panel.xaxis.set_major_locator(ticker.FixedLocator(sizes))
         panel.xaxis.set_minor_locator(ticker.NullLocator())
         panel.xaxis.set_major_formatter(ticker.ScalarFormatter())
+        panel.yaxis.set_minor_formatter(ticker.NullFormatter())
         panel.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
         panel.grid(True, which="major", color="#dddddd", linewidth=0.6)
         panel.set_axisbelow(True)

@@ -314,6 +314,19 @@ def test_a_number_of_a_file_has_a_range_too(asks: Any) -> None:
         asks("num_processes: 99999999999")
 
 
+@pytest.mark.parametrize("text", ["1e8", "1E+8", "'1.0e8'", "100000000"])
+def test_a_count_may_have_an_exponent(asks: Any, text: str) -> None:
+    """YAML takes 1e8 for text."""
+    file = f"distributed_type: FSDP\nfsdp_config:\n  fsdp_min_num_params: {text}\n"
+    assert asks(file).get("fsdp_min_num_params") == 10**8
+
+
+@pytest.mark.parametrize("text", ["1.5e0", "1e-3", "1e99", "e8"])
+def test_a_number_that_is_not_whole_is_no_count(asks: Any, text: str) -> None:
+    with pytest.raises(SettingError, match="num_processes is"):
+        asks(f"num_processes: '{text}'")
+
+
 def bare_types(kind: Any) -> set[Any]:
     """The types of which a type is made, without their rules."""
     parts = get_args(kind)

@@ -24,6 +24,7 @@ UNIONS = (typing.Union, types.UnionType)
 _ANY_ORDER = (Sequence, Iterable, Collection)
 _SEQUENCES = (tuple, list, *_ANY_ORDER)
 _LISTS = (list, tuple, set, frozenset)
+_WITH_EXPONENT = re.compile(r"[+-]?\d+\.?\d*[eE]\+?\d{1,2}", re.ASCII)
 _PLAIN_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
@@ -157,7 +158,7 @@ def _convert_number(kind: Any, value: Any, source: Source) -> tuple[bool, Any]:
     # A number between quotes in a file is one too, but no other text that Python reads as one: nan, 1_0.
     if isinstance(value, str) and (source == "text" or (source == "file" and _PLAIN_NUMBER.fullmatch(value))):
         try:
-            value = kind(value)
+            value = kind(_write_out(value) if kind is int else value)
         except ValueError:
             return False, value
     if kind is float and isinstance(value, int | float):
@@ -166,6 +167,12 @@ def _convert_number(kind: Any, value: Any, source: Source) -> tuple[bool, Any]:
         except OverflowError:
             return False, value
     return isinstance(value, kind) and value == value, value  # nan is no number
+
+
+def _write_out(text: str) -> str:
+    """Write ``1e8``, which YAML takes for text, as 100000000; other text stays."""
+    number = float(text) if _WITH_EXPONENT.fullmatch(text) else 0.5
+    return f"{number:.0f}" if number.is_integer() else text
 
 
 def _convert_sequence(kind: Any, value: Any, source: Source) -> tuple[bool, Any]:
