@@ -43,6 +43,7 @@ def says(stderr: str) -> list[str]:
     [
         ("raise ValueError('no data')", 1, "failed (exit code 1)", "ValueError: no data"),
         ("sys.exit(3)", 3, "failed (exit code 3)", "it called sys.exit(3)"),
+        ("sys.exit(not 0)", 1, "failed (exit code 1)", "it called sys.exit(1)"),
         ("sys.exit('no data found')", 1, "failed (exit code 1)", "no data found"),
         ("os._exit(7)", 7, "failed (exit code 7)", "it left no traceback: it called os._exit"),
         ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL", "when memory runs out"),

@@ -99,7 +99,10 @@ def test_a_range_in_a_file_needs_quotes(asks: Any) -> None:
         ({"num_machines": "1:2", **MEET}, ["--num_machines is 1:2", "static"]),
         ({"num_machines": "2", "rdzv_conf": "timeout", **MEET}, ["--rdzv_conf", "'timeout'"]),
         ({"num_machines": "2", "rdzv_conf": "join_timeout=soon", **MEET}, ["--rdzv_conf", "'soon'"]),
-        ({"num_machines": "2", "rdzv_conf": "last_call_timeout=3", **MEET}, ["last_call_timeout", "static"]),
+        (
+            {"num_machines": "2", "rdzv_conf": "last_call_timeout=3", "strict": True, **MEET},
+            ["last_call_timeout", "static"],
+        ),
         (
             {"num_machines": "2", "rdzv_endpoint": "a:b", "use_cpu": True},
             ["--rdzv_endpoint is a:b", "no port"],
@@ -121,6 +124,17 @@ def test_a_rendezvous_that_cannot_be(asks: Any, flags: dict[str, Any], words: li
         launch_plans.plan(request, "elastic")
     assert [word for word in words if word not in error.value.what] == []
     assert error.value.why or error.value.fix or "at least" in error.value.what
+
+
+@pytest.mark.parametrize("between", [",", " ", ", "])
+def test_what_a_static_rendezvous_does_not_read_is_said(asks: Any, between: str) -> None:
+    """Job scripts of other people for SLURM pass the place to meet in both ways."""
+    conf = between.join(["rdzv_backend=c10d", "rdzv_endpoint=127.0.0.1:29500", "join_timeout=9"])
+    request = asks(num_machines="2", rdzv_conf=conf, **MEET)
+    launch_plans.check(request)
+    plan = launch_plans.plan(request, "elastic")
+    assert any("--rdzv_conf sets rdzv_backend, rdzv_endpoint, which" in note for note in plan.notes)
+    assert launch_plans.join_timeout(request) == 9
 
 
 def test_where_machines_meet(asks: Any) -> None:

@@ -160,7 +160,8 @@ class RankErrorFile:
         if stop.code in (None, 0):
             return
         text = "" if isinstance(stop.code, int) else f"{stop.code}\n"
-        code = stop.code if isinstance(stop.code, int) else 1
+        # True and members of an IntEnum are whole numbers that are not written as such.
+        code = int(stop.code) if isinstance(stop.code, int) else 1
         file = self.open_file(code, text.split("\n")[0] or f"sys.exit({code})", stop)
         if file is not None:
             with file:

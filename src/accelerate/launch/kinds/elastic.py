@@ -132,7 +132,7 @@ class ElasticLaunch(LaunchKind[ElasticLaunchPlan]):
             facts=tuple(_facts(request, allocation, endpoint)),
             variables=shared_variables(request, allocation, machine),
             commands=tuple(_planned_commands(request, allocation, endpoint)),
-            notes=(),
+            notes=tuple(_unread_conf(request, conf)),
             allocation=allocation,
             endpoint=endpoint,
             conf=conf,
@@ -242,27 +242,35 @@ def parse_rdzv_conf(request: LaunchRequest) -> dict[str, str]:
     """``rdzv_conf`` as a table.
 
     Raises:
-        SettingError: it is not written ``key=value,key=value``, or a number in it is none.
+        SettingError: it is not written ``key=value,key=value``, or a number in it is none; in strict mode, it
+            has what the rendezvous does not read.
     """
     text, location = (
         request.values_of(ElasticLaunchSettings).rdzv_conf or "",
         request.origin("rdzv_conf").where,
     )
     conf: dict[str, str] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    for part in text.replace(",", " ").split():
         key, equals, value = part.partition("=")
         if not equals:
             raise SettingError(f"{location} has the part {part!r}", fix="write key=value,key=value")
-        conf[key.strip()] = value.strip()
-    if request.values_of(ElasticLaunchSettings).rdzv_backend == STATIC:
-        for key in conf:
-            if key not in ("timeout", "join_timeout", "rank"):
-                raise SettingError(
-                    f"{location} sets {key}, which a static rendezvous does not read",
-                    fix="it reads join_timeout; --rdzv_backend c10d reads more",
-                )
+        conf[key] = value
+    unread = next(_unread_conf(request, conf), "")
+    if unread and "strict" in request.origins and request.get("strict"):
+        raise SettingError(unread, why=f"{request.origin('strict').where} asks for an error")
     parse_join_timeout(conf, location)
     return conf
+
+
+def _unread_conf(request: LaunchRequest, conf: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line about what a static rendezvous does not read: job scripts in use pass it."""
+    if request.values_of(ElasticLaunchSettings).rdzv_backend == STATIC:
+        keys = [key for key in conf if key not in ("timeout", "join_timeout", "rank")]
+        if keys:
+            yield (
+                f"{request.origin('rdzv_conf').where} sets {', '.join(keys)}, which a static rendezvous does not "
+                "read: it reads join_timeout; --rdzv_backend c10d reads more"
+            )
 
 
 def parse_join_timeout(conf: Mapping[str, str], where: str = "--rdzv_conf") -> float:
