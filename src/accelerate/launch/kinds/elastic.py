@@ -267,9 +267,10 @@ def _unread_conf(request: LaunchRequest, conf: Mapping[str, str]) -> Iterator[st
     if request.values_of(ElasticLaunchSettings).rdzv_backend == STATIC:
         keys = [key for key in conf if key not in ("timeout", "join_timeout", "rank")]
         if keys:
+            where = request.origin("rdzv_conf").where
             yield (
-                f"{request.origin('rdzv_conf').where} sets {', '.join(keys)}, which a static rendezvous does not "
-                "read: it reads join_timeout; --rdzv_backend c10d reads more"
+                f"{where} sets {', '.join(keys)}, which a static rendezvous does not read: "
+                "it reads join_timeout; --rdzv_backend c10d reads more"
             )
 
 
