@@ -307,6 +307,28 @@ def test_a_loss_repeated_for_a_full_batch_counts_for_the_samples_of_a_shorter_on
         assert rows == [4, 4, 3]
 
 
+def test_several_rows_of_a_sample_count_in_a_shorter_batch_too() -> None:
+    """As many rows as a full batch has samples are no repeated loss where earlier steps had such rows."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(Map(5, torch.tensor), batch_size=2))
+    rows = [accelerator.gather_for_metrics(batch.repeat_interleave(2)).tolist() for batch in loader]
+    assert rows == [[0, 0, 1, 1], [2, 2, 3, 3], [4, 4]]
+
+
+def gather_by_another() -> list[list[int]]:
+    from accelerate import Accelerator
+
+    loader = Accelerator().prepare(DataLoader(Map(7, torch.tensor), batch_size=2))
+    other = Accelerator()
+    return [other.gather_for_metrics(batch).tolist() for batch in loader]
+
+
+def test_a_function_with_an_accelerator_of_its_own_counts_samples_once(ranks: RankServer) -> None:
+    assert [row for rows in same_on_all(ranks(2, gather_by_another)) for row in rows] == list(range(7))
+
+
 def several_rows(every: int, copies: Callable[[int], int], per_sample: str) -> list[list[int]]:
     """Gather the outputs of ``every`` steps, with ``copies`` rows of each sample: as tensor, as objects."""
     from accelerate import Accelerator

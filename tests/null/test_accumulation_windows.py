@@ -384,3 +384,61 @@ def test_the_gradient_state_does_not_outlive_its_loader() -> None:
     del outer, _
     gc.collect()
     assert gone() is None
+
+
+def synced(accelerator: Accelerator, model: nn.Module, times: int = 1) -> list[bool]:
+    """Whether each of so many micro-batches closes a window."""
+    flags: list[bool] = []
+    for _ in range(times):
+        with accelerator.accumulate(model):
+            flags.append(accelerator.sync_gradients)
+    return flags
+
+
+def test_a_shorter_last_batch_that_is_cut_closes_its_window() -> None:
+    accelerator, model, _ = line(gradient_accumulation_steps=4)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.ones(40, 1)), batch_size=16))
+    flags = [synced(accelerator, model, len(batch.split(4))) for (batch,) in loader]
+    assert flags == [[False, False, False, True], [False, False, False, True], [False, True]]
+
+
+def test_a_shorter_last_batch_with_as_many_micro_batches_closes_at_the_last() -> None:
+    """At the first as well, as 1.15 does at all: nothing tells whether there is another one."""
+    accelerator, model, _ = line(gradient_accumulation_steps=4)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.ones(12, 1)), batch_size=8))
+    flags = [synced(accelerator, model, 2) for _ in loader]
+    assert flags == [[False, False], [True, True]]
+
+
+@pytest.mark.parametrize("at_once", [2, 4])
+def test_batches_that_are_fetched_ahead_close_the_last_window(at_once: int) -> None:
+    accelerator, model, _ = line(gradient_accumulation_steps=4)
+    batches, left = iter(accelerator.prepare(numbers(6))), 6
+    flags: list[bool] = []
+    while left:
+        count = min(at_once, left)
+        window = [next(batches) for _ in range(count)]
+        flags += synced(accelerator, model, len(window))
+        left -= count
+    assert flags == [False, False, False, True, False, True]
+
+
+def test_loaders_that_train_in_turn_close_one_window_at_their_end() -> None:
+    """B4"""
+    accelerator, model, _ = line(gradient_accumulation_steps=2)
+    loaders = [iter(loader) for loader in accelerator.prepare(numbers(5), numbers(5))]
+    flags = [synced(accelerator, model)[0] for _ in range(5) for each in loaders if next(each) is not None]
+    assert flags == [False, True] * 5
+
+
+def test_a_loader_that_was_left_in_the_middle_does_not_hold_a_window_open() -> None:
+    accelerator, model, _ = line(gradient_accumulation_steps=4)
+    loader, other = accelerator.prepare(numbers(6), numbers(6))
+    batches, left = iter(loader), iter(other)
+    next(batches)
+    flags = synced(accelerator, model)
+    next(left)
+    flags += synced(accelerator, model)
+    for _ in batches:
+        flags += synced(accelerator, model)
+    assert flags == [False, False, False, True, False, False, True]

@@ -259,8 +259,8 @@ MUTATIONS = (
         room="facade: accumulation",
         mistake="the last batch of a loader does not close its window",
         file="facade/gradient_state.py",
-        old="loader.micro_steps >= loader.micro_steps_before",
-        new="loader.micro_steps > loader.micro_steps_before",
+        old="loader.micro_steps >= loader.expected_micro_steps",
+        new="loader.micro_steps > loader.expected_micro_steps",
         tests=("tests/null/test_training_loop.py",),
     ),
     Mutation(

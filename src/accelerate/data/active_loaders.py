@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
-from weakref import ReferenceType, ref
+from typing import Any, ClassVar
+from weakref import ReferenceType, WeakSet, ref
 
 from accelerate.data.position import FetchedBatch, LoaderPosition
 
@@ -16,9 +16,13 @@ class ActiveLoaders:
         run_pending: called between two batches, and at the end of an epoch; that of a device that is lazy.
     """
 
+    _living: ClassVar[WeakSet[ActiveLoaders]] = WeakSet()
+
     def __init__(self) -> None:
+        self._living.add(self)
         self.run_pending: Callable[[], None] | None = None
         self._stack: list[ReferenceType[Any]] = []
+        self.clock = 0  # counts batches
         # Called with a loader that begins an epoch, or is requested for its next batch, before anything of
         # that is drawn or read.
         self.on_request: Callable[[Any], None] | None = None
@@ -29,9 +33,11 @@ class ActiveLoaders:
 
     def touch(self, loader: Any) -> None:
         """Make a loader that yields a batch the innermost one: loops inside its own are over."""
+        self.clock += 1
+        loader.yielded_at = loader.yielded_at[1], self.clock
         if not self._stack or self._stack[-1]() is not loader:
             self.remove(loader)
-            self.add(loader)
+            self._stack.append(ref(loader))
         elif self.run_pending is not None:
             self.run_pending()
 
@@ -45,6 +51,30 @@ class ActiveLoaders:
     def innermost(self) -> Any | None:
         """The loader of the innermost loop, or None."""
         return self._stack[-1]() if self._stack else None
+
+    @classmethod
+    def innermost_of_process(cls) -> Any | None:
+        """Return the innermost loader of any ``Accelerator``; None unless one alone has a loop."""
+        innermost = [loader for stack in cls._living if (loader := stack.innermost) is not None]
+        return innermost[0] if len(innermost) == 1 else None
+
+    @property
+    def closing(self) -> Any | None:
+        """The loader whose last batch closes a window: of several that train in turn, the one begun last.
+
+        A loader takes turns with the innermost one if it has yielded since that one's batch before; another
+        one may be left and alive.
+        """
+        innermost = self.innermost
+        if len(self._stack) < 2:
+            return innermost
+        active = (item() for item in self._stack)
+        in_turn = [
+            loader
+            for loader in active
+            if getattr(loader, "trains", False) and loader.yielded_at[1] > innermost.yielded_at[0]
+        ]
+        return max(in_turn, key=lambda loader: loader.begun_at, default=innermost)
 
     @property
     def references(self) -> list[Any]:
@@ -67,7 +97,11 @@ class DataLoaderStateMixin:
         batch_samples: samples of that batch with fillers; None when unknown.
         has_fillers: the current step may contain fillers, on some process.
         micro_steps: accumulation steps since the current batch was given.
-        micro_steps_before: the same for the batch before, 0 before there was one.
+        trains: whether there were any in this epoch.
+        begun_at: when the epoch began, and
+        yielded_at: when the batch before the current one was given, and that one; by ``ActiveLoaders.clock``.
+        expected_micro_steps: the least number of them that is expected, from the batches before; 0 before
+            there was one.
     """
 
     end_of_dataloader: bool = False
@@ -76,11 +110,17 @@ class DataLoaderStateMixin:
     batch_samples: int | None = None
     has_fillers: bool = False
     micro_steps: int = 0
-    micro_steps_before: int = 0
+    trains: bool = False
+    begun_at: int = 0
+    yielded_at: tuple[int, int] = 0, 0
+    expected_micro_steps: int = 0
     active: ActiveLoaders = UNOWNED
     records_loader_state: bool = False  # see ``Epoch``
     keeps_torch_numbers: bool = False  # see ``Epoch``
     gradient_state: Any = None  # that of the Accelerator that prepared it
+    # Batches since the last accumulation step, and their samples; the same before the steps in ``_pace``.
+    _given: tuple[int, int] = 0, 0
+    _pace: tuple[int, int, int] = 0, 1, 0  # steps, batches, samples; 0 samples: unknown
 
     def reset(self) -> None:
         """Reset the attributes before an epoch."""
@@ -93,6 +133,24 @@ class DataLoaderStateMixin:
         self.real, self.batch_samples, self.has_fillers = fetched.real, fetched.size, fetched.remainder != 0
         if fetched.last:
             self.end_of_dataloader, self.remainder = True, fetched.remainder
+        if self.micro_steps:
+            self._pace, self._given, self.micro_steps = (self.micro_steps, *self._given), (0, 0), 0
+        # Batches of several ranks may differ in size, and their windows close together.
+        samples = (fetched.size or 0) if getattr(self, "_num_processes", 1) == 1 else 0
+        self._given = self._given[0] + 1, self._given[1] + samples
+        self.expected_micro_steps = self._expect_micro_steps()
+
+    def _expect_micro_steps(self) -> int:
+        """Return the least number of steps for the batches since the last one, at the pace before.
+
+        A loop takes a number of steps for each batch, or one for each so many samples: where these do not
+        agree, the smaller number counts, so that a window is closed rather than left open.
+        """
+        (steps, batches_before, samples_before), (batches, samples) = self._pace, self._given
+        expected = -(-steps * batches // max(1, batches_before))
+        if samples and samples_before:
+            expected = min(expected, -(-steps * samples // samples_before))
+        return expected
 
     def time_fetches(self, batches: Iterator[FetchedBatch], samples: int) -> Iterator[FetchedBatch]:
         """Return the batches; the record of a run replaces this by one that measures how long each took.
@@ -111,6 +169,7 @@ class DataLoaderStateMixin:
             if outer is not None and backwards > outer.backwards_before:
                 outer.shown = {name: getattr(self, name) for name in _SHOWN}
         self.reset()
+        self.trains, self.begun_at = False, self.active.clock
         self.active.add(self)
 
     def end(self) -> None:
@@ -142,6 +201,9 @@ _SHOWN = (
     "batch_samples",
     "has_fillers",
     "micro_steps",
-    "micro_steps_before",
+    "trains",
+    "expected_micro_steps",
+    "_given",
+    "_pace",
 )
 _NO_POSITION = LoaderPosition()  # a class of a client may have none

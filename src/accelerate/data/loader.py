@@ -286,7 +286,6 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             self.show_batch(fetched)
             if self._original is not None:
                 self._original.show_batch(fetched)
-            self.micro_steps_before, self.micro_steps = self.micro_steps or self.micro_steps_before, 0
             yield batch
             if self.active.on_request is not None:
                 self.active.on_request(self)

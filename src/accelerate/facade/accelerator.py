@@ -29,6 +29,7 @@ from accelerate.core.option_report import OptionReport
 from accelerate.core.setting import load_settings
 from accelerate.core.user_warning import warn_user
 from accelerate.core.value_types import PathText, PositiveInt
+from accelerate.data.active_loaders import ActiveLoaders
 from accelerate.data.configuration import DataLoaderConfiguration
 from accelerate.data.loader import skip_first_batches as skip
 from accelerate.facade import runtime as runtimes
@@ -904,6 +905,8 @@ class Accelerator(ProcessMixin):
             PrepareError: the step has fillers, and which rows are theirs is not known.
         """
         loader, by_object = self.gradient_state.active_dataloader, use_gather_object
+        if loader is None:  # a function may make an Accelerator of its own
+            loader = ActiveLoaders.innermost_of_process()
         return gather_for_metrics(
             input_data, loader, self.strategy, as_objects=by_object, rows_per_sample=rows_per_sample
         )

@@ -158,14 +158,15 @@ class GradientState:
         """Begin one more micro-batch; return whether gradients are reduced in it.
 
         A window closes after ``num_steps``. The last batch of the loader closes it early, but only in the
-        last of its micro-batches: their number is taken from the batch before.
+        last of its micro-batches: their number is expected from the batches before.
         """
         self.step += 1
         loader = self.loaders.innermost
         closes = False
         if loader is not None:
-            loader.micro_steps += 1
-            last = loader.end_of_dataloader and loader.micro_steps >= loader.micro_steps_before
+            loader.micro_steps, loader.trains = loader.micro_steps + 1, True
+            loader = self.loaders.closing
+            last = loader.end_of_dataloader and loader.micro_steps >= loader.expected_micro_steps
             closes = last and self.sync_with_dataloader
         self.sync_gradients = closes or self.step % (self.plugin_kwargs.get("num_steps") or 1) == 0
         if closes:

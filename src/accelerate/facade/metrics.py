@@ -90,9 +90,10 @@ class _RealRowCounter:
         if self.per_sample is not None:
             return rows - self._count_filler_rows(shape, self.per_sample)
         multiple, rest = divmod(rows, self.size)
+        is_known = not rest and multiple in self.epoch.row_multiples  # of an earlier step
         steps = self._steps_of_rows(multiple) if multiple > 1 and not rest else 1
         if not self.fillers or rows == 0:
-            return self.size if self._repeats_for_full_batch(rows) else rows
+            return self.size if not is_known and self._repeats_for_full_batch(rows) else rows
         if rest:
             raise self._error(shape, f"{rows} is no multiple of {self.size}")
         if multiple > 1 and tuple(shape[1:2]) == (self.size,):

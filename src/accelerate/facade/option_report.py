@@ -297,7 +297,7 @@ class OptionReporter:
         loader = gradients.active_dataloader
         if not isinstance(loader, DataLoaderShard) or gradients.window is not None or gradients.step:
             return False
-        begins = loader.micro_steps == loader.micro_steps_before == 0 and not loader.end_of_dataloader
+        begins = loader.micro_steps == loader.expected_micro_steps == 0 and not loader.end_of_dataloader
         current = loader.position.current
         return begins and current is not None and current.batches == 1
 
