@@ -157,8 +157,10 @@ def _convert_number(kind: Any, value: Any, source: Source) -> tuple[bool, Any]:
         return False, value
     # A number between quotes in a file is one too, but no other text that Python reads as one: nan, 1_0.
     if isinstance(value, str) and (source == "text" or (source == "file" and _PLAIN_NUMBER.fullmatch(value))):
+        if kind is int and _WITH_EXPONENT.fullmatch(value) and float(value).is_integer():
+            value = f"{float(value):.0f}"  # YAML takes 1e8 for text
         try:
-            value = kind(_write_out(value) if kind is int else value)
+            value = kind(value)
         except ValueError:
             return False, value
     if kind is float and isinstance(value, int | float):
@@ -167,12 +169,6 @@ def _convert_number(kind: Any, value: Any, source: Source) -> tuple[bool, Any]:
         except OverflowError:
             return False, value
     return isinstance(value, kind) and value == value, value  # nan is no number
-
-
-def _write_out(text: str) -> str:
-    """Write ``1e8``, which YAML takes for text, as 100000000; other text stays."""
-    number = float(text) if _WITH_EXPONENT.fullmatch(text) else 0.5
-    return f"{number:.0f}" if number.is_integer() else text
 
 
 def _convert_sequence(kind: Any, value: Any, source: Source) -> tuple[bool, Any]:
