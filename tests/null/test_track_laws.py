@@ -97,8 +97,11 @@ def test_without_its_package_the_command_that_installs_it_is_said(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pretend_installed(monkeypatch, lambda module: False)
-    with pytest.raises(MissingExtraError, match=rf"pip install {track.TRACKERS.get(name).packages[0]}"):
-        accelerator(name, tmp_path)
+    command = rf"pip install {track.TRACKERS.get(name).packages[0]}"
+    with pytest.raises(MissingExtraError, match=command):
+        Accelerator(cpu=True, log_with=name, project_dir=tmp_path, strict=True)
+    with pytest.warns(UserWarning, match=command):
+        assert accelerator(name, tmp_path).log_with == []
     assert name not in track.available_trackers(tmp_path)
 
 

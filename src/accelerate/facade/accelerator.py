@@ -261,6 +261,8 @@ class Accelerator(ProcessMixin):
             gradient_accumulation_plugin=gradient_accumulation_plugin,
         )
         options.strict = self._option_reporter.strict
+        if self._trackers.missing:
+            self._trackers.report_missing(options.strict)
         if self._option_reporter.record_folder is not None:
             self._trackers.recorder = start_recorder(self._option_reporter.record_folder, runtime.world)
         watch = self._trackers.recorder, self._option_reporter.checks_numerics

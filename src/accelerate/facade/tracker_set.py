@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from accelerate import track
-from accelerate.core.errors import SettingError, UnknownNameError
+from accelerate.core.errors import MissingExtraError, SettingError, UnknownNameError
 from accelerate.core.user_warning import warn_user
 from accelerate.core.value_types import refuse_nul
 from accelerate.facade.enums import LoggerType
@@ -29,6 +29,7 @@ class TrackerSet:
 
     Attributes:
         log_with: the requested trackers: names, and objects that the user made.
+        missing: errors of those whose package is not installed.
         trackers: those whose run is open; empty on the other processes.
         recorder: of ``accelerate launch --record``; it takes what is logged, with or without trackers.
     """
@@ -37,7 +38,9 @@ class TrackerSet:
         self, log_with: Any, logging_dir: str | os.PathLike[str] | None, is_main_process: bool
     ) -> None:
         """Check the requested trackers on every rank; start none."""
-        self.log_with = [] if log_with is None else filter_trackers(log_with, logging_dir)
+        self.missing: list[MissingExtraError] = []
+        chosen = [] if log_with is None else track.choose_trackers(log_with, logging_dir, self.missing)
+        self.log_with = [_logger_type(each) if isinstance(each, str) else each for each in chosen]
         self.trackers: list[GeneralTracker] = []
         self._logging_dir, self._is_main = logging_dir, is_main_process
         self._uses_all = track.ALL in (log_with if isinstance(log_with, list | tuple) else [log_with])
@@ -46,6 +49,17 @@ class TrackerSet:
         # Trackers that have logged once, and how many calls failed after that.
         self._logged: set[GeneralTracker] = set()
         self._failures: Counter[GeneralTracker] = Counter()
+
+    def report_missing(self, is_error: bool) -> None:
+        """Say on rank 0 which trackers are left out, as 1.x does: scripts name those of their authors.
+
+        Raises:
+            MissingExtraError: ``is_error``.
+        """
+        if is_error:
+            raise self.missing[0]
+        for error in self.missing if self._is_main else ():
+            warn_user(f"{error.what}, and is left out: nothing is logged there. {error.fix}")
 
     def start(self, project_name: str, config: dict[str, Any] | None, options: Options) -> None:
         """Begin a run with every tracker of ``log_with``; see ``Accelerator.init_trackers``."""

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from functools import cache
 from typing import Any, TypeVar
 
-from accelerate.core.errors import SettingError, UnknownNameError
+from accelerate.core.errors import MissingExtraError, SettingError, UnknownNameError
 from accelerate.core.registry import Registry
 from accelerate.track.base import GeneralTracker, missing_attributes
 
@@ -82,17 +82,20 @@ def available_trackers(logging_dir: object = None) -> list[str]:
     ]
 
 
-def choose_trackers(log_with: Any, logging_dir: object = None) -> list[str | GeneralTracker]:
+def choose_trackers(
+    log_with: Any, logging_dir: object = None, missing: list[MissingExtraError] | None = None
+) -> list[str | GeneralTracker]:
     """Return the names and trackers that ``log_with`` selects, each once, in the given order.
 
     Args:
         log_with: None, a name, a tracker, or several of them; ``"all"`` selects every usable one
             but ``"jsonl"``, which no script of Accelerate 1.x expects.
         logging_dir: the folder for logs.
+        missing: takes the errors of trackers whose package is not installed; these are left out.
 
     Raises:
         UnknownNameError: there is no such tracker.
-        MissingExtraError: a package is not installed.
+        MissingExtraError: a package is not installed, and ``missing`` is None.
         SettingError: a tracker needs a folder, or an item is neither a name nor a tracker.
     """
     requested = log_with if isinstance(log_with, list | tuple) else [] if log_with is None else [log_with]
@@ -113,7 +116,13 @@ def choose_trackers(log_with: Any, logging_dir: object = None) -> list[str | Gen
             chosen += [each for each in usable if each not in chosen]
             continue
         check_name(name, where="in log_with")
-        tracker_classes()[name].check(logging_dir)
+        try:
+            tracker_classes()[name].check(logging_dir)
+        except MissingExtraError as error:
+            if missing is None:
+                raise
+            missing.append(error)
+            continue
         chosen += [] if name in chosen else [name]
     return chosen
 
