@@ -58,17 +58,15 @@ class ActiveLoaders:
         innermost = [loader for stack in cls._living if (loader := stack.innermost) is not None]
         return innermost[0] if len(innermost) == 1 else None
 
-    @property
-    def closing(self) -> Any | None:
-        """The loader whose last batch closes a window: of several that train in turn, the one begun last.
+    def find_closing(self, innermost: Any) -> Any:
+        """Return the loader whose last batch closes a window: of several that train in turn, that begun last.
 
         A loader takes turns with the innermost one if it has yielded since that one's batch before; another
         one may be left and alive.
         """
-        innermost = self.innermost
         if len(self._stack) < 2:
             return innermost
-        active = (item() for item in self._stack)
+        active: list[Any] = [item() for item in self._stack]
         in_turn = [
             loader
             for loader in active

@@ -165,7 +165,7 @@ class GradientState:
         closes = False
         if loader is not None:
             loader.micro_steps, loader.trains = loader.micro_steps + 1, True
-            loader = self.loaders.closing
+            loader = self.loaders.find_closing(loader)
             last = loader.end_of_dataloader and loader.micro_steps >= loader.expected_micro_steps
             closes = last and self.sync_with_dataloader
         self.sync_gradients = closes or self.step % (self.plugin_kwargs.get("num_steps") or 1) == 0
