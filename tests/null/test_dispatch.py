@@ -20,7 +20,7 @@ import accelerate.big_modeling
 import accelerate.hooks
 from accelerate import Accelerator, cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
 from accelerate import device as devices
-from accelerate.core.errors import DeviceError, PrepareError, SettingError, UnknownNameError
+from accelerate.core.errors import DeviceError, OffloadError, PrepareError, SettingError, UnknownNameError
 from accelerate.hooks import add_hook_to_module, remove_hook_from_submodules
 from tests.support.offloaded import (
     copies_weights,
@@ -207,6 +207,29 @@ def test_values_may_come_with_the_call(tmp_path: Path) -> None:
         module._buffers.update(real._buffers)
     dispatch_model(model, DISK, state_dict=full.state_dict(), offload_dir=tmp_path)
     torch.testing.assert_close(model(IDS), full(IDS))
+
+
+def test_values_of_the_call_come_before_those_of_the_model(tmp_path: Path) -> None:
+    """Of what is offloaded; what is used in place has its own."""
+    trained = {name: value.detach() * 2 for name, value in built().named_parameters()}
+    plain = built()
+    plain.load_state_dict(trained, strict=False)
+    model = cpu_offload(built(), "cpu", state_dict=trained)
+    torch.testing.assert_close(model(IDS), plain(IDS))
+    model = dispatch_model(built(), {"": "disk"}, state_dict=trained, offload_dir=tmp_path)
+    torch.testing.assert_close(model(IDS), plain(IDS))
+    model = dispatch_model(built(), {"": "cpu"}, state_dict=trained)
+    torch.testing.assert_close(model(IDS), built()(IDS))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_values_of_another_shape_are_refused(device: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    values = {**model.state_dict(), "1.bias": torch.ones(1)}
+    model.to(device)
+    with pytest.raises(OffloadError, match=r"1\.bias .* shape \[1\]"):
+        cpu_offload(model, "cpu", state_dict=values)
+    assert hooked(model) == []
 
 
 def test_tied_weights_stay_tied(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -229,6 +231,20 @@ def test_every_use_of_a_tensor_gets_its_values() -> None:
     assert late.dtype is torch.float32
     torch.testing.assert_close(copied, torch.ones(2, 2))
     torch.testing.assert_close(kept, torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("options", [{}, {"weights_only": False}, {"mmap": True}])
+def test_tensors_are_read_from_files(options: dict[str, Any], tmp_path: Path) -> None:
+    """torch makes an empty tensor, and gives it the storage that it has read."""
+    saved = {"large": torch.ones(9000), "small": torch.arange(3)}
+    torch.save(saved, tmp_path / "values.bin")
+    with init_empty_weights():
+        loaded = torch.load(tmp_path / "values.bin", **options)
+        copied = pickle.loads(pickle.dumps(saved["large"]))
+        shared = torch.empty(0).set_(saved["large"].untyped_storage())
+        assert nn.Parameter(torch.empty(0)).shape == (0,)
+    torch.testing.assert_close(loaded, saved)
+    torch.testing.assert_close([copied, shared], [saved["large"]] * 2)
 
 
 def test_the_default_dtype_at_the_call_counts() -> None:

@@ -366,6 +366,34 @@ def test_an_output_goes_back_where_a_client_says_so() -> None:
         assert model(x).device == x.device
 
 
+class Traced(nn.Module):
+    """Returns the states of all its layers too, and puts one into a cache of the caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: torch.Tensor, cache: dict[str, Any]) -> dict[str, Any]:
+        states = [self.net.inp(x)]
+        for layer in self.net.layers:
+            states.append(layer(states[-1]))
+        cache["last"] = [states[-1]]
+        return {"y": self.net.out(states[-1]), "states": tuple(states), "cache": cache}
+
+
+def test_nested_outputs_go_back_and_caches_stay() -> None:
+    model = dispatch_model(built(Traced), {"net": 0, "net.layers.4": 1, "net.layers.5": 1, "net.out": 1})
+    x, cache = inputs(), {}
+    with torch.no_grad():
+        expected = built(Traced)(x, {})
+        for device in ("sim:0", "sim:1", "cpu"):
+            y = model(x.to(device), cache)
+            assert {str(state.device) for state in (y["y"], *y["states"])} == {device}
+            torch.testing.assert_close(torch.stack(y["states"]).cpu(), torch.stack(expected["states"]))
+            assert y["cache"] is cache
+            assert str(cache["last"][0].device) == "sim:1"
+
+
 @pytest.mark.parametrize("part", ["inp", "layers.0", "layers.1.up", "layers.2", "layers.2.up", "layers.5.up"])
 def test_a_part_that_is_called_alone_gets_its_inputs(part: str) -> None:
     """Also inside of a block, and where nothing is moved in a forward of the whole model."""

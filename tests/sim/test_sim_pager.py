@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate import cpu_offload, disk_offload, dispatch_model, load_checkpoint_in_model
 from accelerate.core.errors import OffloadError
 from accelerate.device.base import Device
-from accelerate.hooks import AlignDevicesHook, remove_hook_from_submodules
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_submodules
 from accelerate.offload import pager as pagers
 from accelerate.offload.dispatch import offload_stats
 from accelerate.offload.dispatch_hook import hook_of
@@ -948,3 +949,183 @@ def test_dispatching_says_where_everything_went() -> None:
     dispatch_model(model, given)
     assert model.hf_device_map == given
     assert model.hf_device_map is not given
+
+
+# ------------------------------------------------------------------------- models that lie on the device
+
+
+MAPS: dict[str, Any] = {"inp": SIM, "layers": "cpu", "out": "disk"}
+
+
+@pytest.mark.parametrize("kind", ["cpu", "disk", "map"])
+def test_what_lies_on_the_device_is_offloaded_from_it(kind: str, tmp_path: Path) -> None:
+    """A weight whose home is memory or disk leaves the device that it lies on; in the end it is back."""
+    model, x = built(), inputs()
+    expected = model(x)
+    model.to(SIM)
+    if kind == "map":
+        dispatch_model(model, MAPS, offload_dir=tmp_path)
+    else:
+        offloaded(model, kind, tmp_path)
+    gc.collect()
+    resident = sum(p.nbytes for p in model.inp.parameters()) if kind == "map" else 0
+    assert resident <= torch.sim.memory_allocated(0) <= resident + 2 * 512
+    assert {p.device.type for p in model.layers.parameters()} == {"meta"}
+    assert sorted(tmp_path.glob("out.*.dat")) == [
+        tmp_path / f"out.{name}.dat" for name in (() if kind == "cpu" else ("bias", "weight"))
+    ]
+    with torch.no_grad():
+        torch.testing.assert_close(model(x.to(SIM)).cpu(), expected)
+    remove_hook_from_submodules(model)
+    assert {str(p.device) for p in model.parameters()} == {SIM}
+    with torch.no_grad():
+        torch.testing.assert_close(model(x.to(SIM)).cpu(), expected)
+
+
+def test_a_model_that_is_dispatched_again_makes_room_first() -> None:
+    """The second map has less on the device: nothing goes back there on the way."""
+    model, x = built().to(SIM), inputs()
+    cpu_offload(model, SIM)
+    gc.collect()
+    torch.sim.reset_peak_memory_stats(0)
+    dispatch_model(model, {"inp": SIM, "layers": "cpu", "out": "cpu"})
+    assert torch.sim.max_memory_allocated(0) < weights(built()) // 2
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), built()(x))
+
+
+# -------------------------------------------------------------------------------------- shared modules
+
+
+class SharedInside(nn.Module):
+    """Heads that a decoder has too, as in DETR with refinement of boxes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        heads = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.decoder = Decoder(heads)
+        self.heads = heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.heads[1](self.decoder(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self, heads: nn.ModuleList) -> None:
+        super().__init__()
+        self.lin, self.heads = nn.Linear(WIDTH, WIDTH), heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.heads[0](self.lin(x))
+
+
+@kinds
+def test_modules_of_a_block_that_are_used_outside_of_it(kind: str, tmp_path: Path) -> None:
+    model, x = built(SharedInside), inputs()
+    expected = model(x)
+    offloaded(model, kind, tmp_path)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(model(x), expected)
+
+
+def test_a_hook_on_a_wrapped_model_replaces_no_block() -> None:
+    """peft adds one to the model in its wrapper; adapters that come later still reach the device."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)
+
+    x = inputs()
+    model = Wrapper(built()).requires_grad_(False)
+    cpu_offload(model, SIM)
+    add_hook_to_module(model.inner, AlignDevicesHook(io_same_device=True))
+    model.inner.layers[0].up = nn.Linear(WIDTH, 4 * WIDTH)
+    plain = built()
+    plain.layers[0].up.load_state_dict(model.inner.layers[0].up.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x))
+
+
+# ------------------------------------------------------------------------------------- other values, casts
+
+
+def test_a_state_dict_comes_before_the_values_of_the_model() -> None:
+    model, x = built(), inputs()
+    trained = {name: value * 2 for name, value in model.state_dict().items()}
+    cpu_offload(model, SIM, state_dict=trained)
+    plain = built()
+    plain.load_state_dict(trained)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x))
+
+
+def test_buffers_go_back_after_a_cast() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("shift", torch.ones(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lin(x) + self.shift
+
+    def model_of() -> nn.Module:
+        return nn.Sequential(Shifted(), Shifted())
+
+    model, x = built(model_of), inputs()
+    cpu_offload(model, SIM)
+    model.half()
+    with torch.no_grad():
+        model(x.half())
+    remove_hook_from_submodules(model)
+    assert {(t.device.type, t.dtype) for t in model.state_dict().values()} == {("cpu", torch.float16)}
+    with torch.no_grad():
+        torch.testing.assert_close(model(x.half()), built(model_of).half()(x.half()))
+
+
+def _halve(model: nn.Module) -> None:
+    model.half()
+
+
+def _replace_data(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data = p.data * 2
+
+
+def _write_to_data(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data += 1
+
+
+@pytest.mark.parametrize("before", ["checkpoint", "folder", "mapped"])
+@pytest.mark.parametrize("change", [_halve, _replace_data, _write_to_data])
+def test_changed_weights_are_not_dropped_for_their_files(before: str, change: Any, tmp_path: Path) -> None:
+    """Torch counts no version for any of these changes."""
+    model, plain, x = built(), built(), inputs()
+    if before == "checkpoint":
+        save_file(model.state_dict(), tmp_path / "model.safetensors")
+        load_checkpoint_in_model(model.to("meta"), tmp_path / "model.safetensors", {"": "cpu"})
+    elif before == "folder":
+        disk_offload(model, tmp_path / "first", SIM)
+        remove_hook_from_submodules(model)
+    else:
+        dispatch_model(model, {"": "disk"}, main_device="cpu", offload_dir=tmp_path / "first")
+    change(model)
+    change(plain)
+    x = x.to(next(plain.parameters()).dtype)
+    disk_offload(model, tmp_path / "second", SIM)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x))
+
+
+def test_unchanged_weights_are_not_written_again(tmp_path: Path) -> None:
+    model = built()
+    disk_offload(model, tmp_path / "first", SIM)
+    remove_hook_from_submodules(model)
+    disk_offload(model, tmp_path / "second", SIM)
+    assert list((tmp_path / "second").glob("*")) == []

@@ -149,7 +149,7 @@ def dispatch_model(
         device_map: name of a module or tensor -> device; ``""`` is the whole model, the longest name counts.
             Names that the model does not have are told in a warning.
         main_device: where parts on the CPU and disk run; the first accelerator of the map by default.
-        state_dict: values of weights that are on the meta device.
+        state_dict: values of offloaded weights, before the model's own, and of those on the meta device.
         offload_dir: the folder for what is on disk and in no file yet, or where it was written before.
         offload_index: name -> where it lies in a safetensors file.
         offload_buffers: offload buffers too; otherwise they stay on the main device.
@@ -205,10 +205,13 @@ def _place_and_hook(
 ) -> None:
     """Place every tensor, make blocks of the offloaded ones, and attach hooks."""
     slots = list_tensor_slots(model, home, options.main_device)
+    for slot in slots:
+        if slot.home in ("cpu", "disk") or slot.tensor.is_meta:
+            values.check_shape(slot.name, slot.tensor)
     computing = {slot.device for slot in slots if slot.home is not None}
     place_on_cpu([p for p in slots if p.device == CPU], values, options)
-    place_resident_tensors([p for p in slots if p.device != CPU], values, options)
-    paged = replace_with_stand_ins([p for p in slots if p.device != CPU], values)
+    paged = place_resident_tensors([p for p in slots if p.device != CPU], values, options)
+    replace_with_stand_ins(paged, values)
     if not paged and len(computing) < 2 and not options.force_hooks:
         if options.is_offload or any(slot.home == "disk" for slot in slots):
             show_resident_hooks(model, options)
@@ -231,6 +234,9 @@ def remove_dispatch(model: nn.Module) -> None:
         others = [each for each in getattr(hook, "hooks", ()) if type(each) is not type(hook_of(model))]
         if hook_of(module) is not None and others:
             foreign_hooks.append((module, others))
+    for tensor in (*model.parameters(), *model.buffers()):
+        if isinstance(tensor, OffloadedTensor):  # not back to a device that may be too small for all of them
+            vars(tensor).pop("_original_device", None)
     remove_hook_from_submodules(model)
     for module, others in foreign_hooks:
         for each in others:
@@ -276,6 +282,12 @@ def _cast(model: nn.Module, cast: Callable[[torch.Tensor], torch.Tensor], recurs
     """Cast a model. Offloaded weights stay where they are, and are cast when they are read."""
     tables = [table for each in model.modules() for table in (each._parameters, each._buffers)]
     offloaded = [(t, name, w) for t in tables for name, w in t.items() if isinstance(w, OffloadedTensor)]
+    resident = [
+        (t, name, vars(w)["_original_device"])
+        for t in tables
+        for name, w in t.items()
+        if w is not None and "_original_device" in vars(w)
+    ]
     try:
         for table, name, _ in offloaded:
             table[name] = None
@@ -289,6 +301,8 @@ def _cast(model: nn.Module, cast: Callable[[torch.Tensor], torch.Tensor], recurs
                 source = cast_source(weight.source, dtype)
                 casts[id(weight)] = weight if same else make_stand_in(weight, source, weight.execution_device)
             table[name] = casts[id(weight)]
+        for table, name, device in resident:  # a buffer becomes another tensor
+            vars(table[name])["_original_device"] = device
 
 
 def _is_moved(model: nn.Module, how: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -326,7 +340,7 @@ def cpu_offload(
         model: the model.
         execution_device: where it computes; where its first parameter is by default. On the CPU all stays.
         offload_buffers: offload buffers too.
-        state_dict: values of weights that are on the meta device.
+        state_dict: values of offloaded weights, before the model's own, and of those on the meta device.
         preload_module_classes: classes of modules whose weights are brought as one.
 
     Raises:

@@ -247,7 +247,11 @@ def restore_tensor(stand_in: Any) -> torch.Tensor:
     """Return the real tensor of a stand-in; the same one for all its slots."""
     tensor = vars(stand_in).get("_restored")
     if tensor is None:
-        tensor = with_values(stand_in, stand_in.source.host_tensor(), stand_in.source)
+        source, device = stand_in.source, vars(stand_in).get("_original_device")
+        if device is None:
+            tensor = with_values(stand_in, source.host_tensor(), source)
+        else:
+            tensor = with_values(stand_in, source.read(device))
         stand_in._restored = tensor
     return tensor
 

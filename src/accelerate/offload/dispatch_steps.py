@@ -22,6 +22,7 @@ from torch import nn
 from accelerate.core.errors import DeviceError
 from accelerate.offload.align_hook import has_own_tensors
 from accelerate.offload.dispatch_hook import DispatchHook, attach_hook, show_hook, watch_replacements
+from accelerate.offload.file_mapping import mapped_source, set_file_source
 from accelerate.offload.inner_hook import attach_inner_hook
 from accelerate.offload.module_input_output import Keys, ModuleInputOutputMover
 from accelerate.offload.module_tensors import TiedMap, with_values
@@ -128,28 +129,28 @@ def place_on_cpu(slots: Sequence[DeviceMapTensorSlot], values: WeightStore, opti
     """
     slots = [p for p in slots if not (_is_kept_buffer(p, options) and _is_on(p.tensor, CPU))]
     disk = {p.name: p.tensor for p in slots if p.home == "disk"}
-    values.write_to_folder({name: disk[name] for name in values.names_to_write(disk)})
+    on_disk = values.file_sources(disk, in_place=True)
     placed: dict[int, torch.Tensor] = {}
     for slot in slots:
         old = slot.tensor
-        if slot.home is None or (slot.home != "disk" and _is_on(old, CPU)):
+        is_replaced = options.is_offload and slot.name in values.state_dict
+        if slot.home is None or (slot.home != "disk" and _is_on(old, CPU) and not is_replaced):
             continue
         if id(old) not in placed:
-            on_disk = slot.home == "disk"
-            source = values.file_source(slot.name, old) if on_disk else values.find_source(slot.name, old)
+            source = on_disk[slot.name] if slot.home == "disk" else values.find_source(slot.name, old)
             placed[id(old)] = _on_cpu(old, source)
         slot.table[slot.name_in_table] = placed[id(old)]
 
 
 def _on_cpu(old: torch.Tensor, source: TensorSource) -> torch.Tensor:
     """Return the tensor with the values of ``source``; a parameter that has memory stays the same object."""
-    if getattr(old, "_mapped_from", (None,))[0] is source:
+    if mapped_source(old) is source:
         return old
     tensor = with_values(old, source.host_tensor(), source)
     if isinstance(old, nn.Parameter) and type(old) is nn.Parameter and _is_on(old, CPU):
         old.data = tensor.data
-        if hasattr(tensor, "_mapped_from"):
-            old._mapped_from = (source, old._version)  # pyright: ignore[reportAttributeAccessIssue]
+        if not source.in_memory:
+            set_file_source(old, source)
         return old
     return tensor
 
@@ -163,8 +164,13 @@ def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
 
 def place_resident_tensors(
     slots: Sequence[DeviceMapTensorSlot], values: WeightStore, options: DispatchOptions
-) -> None:
-    """Move resident tensors to their devices: those of the map, and buffers of offloaded modules."""
+) -> list[DeviceMapTensorSlot]:
+    """Move resident tensors to their devices: those of the map, and buffers of offloaded modules.
+
+    Returns:
+        The slots of the other tensors, which are to be offloaded, wherever they lie now.
+    """
+    paged: list[DeviceMapTensorSlot] = []
     stays = _resident_keys(slots, options)
     resident = {(id(p.tensor), p.device) for p in slots if isinstance(p.home, torch.device)}
     placed: dict[tuple[int, torch.device], torch.Tensor] = {}
@@ -172,7 +178,10 @@ def place_resident_tensors(
     for slot in slots:
         old = slot.tensor
         key = id(old), slot.device
-        if slot.home is None or (slot.home in ("cpu", "disk") and key not in stays):
+        if slot.home is None:
+            continue
+        if slot.home in ("cpu", "disk") and key not in stays:
+            paged.append(slot)
             continue
         if key not in placed:
             placed[key] = _on_device(slot, old, values, first=id(old) not in originals)
@@ -180,6 +189,7 @@ def place_resident_tensors(
             if key not in resident:
                 placed[key]._original_device = CPU  # pyright: ignore[reportAttributeAccessIssue]
         slot.table[slot.name_in_table] = placed[key]
+    return paged
 
 
 def _on_device(
@@ -218,31 +228,24 @@ def _is_kept_buffer(slot: DeviceMapTensorSlot, options: DispatchOptions) -> bool
     return slot.is_buffer and not (options.offload_buffers and lasting)
 
 
-def replace_with_stand_ins(
-    slots: Sequence[DeviceMapTensorSlot], values: WeightStore
-) -> list[DeviceMapTensorSlot]:
-    """Offload the other tensors: replace them with stand-ins.
-
-    Returns:
-        The slots of the stand-ins.
-    """
-    paged = [p for p in slots if p.home in ("cpu", "disk") and not _is_on(p.tensor, p.device)]
-    disk = {p.name: p.tensor for p in paged if p.home == "disk"}
-    values.write_to_folder({name: disk[name] for name in values.names_to_write(disk)})
+def replace_with_stand_ins(paged: Sequence[DeviceMapTensorSlot], values: WeightStore) -> None:
+    """Offload tensors: replace them with stand-ins, and free the memory that they have on a device."""
+    on_disk = values.file_sources({p.name: p.tensor for p in paged if p.home == "disk"})
     stand_ins: dict[tuple[int, torch.device], OffloadedTensor] = {}
     for slot in paged:
         old = slot.tensor
         key = id(old), slot.device
         if key not in stand_ins:
             if slot.home == "disk":
-                source = values.file_source(slot.name, old)
+                source = on_disk[slot.name]
             else:
                 source = HostMemoryWeightSource(
                     slot.name, values.find_source(slot.name, old).host_tensor().detach()
                 )
             stand_ins[key] = make_stand_in(old, source, slot.device)
+            if old.device.type not in ("cpu", "meta"):
+                stand_ins[key]._original_device = old.device  # pyright: ignore[reportAttributeAccessIssue]
         slot.table[slot.name_in_table] = stand_ins[key]
-    return paged
 
 
 def make_blocks(
@@ -316,11 +319,12 @@ class _OffloadedSizes:
     ) -> Iterator[tuple[str, nn.Module, bool]]:
         """Return (name, module, True when it is whole) of each block.
 
-        The model itself is not whole, unless it has no submodules: programs call those.
+        The model itself is not whole, unless it has no submodules: programs call those. Nor is a model that
+        is wrapped alone by others, such as adapters: programs hang hooks of their own on it.
         """
         seen: set[int] = set()
 
-        def visit(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+        def visit(name: str, module: nn.Module, is_model: bool) -> Iterator[tuple[str, nn.Module, bool]]:
             if id(module) in seen or not self.tensor_ids(module):
                 return
             seen.add(id(module))
@@ -333,16 +337,18 @@ class _OffloadedSizes:
                 and not preload
                 and not self._holds_tensors(module)
             )
-            can = is_callable(module) and not wraps and (module is not model or not inner)
+            can = is_callable(module) and not wraps and not (is_model and inner)
             if can and (not inner or preload or self.count_bytes(module) <= limit):
                 yield name, module, True
+                seen.update(map(id, module.modules()))  # one that is used elsewhere too belongs to this block
                 return
             if is_callable(module) and self._holds_tensors(module):
                 yield name, module, False
+            is_model = is_model and _is_wrapper(module)
             for key, child in inner:
-                yield from visit(f"{name}.{key}" if name else key, child)
+                yield from visit(f"{name}.{key}" if name else key, child, is_model)
 
-        yield from visit("", model)
+        yield from visit("", model, True)
 
     def _holds_tensors(self, module: nn.Module) -> bool:
         """Return True when a module, or a list of it, holds offloaded tensors itself."""
@@ -350,6 +356,12 @@ class _OffloadedSizes:
         if any(id(tensor) in self.tensors for tensor in tables):
             return True
         return any(not is_callable(child) and self._holds_tensors(child) for child in module.children())
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    """Return True for a module that has all its tensors in one other that is callable."""
+    children = [child for child in module.children() if any(map(has_own_tensors, child.modules()))]
+    return len(children) == 1 and is_callable(children[0]) and not has_own_tensors(module)
 
 
 # ------------------------------------------------------------------------------------------------ hooks

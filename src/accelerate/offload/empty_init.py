@@ -134,7 +134,8 @@ class _InitContext(TorchFunctionMode):
             return func(*args, **kwargs)
         kwargs["device"] = _META
         tensor = func(*args, **kwargs)
-        at_once = _LARGE if func in _RANDOM else 0 if func is torch.empty else _SMALL
+        # One without elements is created at once, even by torch.empty: pickle gives it a storage.
+        at_once = _LARGE if func in _RANDOM else 1 if func is torch.empty else _SMALL
         if type(tensor) is not torch.Tensor or tensor.numel() < at_once:
             kwargs["device"] = device
             return func(*args, **kwargs)

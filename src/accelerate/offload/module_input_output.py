@@ -216,7 +216,8 @@ class ModuleInputOutputMover:
         """Apply the module's changes of copies to the caller's tensors and containers."""
         for watched in call.watched:
             if _is_changed(watched):
-                self.thread.caches[id(watched.original)] = watched.original
+                for container in (watched.original, watched.passed):
+                    self.thread.caches[id(container)] = container
                 self.caches.add((type(call.module), watched.path))
                 if watched.passed is not watched.original:
                     _write_back(watched)
@@ -248,9 +249,17 @@ class ModuleInputOutputMover:
             pair = self.thread.objects[id(value), device] = value, value.to(device)
         return pair[1]
 
-    def is_cache(self, container: Any, path: Path, call: _ActiveModuleForward) -> bool:
-        """Return True when the module writes to the container, or another one has in this forward."""
-        return id(container) in self.thread.caches or (type(call.module), path) in self.caches
+    def is_cache(self, container: Any, path: Path | None, call: _ActiveModuleForward) -> bool:
+        """Return True when the module writes to the container, or another one has in this forward.
+
+        Args:
+            container: a container.
+            path: to it, among the arguments of the module; None in its output.
+            call: of the module.
+        """
+        if (type(call.module), path) in self.caches:
+            self.thread.caches[id(container)] = container
+        return id(container) in self.thread.caches
 
 
 class _ArgumentWalk:
@@ -294,17 +303,14 @@ class _ArgumentWalk:
         device = tensor.device
         if device == self.device or device.type == "meta" or isinstance(tensor, OffloadedTensor):
             return tensor
-        # Nested containers of the model's inputs and outputs may be caches: a tensor on a device of the model
-        # stays there, unless the output goes to a device that the model does not use.
-        model_devices = self.mover.devices
-        deep = self.outermost and depth > self.is_output
-        if deep and device in model_devices and (not self.is_output or self.device in model_devices):
+        # Nested containers of the model's inputs may be caches: what is on a device of the model stays there.
+        if self.outermost and not self.is_output and depth > 0 and device in self.mover.devices:
             return tensor
         self.has_moved = True
         return self.mover.move_tensor(tensor, self.device, self.call)
 
     def _mapping(self, value: Any, path: Path, depth: int) -> Any:
-        if self.mover.is_cache(value, path, self.call):
+        if self._is_cache(value, path):
             return value
         content = dict(value)
         moved = {
@@ -318,13 +324,16 @@ class _ArgumentWalk:
 
     def _sequence(self, value: Any, path: Path, depth: int) -> Any:
         mutable = isinstance(value, list)
-        if mutable and self.mover.is_cache(value, path, self.call):
+        if mutable and self._is_cache(value, path):
             return value
         moved = [self.visit(item, (*path, place), depth + 1) for place, item in enumerate(value)]
         passed = value if all(map(_is, moved, value)) else tree.make_same_type(value, moved)
         if mutable:
             self._watch_container(value, passed, moved, path)
         return passed
+
+    def _is_cache(self, container: Any, path: Path) -> bool:
+        return self.mover.is_cache(container, None if self.is_output else path, self.call)
 
     def _watch_container(self, original: Any, passed: Any, content: Any, path: Path) -> None:
         if not self.is_output:

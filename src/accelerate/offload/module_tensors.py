@@ -14,8 +14,10 @@ from torch import nn
 from accelerate import device as devices
 from accelerate.core.errors import OffloadError, PrepareError, nearest
 from accelerate.core.user_warning import warn_user
+from accelerate.offload.file_mapping import set_file_source
 from accelerate.offload.offload_folder import load_offloaded_weight
 from accelerate.offload.offloaded_tensor import (
+    FILE_MAPPING,
     HostMemoryWeightSource,
     OffloadedTensor,
     TensorSource,
@@ -25,8 +27,8 @@ from accelerate.offload.offloaded_tensor import (
 TiedMap = dict[int, dict[torch.device, torch.Tensor]]
 DeviceLike = int | str | torch.device
 _DEVICES: dict[DeviceLike, torch.device] = {}  # asked at each forward
-# Attributes of a stand-in that its values do not get.
-_STAND_IN_ONLY = ("source", "execution_device", "_kind", "_is_param")
+# Attributes that are those of one stand-in or tensor: others in its place do not get them.
+_NOT_COPIED = ("source", "execution_device", "_kind", "_is_param", FILE_MAPPING)
 # Attributes of quantized weights that move with them.
 _QUANTIZATION_STATE = ("quant_state", "SCB")
 
@@ -112,7 +114,7 @@ def as_parameter(value: torch.Tensor, old: torch.Tensor, fp16_statistics: Any = 
     else:
         parameter = torch.Tensor._make_subclass(kind, value.detach(), requires_grad)
     for name, attribute in attributes.items():
-        if name in _STAND_IN_ONLY:
+        if name in _NOT_COPIED:
             continue
         if name == "CB":  # the values themselves, under the name that 8-bit layers read
             attribute = parameter.data if value.dtype == torch.int8 else None
@@ -134,7 +136,7 @@ def with_values(old: torch.Tensor, value: torch.Tensor, source: TensorSource | N
     """
     tensor: Any = as_parameter(value, old) if isinstance(old, nn.Parameter) else value.detach()
     if source is not None and not source.in_memory:
-        tensor._mapped_from = (source, tensor._version)
+        set_file_source(tensor, source)
     return tensor
 
 

@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from accelerate.core.errors import OffloadError, PrepareError
+from accelerate.offload.file_mapping import mapped_source, unchanged_source
 from accelerate.offload.offloaded_tensor import (
     HostMemoryWeightSource,
     MappingSource,
@@ -365,8 +366,8 @@ def keep_replaced_files(folder: Folder, values: Mapping[str, torch.Tensor], own:
 
     replaced = [
         name
-        for name, value in values.items()
-        if loaders_of(name) and is_file_of_others(Path(folder, f"{name}.dat"), _raw_bytes(value))
+        for name in values
+        if loaders_of(name) and is_file_of_others(Path(folder, f"{name}.dat"), _raw_bytes(values[name]))
     ]
     if replaced:
         gc.collect()  # models that nobody has any more need no files
@@ -434,7 +435,7 @@ class WeightStore:
     """The values of a model's tensors, by their full names.
 
     Args:
-        state_dict: values of tensors on the meta device.
+        state_dict: values, which come before those that the model has.
         folder: an offload folder; read if it has an index, and written to.
         index: entries of values in files, which come first for what is to be on disk.
 
@@ -475,30 +476,66 @@ class WeightStore:
         """Return the source of a tensor's values.
 
         Args:
-            disk: it is to be on disk: what the caller's index says of it comes first.
+            disk: what the caller's index says of it comes first.
         """
         if disk and name in self.index:
             return MappingSource(name, self.loader, name, tensor)
-        mapped = mapped_source(tensor)
-        if disk and mapped is not None:
-            return mapped
-        if isinstance(tensor, OffloadedTensor):
-            return tensor.source
-        if not tensor.is_meta:
-            return HostMemoryWeightSource(name, tensor.detach().to("cpu"))
         if name in self.state_dict:
             return HostMemoryWeightSource(
                 name, torch.as_tensor(self.state_dict[name]).detach().to("cpu", tensor.dtype)
             )
+        if isinstance(tensor, OffloadedTensor):
+            return tensor.source
+        if not tensor.is_meta:
+            return HostMemoryWeightSource(name, tensor.detach().to("cpu"))
         return MappingSource(name, self.loader, name, tensor)
 
-    def names_to_write(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        """Return the names whose values are in no file yet."""
-        return [
-            name for name, tensor in tensors.items() if self.find_source(name, tensor, disk=True).in_memory
-        ]
+    def check_shape(self, name: str, tensor: torch.Tensor) -> None:
+        """Check the shape of the values that the state dict has for a tensor.
 
-    def write_to_folder(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        Raises:
+            OffloadError: it is not that of the tensor.
+        """
+        if name not in self.state_dict or hasattr(tensor, "quant_state"):
+            return
+        shape = torch.as_tensor(self.state_dict[name]).shape
+        if shape != tensor.shape:
+            raise OffloadError(
+                f"the values of {name} in the state_dict have the shape {list(shape)}, "
+                f"and the module expects {list(tensor.shape)}",
+                why="they belong to another model, or to another size of it",
+            )
+
+    def file_sources(
+        self, tensors: Mapping[str, torch.Tensor], in_place: bool = False
+    ) -> dict[str, TensorSource]:
+        """Return the sources of tensors that are to be on disk; values that are in no file are written.
+
+        Args:
+            tensors: name -> tensor.
+            in_place: those that are mapped from a file stay in use; otherwise they are dropped for it.
+
+        Raises:
+            PrepareError: there is no folder to write to.
+            OffloadError: it cannot be written.
+        """
+        own_files: dict[str, TensorSource] = {}
+        unwritten: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            if name in self.index:
+                continue
+            source = None if name in self.state_dict else _file_of(tensor, in_place)
+            if source is not None:
+                own_files[name] = source
+            elif name in self.state_dict or not tensor.is_meta:
+                unwritten[name] = tensor
+        self._write_to_folder(unwritten)
+        return {
+            name: own_files[name] if name in own_files else MappingSource(name, self.loader, name, tensor)
+            for name, tensor in tensors.items()
+        }
+
+    def _write_to_folder(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write values to the offload folder, one tensor at a time.
 
         Raises:
@@ -522,18 +559,30 @@ class WeightStore:
                 why=f"{type(error).__name__}: {getattr(error, 'strerror', error)}",
                 fix="give another offload_dir",
             ) from error
-        values = {n: self.find_source(n, t).host_tensor() for n, t in tensors.items()}
+        values = _HostValues(self, tensors)
         keep_replaced_files(self.folder, values, own=self.loader)
         offload_state_dict(self.folder, values)
         self.refresh_loader()
 
-    def file_source(self, name: str, tensor: torch.Tensor) -> TensorSource:
-        """Return the source of a tensor on disk, after ``write_to_folder``."""
-        source = self.find_source(name, tensor, disk=True)
-        return MappingSource(name, self.loader, name, tensor) if source.in_memory else source
+
+class _HostValues(Mapping[str, torch.Tensor]):
+    """The values of tensors on the CPU, each read when it is asked for: those of accelerators are copied."""
+
+    def __init__(self, store: WeightStore, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.store, self.tensors = store, tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.store.find_source(name, self.tensors[name]).host_tensor()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
 
 
-def mapped_source(tensor: torch.Tensor) -> TensorSource | None:
-    """Return the file source that a tensor is mapped from, if it was not changed since."""
-    source, version = getattr(tensor, "_mapped_from", (None, None))
-    return source if source is not None and tensor._version == version else None
+def _file_of(tensor: torch.Tensor, in_place: bool) -> TensorSource | None:
+    """Return the source of a tensor whose values are in a file, else None."""
+    if isinstance(tensor, OffloadedTensor):
+        return None if tensor.source.in_memory else tensor.source
+    return mapped_source(tensor) if in_place else unchanged_source(tensor)

@@ -31,6 +31,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+# The attribute of a tensor that is mapped from a file. It describes its memory: copies do not get it.
+FILE_MAPPING = "_mapped_from"
 _aten: Any = torch.ops.aten
 _VIEWS_OF_ALL = (_aten.detach.default, _aten.alias.default)
 
@@ -399,7 +401,7 @@ def make_stand_in(tensor: torch.Tensor, source: TensorSource, device: torch.devi
     if isinstance(tensor, nn.Parameter):
         stand_in = nn.Parameter(stand_in, requires_grad=tensor.requires_grad)
     for name, value in vars(tensor).items():
-        if name not in ("source", "execution_device"):
+        if name not in ("source", "execution_device", FILE_MAPPING):
             # Values that a weight also has under another name (CB of 8-bit layers) are not held.
             setattr(stand_in, name, None if name == "CB" else value)
     if type(tensor) not in (torch.Tensor, nn.Parameter, OffloadedTensor):

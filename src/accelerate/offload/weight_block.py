@@ -424,7 +424,7 @@ def _make_parameter(stand_in: Any, view: torch.Tensor, gradients: bool) -> torch
 
 
 # The attributes of a stand-in for an ordinary parameter; any other was set by the user.
-_STAND_IN_ATTRIBUTES = {"source", "execution_device", "_is_param", "_restored"}
+_STAND_IN_ATTRIBUTES = {"source", "execution_device", "_is_param", "_restored", "_original_device"}
 
 
 class _GradientRefusal(torch.autograd.Function):
