@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import marshal
+import py_compile
 import re
 import shlex
 import socket
@@ -226,6 +227,18 @@ def test_a_rank_runs_what_the_launcher_has_compiled(tmp_path: Path) -> None:
     assert Running([*rank, str(script)]).wait().stdout == "the text\n"
     (tmp_path / "script.code").write_bytes(marshal.dumps(compile("print('the code')", "x", "exec")))
     assert Running([*rank, str(script)]).wait().stdout == "the code\n"
+
+
+def test_a_compiled_script_runs_as_python_runs_it(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys\nprint(__name__, sys.argv[1:])")
+    compiled = tmp_path / "script.pyc"
+    py_compile.compile(str(tmp_path / "script.py"), str(compiled), doraise=True)
+    result = launch("--cpu", "-n", "2", "-q", str(compiled), "a")
+    assert result.stdout == "__main__ ['a']\n" * 2, result.output
+    compiled.write_bytes(b"of another Python, or none")
+    result = launch("--cpu", "-n", "2", "-q", str(compiled))
+    assert result.returncode == 1
+    assert "script.pyc was not compiled by this version of Python" in result.stderr
 
 
 def test_a_program_that_is_no_python() -> None:

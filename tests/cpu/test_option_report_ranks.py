@@ -144,6 +144,20 @@ def meshed() -> Said:
     return said(accelerator)
 
 
+def mesh_type(by_plugin: bool) -> str:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if by_plugin else None
+    accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=ParallelismConfig(dp_shard_size=2))
+    return str(accelerator.distributed_type.value)
+
+
+def test_a_mesh_is_of_the_type_fsdp_where_somebody_asks_for_fsdp(ranks: RankServer) -> None:
+    assert same_on_all(ranks(2, mesh_type, True)) == "FSDP"
+    assert same_on_all(ranks(2, mesh_type, False)) == "MULTI_CPU"
+    assert same_on_all(ranks(2, mesh_type, False, env={"ACCELERATE_USE_FSDP": "true"})) == "FSDP"
+
+
 def test_a_mesh_takes_the_plugin_of_sharding(ranks: RankServer) -> None:
     found = same_on_all(ranks(2, meshed))
     assert all(applied for applied, _ in found.values()), found

@@ -14,6 +14,7 @@ from accelerate.launch.job_scheduler import JobSchedulerContext, detect_schedule
 from accelerate.launch.kinds import scheduled_rank
 from accelerate.launch.launch_request import JobSettings, LaunchRequest, build_request
 from accelerate.launch.launcher import choose_kind
+from accelerate.world.clusters import detect
 from tests.support.launchers import RECORDED, environments
 
 POD = {
@@ -139,6 +140,65 @@ def test_a_pod_is_a_machine_whoever_runs_the_cluster() -> None:
         assert origin(request, "num_machines") == (3, "scheduler", "WORLD_SIZE")
         assert origin(request, "machine_rank") == (2, "scheduler", "RANK")
         assert origin(request, "main_process_ip") == ("job-master-0", "scheduler", "MASTER_ADDR")
+
+
+LEFT = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "::1"])
+def test_a_loopback_address_is_no_job_of_several_machines(address: str) -> None:
+    """The launcher waited for another machine that nobody had started."""
+    request = asked({**LEFT, "MASTER_ADDR": address}, num_processes="2")
+    assert (request.scheduler, request.machines, request.get("machine_rank")) == (None, (1, 1), 0)
+    (note,) = request.notes
+    assert note.startswith("RANK=1 and WORLD_SIZE=2 of the environment are not used")
+
+
+@pytest.mark.parametrize(
+    ("env", "flags"),
+    [
+        ({}, {"num_machines": "2"}),
+        ({}, {"main_process_ip": "head"}),
+        ({"ACCELERATE_NUM_MACHINES": "2"}, {}),
+        ({"KUBERNETES_SERVICE_HOST": "10.96.0.1"}, {}),
+        ({"NODE_RANK": "1"}, {}),
+        ({"NNODES": "2"}, {}),
+        ({"MASTER_ADDR": "node1"}, {}),
+    ],
+)
+def test_machines_that_somebody_counts_are_several(env: dict[str, str], flags: dict[str, Any]) -> None:
+    request = asked({**LEFT, "MASTER_ADDR": "localhost", **env}, **flags)
+    assert (request.machines, request.get("machine_rank"), request.notes) == ((2, 2), 1, ())
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        environments(EACH)[1],
+        {**LEFT, "MASTER_ADDR": "node1"},
+        {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "head"},
+    ],
+)
+def test_one_machine_that_is_typed_is_a_job_of_its_own(env: dict[str, str]) -> None:
+    """One launcher on each machine, of which each trains for itself."""
+    request = asked(env, num_machines="1", num_processes="2")
+    assert (request.scheduler, request.machines, request.get("machine_rank")) == (None, (1, 1), 0)
+    assert "--num_machines is 1: a job of its own" in request.notes[0]
+    assert choose_kind(request) is not scheduled_rank.PLUGIN
+
+
+def test_a_lone_process_of_its_own_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables of srun would make it one of two."""
+    env = environments(EACH)[1]
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    request = asked(env, num_machines="1", num_processes="1")
+    (command,) = choose_kind(request).plan(request).commands
+    world = {name: str(value) for name, value in command.variables.items()}
+    assert (world["RANK"], world["WORLD_SIZE"], world["LOCAL_RANK"]) == ("0", "1", "0")
+    cluster = detect({**env, **world})
+    assert cluster is not None
+    assert cluster.size == 1
 
 
 def test_torchruns_own_variables_describe_a_machine() -> None:

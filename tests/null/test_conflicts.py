@@ -28,15 +28,9 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 NO = "do not go together"
 CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("", {"use_cpu": True, "multi_gpu": True}, ["--cpu and --multi_gpu", NO]),
-    ("use_cpu: true", {"multi_gpu": True}, ["my.yaml, line 1: use_cpu and --multi_gpu", NO]),
     ("", {"use_cpu": True, "gpu_ids": "0"}, ["--cpu and --gpu_ids", NO]),
     ("", {"module": True, "no_python": True}, ["--module and --no_python", NO]),
     ("", {"use_fsdp": True, "use_other": True}, ["--use_fsdp and --use_other", NO]),
-    (
-        "distributed_type: FSDP",
-        {"use_other": True},
-        ["my.yaml, line 1: distributed_type and --use_other", NO],
-    ),
     ("", {"use_deepspeed": True, "use_fsdp": True}, [NO, "--use_deepspeed", "--use_fsdp"]),
     ("", {"use_megatron_lm": True, "use_deepspeed": True}, [NO, "--use_deepspeed", "--use_megatron_lm"]),
     ("", {"use_cpu": True, "tpu": True}, ["--cpu and --tpu", NO]),
@@ -48,7 +42,6 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
         {"use_fsdp": True, "use_parallelism_config": True},
         ["--use_parallelism_config is True", "my.yaml, line 1: fsdp_config.fsdp_version is 1"],
     ),
-    ("distributed_type: OTHER", {"use_fsdp": True}, ["--use_fsdp and my.yaml, line 1: distributed_type", NO]),
     ("num_machines: 1", {"machine_rank": "1"}, ["--machine_rank is 1", "my.yaml, line 1: num_machines is 1"]),
     ("", {"machine_rank": "1"}, ["--machine_rank is 1", "num_machines is 1 (the default)"]),
     ("", {"fsdp_version": "2"}, ["--fsdp_version is given", "--use_fsdp is not"]),
@@ -77,6 +70,54 @@ def test_variables_are_places_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_OTHER", "yes")
     with pytest.raises(SettingError, match="--use_fsdp and the environment variable ACCELERATE_USE_OTHER"):
         launch_plans.check(asks("", use_fsdp=True, use_cpu=True))
+
+
+DEEPSPEED = "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\nnum_processes: 2\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "strategies"),
+    [
+        (DEEPSPEED, {"use_fsdp": True}, ["use_fsdp"]),
+        (DEEPSPEED, {"multi_gpu": True}, []),
+        (DEEPSPEED, {"use_deepspeed": True}, ["use_deepspeed"]),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}", {"multi_gpu": True}, []),
+        ("distributed_type: FSDP", {"use_other": True}, ["use_other"]),
+        ("distributed_type: OTHER", {"use_fsdp": True}, ["use_fsdp"]),
+        ("distributed_type: 'NO'\nnum_processes: 2", {"use_fsdp": True}, ["use_fsdp"]),
+        ("distributed_type: 'NO'\nnum_processes: 2", {"multi_gpu": True}, []),
+        ("distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 2", {"multi_gpu": True}, []),
+    ],
+)
+def test_a_typed_way_of_training_wins_over_the_file(
+    file: str, flags: dict[str, Any], strategies: list[str]
+) -> None:
+    request = asks(file, **flags)
+    launch_plans.check(request)
+    assert list(request.strategy_switches) == strategies
+    assert request.get("num_processes") in (2, None)
+    assert not request.get("use_cpu")
+    assert "ACCELERATE_DEEPSPEED_ZERO_STAGE" not in request.script_variables() or "use_deepspeed" in flags
+
+
+def test_the_section_of_the_other_way_is_a_leftover() -> None:
+    (problem,) = asks(DEEPSPEED, use_fsdp=True).file.problems
+    assert "my.yaml, line 2: deepspeed_config has no effect: --use_fsdp is given" in problem
+
+
+@pytest.mark.parametrize("kind", ["MULTI_CPU", "MULTI_GPU"])
+def test_a_type_that_names_a_device_stays_beside_a_strategy(kind: str) -> None:
+    request = asks(f"distributed_type: {kind}", use_fsdp=True)
+    assert (request.get("distributed_type"), list(request.strategy_switches)) == (kind, ["use_fsdp"])
+
+
+def test_one_machine_that_is_typed_has_no_number() -> None:
+    file = "num_machines: 4\nmachine_rank: 2\nmain_process_ip: head\n"
+    request = asks(file, num_machines="1")
+    launch_plans.check(request)
+    assert (request.machines, request.settings.machine_rank) == ((1, 1), 0)
+    with pytest.raises(SettingError, match="--machine_rank is 2, but --num_machines is 1"):
+        launch_plans.check(asks(file, num_machines="1", machine_rank="2"))
 
 
 @pytest.mark.parametrize(

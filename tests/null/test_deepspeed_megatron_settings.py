@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -361,6 +362,24 @@ def test_steps_of_accumulation_stand_in_the_section_of_deepspeed(asks: Any) -> N
         asks(f"{text}gradient_accumulation_steps: 2\n")
 
 
+@pytest.mark.parametrize("more", ["\n  zero_stage: 2", ""])
+def test_steps_of_accumulation_of_a_leftover_section_do_nothing(asks: Any, more: str) -> None:
+    text = f"distributed_type: MULTI_CPU\ndeepspeed_config:\n  gradient_accumulation_steps: 4{more}\n"
+    request = asks(text)
+    assert request.origin("gradient_accumulation_steps").source == "default"
+    assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in request.script_variables()
+    (problem,) = request.file.problems
+    assert re.search("line [23]: deepspeed_config.* has no effect", problem)
+    assert asks(f"{text}gradient_accumulation_steps: 2\n").get("gradient_accumulation_steps") == 2
+    assert asks(text, use_deepspeed=True).get("gradient_accumulation_steps") == 4
+
+
+def test_a_variable_asks_for_the_section_of_deepspeed(asks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    request = asks("deepspeed_config:\n  gradient_accumulation_steps: 4\n")
+    assert (request.get("gradient_accumulation_steps"), request.file.problems) == (4, ())
+
+
 def test_steps_of_accumulation_may_be_left_to_deepspeed(asks: Any) -> None:
     """Files that libraries ship: a script finds nothing, which its reader takes for "auto"."""
     text = (
@@ -548,7 +567,6 @@ def test_the_deepspeed_config_file_may_be_the_text_itself(asks: Any) -> None:
         ({"parallelism_config_tp_size": "2"}, "but --use_parallelism_config is not"),
         ({"use_deepspeed": True, "use_fsdp": True}, "do not go together"),
         ({"use_deepspeed": True, "use_megatron_lm": True}, "do not go together"),
-        ({"use_deepspeed": True, "file": "distributed_type: FSDP"}, "do not go together"),
     ],
 )
 def test_bad_values_are_refused_before_anything_starts(asks: Any, flags: Any, words: str) -> None:

@@ -332,3 +332,14 @@ def test_leftover_variables_of_a_strategy_that_nobody_asks_for_have_no_effect(
     line = "the environment variable FSDP_STATE_DICT_TYPE has no effect: --use_fsdp is not given"
     assert cli("train.py").err == f"accelerate launch: {line}\n"
     assert cli("-n", "2", "--use_fsdp", "--dry_run", "--strict", "train.py").code == 0
+
+
+def test_a_terminal_that_cannot_show_a_character_gets_it_written_out(
+    cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gr\xf6\xdfe.py").touch()
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", stream)
+    assert cli("--dry_run", "gr\xf6\xdfe.py").code == 0
+    stream.flush()
+    assert b"gr\\xf6\\xdfe.py" in stream.buffer.getvalue()  # type: ignore[attr-defined]

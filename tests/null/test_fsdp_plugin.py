@@ -185,8 +185,40 @@ def test_what_launchers_always_write_is_no_contradiction(monkeypatch: pytest.Mon
     monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "SHARD_GRAD_OP")
     assert FullyShardedDataParallelPlugin().sharding_strategy == ShardingStrategy.SHARD_GRAD_OP
     monkeypatch.delenv("FSDP_SHARDING_STRATEGY")
-    with pytest.raises(SettingError, match="sharding_strategy='FULL_SHARD' says it in FSDP1"):
+    assert FullyShardedDataParallelPlugin().sharding_strategy == ShardingStrategy.FULL_SHARD
+
+
+@pytest.mark.parametrize(
+    ("value", "strategy", "reshards", "hybrid"),
+    [
+        ("true", "FULL_SHARD", True, False),
+        ("false", "SHARD_GRAD_OP", False, False),
+        ("FULL_SHARD", "FULL_SHARD", True, False),
+        ("shard_grad_op", "SHARD_GRAD_OP", False, False),
+        ("HYBRID_SHARD", "HYBRID_SHARD", True, True),
+        ("HYBRID_SHARD_ZERO2", "HYBRID_SHARD_ZERO2", False, True),
+    ],
+)
+def test_each_version_reads_the_words_of_the_other_in_files(
+    config: Any, monkeypatch: pytest.MonkeyPatch, value: str, strategy: str, reshards: bool, hybrid: bool
+) -> None:
+    """As ``accelerate to-fsdp2`` maps them."""
+    text = f"distributed_type: FSDP\nfsdp_config: {{fsdp_reshard_after_forward: {value}}}\n"
+    for name, told in config(text).script_variables().items():
+        monkeypatch.setenv(name, told)
+    old, new = (FullyShardedDataParallelPlugin(fsdp_version=version) for version in (1, 2))
+    assert old.sharding_strategy.name.lstrip("_") == strategy
+    assert (new.reshard_after_forward, new.hybrid, old.hybrid) == (reshards, hybrid, hybrid)
+
+
+@pytest.mark.parametrize(("value", "words"), [("NO_SHARD", "shards nothing"), ("FUL_SHARD", "'FULL_SHARD'")])
+def test_what_a_file_cannot_say_of_resharding(
+    monkeypatch: pytest.MonkeyPatch, value: str, words: str
+) -> None:
+    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", value)
+    with pytest.raises(SettingError, match="reshard_after_forward") as caught:
         FullyShardedDataParallelPlugin()
+    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -276,6 +308,9 @@ def test_which_modules_are_gathered_by_themselves() -> None:
         "layers.0.up",
         "layers.0.down",
     ]
+    assert named(auto_wrap_policy="size_based_wrap") == [], (
+        "without a number the model is one unit, as in 1.15"
+    )
     # The embeddings are the output layer's too: they stay with the model as a whole.
     every = named(auto_wrap_policy=always_wrap_policy)
     assert {"layers.0.norm", "layers.0", "frozen"} <= set(every)
@@ -395,6 +430,19 @@ def test_flags_ask_for_it(config: Any) -> None:
     ).script_variables()
     assert (told["ACCELERATE_USE_FSDP"], told["FSDP_VERSION"]) == ("true", "2")
     assert told["FSDP_RESHARD_AFTER_FORWARD"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("options", "least"),
+    [
+        ("fsdp_auto_wrap_policy: SIZE_BASED_WRAP", "100000000"),
+        ("fsdp_auto_wrap_policy: size_based_wrap, fsdp_min_num_params: 2000", "2000"),
+        ("fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP", None),
+    ],
+)
+def test_units_by_size_have_a_least_size(config: Any, options: str, least: str | None) -> None:
+    told = config(f"distributed_type: FSDP\nfsdp_config: {{{options}}}\n").script_variables()
+    assert told.get("FSDP_MIN_NUM_PARAMS") == least
 
 
 def test_options_that_nobody_asked_for_are_refused(config: Any) -> None:

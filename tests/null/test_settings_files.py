@@ -173,6 +173,10 @@ OLD_FILES = {
     "distributed_type: DEEPSPEED\ndeepspeed_config:\n  overlap_comm: true\n": (
         "line 3: overlap_comm has no effect: it is a key of DeepSpeed's own configuration"
     ),
+    "num_processes: 2\nfp16: true\nmixed_precision: bf16\n": "line 2: fp16 has no effect: mixed_precision is",
+    "num_processes: 2\ndynamo_backend: EAGER\ndynamo_config:\n  backend: INDUCTOR\n": (
+        "line 2: dynamo_backend has no effect: dynamo_config is the key"
+    ),
     "distributed_type: FSDP\nmegatron_lm_config:\n  tp_degree: 2\nfsdp_config: {version: 2}\n": (
         "line 2: megatron_lm_config has no effect: .* line 1: distributed_type is FSDP"
     ),
@@ -267,6 +271,11 @@ def test_a_file_of_the_public_package_is_read_as_it_is(config: Any) -> None:
     [
         ("fp16: true", "mixed_precision", "fp16"),
         ("fp16: false", "mixed_precision", "no"),
+        ("fp16: false\nmixed_precision: bf16", "mixed_precision", "bf16"),
+        ("dynamo_backend: 'NO'\ndynamo_config: {}", "dynamo_backend", "NO"),
+        ("dynamo_backend: INDUCTOR\ndynamo_config: {mode: max-autotune}", "dynamo_backend", "INDUCTOR"),
+        ("dynamo_backend: INDUCTOR\ndynamo_config: {mode: max-autotune}", "dynamo_mode", "max-autotune"),
+        ("dynamo_backend: INDUCTOR\ndynamo_config: {dynamo_backend: EAGER}", "dynamo_backend", "EAGER"),
         ("mixed_precision: no", "mixed_precision", "no"),
         ("dynamo_backend: 'NO'", "dynamo_backend", "NO"),
         ("dynamo_config: {backend: eager}", "dynamo_backend", "EAGER"),

@@ -67,6 +67,9 @@ def where(request: LaunchRequest, machine: DeviceProbeHost) -> tuple[str, int, s
         ({"gpu_ids": "3", "num_processes": "1"}, ("cuda", 1, "3")),
         ({"multi_gpu": True}, ("cuda", 4, None)),
         ({"multi_gpu": True, "file": "distributed_type: NO"}, ("cuda", 4, None)),
+        ({"multi_gpu": True, "file": "distributed_type: NO\nnum_processes: 2"}, ("cuda", 2, None)),
+        ({"multi_gpu": True, "file": "distributed_type: MULTI_CPU\nuse_cpu: true"}, ("cuda", 4, None)),
+        ({"use_fsdp": True, "file": "distributed_type: MULTI_CPU\nnum_processes: 2"}, ("cpu", 2, None)),
         ({"use_cpu": True}, ("cpu", 1, None)),
         ({"use_cpu": True, "num_processes": "2"}, ("cpu", 2, None)),
         ({"file": "distributed_type: NO"}, ("cuda", 1, None)),
@@ -159,7 +162,6 @@ def test_an_unknown_type_of_group_suggests_the_nearest(asks: Any, tmp_path: Path
     [
         ({"use_cpu": True, "multi_gpu": True}, ["--cpu", "--multi_gpu"]),
         ({"use_cpu": True, "gpu_ids": "0"}, ["--cpu", "--gpu_ids"]),
-        ({"multi_gpu": True, "file": "use_cpu: true"}, ["--multi_gpu", "line 1: use_cpu"]),
         ({"module": True, "no_python": True}, ["--module", "--no_python"]),
         ({"machine_rank": "2", "num_machines": "2"}, ["--machine_rank is 2", "--num_machines is 2"]),
         ({"machine_rank": "1"}, ["--machine_rank is 1", "num_machines is 1 (the default)"]),
@@ -314,9 +316,9 @@ def test_a_number_of_a_file_has_a_range_too(asks: Any) -> None:
         asks("num_processes: 99999999999")
 
 
-@pytest.mark.parametrize("text", ["1e8", "1E+8", "'1.0e8'", "100000000"])
+@pytest.mark.parametrize("text", ["1e8", "1E+8", "'1.0e8'", "100000000", "100000000.0", "1.0e+8"])
 def test_a_count_may_have_an_exponent(asks: Any, text: str) -> None:
-    """YAML takes 1e8 for text."""
+    """YAML takes 1e8 for text, and 1.0e+8 for a number that is not known to be whole."""
     file = f"distributed_type: FSDP\nfsdp_config:\n  fsdp_min_num_params: {text}\n"
     assert asks(file).get("fsdp_min_num_params") == 10**8
 
@@ -325,6 +327,11 @@ def test_a_count_may_have_an_exponent(asks: Any, text: str) -> None:
 def test_a_number_that_is_not_whole_is_no_count(asks: Any, text: str) -> None:
     with pytest.raises(SettingError, match="num_processes is"):
         asks(f"num_processes: '{text}'")
+
+
+def test_a_number_that_is_not_whole_is_no_count_of_a_file(asks: Any) -> None:
+    with pytest.raises(SettingError, match="num_processes is"):
+        asks("num_processes: 2.5")
 
 
 def bare_types(kind: Any) -> set[Any]:

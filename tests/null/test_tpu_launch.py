@@ -271,6 +271,14 @@ def test_flags_win_over_the_file_and_debug_only_prints(folder: Path) -> None:
         "Running gcloud alpha compute tpus tpu-vm ssh small --zone here --worker all "
         "--command 'cd /usr/share; echo 1; echo 2'\n"
     )
+    result = configure(
+        folder, *base, "--command", "echo 1", "echo 2", "--use_alpha", "--command=echo 3", "-x"
+    )
+    assert result.returncode == 2, "a word that begins with a dash is a flag"
+    result = configure(
+        folder, *base, "--command", "echo 1", "echo 2", "--use_alpha", "--command=echo 3", "ls"
+    )
+    assert "'cd /usr/share; echo 1; echo 2; echo 3; ls'" in result.stdout
     result = configure(folder, *base, "--command_file", "list.txt", "--install_accelerate")
     assert "'cd /usr/share; pip install -U accelerate; pip install a; pip install b'" in result.stdout
     result = configure(

@@ -27,7 +27,7 @@ _HELP = {
     "tpu_zone": "the zone in which it is; by default as the file says",
     "use_alpha": "use gcloud's alpha commands",
     "command_file": "a file with a command a line",
-    "command": "a command to run; may be given again",
+    "command": "a command to run, or several; may be given again",
     "install_accelerate": "first install accelerate on the machines",
     "accelerate_version": "the version to install; 'latest' for the newest",
     "debug": "print what would be run, and run nothing",
@@ -113,7 +113,29 @@ def _option(name: str) -> click.Option:
     return click.Option([*spellings, name], help=_HELP[name], **kind)
 
 
-PLUGIN = click.Command(
+class _CommandListCommand(click.Command):
+    """A command that takes ``--command "a" "b"`` as argparse does: words up to the next flag."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Spells ``--command a b`` as ``--command a --command b``."""
+        return super().parse_args(ctx, split_commands(args))
+
+
+def split_commands(args: Sequence[str]) -> list[str]:
+    """``--command a b`` as ``--command a --command b``; a word that begins with ``-`` is a flag."""
+    split_args: list[str] = []
+    in_list = False
+    for arg in args:
+        if arg.startswith("-"):
+            in_list = False
+        if in_list and split_args[-1] != "--command":
+            split_args.append("--command")
+        split_args.append(arg)
+        in_list = in_list or arg == "--command" or arg.startswith("--command=")
+    return split_args
+
+
+PLUGIN = _CommandListCommand(
     "tpu-config",
     callback=_run,
     params=[_option(name) for name in _HELP],

@@ -163,6 +163,8 @@ def _convert_number(kind: Any, value: Any, source: Source) -> tuple[bool, Any]:
             value = kind(value)
         except ValueError:
             return False, value
+    if kind is int and source == "file" and isinstance(value, float) and value.is_integer():
+        value = int(value)  # YAML reads 2000.0, and 2.0e+3, as a float
     if kind is float and isinstance(value, int | float):
         try:
             value = float(value)

@@ -65,12 +65,25 @@ def _run_script(path: str, compiled: str) -> None:
 
 
 def _load_code(path: str, compiled: str) -> "CodeType":
-    """The code of the script: what the launcher has compiled for all ranks, or its text compiled here."""
+    """The code of the script: compiled by somebody before, by the launcher for all ranks, or here."""
+    if path.endswith(".pyc"):
+        return _read_pyc(path)
     if os.path.exists(compiled):
         with open(compiled, "rb") as file:
             return marshal.load(file)
     with open(path, "rb") as file:
         return compile(file.read(), path, "exec", dont_inherit=True)
+
+
+def _read_pyc(path: str) -> "CodeType":
+    """The code of a compiled file, which Python runs as it runs a text."""
+    from importlib.util import MAGIC_NUMBER
+
+    with open(path, "rb") as file:
+        header, content = file.read(16), file.read()
+    if header[: len(MAGIC_NUMBER)] != MAGIC_NUMBER:
+        sys.exit(f"{path} was not compiled by this version of Python")
+    return marshal.loads(content)
 
 
 def _run_archive(path: str) -> None:

@@ -8,7 +8,7 @@ stand in it, ``__without_effect__`` maps keys that are taken out to the reason w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
@@ -100,11 +100,28 @@ def read_config(path: Path, *, is_explicit: bool = True) -> ConfigFile:
     """
     values, lines, problems = read_raw(path)
     new = upgrade_keys(values)
+    problems = (*problems, *_overruled_old_keys(path, values, new, lines))
     for old, key in (("fp16", "mixed_precision"), ("dynamo_backend", "dynamo_config")):
         if (old,) in lines and key in new:
             lines.setdefault((key,), lines[(old,)])
             lines.setdefault((key, old), lines[(old,)])
     return ConfigFile(path, new, lines, is_explicit, problems)
+
+
+def _overruled_old_keys(
+    path: Path, values: Mapping[Any, Any], new: Mapping[str, Any], lines: Mapping[tuple[str, ...], int]
+) -> Iterator[str]:
+    """Yield a sentence for each old key that asks for something else than today's key beside it."""
+    overruled: dict[str, str] = {}
+    if values.get("fp16") is True and new.get("mixed_precision") != "fp16":
+        overruled["fp16"] = "mixed_precision"
+    backend, table = values.get("dynamo_backend"), new.get("dynamo_config")
+    asks_for_it = bool(backend) and str(backend).upper() != "NO"
+    if asks_for_it and isinstance(table, dict) and backend not in table.values():
+        overruled["dynamo_backend"] = "dynamo_config"
+    for old, today in overruled.items():
+        place = ConfigFile(path, {}, lines).locate(old)
+        yield f"{place}: {old} has no effect: {today} is the key for the same by now"
 
 
 def read_raw(path: Path) -> tuple[dict[Any, Any], dict[tuple[str, ...], int], tuple[str, ...]]:
@@ -217,26 +234,32 @@ def upgrade_keys(values: Mapping[Any, Any]) -> dict[str, Any]:
     """The keys of old formats as today's.
 
     ``fp16: true`` is ``mixed_precision: fp16``; ``dynamo_backend`` at the top level belongs to
-    ``dynamo_config``; ``num_processes: -1`` and empty values say nothing.
+    ``dynamo_config``; of an old key and today's for the same, today's wins. ``num_processes: -1`` and empty
+    values say nothing.
     """
     new = {str(key): value for key, value in values.items() if value is not None}
     if new.get("num_processes") == -1:
         del new["num_processes"]
     if new.get("distributed_type") is False:  # a bare NO is YAML's word for false
         new["distributed_type"] = "NO"
-    if isinstance(new.get("fp16"), bool) and "mixed_precision" not in new:
-        new["mixed_precision"] = "fp16" if new.pop("fp16") else "no"
-    if "dynamo_backend" in new and "dynamo_config" not in new:
-        new["dynamo_config"] = {"dynamo_backend": new.pop("dynamo_backend")}
+    if isinstance(new.get("fp16"), bool):
+        precision = "fp16" if new.pop("fp16") else "no"
+        new.setdefault("mixed_precision", precision)
+    table = new.get("dynamo_config", {})
+    if "dynamo_backend" in new and isinstance(table, dict):
+        backend = new.pop("dynamo_backend")
+        is_named = not {"backend", "dynamo_backend"}.isdisjoint(table)
+        new["dynamo_config"] = {**table} if is_named else {"dynamo_backend": backend, **table}
     return new
 
 
-def normalize_sections(file: ConfigFile, classes: Iterable[type[Any]]) -> ConfigFile:
+def normalize_sections(file: ConfigFile, classes: Iterable[type[Any]], enabled: Container[str]) -> ConfigFile:
     """The file with each setting where its class looks for it, on the line where it was found.
 
     Args:
         file: as it was read.
         classes: all classes of settings.
+        enabled: the switches of strategies that are on.
 
     Raises:
         SettingError: something is said twice.
@@ -255,11 +278,27 @@ def normalize_sections(file: ConfigFile, classes: Iterable[type[Any]]) -> Config
                 file, {**file.values, switch: True}, {(switch,): file.lines.get((section,))}
             )
         for key in getattr(cls, "__elsewhere__", ()):
-            if key in file.section(section):
-                file = _move_key(file, (section, key), (key,))
-                if file.values[key] == "auto":  # whoever reads it decides, as when nobody says anything
-                    file = replace(file, values={k: v for k, v in file.values.items() if k != key})
+            if key not in file.section(section):
+                continue
+            if cls.__switch__ not in enabled:
+                file = _without_leftover_key(file, section, key, cls.__switch__)
+                continue
+            file = _move_key(file, (section, key), (key,))
+            if file.values[key] == "auto":  # whoever reads it decides, as when nobody says anything
+                file = replace(file, values={k: v for k, v in file.values.items() if k != key})
     return file
+
+
+def _without_leftover_key(file: ConfigFile, section: str, key: str, switch: str) -> ConfigFile:
+    """Return the file without a key of a section that nobody asks for.
+
+    Where the section has other keys, a launch says of all together that they have no effect.
+    """
+    others = {name: value for name, value in file.section(section).items() if name != key}
+    if others:
+        return replace(file, values={**file.values, section: others})
+    place = file.locate(section, key)
+    return file.without((section,), f"{place}: {section}.{key} has no effect without --{switch}")
 
 
 def old_section_keys(cls: type[Any]) -> dict[str, str]:

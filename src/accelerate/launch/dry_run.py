@@ -40,7 +40,13 @@ def print_plan(request: LaunchRequest, plan: LaunchPlan, asked: Sequence[LaunchO
     if sys.stdout.isatty():
         _print_tables(parts)
         return
-    print("\n\n".join("\n".join(_plain_lines(part)) for part in parts), flush=True)
+    print(encodable("\n\n".join("\n".join(_plain_lines(part)) for part in parts)), flush=True)
+
+
+def encodable(text: str) -> str:
+    """A text as stdout can show it: characters that its encoding lacks are written out, as on stderr."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def run_model_dry_run(request: LaunchRequest, plan: LaunchPlan) -> None:
@@ -230,13 +236,13 @@ def _print_tables(parts: Iterable[DryRunSection]) -> None:
         plain: dict[str, Any] = {} if part.column_titles else {"show_header": False}
         table = Table(
             *(part.column_titles or [""] * len(part.rows[0])),
-            title=Text(part.title, style="bold"),
+            title=Text(encodable(part.title), style="bold"),
             title_justify="left",
             box=box.SIMPLE_HEAD if part.column_titles else None,
             **plain,
         )
         for row in part.rows:
             # As text: brackets of a value are no markup.
-            table.add_row(*map(Text, row))
+            table.add_row(*(Text(encodable(cell)) for cell in row))
         console.print(table)
         console.print()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import field
+from typing import Any
 
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import ClusterSchedulerValue, SettingOrigin
@@ -75,6 +76,40 @@ def detect_scheduler(env: Mapping[str, str]) -> JobSchedulerContext | None:
             return None
         context = _read_cluster(cluster)
     return context if context.size > 1 else None
+
+
+def detect_surrounding_job(
+    env: Mapping[str, str], flags: Mapping[str, Any], file: Mapping[str, Any]
+) -> tuple[JobSchedulerContext | None, str]:
+    """Detect the scheduler whose job this launch is a part of.
+
+    A launcher that stands for its machine starts a job of its own where ``--num_machines 1`` is typed. So it
+    does where ``RANK`` and ``WORLD_SIZE`` are left from another job: a loopback ``MASTER_ADDR`` is on no
+    other machine. Whoever plays several machines on one says how many there are, or which is which.
+
+    Args:
+        env: the environment.
+        flags: what was typed, by name.
+        file: the keys of the configuration file.
+
+    Returns:
+        The scheduler, None without one, and a line about one that is passed over, "" without.
+
+    Raises:
+        WorldError: as for ``detect_scheduler``.
+    """
+    context = detect_scheduler(env)
+    if context is None or context.is_rank:
+        return context, ""
+    machines = flags.get("num_machines")
+    if str(machines) == "1":
+        return None, f"--num_machines is 1: a job of its own, apart from the {context.size} of {context.name}"
+    counts = (machines, env.get("ACCELERATE_NUM_MACHINES"), file.get("num_machines"))
+    says_several = any(count is not None and str(count) != "1" for count in counts)
+    if says_several or flags.get("main_process_ip") or not clusters.is_left_from_local_job(env):
+        return context, ""
+    variables = f"RANK={env['RANK']} and WORLD_SIZE={env['WORLD_SIZE']} of the environment"
+    return None, f"{variables} are not used: MASTER_ADDR={env['MASTER_ADDR']} is this machine alone"
 
 
 def _read_torchrun_nodes(env: Mapping[str, str]) -> JobSchedulerContext:

@@ -29,7 +29,8 @@ from accelerate.core.setting import (
 from accelerate.core.value_types import Count, FilledPath, Index, LocalCount, Port, Seconds, convert_to
 from accelerate.launch import config_files
 from accelerate.launch.config_files import ConfigFile
-from accelerate.launch.job_scheduler import JobSchedulerContext, detect_scheduler
+from accelerate.launch.file_overrides import enabled_switches, without_overruled_keys
+from accelerate.launch.job_scheduler import JobSchedulerContext, detect_surrounding_job
 from accelerate.launch.kinds import KINDS
 
 S = TypeVar("S")
@@ -365,12 +366,18 @@ class LaunchRequest:
             for row in () if self.is_asked_for(cls) else declared_settings(cls):
                 if loaded.origin(row.name).source == "file":
                     keys = (row.section or row.name,)
-                    said = f"{kind.where} is {kind.value}" if kind.value else "nothing asks for it"
+                    said = f"{kind.where} is {kind.value}" if kind.value else self._typed_training()
                     return keys, (
                         f"{file.locate(*keys)}: {keys[0]} has no effect: {said}; to use it, "
                         f"{self._how_to_enable(cls.__switch__)}"
                     )
         return None
+
+    def _typed_training(self) -> str:
+        """The flag that asks for another way of training, in words."""
+        origins = (self.origin(name) for name in ("multi_gpu", *self.strategy_switches))
+        typed = next((origin.where for origin in origins if origin.value and origin.source == "flag"), "")
+        return f"{typed} is given" if typed else "nothing asks for it"
 
     def is_asked_for(self, cls: type[Any]) -> bool:
         """Return whether settings count: their switch is on; of a class without a switch, one is given."""
@@ -432,7 +439,7 @@ def read_request(
     # `--cpu` is how one says "never mind how this machine is set up": it leaves the default file alone.
     file, note = find_config(named, script_settings, use_default=not flags.get("use_cpu"))
     request = build_request(file, flags, program, script_settings)
-    return replace(request, notes=(note,)) if note else request
+    return replace(request, notes=(note, *request.notes)) if note else request
 
 
 def find_config(
@@ -490,14 +497,16 @@ def build_request(
     Raises:
         SettingError: as for ``read_request``.
     """
-    if file is not None:
-        file = config_files.normalize_sections(file, (*launcher_settings(), *script_settings))
-        _check_keys(file, script_settings)
     env = environ.snapshot() if env is None else env
-    scheduler = detect_scheduler(env)
+    classes = (*launcher_settings(), *script_settings)
+    if file is not None:
+        file = without_overruled_keys(file, flags, classes)
+        file = config_files.normalize_sections(file, classes, enabled_switches(file, flags, env, classes))
+        _check_keys(file, script_settings)
     values = {} if file is None else file.values
+    scheduler, note = detect_surrounding_job(env, flags, values)
     loaded: dict[type[Any], SettingsWithOrigins[Any]] = {}
-    for cls in (*launcher_settings(), *script_settings):
+    for cls in classes:
         section: str = getattr(cls, "__section__", "")
         names = () if section else {row.name for row in declared_settings(cls) if row.in_file}
         loaded[cls] = load_settings(
@@ -509,7 +518,8 @@ def build_request(
             file_name="" if file is None else str(file.path),
             lines=None if file is None else file.section_lines(section),
         )
-    request = LaunchRequest(loaded[JobSettings].value, loaded, tuple(program), file, scheduler)
+    notes = (note,) if note else ()
+    request = LaunchRequest(loaded[JobSettings].value, loaded, tuple(program), file, scheduler, notes)
     leftover = None if file is None else request.find_leftover(file)
     if leftover is not None and file is not None:
         return build_request(file.without(*leftover), flags, program, script_settings, env)

@@ -270,11 +270,20 @@ class Strategy(GradientSync, ABC):
         """
         return (option.report_applied() for option in self._requested_options)
 
-    @classmethod
-    def distributed_type(cls, world: World) -> str:
-        """Return the ``DistributedType``: that of its switch in files, else that of the world's device."""
-        own = [getattr(switch, "__distributed_type__", "") for switch in cls.selection.settings[:1]]
-        return "".join(own) or world.hardware.distributed_type
+    def distributed_type(self, world: World) -> str:
+        """Return the ``DistributedType``: that of its switch in files, of a plugin, or of the world's device.
+
+        A plugin counts if it is asked for: a device mesh shards by FSDP, also where nobody says FSDP.
+        """
+        for switch in self.selection.settings[:1]:
+            if hasattr(switch, "__distributed_type__"):
+                return str(switch.__distributed_type__)
+        for name, plugin in self.plugins.items() if not self.selection.device_type else ():
+            names = name, getattr(plugin, "__switch__", "")
+            asked = any(option.value and option.name in names for option in self._requested_options)
+            if asked and hasattr(plugin, "__distributed_type__"):
+                return str(plugin.__distributed_type__)
+        return world.hardware.distributed_type
 
     def check(self) -> None:
         """Refuse, with the reason, what cannot work here.

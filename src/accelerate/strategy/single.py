@@ -16,8 +16,7 @@ class SingleProcessStrategy(OpenGradients, Strategy):
     priority: ClassVar[int] = -1  # it claims every request, also of several ranks, which another one gets
     replicates_model: ClassVar[bool] = True
 
-    @classmethod
-    def distributed_type(cls, world: World) -> str:
+    def distributed_type(self, world: World) -> str:
         """Return ``"NO"``."""
         return "NO"
 

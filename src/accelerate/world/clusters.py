@@ -25,6 +25,7 @@ from accelerate.world.ports import DEFAULT_PORT, JOB_PORT_COUNT
 Env = Mapping[str, str]
 NODE = ("GROUP_RANK", "NODE_RANK", "CROSS_RANK")
 NODES = ("GROUP_WORLD_SIZE", "NNODES", "CROSS_SIZE", "AZUREML_NODE_COUNT")
+LOOPBACK_NAMES = ("localhost", "::1")
 
 
 @frozen_dataclass
@@ -150,7 +151,7 @@ class ClusterEnvironment:
         node, nodes = self.node, self.nodes
         if rank is not None and size is not None:
             host = self.address or ""
-            alone = size == 1 or nodes == 1 or host in ("localhost", "::1") or host.startswith("127.")
+            alone = size == 1 or nodes == 1 or host in LOOPBACK_NAMES or host.startswith("127.")
             if local_size is None:
                 if alone:
                     local_size = size
@@ -435,6 +436,18 @@ def detect_outer_scheduler(env: Env) -> ClusterEnvironment | None:
     if scheduler is not None and "TORCHELASTIC_RUN_ID" not in env and is_same_place(scheduler, torchrun):
         return scheduler
     return torchrun if env.get("LOCAL_RANK") else TorchrunNodeRankEnvironment(env)
+
+
+def is_left_from_local_job(env: Env) -> bool:
+    """Return whether RANK and WORLD_SIZE, which count machines for a launcher, count none: all are this one.
+
+    Pods and whoever numbers the machines say so in variables of their own.
+    """
+    signs = ("KUBERNETES_SERVICE_HOST", *NODE, *NODES)
+    if find_scheduler(env) or any(env.get(name) for name in signs) or any(n.startswith("PET_") for n in env):
+        return False
+    host = env.get("MASTER_ADDR", "")
+    return host in LOOPBACK_NAMES or host.startswith("127.")
 
 
 def _torchrun_variables(cluster: ClusterRankInfo) -> dict[str, str]:

@@ -21,6 +21,7 @@ from accelerate.launch.base import (
 from accelerate.launch.device_selection import LaunchDeviceSelection, allocate_devices, count_cores
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
+from accelerate.world import clusters
 from accelerate.world.ports import LOOPBACK, PortInUseError, ReservedPort
 
 # Settings that tell machines apart, and why one machine does not need them.
@@ -191,13 +192,17 @@ def single_process_variables(request: LaunchRequest) -> Variables:
     """Return the variables of a lone process, which opens no group.
 
     Where it would, if it did, is told only if somebody said so. A rank or a world size that an earlier job
-    has left in the environment is taken away; those of a world of one, which torchrun gives too, stay.
+    has left in the environment is taken away; those of a world of one, which torchrun gives too, stay. They
+    are given where a scheduler's variables would make the process one of several.
     """
     job, variables = request.settings, dict[str, object | None]()
     if job.main_process_ip or job.main_process_port:
         variables["MASTER_ADDR"] = LOOPBACK
     if job.main_process_port:
         variables["MASTER_PORT"] = job.main_process_port
+    scheduler = clusters.find_scheduler(environ.snapshot())
+    if scheduler is not None and (scheduler.size or 1) > 1:
+        return {**WORLD_OF_ONE, "MASTER_ADDR": LOOPBACK, **variables}
     stale = {name for name, value in WORLD_OF_ONE.items() if environ.get(name) not in (None, value)}
     if environ.get("WORLD_SIZE") != WORLD_OF_ONE["WORLD_SIZE"]:
         stale.add("RANK")

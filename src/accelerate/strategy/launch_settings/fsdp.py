@@ -17,7 +17,9 @@ Origins = Callable[[str], tuple[SettingOrigin, ...]]
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 STATES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
-POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+_SIZE_BASED = "SIZE_BASED_WRAP"
+POLICIES = ("TRANSFORMER_BASED_WRAP", _SIZE_BASED, "NO_WRAP")
+_LEAST_UNIT_SIZE = 100_000_000  # parameters; the launcher of Accelerate 1.15 has the same default
 # The names by their numbers, counted from 1, which files may have.
 _BY_NUMBER = {
     names: {str(number): name for number, name in enumerate(names, 1)}
@@ -187,9 +189,10 @@ class FSDPSettings:
     )
     min_num_params: NonNegativeInt | None = setting(
         None,
-        help="least parameters of an FSDP unit, if units are chosen by size",
+        help="least parameters of an FSDP unit, if units are chosen by size; in a job of "
+        "accelerate launch 100000000, unless it is given",
         question="Least number of parameters of a wrapped module?",
-        when={"fsdp_auto_wrap_policy": ("SIZE_BASED_WRAP",)},
+        when={"fsdp_auto_wrap_policy": (_SIZE_BASED,)},
     )
     replicate_size: Count | None = setting(
         None,
@@ -198,15 +201,20 @@ class FSDPSettings:
 
     @staticmethod
     def launch_variables(origins: Origins) -> Mapping[str, str]:
-        """Return the variable by which libraries read weights on rank 0 only, unless somebody decided it.
+        """Return the variables of options that have another default in a job of the launcher.
 
-        transformers takes a missing one for false: each rank would then hold the whole model. Where the ranks
-        are to keep the weights that each has read, they all have to read them.
+        Libraries read weights on rank 0 only, unless somebody decided it: transformers takes a missing
+        variable for false, and each rank would then hold the whole model. Where the ranks are to keep the
+        weights that each has read, they all have to read them. Units by size have a least size.
         """
         loading, sync = origins("fsdp_cpu_ram_efficient_loading")[0], origins("fsdp_sync_module_states")[0]
-        if loading.source != "default" or sync.value is False:
-            return {}
-        return {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+        policy, least = origins("fsdp_auto_wrap_policy")[0], origins("fsdp_min_num_params")[0]
+        variables: dict[str, str] = {}
+        if loading.source == "default" and sync.value is not False:
+            variables["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "true"
+        if policy.value == _SIZE_BASED and least.source == "default":
+            variables["FSDP_MIN_NUM_PARAMS"] = str(_LEAST_UNIT_SIZE)
+        return variables
 
 
 PLUGIN = (UseFSDPSetting, FSDPSettings)

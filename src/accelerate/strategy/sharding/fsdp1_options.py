@@ -97,22 +97,22 @@ def fsdp2_option_error(loaded: SettingsWithOrigins[FSDPSettings], option: str, f
 
 
 def _parse_strategy(loaded: SettingsWithOrigins[FSDPSettings]) -> ShardingStrategy:
-    """Return the strategy of that name, which may stand at ``reshard_after_forward`` too, as in old files."""
+    """Return the strategy of that name, which may stand at ``reshard_after_forward`` too, as in old files.
+
+    A launcher's ``true`` or ``false`` there means the strategy that does so, unless one is named. Code uses
+    the words of its version.
+    """
     value, other = loaded.value.sharding_strategy, loaded.value.reshard_after_forward
-    if isinstance(other, bool) and not _came_from_launcher(loaded, value):
+    if isinstance(other, bool) and loaded.origin("fsdp_reshard_after_forward").source == "code":
         raise fsdp2_option_error(
             loaded,
             "reshard_after_forward",
             f"sharding_strategy={'FULL_SHARD' if other else 'SHARD_GRAD_OP'!r} says it in FSDP1",
         )
     if value is None:
-        value = other if isinstance(other, str) else "FULL_SHARD"
+        default = "SHARD_GRAD_OP" if other is False else "FULL_SHARD"
+        value = other if isinstance(other, str) else default
     return _STRATEGIES[parse_enum_name(value, ShardingStrategy, "sharding_strategy")]
-
-
-def _came_from_launcher(loaded: SettingsWithOrigins[FSDPSettings], value: Any) -> bool:
-    # Launchers write the default of an option that nobody gave, beside the strategy.
-    return value is not None and loaded.origin("fsdp_reshard_after_forward").source == "environment"
 
 
 def state_dict_configs(kind: StateDictType) -> tuple[Any, Any]:
@@ -264,6 +264,7 @@ READ_BACKS: dict[str, Callable[[RequestedOption, Any, Sequence[nn.Module]], Opti
     "fsdp_use_orig_params": partial(_field_status, "_use_orig_params"),
     "limit_all_gathers": partial(_field_status, "limit_all_gathers"),
     "fsdp_sharding_strategy": _strategy_status,
+    "fsdp_reshard_after_forward": _strategy_status,
     "fsdp_backward_prefetch": _prefetch_status,
     "fsdp_auto_wrap_policy": lambda option, _, models: wrap_status(option, len(_units(models)) - len(models)),
     "fsdp_offload_params": _offload_status,

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
+    ShardingStrategy,
     StateDictType,
 )
 
@@ -32,7 +33,7 @@ from accelerate.core.setting import SettingsWithOrigins, declared_settings
 from accelerate.strategy.launch_settings.fsdp import FSDPSettings
 from accelerate.strategy.sharding.activation_checkpointing import checkpoint, offloads_inputs
 from accelerate.strategy.sharding.grads import fsdp_param_groups, unsharded_param
-from accelerate.strategy.sharding.parsing import parse_dtype, parse_policy_fields
+from accelerate.strategy.sharding.parsing import parse_dtype, parse_enum_name, parse_policy_fields
 
 STATE_DICT_TYPE = "SHARDED_STATE_DICT"
 _FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
@@ -44,8 +45,8 @@ def apply_settings(plugin: Any, loaded: SettingsWithOrigins[FSDPSettings]) -> No
     Raises:
         SettingError: an option contradicts another, or has no meaning in FSDP2.
     """
-    plugin.reshard_after_forward = _reshard_after_forward(loaded)
-    plugin.hybrid = "HYBRID" in (plugin.sharding_strategy or "") or (plugin.replicate_size or 1) > 1
+    strategy, plugin.reshard_after_forward = _parse_resharding(loaded)
+    plugin.hybrid = "HYBRID" in (strategy or "") or (plugin.replicate_size or 1) > 1
     if plugin.activation_checkpointing_offload and not plugin.activation_checkpointing:
         raise SettingError(
             "activation_checkpointing_offload without activation_checkpointing",
@@ -59,24 +60,27 @@ def apply_settings(plugin: Any, loaded: SettingsWithOrigins[FSDPSettings]) -> No
     plugin.sync_module_states = plugin.forward_prefetch = None
 
 
-def _reshard_after_forward(loaded: SettingsWithOrigins[FSDPSettings]) -> bool:
-    """Return whether unsharded parameters are freed after the forward."""
+def _parse_resharding(loaded: SettingsWithOrigins[FSDPSettings]) -> tuple[str | None, bool]:
+    """Return FSDP1's name of the strategy, if one is given, and whether to reshard after the forward.
+
+    Raises:
+        SettingError: the strategy shards nothing, or two options contradict each other.
+    """
+    name, strategy = "sharding_strategy", loaded.value.sharding_strategy
     value = loaded.value.reshard_after_forward
     if isinstance(value, str):
-        raise SettingError(
-            f"reshard_after_forward is {value!r}, a sharding strategy of FSDP1",
-            fix="use true, as FULL_SHARD did, or false, as SHARD_GRAD_OP did",
-        )
-    strategy = loaded.value.sharding_strategy
+        name, strategy = "reshard_after_forward", _parse_fsdp1_name(loaded, value)
     if strategy is None:
-        return value is not False
+        return None, value is not False
     if strategy == "NO_SHARD":
-        origin = loaded.origin("fsdp_sharding_strategy").where
+        origin = loaded.origin(f"fsdp_{name}").where
         raise SettingError(
-            f"sharding_strategy NO_SHARD ({origin}) shards nothing",
+            f"{name} NO_SHARD ({origin}) shards nothing",
             fix="leave FSDP out: several processes then train by DDP",
         )
     reshards = strategy in ("FULL_SHARD", "HYBRID_SHARD")
+    if isinstance(value, str):
+        return strategy, reshards
     # Launchers write the default of both: only values that differ from it count as given.
     both = [loaded.origin(f"fsdp_{name}").source for name in ("sharding_strategy", "reshard_after_forward")]
     if value is not None and value != reshards and "environment" not in both:
@@ -85,7 +89,23 @@ def _reshard_after_forward(loaded: SettingsWithOrigins[FSDPSettings]) -> bool:
             why="sharding_strategy is the option of FSDP1 for the same",
             fix="keep reshard_after_forward",
         )
-    return reshards and value is not False
+    return strategy, reshards and value is not False
+
+
+def _parse_fsdp1_name(loaded: SettingsWithOrigins[FSDPSettings], value: str) -> str:
+    """Return the sharding strategy of FSDP1 that files may have at ``reshard_after_forward``.
+
+    Raises:
+        UnknownNameError: there is no such strategy.
+        SettingError: code names one there, and has to use the words of its version.
+    """
+    name = "reshard_after_forward"
+    if loaded.origin(f"fsdp_{name}").source == "code":
+        raise SettingError(
+            f"{name} is {value!r}, a sharding strategy of FSDP1",
+            fix="use true, as FULL_SHARD did, or false, as SHARD_GRAD_OP did",
+        )
+    return parse_enum_name(value, ShardingStrategy, name)
 
 
 def state_dict_configs(kind: StateDictType) -> tuple[Any, Any]:

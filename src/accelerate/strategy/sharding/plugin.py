@@ -53,6 +53,8 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
         SettingError: a value is wrong, contradicts another, or is an option of the other version.
     """
 
+    __distributed_type__ = "FSDP"
+
     def __post_init__(self) -> None:
         # Libraries that load pretrained models read the variable: what code says is written there.
         rank0_loading = self.cpu_ram_efficient_loading
@@ -198,7 +200,9 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
             classes = find_layer_classes(model, self.transformer_cls_names_to_wrap)
             return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
         if self.auto_wrap_policy is size_based_auto_wrap_policy:
-            return functools.partial(size_based_auto_wrap_policy, min_num_params=self.min_num_params or 0)
+            # As in 1.15: without a number, or with 0, the model is one unit. The launcher gives a number.
+            least = self.min_num_params
+            return functools.partial(size_based_auto_wrap_policy, min_num_params=least) if least else None
         return self.auto_wrap_policy
 
 
