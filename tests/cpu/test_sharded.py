@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,21 @@ def _bounds() -> tuple[int, int, int]:
     return int(os.environ["RANK"]), 16, int(os.environ["WORLD_SIZE"])
 
 
+class Holding(IterableDataset[int]):
+    """A stream whose rows come from an object that it holds."""
+
+    def __init__(self, reader: Any) -> None:
+        self.reader = reader
+
+    def __iter__(self) -> Iterator[int]:
+        return self.reader[0][0]() if isinstance(self.reader, list) else self.reader()
+
+
+def _shard_of_rank() -> Iterator[int]:
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return islice(range(16), rank, None, world_size)
+
+
 class Seeding(IterableDataset[int]):
     """Asks for the rank alone: to shard or to seed?"""
 
@@ -121,6 +137,8 @@ SHARDED: dict[str, Callable[[int, int], DataLoader[Any]]] = {
     "stream with attributes": lambda rank, size: DataLoader(Named(rank, size), batch_size=2),
     "stream that asks": lambda rank, size: DataLoader(Asking(), batch_size=2),
     "stream that reads variables": lambda rank, size: DataLoader(ByVariables(), batch_size=2),
+    "stream with a reader": lambda rank, size: DataLoader(Holding(Asking().__iter__), batch_size=2),
+    "stream of stages": lambda rank, size: DataLoader(Holding([(_shard_of_rank,)]), batch_size=2),
 }
 
 
@@ -337,6 +355,149 @@ def test_objects_are_shared_out_whatever_their_text_is(ranks: RankServer, dispat
     """A6: the ranks compare what their samples hold, not where they lie in memory."""
     first, second = ranks(2, pictures, dispatch)
     assert sorted(first + second) == list(range(8))
+
+
+class Ranked(Dataset[int]):
+    """Map-style data that store the rank and the world size, and pick no samples by them."""
+
+    def __init__(self, items: Any, rank: int, world: int) -> None:
+        self.items, self.rank, self.world_size = items, rank, world
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> int:
+        if index > 1000:
+            print(f"[{os.environ['RANK']}/{os.environ['WORLD_SIZE']}] no sample {index}")
+        return int(self.items[index])
+
+
+class Logging(Ranked):
+    """Asks for the rank alone, to print it."""
+
+    def __init__(self, items: Any) -> None:
+        self.items = items
+
+    def __getitem__(self, index: int) -> int:
+        if torch.distributed.get_rank() > 1000:
+            print(f"sample {index} on {torch.distributed.get_rank()}")
+        return int(self.items[index])
+
+
+class LoggingSampler(Sampler[int]):
+    """Says on the first rank that an epoch begins."""
+
+    def __iter__(self) -> Iterator[int]:
+        if torch.distributed.get_rank() == 0:
+            print("a new epoch")
+        return iter(range(16))
+
+    def __len__(self) -> int:
+        return 16
+
+
+MENTIONED: dict[str, Callable[[int, int], DataLoader[Any]]] = {
+    "data that store it": lambda rank, size: DataLoader(Ranked(range(16), rank, size), batch_size=2),
+    "data that print it": lambda rank, size: DataLoader(Logging(range(16)), batch_size=2),
+    "sampler that asks": lambda rank, size: DataLoader(DATA, batch_size=2, sampler=LoggingSampler()),
+}
+STORED: dict[str, Callable[[int, int], Any]] = {
+    "numbers": lambda rank, size: list(range(rank, 32, size)),
+    "tensor": lambda rank, size: torch.arange(rank, 32, size),
+    "array": lambda rank, size: np.arange(rank, 32, size),
+    "samples": lambda rank, size: [torch.tensor(number) for number in range(rank, 32, size)],
+    "subset": lambda rank, size: Subset(range(32), range(rank, 32, size)),  # type: ignore[arg-type]
+    "table": lambda rank, size: pytest.importorskip("pandas").Series(range(rank, 32, size)),
+    "dataset": lambda rank, size: (
+        pytest.importorskip("datasets").Dataset.from_dict({"x": range(32)}).shard(size, rank)
+    ),
+    "by name": lambda rank, size: {n: torch.tensor(n * size + rank) for n in range(16)},
+}
+
+
+def read_mentioning(kind: str) -> list[Any]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(MENTIONED[kind](accelerator.process_index, accelerator.num_processes))
+    return [len(loader), rows_of(loader)]
+
+
+@pytest.mark.parametrize("kind", MENTIONED)
+def test_data_that_only_mention_the_rank_are_shared_out(ranks: RankServer, kind: str) -> None:
+    """A6: not kept, which would train on all of it on every rank, and not refused."""
+    first, second = ranks(2, read_mentioning, kind)
+    assert (first[0], second[0]) == (4, 4)
+    assert sorted(first[1] + second[1]) == list(range(16))
+
+
+def read_stored(kind: str) -> str:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    rank, size = accelerator.process_index, accelerator.num_processes
+    loader = accelerator.prepare(DataLoader(Ranked(STORED[kind](rank, size), rank, size), batch_size=2))
+    with pytest.raises(CollectiveError) as caught:
+        next(iter(loader))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_parts_given_to_data_that_store_the_rank_are_not_halved_again(ranks: RankServer, kind: str) -> None:
+    """A6: the ranks compare what such data hold."""
+    text = same_on_all(ranks(2, read_stored, kind))
+    assert "Ranked.items differs" in text
+    assert "shard=False" in text
+
+
+class Attributes(IterableDataset[int]):
+    """A stream with the given attributes."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(16))
+
+
+UNLIKE: dict[str, Callable[[int], dict[str, Any]]] = {
+    "name": lambda rank: {"run": f"run{rank}"},
+    "number": lambda rank: {"rank": rank, "count": 16 * rank},
+    "rows of rank 0": lambda rank: {"rows": [] if rank else [1, 2, 3]},
+    "files of rank 0": lambda rank: {"files": [] if rank else ["a", "b"]},
+}
+
+
+def dispatched_rows(kind: str) -> list[int]:
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    stream = Attributes(**UNLIKE[kind](accelerator.process_index))
+    return rows_of(accelerator.prepare(DataLoader(stream, batch_size=2)))
+
+
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_streams_that_rank_0_reads_for_all_may_have_other_attributes(ranks: RankServer, kind: str) -> None:
+    """Only files of other ranks show that these have shards."""
+    first, second = ranks(2, dispatched_rows, kind)
+    assert sorted(first + second) == list(range(16))
+
+
+def assign_to_prepared() -> list[Any]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, rng_types=["torch", "generator"])  # type: ignore[list-item]
+    loader = accelerator.prepare(DataLoader(DATA, batch_size=2))
+    loader.batch_sampler.batch_size = 4
+    loader.collate_fn = lambda samples: torch.stack([number for (number,) in samples])
+    return [batch.tolist() for batch in loader]
+
+
+def test_batch_size_and_collate_function_are_assigned_to_a_prepared_loader(ranks: RankServer) -> None:
+    """The generators are synchronized as well, of which this loader has none."""
+    first, second = ranks(2, assign_to_prepared)
+    assert first == [[0, 1, 2, 3], [8, 9, 10, 11]]
+    assert second == [[4, 5, 6, 7], [12, 13, 14, 15]]
 
 
 def ambiguous() -> list[Any]:

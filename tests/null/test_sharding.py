@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -11,13 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
+    ChainDataset,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
     TensorDataset,
 )
 
+from accelerate import PartialState
 from accelerate.core.errors import PrepareError
 from accelerate.data_loader import (
     BatchSamplerShard,
@@ -283,3 +289,240 @@ def test_what_cannot_be_prepared_is_refused() -> None:
         prepare_data_loader(loader, num_processes=2, process_index=0, dispatch_batches=True)
     with pytest.raises(PrepareError, match="a list is not a"):
         prepare_data_loader([1, 2])  # type: ignore[arg-type]
+
+
+class Numbers(Dataset[int]):
+    """Map-style data: the whole, whatever it says about its rank."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = 0, 2
+        self.items = list(range(16))
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> int:
+        return self.items[index]
+
+
+class Printing(Numbers):
+    """Prints its rank and the world size."""
+
+    def __getitem__(self, index: int) -> int:
+        if index > 1000:
+            print(f"[{os.environ['RANK']}/{os.environ['WORLD_SIZE']}] no sample {index}")
+            print("rank %s of %s" % (os.environ["RANK"], os.environ["WORLD_SIZE"]))  # noqa: UP031
+        return super().__getitem__(index)
+
+
+class Seeded(Numbers):
+    """Seeds a generator by its rank and works on the first rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        seed = 7 * self.world_size + self.rank
+        self.generator = torch.Generator().manual_seed(seed)
+        self.logger = print if self.rank == 0 else None
+
+
+class PrintingRank(Numbers):
+    """Asks for the rank alone, to print it."""
+
+    def __init__(self) -> None:
+        self.items = list(range(16))
+
+    def __getitem__(self, index: int) -> int:
+        if index > 1000:
+            _print_on_first("no sample", index)
+        return super().__getitem__(index)
+
+
+def _print_on_first(*words: object) -> None:
+    if torch.distributed.get_rank() == 0:
+        print(f"rank {torch.distributed.get_rank()}", *words)
+
+
+class Sliced(Numbers):
+    """Slices by its attributes in ``__init__``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = list(range(32))[self.rank :: self.world_size]
+
+
+class Blocks(Numbers):
+    """Takes a block whose bounds are variables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        each = 32 // self.world_size
+        first = each * self.rank
+        self.items = list(range(32))[first : first + each]
+
+
+class Filtered(Numbers):
+    """Keeps every second item."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = [item for item in range(32) if item % self.world_size == self.rank]
+
+
+class Striding(Numbers):
+    """Asks for the rank when a sample is read."""
+
+    def __init__(self) -> None:
+        self.items = list(range(32))
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> int:
+        rank, count = _rank_and_count()
+        return self.items[index * count + rank]
+
+
+def _rank_and_count() -> tuple[int, int]:
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "2"))
+
+
+class Handing(Numbers):
+    """Hands the rank and the world size to a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = _take_part(list(range(32)), self.rank, self.world_size)
+
+
+def _take_part(items: list[int], which: int, of: int) -> list[int]:
+    return items[which::of]
+
+
+class IndexingByRank(PrintingRank):
+    """Picks a sample by the rank alone."""
+
+    def __getitem__(self, index: int) -> int:
+        return self.items[index + torch.distributed.get_rank()]
+
+
+def length_of_two(data: Dataset[int]) -> int:
+    loader = prepare_data_loader(DataLoader(data, batch_size=2), num_processes=2, process_index=0)
+    return len(loader)
+
+
+@pytest.mark.parametrize("kind", [Numbers, Printing, Seeded, PrintingRank])
+def test_data_that_only_mention_their_rank_are_shared_out(kind: type[Numbers]) -> None:
+    """A6: each process training on all of it would be as wrong as halving it twice."""
+    assert length_of_two(kind()) == 4
+
+
+@pytest.mark.parametrize("kind", [Sliced, Blocks, Filtered, Striding, Handing])
+def test_data_that_pick_samples_by_their_rank_are_kept(kind: type[Numbers]) -> None:
+    """A6."""
+    assert length_of_two(kind()) == 8
+
+
+def test_data_that_pick_by_the_rank_alone_must_be_explained() -> None:
+    with pytest.raises(PrepareError, match="asks for get_rank"):
+        length_of_two(IndexingByRank())
+
+
+def test_code_without_a_source_that_has_both_numbers_is_taken_for_sharded() -> None:
+    """Functions typed into an interpreter cannot be read."""
+    source = "def __getitem__(self, index):\n    return print(get_rank(), get_world_size())"
+    names: dict[str, Any] = {}
+    exec(source, names)
+    typed = type("Typed", (PrintingRank,), {"__getitem__": names["__getitem__"]})
+    assert length_of_two(typed()) == 8
+
+
+class Reader:
+    """Shards a stream that holds it."""
+
+    def read(self) -> Iterator[int]:
+        rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        yield from range(rank, 16, count)
+
+
+def by_node(items: Iterator[int], rank: int = 0, world_size: int = 2) -> Iterator[int]:
+    return islice(items, rank, None, world_size)
+
+
+def by_worker(items: Iterator[int], rank: int = 0, world_size: int = 2) -> Iterator[int]:
+    if world_size > 1000:
+        raise ValueError(f"rank {rank} of {world_size}")
+    return items
+
+
+class Pipeline(IterableDataset[int]):
+    """A stream of stages, as that of WebDataset."""
+
+    def __init__(self, *stages: Any) -> None:
+        self.pipeline = [*stages]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(16))
+
+
+@pytest.mark.parametrize(
+    ("stages", "is_kept"),
+    [
+        ([Reader()], True),
+        ([by_worker, by_node], True),
+        ([partial(by_node)], True),
+        ([(Reader().read,)], True),
+        ([ChainDataset([Pipeline(by_node)])], True),
+        ([by_worker, print, {"a": 1}, "text"], False),
+        ([PartialState], False),
+    ],
+)
+def test_streams_that_shard_in_another_object_are_kept(stages: list[Any], is_kept: bool) -> None:
+    """A6."""
+    stream = Pipeline(*stages)
+    loader = prepare_data_loader(DataLoader(stream, batch_size=2), num_processes=2, process_index=0)
+    assert (loader.dataset is stream) == is_kept
+
+
+def test_the_batch_size_of_a_prepared_loader_can_be_assigned() -> None:
+    batch_sampler = BatchSampler(SequentialSampler(range(17)), 2, False)
+    loader = prepare_data_loader(
+        DataLoader(range(17), batch_sampler=batch_sampler),  # type: ignore[arg-type]
+        num_processes=2,
+        process_index=1,
+    )
+    list(loader)
+    shard: Any = loader.batch_sampler
+    shard.batch_size, shard.drop_last = 4, True
+    assert (batch_sampler.batch_size, batch_sampler.drop_last) == (4, True)
+    assert [batch.tolist() for batch in loader] == [[4, 5, 6, 7], [12, 13, 14, 15]]
+    assert (len(loader), loader.total_batch_size) == (2, 8)
+
+
+def test_a_batch_size_that_cannot_be_split_is_not_assigned() -> None:
+    shard = BatchSamplerShard(batches(8, 4), 2, 0, split_batches=True)
+    with pytest.raises(PrepareError, match="batch of 3 samples cannot be split over 2"):
+        shard.batch_size = 3
+    assert shard.batch_size == 4
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_collate_function_of_a_prepared_loader_can_be_assigned(count: int, is_stream: bool) -> None:
+    data: Any = SizedStream(8) if is_stream else range(8)
+    loader = prepare_data_loader(DataLoader(data, batch_size=4), num_processes=count, process_index=0)
+    skipped = skip_first_batches(loader, 1)
+    assert len(list(loader)) == 2 // count
+    for each in (loader, skipped):
+        each.collate_fn = sum
+        assert each.collate_fn is sum
+    assert next(iter(loader)) == 6
+    assert list(skipped) == ([22] if count == 1 else [])
+
+
+@pytest.mark.parametrize("is_shuffled", [False, True])
+def test_generators_are_synchronized_where_there_are_any(is_shuffled: bool) -> None:
+    loader = prepare_data_loader(
+        DataLoader(range(8), batch_size=2, shuffle=is_shuffled),  # type: ignore[arg-type]
+        rng_types=["torch", "generator"],
+    )
+    assert sorted(torch.cat(list(loader)).tolist()) == list(range(8))

@@ -90,10 +90,20 @@ class BatchSamplerShard(BatchSampler):
         """The batch size of the sampler now; None if it has none."""
         return getattr(self.batch_sampler, "batch_size", None)
 
+    @batch_size.setter
+    def batch_size(self, batch_size: int) -> None:
+        if self.split_batches:
+            check_split(batch_size, self.num_processes)
+        self.batch_sampler.batch_size = batch_size
+
     @property
     def drop_last(self) -> bool:  # type: ignore[override]
         """The option of the sampler now."""
         return getattr(self.batch_sampler, "drop_last", False)
+
+    @drop_last.setter
+    def drop_last(self, drop_last: bool) -> None:
+        self.batch_sampler.drop_last = drop_last
 
     @property
     def total_length(self) -> int:

@@ -255,3 +255,17 @@ def supports_marks(loader: DataLoader[Any]) -> bool:
     """Return True if marks pass through the loader: it collates as torch's own does."""
     kind = type(loader)
     return kind.__iter__ is DataLoader.__iter__ or kind.__module__.startswith("torchdata.")
+
+
+def get_collate_fn(loader: DataLoader[Any]) -> Any:
+    """Return the user's collate function of a loader, without the wrapper for fillers."""
+    collate = loader.collate_fn
+    return collate.collate if isinstance(collate, CountingCollate | GlobalBatchCollate) else collate
+
+
+def set_collate_fn(loader: DataLoader[Any], collate_fn: Any) -> None:
+    """Set the user's collate function of a loader, inside the wrapper for fillers."""
+    if isinstance(loader.collate_fn, CountingCollate | GlobalBatchCollate):
+        loader.collate_fn.collate = collate_fn
+    else:
+        loader.collate_fn = collate_fn

@@ -31,10 +31,10 @@ from accelerate.data.batch_source import (
 )
 from accelerate.data.epoch_order import DataShard, find_new_epoch, inner_sampler, sampler_chain, set_epochs
 from accelerate.data.iterable_dataset import (
-    CountingCollate,
-    GlobalBatchCollate,
     IterableDatasetShard,
     PartialGlobalBatch,
+    get_collate_fn,
+    set_collate_fn,
 )
 from accelerate.data.position import Epoch, EpochSkip, FetchedBatch, FetchLayout, LoaderPosition
 from accelerate.data.source_shard import SourceShard, with_saved_split
@@ -72,8 +72,13 @@ class DataLoaderAdapter(DataLoader[Any]):
     @property
     def collate_fn(self) -> Any:  # type: ignore[override]
         """The user's collate function."""
-        collate = self.base_dataloader.collate_fn
-        return collate.collate if isinstance(collate, CountingCollate | GlobalBatchCollate) else collate
+        return get_collate_fn(self.base_dataloader)
+
+    @collate_fn.setter
+    def collate_fn(self, collate_fn: Any) -> None:
+        copies = [vars(self).get("_unskipped"), *(each[1] for each in vars(self).get("_indexed", ()))]
+        for loader in (self.base_dataloader, *filter(None, copies)):
+            set_collate_fn(loader, collate_fn)
 
     @property
     def multiprocessing_context(self) -> Any:  # type: ignore[override]
@@ -245,7 +250,9 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         set_epochs(self.base_dataloader, self.dataset, epoch.number)
         self.begin()
         if self.rng_types is not None and not (inside and epoch.is_resumed):
-            synchronize_rng_states(self.rng_types, self.synchronized_generator)
+            generator = self.synchronized_generator
+            kinds = (kind for kind in self.rng_types if generator is not None or kind != "generator")
+            synchronize_rng_states(kinds, generator)
         try:
             yield from self._batches(epoch)
             epoch.complete = True

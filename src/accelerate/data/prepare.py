@@ -101,7 +101,12 @@ def prepare_data_loader(
         )
     mode = "kept" if keeps_own else "dispatched" if dispatch else "sharded"
     if shard == "auto":
-        prepared.comparison = partial(sharding_detection.compare_ranks, dataloader, mode)
+        prepared.comparison = partial(
+            sharding_detection.compare_ranks,
+            dataloader,
+            mode,
+            is_rank0_read=bool(dispatch_batches) and not keeps_own,
+        )
     if count > 1 and count == collective.world_size() and shard == "auto":
         prepared.before_first_use = prepared.comparison
     prepared.rng_types = rng_types

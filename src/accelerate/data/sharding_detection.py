@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import types
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,23 +25,21 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from accelerate.core import tree
 from accelerate.core.errors import CollectiveError, PrepareError
 from accelerate.data.epoch_order import capture_generators, find_generators
+from accelerate.data.rank_arithmetic import (
+    LIBRARIES,
+    RANK_ATTRIBUTES,
+    RANK_CALLS,
+    SIZE_ATTRIBUTES,
+    SIZE_CALLS,
+    find_rank_arithmetic,
+    function_names,
+    held_functions,
+    own_functions,
+)
 from accelerate.world import collective
 
 _logger = logging.getLogger(__name__)
 
-# Attribute names of samplers and streams for the number of shards and the index of theirs.
-_SIZES = (
-    *("num_replicas", "num_processes", "world_size", "world", "num_ranks", "num_shards", "n_shards"),
-    *("dp_size", "dp_world_size", "data_parallel_size"),
-)
-_RANKS = (
-    *("rank", "process_index", "global_rank", "shard_index", "shard_id", "shard_rank", "shard"),
-    *("dp_rank", "data_parallel_rank"),
-)
-# Names by which code asks for its rank and the world size.
-_RANK = frozenset(("get_rank", "process_index", "RANK", "get_node_local_rank", "local_process_index"))
-_SIZE = frozenset(("get_world_size", "num_processes", "WORLD_SIZE"))
-_LIBRARIES = frozenset(("torch", "accelerate", "datasets", "torchdata", "numpy", "builtins"))
 # Attributes that may differ between ranks without sharding: parts of names, and names.
 _RANK_SPECIFIC = ("seed", "device", "generator", "rng", "cache", "log", "tmp", "temp", "output", "epoch")
 _PROCESS_ATTRIBUTES = frozenset(("host", "hostname", "node", "pid", "port", "local_rank"))
@@ -83,19 +80,23 @@ def find_sharding(loader: DataLoader[Any], count: int, index: int) -> str | None
     Where these are all processes it is collective: they compare the rows of a ``datasets.Dataset``.
 
     Raises:
-        PrepareError: its code asks only for the rank, so its purpose is unknown.
+        PrepareError: its code picks by the rank alone, or a stream asks for it: its purpose is unknown.
         CollectiveError: all have the whole dataset, but not in the same order.
     """
     for holder in _sharding_candidates(loader):
         split = getattr(holder, "_distributed", None)  # datasets.distributed.split_dataset_by_node
         for item in (holder, split):
-            numbers = {n: v for n in (*_SIZES, *_RANKS) if type(v := getattr(item, n, None)) is int}
-            size = next((name for name in _SIZES if numbers.get(name) == count), None)
-            rank = next((name for name in _RANKS if numbers.get(name) == index), None)
+            names = (*SIZE_ATTRIBUTES, *RANK_ATTRIBUTES)
+            numbers = {n: v for n in names if type(v := getattr(item, n, None)) is int}
+            size = next((name for name in SIZE_ATTRIBUTES if numbers.get(name) == count), None)
+            rank = next((name for name in RANK_ATTRIBUTES if numbers.get(name) == index), None)
             if numbers.get("num_replicas", 0) > 1 and "rank" in numbers:
                 size, rank = "num_replicas", "rank"  # perhaps over some of the processes only
             if size is not None and rank is not None:
-                return f"its {type(holder).__name__} has {size}={numbers[size]} and {rank}={numbers[rank]}"
+                why = f"its {type(holder).__name__} has {size}={numbers[size]} and {rank}={numbers[rank]}"
+                if not _only_stores_rank(item, loader, rank, size):
+                    return why
+                _log_shared_out(loader, why)
     reason = _detect_in_code(loader)
     if reason is None and count == collective.world_size():
         for holder in _walk_attributes(loader.dataset, "dataset"):
@@ -131,46 +132,50 @@ def check_data_shard(loader: DataLoader[Any], count: int, index: int) -> None:
         )
 
 
+def _only_stores_rank(item: Any, loader: DataLoader[Any], rank: str, size: str) -> bool:
+    """Return whether map-style data have the rank and the world size without picking samples by them."""
+    is_sampler = hasattr(item, "__iter__") and not hasattr(item, "__getitem__")
+    if is_sampler or isinstance(loader.dataset, IterableDataset):
+        return False
+    functions = own_functions(item)
+    return bool(functions) and "rank" not in find_rank_arithmetic(functions, rank, size)
+
+
+def _rank_names(holder: Any) -> tuple[list[str], list[str]]:
+    """Return the names by which the user's code of an object asks for the rank and the world size."""
+    if all(kind.__module__.partition(".")[0] in LIBRARIES for kind in type(holder).__mro__):
+        return [], []
+    # The results of __init__ are in the attributes.
+    functions = own_functions(holder, with_init=False)
+    names = {name for function in functions for name in function_names(function)}
+    return sorted(names & RANK_CALLS), sorted(names & SIZE_CALLS)
+
+
 def _detect_in_code(loader: DataLoader[Any]) -> str | None:
     """Return why the user's code of the loader's samplers and stream seems to shard, or None."""
+    is_stream = isinstance(loader.dataset, IterableDataset)
     for holder in _sharding_candidates(loader):
-        own = [c for c in type(holder).__mro__ if c.__module__.partition(".")[0] not in _LIBRARIES]
-        # The results of __init__ are in the attributes.
-        members = [member for c in own for name, member in vars(c).items() if name != "__init__"]
-        functions = [getattr(each, "__func__", getattr(each, "fget", each)) for each in members]
-        names = {name for function in functions for name in _function_names(function, 3)}
-        rank, size = sorted(names & _RANK), sorted(names & _SIZE)
-        if rank and size:
-            return f"the code of its {type(holder).__name__} asks for {rank[0]} and {size[0]}"
-        if rank:
-            raise PrepareError(
-                f"the code of {type(holder).__qualname__} asks for {rank[0]}: it is unknown whether it "
-                "gives each process its own part of the data",
-                why="if it does, sharding it again would silently drop samples",
-                fix=_FIX,
-            )
+        rank, size = _rank_names(holder)
+        if not rank:
+            continue
+        why = f"the code of its {type(holder).__name__} asks for {' and '.join((*rank[:1], *size[:1]))}"
+        if not is_stream and "rank" not in find_rank_arithmetic(own_functions(holder)):
+            # The order of a sampler, and what such data hold, are compared when they are first used.
+            if size:
+                _log_shared_out(loader, why)
+            continue
+        if size:
+            return why
+        raise PrepareError(
+            f"the code of {type(holder).__qualname__} asks for {rank[0]}: it is unknown whether it "
+            "gives each process its own part of the data",
+            why="if it does, sharding it again would silently drop samples",
+            fix=_FIX,
+        )
+    for name, functions in held_functions(loader.dataset) if is_stream else ():
+        if len(find_rank_arithmetic(functions)) == 2:
+            return f"the code of its {name} picks by the rank and the world size"
     return None
-
-
-def _function_names(function: Any, depth: int) -> Iterator[str]:
-    """Yield the names and strings in a function and in the user's global functions that it calls."""
-    code = function if isinstance(function, types.CodeType) else getattr(function, "__code__", None)
-    if not isinstance(code, types.CodeType):
-        return
-    yield from code.co_names
-    outside: dict[str, Any] = getattr(function, "__globals__", {})
-    for constant in code.co_consts:
-        if isinstance(constant, str):
-            yield constant
-        elif isinstance(constant, types.CodeType):
-            yield from _function_names(constant, depth)
-    for name in code.co_names if depth else ():
-        called = outside.get(name)
-        if isinstance(called, types.FunctionType):
-            if called.__module__.partition(".")[0] not in _LIBRARIES:
-                yield from _function_names(called, depth - 1)
-            else:
-                yield called.__name__
 
 
 def log_not_sharded(loader: DataLoader[Any], why: str) -> None:
@@ -179,6 +184,17 @@ def log_not_sharded(loader: DataLoader[Any], why: str) -> None:
         _logger.warning(
             "%s is sharded already (%s): each process keeps its own part. To share it out all the same, "
             "prepare it with shard=True.",
+            describe_loader(loader),
+            why,
+        )
+
+
+def _log_shared_out(loader: DataLoader[Any], why: str) -> None:
+    """Log, once and on rank 0, that data which know their rank are taken for the whole data."""
+    if collective.rank() == 0:
+        _logger.warning(
+            "%s knows its rank (%s) but picks no samples by it: it is shared out over the processes. If each "
+            "has its own part already, prepare it with shard=False.",
             describe_loader(loader),
             why,
         )
@@ -193,12 +209,15 @@ def describe_loader(loader: DataLoader[Any]) -> str:
 # --- facts that the ranks compare when the loader is first iterated
 
 
-def loader_facts(loader: DataLoader[Any], is_order_compared: bool = False) -> dict[str, str]:
+def loader_facts(
+    loader: DataLoader[Any], is_order_compared: bool = False, is_rank0_read: bool = False
+) -> dict[str, str]:
     """Return facts that must be equal on all ranks if they shard this data, as short texts by name.
 
     Args:
         loader: the user's.
         is_order_compared: the ranks also compare the first batch of a sampler of the user's.
+        is_rank0_read: rank 0 reads for all, as the user says: only what shows shards is compared.
     """
     facts: dict[str, str] = {}
     data: Any = loader.dataset
@@ -212,16 +231,45 @@ def loader_facts(loader: DataLoader[Any], is_order_compared: bool = False) -> di
         # are all there is, and those of torch's classes (``Subset.indices``) say what the data are.
         is_data = any(holder is each for each in datasets)
         is_torch = type(holder).__module__.startswith("torch.")
-        everything = is_stream or is_torch or not (is_data or is_order_compared)
+        is_marked = is_data and not is_stream and _knows_rank(holder)
+        is_described = is_stream or is_marked or not (is_data or is_order_compared)
+        everything = is_torch or (is_described and not is_rank0_read)
         if isinstance(holder, list | tuple | range):
             ends = ", ".join(map(_sample_text, _first_and_last(holder)))
             facts["its order"] = _shorten_text(f"{len(holder)} samples [{ends}]")
         for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
             is_index_array = isinstance(holder, Subset) and isinstance(value, torch.Tensor | np.ndarray)
             text = _short_text(value.tolist() if is_index_array else value, everything)
-            if text is not None and not _is_rank_specific(name.lower()):
+            if is_marked and not is_rank0_read:
+                text = text or _data_text(value)
+            is_rank = is_marked and name.strip("_") in RANK_ATTRIBUTES
+            if text is not None and not is_rank and not _is_rank_specific(name.lower()):
                 facts[f"{type(holder).__name__}.{name}"] = text
     return facts
+
+
+def _knows_rank(dataset: Any) -> bool:
+    """Return whether a dataset of the user's has, or asks for, its rank and the world size."""
+    numbers = {
+        name.strip("_") for name, value in getattr(dataset, "__dict__", {}).items() if type(value) is int
+    }
+    return bool(numbers.intersection(RANK_ATTRIBUTES) and numbers.intersection(SIZE_ATTRIBUTES)) or all(
+        _rank_names(dataset)
+    )
+
+
+def _data_text(value: Any) -> str | None:
+    """Return a short text of data in an attribute: an array, samples, a table or a part of a dataset."""
+    if isinstance(value, Subset):
+        value = [*value.indices]
+    elif hasattr(value, "head") and hasattr(value, "to_dict"):  # pandas
+        value = value.head(COMPARED_ROWS).to_dict()
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return _shorten_text(_leaf_text(value))
+    if isinstance(value, list | tuple | dict):
+        items = [*value.items()] if isinstance(value, dict) else value
+        return _shorten_text(f"{len(items)} samples {[*map(_sample_text, _first_and_last(items))]}")
+    return getattr(value, "_fingerprint", None) if hasattr(value, "with_format") else None
 
 
 def _sample_text(sample: Any) -> str:
@@ -273,22 +321,23 @@ def _shorten_text(text: str) -> str:
     return f"{text[:60]}... ({hashlib.blake2b(text.encode(), digest_size=6).hexdigest()})"
 
 
-def compare_ranks(loader: DataLoader[Any], how: str) -> None:
+def compare_ranks(loader: DataLoader[Any], how: str, is_rank0_read: bool = False) -> None:
     """Compare the facts of a loader on all ranks. Collective.
 
     Args:
         loader: the user's.
         how: the way it is used: "kept", "sharded" or "dispatched".
+        is_rank0_read: it is dispatched because the user says so.
 
     Raises:
         CollectiveError: on every rank, if it is used in different ways, or is to be sharded and differs.
     """
     seen = {"how it is used": how}
     if how != "kept":
-        seen.update(loader_facts(loader, is_order_compared=how == "sharded"))
+        seen.update(loader_facts(loader, how == "sharded", is_rank0_read))
     if how == "sharded":
         seen.update(_shuffle_facts(loader))
-    check_same(describe_loader(loader), seen)
+    check_same(describe_loader(loader), seen, is_rank0_read)
 
 
 def _shuffle_facts(loader: DataLoader[Any]) -> dict[str, str]:
@@ -303,12 +352,13 @@ def _shuffle_facts(loader: DataLoader[Any]) -> dict[str, str]:
     return facts
 
 
-def check_same(name: str, seen: Any) -> None:
+def check_same(name: str, seen: Any, is_rank0_read: bool = False) -> None:
     """Raise on every rank if the ranks do not have the same facts.
 
     Args:
         name: name of the loader.
         seen: facts by name, as texts; None takes part without comparing.
+        is_rank0_read: rank 0 reads for all, so others may have no files.
 
     Raises:
         CollectiveError: with the facts of each rank, and the options.
@@ -317,7 +367,7 @@ def check_same(name: str, seen: Any) -> None:
     compared_facts = [row for row in rank_facts if row is not None]
     names: Iterable[str] = dict.fromkeys(key for row in compared_facts for key in row)
     for key in names:
-        if len({row.get(key) for row in compared_facts}) > 1:
+        if len({row.get(key) for row in compared_facts if key in row or not is_rank0_read}) > 1:
             table = "\n       ".join(
                 f"rank {rank}: {row and row.get(key)}" for rank, row in enumerate(rank_facts)
             )
