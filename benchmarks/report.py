@@ -17,7 +17,7 @@ from rich.table import Table
 from benchmarks.case import ROOT, Case, Sample, Subject
 
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
-KEPT = 10  # sections of history
+KEPT = 20  # sections of history
 HEAD = """# Results
 
 Written by `make bench`, newest first. *Raw* is the same work without the library. Each figure is the median
