@@ -398,6 +398,40 @@ def _take_part(items: list[int], which: int, of: int) -> list[int]:
     return items[which::of]
 
 
+class Dialogs(Numbers):
+    """Hands both to a function whose name only seems to be that of a log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = LOADERS["dialogs"].read_dialogs(self.rank, self.world_size)
+
+
+class DialogReader:
+    def read_dialogs(self, which: int, of: int) -> list[int]:
+        return list(range(32))[which::of]
+
+
+LOADERS = {"dialogs": DialogReader()}
+
+
+class RandomIndices(Numbers):
+    """Takes its part of an order whose name is that of random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        random_indices = torch.arange(32)[self.rank :: self.world_size]
+        self.items = random_indices.tolist()
+
+
+class Narrowed(Numbers):
+    """Hands bounds to a method that come from both numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        each = 32 // self.world_size
+        self.items = torch.arange(32).narrow(0, each * self.rank, each).tolist()
+
+
 class IndexingByRank(PrintingRank):
     """Picks a sample by the rank alone."""
 
@@ -416,7 +450,9 @@ def test_data_that_only_mention_their_rank_are_shared_out(kind: type[Numbers]) -
     assert length_of_two(kind()) == 4
 
 
-@pytest.mark.parametrize("kind", [Sliced, Blocks, Filtered, Striding, Handing])
+@pytest.mark.parametrize(
+    "kind", [Sliced, Blocks, Filtered, Striding, Handing, Dialogs, RandomIndices, Narrowed]
+)
 def test_data_that_pick_samples_by_their_rank_are_kept(kind: type[Numbers]) -> None:
     """A6."""
     assert length_of_two(kind()) == 8

@@ -9,9 +9,10 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import re
 import textwrap
 import types
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -39,14 +40,30 @@ LIBRARIES = frozenset(
 # Names in code; those of shards also name files and rows there.
 _RANK_NAMES = RANK_CALLS | {name for name in RANK_ATTRIBUTES if "rank" in name}
 _SIZE_NAMES = SIZE_CALLS | {name for name in SIZE_ATTRIBUTES if "shards" not in name}
+_NUMBER_CALLS = frozenset(
+    ("int", "get", "getenv", "min", "max", "ceil", "floor", "round", "range", "arange", "list", "tuple")
+)
 _SLICING_CALLS = frozenset(("range", "islice", "arange", "Subset"))
-# Words of the names of functions and variables to which the rank says who logs, draws or computes where.
+# Words in the names of functions to which the rank says who logs or draws.
 _OTHER_USES = frozenset(
     (
-        *("print", "log", "logger", "info", "debug", "warn", "warning", "error", "write", "format", "str"),
-        *("seed", "random", "rng", "generator", "device", "gpu", "cuda", "init_process_group", "__init__"),
+        *(
+            "print",
+            "log",
+            "logger",
+            "logging",
+            "info",
+            "debug",
+            "warn",
+            "warning",
+            "error",
+            "write",
+            "format",
+        ),
+        *("seed", "seeds", "random", "rng"),
     )
 )
+_WORD = re.compile("[A-Z]?[a-z]+|[A-Z]+")
 # How far the objects that a stream holds are followed: levels, and objects in all.
 _HELD_DEPTH = 6
 _HELD_COUNT = 200
@@ -118,32 +135,25 @@ def held_functions(stream: Dataset[Any]) -> Iterator[tuple[str, list[Any]]]:
             todo += [(each, depth - 1) for each in inside if isinstance(each, list | tuple | dict)]
 
 
-def picks_by_rank(functions: Iterable[Any], *attributes: str) -> bool:
-    """Return whether the functions compute with the rank, as code does that picks samples by it.
+def find_rank_arithmetic(functions: Iterable[Any], *attributes: str) -> set[str]:
+    """Return which of "rank" and "size" the functions use to pick samples.
 
     Args:
         functions: those of one object; the user's global functions that they call are read too.
         attributes: more names of the rank, then of the world size.
 
     Returns:
-        True also where a function that mentions the rank has no source, as typed into an interpreter.
+        Both where a function that mentions the rank has no source, as typed into an interpreter.
     """
     ranks, sizes = _RANK_NAMES.union(attributes[:1]), _SIZE_NAMES.union(attributes[1:])
     every = _with_helpers(functions, _HELPER_DEPTH)
     mentions = [function for function in every if _names_any(function, ranks)]
+    if not mentions:
+        return set()
     trees = [tree for function in every if (tree := _parse(function)) is not None]
-    if not mentions or any(_parse(function) is None for function in mentions):
-        return bool(mentions)
-    uses = _RankUses(ranks, sizes)
-    for tree in (*trees, *trees):  # an attribute may be read in a function before the one that sets it
-        uses.visit(tree)
-    return uses.is_picking
-
-
-def picks_by_rank_and_size(functions: Iterable[Any]) -> bool:
-    """Return whether the functions pick samples by the rank, and mention the world size."""
-    every = _with_helpers(functions, _HELPER_DEPTH)
-    return any(_names_any(function, _SIZE_NAMES) for function in every) and picks_by_rank(every)
+    if any(_parse(function) is None for function in mentions):
+        return {"rank", "size"}
+    return _NumberUses(trees, ranks, sizes).picked
 
 
 def _names_any(function: types.FunctionType, names: frozenset[str]) -> bool:
@@ -172,93 +182,94 @@ def _with_helpers(functions: Iterable[Any], depth: int) -> list[types.FunctionTy
     return [*known]
 
 
-class _RankUses(ast.NodeVisitor):
-    """A walk through code that looks for arithmetic, subscripts and arguments with the rank.
-
-    Texts, comparisons with other numbers than a remainder, logs, seeds and devices are no such uses.
+class _NumberUses:
+    """The uses of the rank and the world size in code.
 
     Args:
-        ranks, sizes: names of the rank and the world size; variables that are assigned the rank are added.
-
-    Attributes:
-        is_picking: whether there is such a use.
+        trees: the functions.
+        ranks, sizes: names of the two numbers.
     """
 
-    def __init__(self, ranks: frozenset[str], sizes: frozenset[str]) -> None:
-        self.ranks, self.sizes = set(ranks), sizes
-        self.is_picking = False
+    def __init__(self, trees: list[ast.AST], ranks: frozenset[str], sizes: frozenset[str]) -> None:
+        self.names: dict[str, set[str]] = {
+            **{name: {"rank"} for name in ranks},
+            **{name: {"size"} for name in sizes},
+        }
+        self.returned: dict[str, ast.Tuple] = {}
+        self.picked: set[str] = set()
+        self.scope = 0
+        count = -1
+        while count != (count := sum(map(len, self.names.values()))):
+            for self.scope, tree in enumerate(trees):
+                for node in ast.walk(tree):
+                    self._follow(node)
+        for self.scope, tree in enumerate(trees):
+            for node in ast.walk(tree):
+                self.picked |= self._kinds_picked(node)
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        before = set(self.ranks)
-        self.generic_visit(node)
-        variables = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-        self.ranks -= variables - before
+    def _kinds(self, *nodes: ast.AST | None) -> set[str]:
+        """Return the kinds of numbers in expressions, without texts, comparisons and arguments of calls."""
+        kinds: set[str] = set()
+        todo = [*nodes]
+        while todo:
+            node = todo.pop()
+            if node is None or isinstance(node, ast.JoinedStr | ast.Compare) or _is_text(node):
+                continue
+            name = _name_of(node)
+            for known in (name, name.strip("_"), f"{self.scope}:{name}"):
+                kinds |= self.names.get(known, set())
+            if isinstance(node, ast.Call) and _name_of(node.func) not in _NUMBER_CALLS:
+                todo.append(node.func)
+            else:
+                todo += ast.iter_child_nodes(node)
+        return kinds
 
-    def visit_Assign(self, node: ast.Assign) -> None:
-        for target in node.targets:
-            self._assign(target, node.value)
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if node.value is not None:
+    def _follow(self, node: ast.AST) -> None:
+        """Give the variables, attributes and functions the kinds of what is assigned or returned."""
+        if isinstance(node, ast.FunctionDef):
+            values = [each.value for each in ast.walk(node) if isinstance(each, ast.Return)]
+            self.returned.update((node.name, each) for each in values if isinstance(each, ast.Tuple))
+            self.names.setdefault(node.name, set()).update(self._kinds(*values))
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                self._assign(target, node.value)
+        elif isinstance(node, ast.AnnAssign | ast.NamedExpr | ast.AugAssign):
             self._assign(node.target, node.value)
 
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        if not _is_other_use(_name_of(node.target)):
-            self.visit_BinOp(ast.BinOp(node.target, node.op, node.value))
+    def _assign(self, target: ast.AST, value: ast.AST | None) -> None:
+        if isinstance(target, ast.Tuple):
+            if isinstance(value, ast.Call):
+                value = self.returned.get(_name_of(value.func))
+            if isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts):
+                for each, part in zip(target.elts, value.elts, strict=True):
+                    self._assign(each, part)
+        elif isinstance(target, ast.Name | ast.Attribute):
+            name = _name_of(target)
+            key = f"{self.scope}:{name}" if isinstance(target, ast.Name) else name
+            self.names.setdefault(key, set()).update(self._kinds(value))
 
-    def _assign(self, target: ast.expr, value: ast.expr) -> None:
-        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-            for each, part in zip(target.elts, value.elts, strict=False):
-                self._assign(each, part)
-        elif not _is_other_use(name := _name_of(target)):
-            self.visit(value)
-            if name and self._names(value, self.ranks):
-                self.ranks.add(name)
-
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        pass
-
-    def visit_BinOp(self, node: ast.BinOp) -> None:
-        if not _is_text(node):
-            self.is_picking |= self._names(node, self.ranks)
-            self.generic_visit(node)
-
-    def visit_Subscript(self, node: ast.Subscript) -> None:
-        self.is_picking |= not isinstance(node.slice, ast.Constant) and self._names(node.slice, self.ranks)
-        self.generic_visit(node)
-
-    def visit_Compare(self, node: ast.Compare) -> None:
-        sides = (node.left, *node.comparators)
-        if any(isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mod) for each in sides):
-            self.is_picking |= any(self._names(each, self.ranks) for each in sides)
-
-    def visit_Call(self, node: ast.Call) -> None:
-        name = _name_of(node.func)
-        if _is_other_use(name):
-            return
-        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
-        if any(self._names(each, self.ranks) for each in arguments):
-            has_size = any(self._names(each, self.sizes) for each in arguments)
-            self.is_picking |= has_size or name in _SLICING_CALLS
-        self.generic_visit(node)
-
-    def _names(self, node: ast.AST, names: Collection[str]) -> bool:
-        """Return whether an expression has one of the names, outside of texts, comparisons and other uses."""
-        if isinstance(node, ast.JoinedStr | ast.Compare) or _is_text(node):
-            return False
-        if isinstance(node, ast.Call) and _is_other_use(_name_of(node.func)):
-            return False
-        name = _name_of(node)
-        return (
-            name in names
-            or name.strip("_") in names
-            or any(self._names(each, names) for each in ast.iter_child_nodes(node))
-        )
+    def _kinds_picked(self, node: ast.AST) -> set[str]:
+        """Return the kinds of numbers by which an expression picks samples."""
+        if isinstance(node, ast.Subscript):
+            kinds = set() if isinstance(node.slice, ast.Constant) else self._kinds(node.slice)
+            parts = node.value.args if kinds and isinstance(node.value, ast.Call) else []
+            return kinds | self._kinds(*parts)  # array_split(indices, world_size)[rank]
+        if isinstance(node, ast.Compare):  # index % world_size == rank
+            sides = (node.left, *node.comparators)
+            is_modulo = any(isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mod) for each in sides)
+            return self._kinds(*sides) if is_modulo else set()
+        if isinstance(node, ast.Call):
+            name = _name_of(node.func)
+            arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+            kinds = self._kinds(*arguments)
+            return kinds if name in _SLICING_CALLS or (len(kinds) == 2 and not _is_other_use(name)) else set()
+        return set()
 
 
 def _is_other_use(name: str) -> bool:
-    words = name.lower().split("_")
-    return name in _OTHER_USES or not _OTHER_USES.isdisjoint(words)
+    """Return whether a function of that name is told the rank for another purpose than to pick samples."""
+    words = {word.lower() for word in _WORD.findall(name)}
+    return name == "__init__" or name.startswith("init_process") or not words.isdisjoint(_OTHER_USES)
 
 
 def _name_of(node: ast.AST) -> str:

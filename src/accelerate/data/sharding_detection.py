@@ -31,11 +31,10 @@ from accelerate.data.rank_arithmetic import (
     RANK_CALLS,
     SIZE_ATTRIBUTES,
     SIZE_CALLS,
+    find_rank_arithmetic,
     function_names,
     held_functions,
     own_functions,
-    picks_by_rank,
-    picks_by_rank_and_size,
 )
 from accelerate.world import collective
 
@@ -139,7 +138,7 @@ def _only_stores_rank(item: Any, loader: DataLoader[Any], rank: str, size: str) 
     if is_sampler or isinstance(loader.dataset, IterableDataset):
         return False
     functions = own_functions(item)
-    return bool(functions) and not picks_by_rank(functions, rank, size)
+    return bool(functions) and "rank" not in find_rank_arithmetic(functions, rank, size)
 
 
 def _rank_names(holder: Any) -> tuple[list[str], list[str]]:
@@ -160,7 +159,7 @@ def _detect_in_code(loader: DataLoader[Any]) -> str | None:
         if not rank:
             continue
         why = f"the code of its {type(holder).__name__} asks for {' and '.join((*rank[:1], *size[:1]))}"
-        if not is_stream and not picks_by_rank(own_functions(holder)):
+        if not is_stream and "rank" not in find_rank_arithmetic(own_functions(holder)):
             # The order of a sampler, and what such data hold, are compared when they are first used.
             if size:
                 _log_shared_out(loader, why)
@@ -174,7 +173,7 @@ def _detect_in_code(loader: DataLoader[Any]) -> str | None:
             fix=_FIX,
         )
     for name, functions in held_functions(loader.dataset) if is_stream else ():
-        if picks_by_rank_and_size(functions):
+        if len(find_rank_arithmetic(functions)) == 2:
             return f"the code of its {name} picks by the rank and the world size"
     return None
 
