@@ -16,6 +16,7 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -611,6 +612,28 @@ def test_one_of_many_takes_the_lock(remote: Remote, monkeypatch: pytest.MonkeyPa
     ]
     for lock in locks:
         lock.release()
+    assert not remote.names()
+
+
+def test_a_heartbeat_under_way_does_not_put_the_lock_back(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_lock, "HEARTBEAT", 0.01)
+    store = RemoteCheckpointStorage(f"{remote.url}/a")
+    writing, written, puts, put = threading.Event(), threading.Event(), count(), store.put
+
+    def put_slowly(name: str, data: bytes) -> None:
+        if next(puts):
+            writing.set()
+            time.sleep(0.2)
+        put(name, data)
+        if writing.is_set():
+            written.set()
+
+    monkeypatch.setattr(store, "put", put_slowly)
+    with RemoteSaveLock(store, "run", "slow"):
+        assert writing.wait(30)
+    assert written.wait(30)
     assert not remote.names()
 
 

@@ -119,6 +119,7 @@ class SaveLock:
     target: str
     owner: LockOwner
     _released: threading.Event | None = None
+    _heartbeat: threading.Thread
 
     def __enter__(self) -> SaveLock:
         self.acquire()
@@ -133,7 +134,8 @@ class SaveLock:
         """Take the lock, or raise; where another machine of the same save has it, do nothing."""
         if self._take():
             self._released = threading.Event()
-            threading.Thread(target=self._touch, name="accelerate-lock", daemon=True).start()
+            self._heartbeat = threading.Thread(target=self._touch, name="accelerate-lock", daemon=True)
+            self._heartbeat.start()
 
     def release(self) -> None:
         """Give the lock back; nothing happens if it is not held."""
@@ -141,6 +143,7 @@ class SaveLock:
             return
         self._released.set()
         self._released = None
+        self._heartbeat.join()  # a heartbeat under way would put the lock back after it is removed
         try:
             self._remove()
         except (OSError, CheckpointError) as error:
