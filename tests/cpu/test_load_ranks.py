@@ -47,6 +47,33 @@ def test_all_ranks_get_the_weights(tmp_path: Path, ranks: RankServer, how: str, 
         torch.testing.assert_close(found, dict(expected))
 
 
+class Doubled(nn.Linear):
+    """Doubles what files of its version hold."""
+
+    _version = 2
+
+    def _load_from_state_dict(  # pyright: ignore
+        self, state_dict: Any, prefix: str, metadata: Any, *args: Any
+    ) -> None:
+        if metadata.get("version") == 2:
+            state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] * 2
+        super()._load_from_state_dict(state_dict, prefix, metadata, *args)
+
+
+def doubled(folder: str) -> torch.Tensor:
+    PartialState(cpu=True)
+    model: Any = nn.Sequential(Doubled(2, 2, bias=False))
+    load_checkpoint_in_model(model, Path(folder, "m.bin"), broadcast_from_rank0=True)
+    return model[0].weight.detach()
+
+
+def test_all_ranks_know_the_versions_of_modules(tmp_path: Path, ranks: RankServer) -> None:
+    state = nn.Sequential(Doubled(2, 2, bias=False)).state_dict()
+    torch.save(state, tmp_path / "m.bin")
+    for weight in ranks(2, doubled, str(tmp_path)):
+        assert torch.equal(weight, state["0.weight"] * 2)
+
+
 def parts(folder: str) -> dict[str, Any]:
     here = PartialState(cpu=True)
     model = nn.Linear(4, 6, bias=False)

@@ -364,6 +364,7 @@ class LazyTensor:
         file_ranges: (file, offset, bytes) of its values; equal for tied tensors.
         read: gives it, on the CPU.
         region: where it can be mapped; None if it must be read.
+        layout: of a sparse tensor its own, which can only be read.
     """
 
     shape: torch.Size
@@ -371,6 +372,7 @@ class LazyTensor:
     file_ranges: tuple[tuple[str, int, int], ...]
     read: Callable[[], torch.Tensor]
     region: FileRegion | None = None
+    layout: torch.layout = torch.strided
 
     @property
     def nbytes(self) -> int:
@@ -388,3 +390,21 @@ class LazyTensor:
     def detach(self) -> torch.Tensor:
         """Read the tensor: so a writer, which calls this once, can use it like a tensor."""
         return self.read()
+
+
+class SavedTensors(dict[str, LazyTensor]):
+    """The lazy tensors of files by all their names, and what torch files say beside them.
+
+    Attributes:
+        objects: name of a value that is no tensor -> the function that reads it.
+        metadata: path of a module -> what its state dict notes of it, such as its version.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, LazyTensor],
+        objects: Mapping[str, Callable[[], Any]] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(tensors)
+        self.objects, self.metadata = dict(objects or {}), dict(metadata or {})

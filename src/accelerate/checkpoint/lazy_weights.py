@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
@@ -26,11 +27,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from accelerate.checkpoint import layout, state_dict_files, torch_files
 from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
-from accelerate.checkpoint.file_reads import FileRegion, LazyTensor
+from accelerate.checkpoint.file_reads import FileRegion, LazyTensor, SavedTensors
 from accelerate.core.errors import AccelerateError, CheckpointError
 from accelerate.world import collective
 
 _DTYPES = {code: dtype for dtype, code in state_dict_files._CODES.items()}
+# Functions in the pickle of a torch file that make a tensor of its values.
+_NEED_DATA = (b"_rebuild_sparse_tensor", b"_rebuild_qtensor", b"_rebuild_nested_tensor")
 
 
 @dataclass(frozen=True)
@@ -40,27 +43,30 @@ class LazyWeights:
     Attributes:
         tensors: by name; none is read yet.
         aliases: names that share the tensor of another name.
-        others: names of what is saved beside the tensors and is none.
+        others: what is saved beside the tensors and is none: name -> the function that reads it.
+        metadata: path of a module -> what its state dict notes of it, such as its version.
     """
 
     tensors: dict[str, LazyTensor]
     aliases: dict[str, str]
-    others: tuple[str, ...] = ()
+    others: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
 
     def rename(self, function: Callable[[str], str]) -> LazyWeights:
-        """Return the weights by other names; unchanged if two names would become one."""
+        """Return the weights by other names, without metadata; unchanged if two names would become one."""
         all_names = [*self.tensors, *self.aliases, *self.others]
         if len({function(name) for name in all_names}) < len(all_names):
             return self
         return LazyWeights(
             {function(name): tensor for name, tensor in self.tensors.items()},
             {function(alias): function(name) for alias, name in self.aliases.items()},
-            tuple(map(function, self.others)),
+            {function(name): read for name, read in self.others.items()},
         )
 
-    def by_all_names(self) -> dict[str, LazyTensor]:
+    def by_all_names(self) -> SavedTensors:
         """Return the tensors by all names, aliases included."""
-        return {**self.tensors, **{alias: self.tensors[name] for alias, name in self.aliases.items()}}
+        ties = {alias: self.tensors[name] for alias, name in self.aliases.items()}
+        return SavedTensors({**self.tensors, **ties}, self.others, self.metadata)
 
 
 def open_weights(path: Path) -> LazyWeights:
@@ -147,17 +153,27 @@ def read_weight_map(index: Path) -> dict[str, str]:
     if not isinstance(table, dict) or not table:
         raise CheckpointError(f"{index} is no index of shards", why="it has no table 'weight_map'")
     for name, file in table.items():
-        if not isinstance(file, str) or PurePosixPath(file).name != file or "\\" in file:
+        if not isinstance(file, str) or not _is_inside(file):
             raise CheckpointError(
                 f"{index} cannot be used", why=f"{name} would be read from {file!r}, outside of the folder"
             )
     return table
 
 
+def _is_inside(file: str) -> bool:
+    """Return True for the relative path of a file in the index's folder or in a folder below it."""
+    path = PurePosixPath(file)
+    leads_away = path.is_absolute() or ".." in path.parts or "\\" in file or PureWindowsPath(file).drive
+    return bool(path.parts) and not leads_away
+
+
 def _join_shards(shards: Mapping[Path, Iterable[str]]) -> LazyWeights:
+    """Open the shards of an index; a name that several hold comes from the one that the index says."""
+    owners = {name: path for path, members in shards.items() for name in members}
     lazy_tensors: dict[str, LazyTensor] = {}
     aliases: dict[str, str] = {}
-    others: list[str] = []
+    others: dict[str, Callable[[], Any]] = {}
+    metadata: dict[str, Any] = {}
     for path, members in shards.items():
         if not path.is_file():
             raise CheckpointError(f"{path} is missing", why="the index names it")
@@ -167,12 +183,14 @@ def _join_shards(shards: Mapping[Path, Iterable[str]]) -> LazyWeights:
         absent = [name for name in members if name not in shard.by_all_names() and name not in shard.others]
         if absent:
             raise CheckpointError(f"{path} does not hold {absent[0]}", why="the index says that it does")
-        lazy_tensors |= shard.tensors
-        aliases |= shard.aliases
-        others += shard.others
-    return LazyWeights(
-        lazy_tensors, {a: n for a, n in aliases.items() if a not in lazy_tensors}, tuple(others)
-    )
+        own = {n: t for n, t in shard.by_all_names().items() if owners.get(n, path) == path}
+        ties = {alias: name for alias, name in shard.aliases.items() if alias in own and name in own}
+        lazy_tensors |= {name: tensor for name, tensor in own.items() if name not in ties}
+        aliases |= ties
+        others |= {name: read for name, read in shard.others.items() if owners.get(name, path) == path}
+        metadata |= shard.metadata
+    aliases = {alias: name for alias, name in aliases.items() if alias not in lazy_tensors}
+    return LazyWeights(lazy_tensors, aliases, others, metadata)
 
 
 def _open_sharded(folder: Path) -> LazyWeights:
@@ -187,7 +205,7 @@ def group_ties(lazy_tensors: Mapping[str, LazyTensor]) -> LazyWeights:
     aliases: dict[str, str] = {}
     for name, tensor in lazy_tensors.items():
         owner = first.setdefault((tensor.file_ranges, tensor.dtype, tensor.shape), name)
-        if owner != name and tensor.nbytes:
+        if owner != name and tensor.nbytes and tensor.file_ranges:
             aliases[name] = owner
     return LazyWeights({name: t for name, t in lazy_tensors.items() if name not in aliases}, aliases)
 
@@ -205,7 +223,8 @@ def _open_safetensors(path: Path) -> LazyWeights:
             begin, end = (8 + length + offset for offset in entry["data_offsets"])
             if entry["dtype"] not in _DTYPES:
                 raise CheckpointError(f"{name} in {path} is of {entry['dtype']}, which is not known here")
-            dtype, shape = _DTYPES[entry["dtype"]], torch.Size(entry["shape"])
+            dtype = _DTYPES[entry["dtype"]]
+            shape = state_dict_files.shape_in_torch(entry["shape"], dtype)
             read = partial(_read_tensor, path, begin, shape, dtype)
             file_ranges = ((path.name, begin, end - begin),)
             lazy_tensors[name] = LazyTensor(
@@ -242,41 +261,66 @@ def _read_tensor(
 
 
 def _open_torch_file(path: Path) -> LazyWeights:
-    """Open a torch file: unpickle it without its data, which gives the file ranges of all tensors."""
-    trust = "load(path, weights_only=False) of accelerate.utils"
-    if zipfile.is_zipfile(path):
-        with FakeTensorMode():
-            state = torch_files.read(path, "cpu", trust)
-    else:  # before torch 1.6: can only be read whole
-        state = torch_files.read(path, "cpu", trust)
-    state = _unwrap_state_dict(path, state)
-    if any(_is_tensor_subclass(value) or _lacks_data(value) for value in state.values()):
-        state = _unwrap_state_dict(path, torch_files.read(path, "cpu", trust, mmap=True))
-    saved_tensors = {str(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    """Open a torch file: unpickle it without its data, which gives the file ranges of all plain tensors.
+
+    Of a file that holds others too (views with other signs, tensor subclasses), these are mapped.
+    """
+    outline = state = _read_outline(path)
+    tensors = {str(n): v for n, v in state.items() if isinstance(v, torch.Tensor) and not v.is_nested}
+    odd_names = {name for name, value in tensors.items() if not _is_in_file(value)}
+    if any(isinstance(tensors[name], FakeTensor) or _is_tensor_subclass(tensors[name]) for name in odd_names):
+        state = _read_state(path, mmap=True)
+        tensors |= {str(name): value for name, value in state.items() if str(name) in odd_names}
     first: dict[Any, str] = {}
     aliases: dict[str, str] = {}
-    for name, value in saved_tensors.items():
-        if _is_tensor_subclass(value):
-            continue
-        start = _storage_start(value)
-        at = start if start is not None else value.untyped_storage()._cdata
-        key = (at, value.storage_offset(), value.shape, value.stride(), value.dtype)
-        owner = first.setdefault(key, name)
+    for name, value in tensors.items():
+        owner = first.setdefault(_tie_key(value) or name, name)
         if owner != name and value.numel():
             aliases[name] = owner
-    lazy_tensors = {
-        name: _lazy_tensor(path, value) for name, value in saved_tensors.items() if name not in aliases
-    }
-    return LazyWeights(lazy_tensors, aliases, tuple(str(name) for name in state if name not in saved_tensors))
+    lazy_tensors = {name: _lazy_tensor(path, value) for name, value in tensors.items() if name not in aliases}
+    others = {str(key): partial(_read_entry, path, key) for key in outline if str(key) not in tensors}
+    return LazyWeights(lazy_tensors, aliases, others, dict(getattr(outline, "_metadata", None) or {}))
 
 
-def _unwrap_state_dict(path: Path, state: Any) -> Mapping[Any, Any]:
+def _read_outline(path: Path) -> Mapping[Any, Any]:
+    """Return the state dict in a file with tensors that have no data; with data where torch cannot do it."""
+    if not zipfile.is_zipfile(path):  # before torch 1.6: can only be read whole
+        return _read_state(path)
+    if _needs_data(path):
+        return _read_state(path, mmap=True)
+    try:
+        with FakeTensorMode():
+            return _read_state(path)
+    except CheckpointError:  # what cannot be read at all fails again
+        return _read_state(path, mmap=True)
+
+
+def _needs_data(path: Path) -> bool:
+    """Return True for a file of other byte order, or with tensors that torch cannot make without data."""
+    with file_errors("read", path), zipfile.ZipFile(path) as archive:
+        # A larger one is packed, which ``read`` refuses if it is too much.
+        names = [each.filename for each in archive.infolist() if each.file_size <= path.stat().st_size]
+        for name in names:
+            if name.endswith("/byteorder") and archive.read(name).decode() != sys.byteorder:
+                return True
+            if name.endswith("/data.pkl") and any(call in archive.read(name) for call in _NEED_DATA):
+                return True
+    return False
+
+
+def _read_state(path: Path, **options: Any) -> Mapping[Any, Any]:
     """Return the state dict in a file: its object, or the only entry of a dict."""
+    trust = "load(path, weights_only=False) of accelerate.utils"
+    state = torch_files.read(path, "cpu", trust, **options)
     if isinstance(state, Mapping) and len(state) == 1 and isinstance(next(iter(state.values())), Mapping):
         state = next(iter(state.values()))
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path} holds no weights", why=f"it holds a {type(state).__name__}")
     return state
+
+
+def _read_entry(path: Path, key: Any) -> Any:
+    return _read_state(path, mmap=True)[key]
 
 
 def _is_tensor_subclass(value: object) -> bool:
@@ -285,12 +329,16 @@ def _is_tensor_subclass(value: object) -> bool:
     return isinstance(value, torch.Tensor) and type(value) not in plain
 
 
-def _lacks_data(value: object) -> bool:
-    """Return True for a tensor that was read without its data, by a torch that does not say where that is.
+def _is_in_file(value: torch.Tensor) -> bool:
+    """Return True for a tensor that was read without its data and whose values lie in the file as they are.
 
-    Torch 2.6 does not.
+    Torch 2.6 does not say where. Conjugate and negative views have other signs in the file.
     """
-    return isinstance(value, FakeTensor) and value.numel() > 0 and _storage_start(value) is None
+    if _is_tensor_subclass(value) or value.layout is not torch.strided or value.is_quantized:
+        return False
+    if value.numel() == 0:
+        return True
+    return _storage_start(value) is not None and not (value.is_conj() or value.is_neg())
 
 
 def _storage_start(value: torch.Tensor) -> int | None:
@@ -298,8 +346,17 @@ def _storage_start(value: torch.Tensor) -> int | None:
     return getattr(value.untyped_storage(), "_checkpoint_offset", None)
 
 
+def _tie_key(value: torch.Tensor) -> Any:
+    """Return what is equal for tied tensors; None for a tensor that is never tied."""
+    if _is_tensor_subclass(value) or value.layout is not torch.strided or value.is_quantized:
+        return None
+    start, bits = _storage_start(value), (value.is_conj(), value.is_neg())
+    at = ("memory", value.untyped_storage()._cdata) if start is None else ("file", start)
+    return at, value.storage_offset(), value.shape, value.stride(), value.dtype, bits
+
+
 def _lazy_tensor(path: Path, value: torch.Tensor) -> LazyTensor:
-    start = None if _is_tensor_subclass(value) else _storage_start(value)
+    start = _storage_start(value) if _is_in_file(value) else None
     if start is None or value.numel() == 0:
         return in_memory(value)
     begin = start + int(value.storage_offset()) * value.element_size()
@@ -314,9 +371,11 @@ def _lazy_tensor(path: Path, value: torch.Tensor) -> LazyTensor:
 def in_memory(value: torch.Tensor) -> LazyTensor:
     """Wrap a tensor in memory as a lazy tensor."""
     shape, dtype = value.shape, value.dtype
-    if value.numel() == 0:
+    if value.numel() == 0 and value.layout is torch.strided:
         return LazyTensor(shape, dtype, (), lambda: torch.empty(shape, dtype=dtype))
-    return LazyTensor(shape, dtype, (), value.detach)
+    return LazyTensor(
+        shape, dtype, (), lambda: value.detach().resolve_conj().resolve_neg(), layout=value.layout
+    )
 
 
 class LazyDtypeCast:
@@ -375,7 +434,8 @@ def _checked_tensors(
     for name, value in state.items():
         if name in aliases:
             continue
-        if not isinstance(value, torch.Tensor) or value.device.type == "meta":
+        dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
+        if not dense or value.device.type == "meta":
             state_dict_files.untie({name: value})  # raises the error
         yield name, in_memory(value)
 
@@ -383,7 +443,7 @@ def _checked_tensors(
 _TensorInfo = tuple[tuple[int, ...], torch.dtype, tuple[tuple[str, int, int], ...]]
 
 
-def weights_from_rank0(path: Callable[[], Path], display_path: Path) -> tuple[Path, dict[str, LazyTensor]]:
+def weights_from_rank0(path: Callable[[], Path], display_path: Path) -> tuple[Path, SavedTensors]:
     """Open weights on rank 0 for all ranks.
 
     All ranks must read the same tensors in the same order.
@@ -398,20 +458,21 @@ def weights_from_rank0(path: Callable[[], Path], display_path: Path) -> tuple[Pa
     Raises:
         AccelerateError: what rank 0 found wrong, on all ranks.
     """
-    lazy_tensors: Mapping[str, LazyTensor] = {}
+    saved = SavedTensors({})
     source, problem = display_path, None
     if collective.rank() == 0:
         try:
             source = path()
-            lazy_tensors = open_weights(source).by_all_names()
+            saved = open_weights(source).by_all_names()
         except AccelerateError as error:
             problem = error
-    infos: list[tuple[str, _TensorInfo]] | AccelerateError = collective.broadcast_object(
-        problem or [(name, (tuple(t.shape), t.dtype, t.file_ranges)) for name, t in lazy_tensors.items()]
-    )
+    infos: list[tuple[str, _TensorInfo]] | AccelerateError
+    listed = [(name, (tuple(t.shape), t.dtype, t.file_ranges)) for name, t in saved.items()]
+    infos, metadata = collective.broadcast_object((problem or listed, saved.metadata))
     if isinstance(infos, AccelerateError):  # raised on all ranks, so that none waits for another
         raise infos
-    return source, {name: _broadcast_tensor(info, lazy_tensors.get(name)) for name, info in infos}
+    tensors = {name: _broadcast_tensor(info, saved.get(name)) for name, info in infos}
+    return source, SavedTensors(tensors, metadata=metadata)
 
 
 def _broadcast_tensor(info: _TensorInfo, saved: LazyTensor | None) -> LazyTensor:

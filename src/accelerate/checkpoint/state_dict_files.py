@@ -46,7 +46,8 @@ def find_ties(state: Mapping[str, Any]) -> dict[str, str]:
             continue
         if value.layout is not torch.strided:
             continue
-        key = (value.device, _address(value), value.dtype, tuple(value.shape), value.stride())
+        bits = value.is_conj(), value.is_neg()
+        key = (value.device, _address(value), value.dtype, tuple(value.shape), value.stride(), bits)
         if not _address(value):  # a DTensor has none, and is tied only where it is the same object
             key = (id(value),)
         owner = first.setdefault(key, name)
@@ -88,6 +89,11 @@ def untie(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, 
                 fix="save with safe_serialization=False",
             )
         refuse_meta_tensor(name, value)
+        if value.layout is not torch.strided:
+            raise CheckpointError(
+                f"{name} is a sparse tensor ({value.layout}), and safetensors files hold dense ones only",
+                fix="save with safe_serialization=False",
+            )
         tensor = value.detach()
         if _address(tensor):
             memory = (tensor.device, tensor.untyped_storage().data_ptr())
@@ -130,8 +136,21 @@ _CODES = {
     torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.complex64: "C64",
 }
+# Newer dtypes of torch. An element of the last one is two numbers, which the file counts.
+_CODES |= {
+    getattr(torch, name): code
+    for name, code in (("float8_e8m0fnu", "F8_E8M0"), ("float4_e2m1fn_x2", "F4"))
+    if hasattr(torch, name)
+}
+
+
+def shape_in_torch(shape: Sequence[int], dtype: torch.dtype) -> torch.Size:
+    """Return the shape of the tensor to which a safetensors file gives ``shape``."""
+    return torch.Size([*shape[:-1], shape[-1] // 2] if _CODES[dtype] == "F4" else shape)
 
 
 def write_safetensors(
@@ -156,8 +175,10 @@ def write_safetensors(
                 fix="save with safe_serialization=False",
             )
         start, end = end, end + tensor.numel() * tensor.element_size()
-        shape = list(tensor.shape)
-        header[name] = {"dtype": _CODES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
+        code, shape = _CODES[tensor.dtype], list(tensor.shape)
+        if code == "F4":
+            shape[-1] *= 2
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     file.write(struct.pack("<Q", len(text)) + text)
@@ -167,7 +188,7 @@ def write_safetensors(
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a tensor in row-major order, without a copy if it is contiguous on the CPU."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    flat = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 
@@ -213,6 +234,13 @@ def canonical_name(name: str) -> str:
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name
+
+
+def canonical_names(names: Iterable[str]) -> list[str]:
+    """Return the names without wrappers; unchanged where two would become one."""
+    full_names = list(names)
+    short = [canonical_name(name) for name in full_names]
+    return short if len(set(short)) == len(full_names) else full_names
 
 
 def strip_compile_prefix(state: Mapping[str, Any]) -> State:
@@ -367,13 +395,13 @@ def converts_states(module: Any) -> bool:
         load = type(each)._load_from_state_dict
         hooks = [getattr(hook, "hook", hook) for hook in each._load_state_dict_pre_hooks.values()]
         sources = [load, *hooks]
-        if not all(_is_of(source, "torch.nn.modules", "torch.distributed") for source in sources):
+        if not all(comes_from(source, "torch.nn.modules", "torch.distributed") for source in sources):
             return True
     return False
 
 
-def _is_of(function: Any, *packages: str) -> bool:
-    # Bound methods and partial functions too.
+def comes_from(function: Any, *packages: str) -> bool:
+    """Return True for a function, also bound or partial, of a module whose name begins with one of these."""
     function = getattr(function, "func", function)
     return str(getattr(function, "__module__", "")).startswith(packages)
 

@@ -512,7 +512,7 @@ def export_weights(
         weights, out, max_shard_size=max_shard_size, dtype=target_dtype, on_file=on_progress
     )
     size = sum(t.shape.numel() * cast_to(t.dtype, target_dtype).itemsize for t in weights.tensors.values())
-    return ExportResult(source, files, len(weights.tensors), size, weights.others)
+    return ExportResult(source, files, len(weights.tensors), size, tuple(weights.others))
 
 
 def _verify_files(checkpoint: CheckpointCandidate, file_names: set[str]) -> int:

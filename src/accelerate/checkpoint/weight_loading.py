@@ -4,36 +4,46 @@ Names and shapes of all files are compared with the model before the first tenso
 ``WeightPlacer`` says where a tensor goes: memory, a device, or the file itself. There is never a second
 copy of the model.
 
-Some modules read some of their state themselves: scales of quantised weights, formats, extra state. A module
-of that kind has a ``_load_from_state_dict`` of its own, and files hold more for it than its parameters and
-buffers. It gets all of that at once, as ``load_state_dict`` would give it.
+Modules that convert what they load are in ``custom_state_dicts.py``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
+from accelerate.checkpoint.custom_state_dicts import (
+    convert_memory,
+    find_self_loading,
+    settle_assigned,
+    warn_unconverted,
+)
 from accelerate.checkpoint.device_uploads import DeviceUploads
-from accelerate.checkpoint.file_reads import FileRegion, LazyTensor, MappedFiles
-from accelerate.checkpoint.state_dict_files import as_dtype, canonical_name, is_distributed
-from accelerate.core.errors import CheckpointError
+from accelerate.checkpoint.file_reads import FileRegion, LazyTensor, MappedFiles, SavedTensors
+from accelerate.checkpoint.model_tensors import (
+    ModelTensor,
+    WeightsMismatchError,
+    assign_tensor,
+    list_model_tensors,
+)
+from accelerate.checkpoint.state_dict_files import as_dtype, canonical_names, is_distributed
 from accelerate.core.progress import ProgressBar
 
 logger = logging.getLogger(__name__)
 
 _SHOWN = 12
 _HOST = torch.device("cpu")
-
-
-class WeightsMismatchError(CheckpointError, ValueError):
-    """The weights of a file do not fit a model (a ValueError too, as in the public package)."""
+_SIGNED, _UNSIGNED = ("int8", "int16", "int32", "int64"), ("uint8", "uint16", "uint32", "uint64")
+_INTEGERS: list[torch.dtype] = [getattr(torch, name) for name in (*_SIGNED, *_UNSIGNED)]
+# dtype -> the least and the greatest number that it holds
+_WHOLE_NUMBERS = {torch.bool: (0, 1), **{d: (torch.iinfo(d).min, torch.iinfo(d).max) for d in _INTEGERS}}
 
 
 class MismatchedKeys(NamedTuple):
@@ -46,33 +56,6 @@ class MismatchedKeys(NamedTuple):
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-
-
-@dataclass(eq=False)
-class ModelTensor:
-    """One tensor of the model.
-
-    Attributes:
-        names: by which it goes; several if it is tied.
-        owners: module and attribute of each.
-        tensor: the parameter or buffer as it is now.
-        is_persistent: the model's state dict holds it, unlike buffers with ``persistent=False``.
-    """
-
-    names: list[str]
-    owners: list[tuple[nn.Module, str]]
-    tensor: torch.Tensor
-    is_persistent: bool = True
-
-    @property
-    def is_parameter(self) -> bool:
-        """True for a parameter; False for a buffer, which keeps its initial value if it is not saved."""
-        return isinstance(self.tensor, nn.Parameter)
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the whole tensor."""
-        return self.tensor.shape
 
 
 class WeightPlacer(Protocol):
@@ -237,14 +220,18 @@ def load_weights(
     Raises:
         WeightsMismatchError: names are missing, or shapes or kinds differ; the model is unchanged.
     """
-    targets = _model_tensors(model)
-    self_loading = find_self_loading(model, saved_tensors, {n for t in targets for n in t.names})
-    direct_targets = [t for t in targets if t.is_persistent and not self_loading.covers(t.names)]
+    targets, wanted, fp32_modules = list_model_tensors(model), as_dtype(dtype), tuple(keep_in_fp32)
+    by_hooks = isinstance(placement, CurrentDeviceWeightPlacer)
+    self_loading = find_self_loading(model, saved_tensors, targets, by_hooks=by_hooks)
+    persistent = [t for t in targets if t.is_persistent]
+    own_targets = [t for t in persistent if self_loading.covers(t)]
+    direct_targets = [t for t in persistent if not self_loading.covers(t)]
     remaining = {n: s for n, s in saved_tensors.items() if n not in self_loading.names}
-    pairs, missing, unexpected = _match_tensors(
-        direct_targets, remaining, as_dtype(dtype), tuple(keep_in_fp32)
-    )
-    if any(t.is_parameter for t in missing) and _tie_weights(model):
+    pairs, missing, unexpected = _match_tensors(direct_targets, remaining, wanted, fp32_modules)
+    objects = saved_tensors.objects if isinstance(saved_tensors, SavedTensors) else ()
+    unexpected = (*unexpected, *(name for name in objects if name not in self_loading.names))
+    absent = [*missing, *(t for t in own_targets if self_loading.saved(t) is None)]
+    if any(t.is_parameter for t in absent) and _tie_weights(model):
         return load_weights(
             model, saved_tensors, source, placement, dtype=dtype, keep_in_fp32=keep_in_fp32, strict=strict,
             allow_missing=allow_missing, local_shards=local_shards,
@@ -253,34 +240,30 @@ def load_weights(
     _refuse_missing_keys(source, missing, unexpected, strict=strict, allow_missing=allow_missing)
     _refuse_uninitialized(targets, allow_missing=allow_missing)
     placement.check(pairs)
+    own_places = [
+        (t, _target_dtype(t, wanted, fp32_modules), placement.device(t.names[0], t.tensor.device))
+        for t in own_targets
+    ]
+    for target, own_dtype, device in own_places:
+        convert_memory(target, own_dtype, device)
+    warn_unconverted(model, self_loading)
+    lacking, unused = self_loading.load(source)
+    for target, own_dtype, device in own_places:
+        settle_assigned(target, own_dtype, device)
+    own_missing = [target for target in own_targets if lacking.issuperset(target.names)]
+    _refuse_missing_keys(source, own_missing, unused, strict=strict, allow_missing=allow_missing)
     total = sum(pair.saved.nbytes for pair in pairs)
     with ProgressBar("loading weights", total) as progress, placement.uploads:
         for pair in pairs:
-            _assign_tensor(pair.target, placement.place_tensor(pair.target, pair.saved, pair.dtype))
+            assign_tensor(pair.target, placement.place_tensor(pair.target, pair.saved, pair.dtype))
             _warn_untied(pair)
             progress.advance(pair.saved.nbytes)
-    unused = self_loading.load(source, placement.device)
-    names = tuple(t.names[0] for t in missing)
+    names = tuple(t.names[0] for t in [*missing, *own_missing])
     unexpected = (*unexpected, *unused)
     for label, keys in (("missing, left as they are", names), ("unused", unexpected)):
         if keys:
             logger.warning("%s: %s", source, _format_names(label, keys))
     return MismatchedKeys(names, unexpected)
-
-
-def _model_tensors(model: nn.Module) -> list[ModelTensor]:
-    """Return the parameters and buffers of a model, tied ones once."""
-    by_id: dict[int, ModelTensor] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        left_out = module._non_persistent_buffers_set
-        for name, tensor in {**module._parameters, **module._buffers}.items():
-            if tensor is None:
-                continue
-            target = by_id.setdefault(id(tensor), ModelTensor([], [], tensor, is_persistent=False))
-            target.names.append(f"{prefix}.{name}" if prefix else name)
-            target.owners.append((module, name))
-            target.is_persistent = target.is_persistent or name not in left_out
-    return list(by_id.values())
 
 
 def _tie_weights(model: nn.Module) -> bool:
@@ -300,31 +283,27 @@ def _match_tensors(
     fp32_modules: Sequence[str],
 ) -> tuple[list[TensorMatch], list[ModelTensor], tuple[str, ...]]:
     """Return (matches, tensors that the files lack, names that the model lacks)."""
-    file_names = dict(zip(_strip_wrappers(saved_tensors), saved_tensors, strict=True))
+    file_names = dict(zip(canonical_names(saved_tensors), saved_tensors, strict=True))
     pairs: list[TensorMatch] = []
     missing: list[ModelTensor] = []
     used: set[str] = set()
     for target in targets:
-        matches = list(dict.fromkeys(file_names[n] for n in _strip_wrappers(target.names) if n in file_names))
+        matches = list(dict.fromkeys(file_names[n] for n in canonical_names(target.names) if n in file_names))
         used.update(matches)
         if matches:
             first, *others = matches
-            further = {name: saved_tensors[name] for name in others}
-            pairs.append(
-                TensorMatch(
-                    target, first, saved_tensors[first], further, _target_dtype(target, dtype, fp32_modules)
-                )
-            )
+            saved, further = saved_tensors[first], {name: saved_tensors[name] for name in others}
+            if target.tensor.dim() == 0 and saved.shape == (1,):  # as scalars were before torch 0.4
+                saved = replace(saved, shape=torch.Size(), read=partial(_read_scalar, saved))
+            new_dtype = _target_dtype(target, dtype, fp32_modules)
+            pairs.append(TensorMatch(target, first, saved, further, new_dtype))
         else:
             missing.append(target)
     return pairs, missing, tuple(name for name in saved_tensors if name not in used)
 
 
-def _strip_wrappers(names: Iterable[str]) -> list[str]:
-    """Return the names without wrappers; unchanged where two would become one."""
-    full_names = list(names)
-    short = [canonical_name(name) for name in full_names]
-    return short if len(set(short)) == len(full_names) else full_names
+def _read_scalar(saved: LazyTensor) -> torch.Tensor:
+    return saved.read().reshape(())
 
 
 def _refuse_missing_keys(
@@ -372,11 +351,35 @@ def _refuse_mismatches(source: Path, pairs: list[TensorMatch], local_shards: boo
         local = current.to_local().shape if local_shards and is_distributed(current) else current.shape
         if local != saved.shape:
             wrong.append(f"{pair.name} has the shape {tuple(saved.shape)}, in the model {tuple(local)}")
-        elif current.dtype.is_floating_point != saved.dtype.is_floating_point:
+        elif saved.layout is not current.layout:
+            wrong.append(f"{pair.name} is {saved.layout}, in the model {current.layout}")
+        elif _dtype_kind(current.dtype) != _dtype_kind(saved.dtype):
             wrong.append(f"{pair.name} is of {saved.dtype}, in the model of {current.dtype}")
+        elif not _holds_exactly(current.dtype, saved):
+            wrong.append(f"{pair.name} has values of {saved.dtype} that {current.dtype} cannot hold")
     if wrong:
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise WeightsMismatchError(f"{source} does not fit the model", why="; ".join(wrong[:_SHOWN]) + more)
+
+
+def _dtype_kind(dtype: torch.dtype) -> str:
+    """Return a name that is equal for dtypes of which one can be converted to the other."""
+    if dtype in _WHOLE_NUMBERS:
+        return "whole number"
+    if dtype.is_floating_point and dtype != getattr(torch, "float4_e2m1fn_x2", None):  # two in an element
+        return "floating point"
+    return "complex" if dtype.is_complex else str(dtype)
+
+
+def _holds_exactly(dtype: torch.dtype, saved: LazyTensor) -> bool:
+    """Return False if whole numbers of a file would wrap in the dtype; looks at them where they could."""
+    if dtype not in _WHOLE_NUMBERS or saved.numel() == 0:
+        return True
+    (low, high), (least, most) = _WHOLE_NUMBERS[dtype], _WHOLE_NUMBERS[saved.dtype]
+    if not low <= least <= most <= high:
+        values = saved.read().numpy()
+        least, most = int(values.min()), int(values.max())
+    return low <= least <= most <= high
 
 
 def _format_names(what: str, names: Iterable[str]) -> str:
@@ -390,31 +393,11 @@ def _target_dtype(
 ) -> torch.dtype:
     """Return the dtype that a tensor becomes: only floating point dtypes change."""
     model_dtype = target.tensor.dtype
-    if not model_dtype.is_floating_point:
+    if _dtype_kind(model_dtype) != "floating point":
         return model_dtype
     if any(f".{module}." in f".{name}." for name in target.names for module in fp32_modules):
         return torch.float32
     return wanted or model_dtype
-
-
-@torch.no_grad()
-def _assign_tensor(target: ModelTensor, value: torch.Tensor) -> None:
-    """Set a tensor of the model: in the same parameter where that has memory, else as a new one."""
-    current = target.tensor
-    if value is current:
-        return
-    plain = type(value) in (torch.Tensor, nn.Parameter) and current.device.type != "meta"
-    if target.is_parameter and plain and torch._has_compatible_shallow_copy_type(current, value):  # pyright: ignore
-        current.data = value
-        vars(current).update(vars(value))
-        return
-    new: Any = value
-    if isinstance(current, nn.Parameter) and not isinstance(value, nn.Parameter):
-        new = nn.Parameter(value, requires_grad=current.requires_grad)
-        new.__dict__.update(current.__dict__)
-    for module, name in target.owners:
-        table = module._parameters if isinstance(current, nn.Parameter) else module._buffers
-        table[name] = new
 
 
 def _warn_untied(pair: TensorMatch) -> None:
@@ -430,92 +413,3 @@ def _warn_untied(pair: TensorMatch) -> None:
                 other,
                 pair.name,
             )
-
-
-@dataclass
-class CustomStateDictModules:
-    """Modules that load themselves, and the saved tensors for each.
-
-    Attributes:
-        modules: module, by its prefix (``"layer.0."``).
-        state: what the files hold for each, by the same prefix.
-        names: of all that in the files.
-    """
-
-    modules: dict[str, nn.Module] = field(default_factory=dict)
-    state: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)
-    names: set[str] = field(default_factory=set)
-
-    def covers(self, names: Iterable[str]) -> bool:
-        """Return True if a tensor of the model is read by its module."""
-        return any(name.rpartition(".")[0] + "." in self.modules for name in names)
-
-    def load(self, source: Path, device: Callable[[str, torch.device], torch.device]) -> tuple[str, ...]:
-        """Load all these modules; return the names that they did not use.
-
-        Args:
-            source: the files, for errors.
-            device: where the weight of a name goes that is on a device now.
-
-        Raises:
-            CheckpointError: a module refuses what the files hold for it.
-        """
-        unused: list[str] = []
-        for prefix, module in self.modules.items():
-            before = dict(module.named_parameters(recurse=False))
-            values = {name: saved.read() for name, saved in self.state[prefix].items()}
-            missing: list[str] = []
-            errors: list[str] = []
-            module._load_from_state_dict(
-                values, prefix, {"assign_to_params_buffers": True}, True, missing, unused, errors
-            )
-            if errors or missing:
-                reason = "; ".join(errors) or f"missing: {', '.join(missing)}"
-                raise CheckpointError(f"{source} does not fit the module {prefix[:-1]!r}", why=reason)
-            for name, old in before.items():
-                new = module._parameters[name]
-                if new is not None and new is not old:
-                    new.requires_grad_(old.requires_grad and new.dtype.is_floating_point)
-            for name, old in before.items():
-                module.to(device(prefix + name, old.device))
-        return tuple(unused)
-
-
-def find_self_loading(
-    model: nn.Module, saved_tensors: Mapping[str, LazyTensor], model_names: set[str]
-) -> CustomStateDictModules:
-    """Find the modules for which files hold more than the model's tensors, and which can use it.
-
-    Args:
-        model: the model.
-        saved_tensors: what the files hold.
-        model_names: names of the model's tensors.
-    """
-    extra = [name for name in saved_tensors if name not in model_names]
-    self_loading = CustomStateDictModules()
-    if not extra:
-        return self_loading
-    capable = {f"{name}." if name else "": m for name, m in model.named_modules() if _is_self_loading(m)}
-    for name in extra:
-        prefixes = [prefix for prefix in capable if name.startswith(prefix)]
-        if not prefixes:
-            continue
-        prefix = max(prefixes, key=len)
-        self_loading.modules[prefix] = capable[prefix]
-    for prefix in self_loading.modules:
-        inner = [f"{prefix}{child}." for child, _ in self_loading.modules[prefix].named_children()]
-        self_loading.state[prefix] = {
-            name: saved
-            for name, saved in saved_tensors.items()
-            if name.startswith(prefix) and not name.startswith(tuple(inner))
-        }
-        self_loading.names.update(self_loading.state[prefix])
-    return self_loading
-
-
-def _is_self_loading(module: nn.Module) -> bool:
-    kind = type(module)
-    has_own_load = kind._load_from_state_dict is not nn.Module._load_from_state_dict
-    hooks = bool(module._load_state_dict_pre_hooks)
-    extra = kind.set_extra_state is not nn.Module.set_extra_state
-    return (has_own_load and not kind.__module__.startswith("torch.nn.")) or hooks or extra

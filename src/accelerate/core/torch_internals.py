@@ -262,8 +262,8 @@ INTERNALS = (
             "_C._storage_Use_Count _has_compatible_shallow_copy_type",
             "torch.utils._python_dispatch": "is_traceable_wrapper_subclass",
             _MODULE: "_IncompatibleKeys Module._load_from_state_dict Module._save_to_state_dict "
-            "Module._load_state_dict_pre_hooks Module._state_dict_hooks Module._state_dict_pre_hooks "
-            "Module._register_state_dict_hook",
+            "Module._load_state_dict_pre_hooks Module._load_state_dict_post_hooks "
+            "Module._state_dict_hooks Module._state_dict_pre_hooks Module._register_state_dict_hook",
         },
     ),
     Internals(
