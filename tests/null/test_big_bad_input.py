@@ -165,6 +165,11 @@ MISSPELT = [
     ({"gpu": 100}, "unknown device 'gpu'"),
     ({"cpu": "1XB"}, "'1XB' is not a size"),
     ({"cpu": -1}, "the budget of 'cpu' is -1"),
+    ({"cuda:x": 100}, "unknown device 'cuda:x'"),
+    ({"cuda:": 100}, "unknown device 'cuda:'"),
+    ({"cuda:-1": 100}, "unknown device 'cuda:-1'"),
+    ("10GB", "max_memory is '10GB', and no dict"),
+    ([("cpu", 1)], "max_memory is .*, and no dict"),
 ]
 TOO_SMALL = [
     ({0: 100, "cpu": 100, "disk": 100}, "the budgets are too small for the model"),
@@ -210,6 +215,14 @@ def test_maps_that_do_not_fit(checkpoint: Path, tmp_path: Path, device_map: Any,
         return load_checkpoint_and_dispatch(hollow, checkpoint, device_map, offload_folder=folder)
 
     refused(loading, words, tmp_path, hollow)
+
+
+@pytest.mark.parametrize("device_map", ["auto", "cpu", 0, torch.device("cpu"), ["cpu"], {0: "cpu"}])
+def test_what_is_no_map(checkpoint: Path, tmp_path: Path, device_map: Any) -> None:
+    words = r"device_map is .*, and no dict of names(.|\n)*infer_auto_device_map\(model\)"
+    hollow = empty()
+    refused(lambda: dispatch_model(model(), device_map), words, tmp_path)
+    refused(lambda: load_checkpoint_in_model(hollow, checkpoint, device_map), words, tmp_path, hollow)
 
 
 def test_the_name_of_a_map_that_is_misspelt(checkpoint: Path, tmp_path: Path) -> None:

@@ -119,6 +119,60 @@ def test_weights_that_a_forward_changes_are_cast() -> None:
     assert torch.equal(layer.weight.float(), torch.full((4, 4), 2.0))
 
 
+@pytest.mark.parametrize("dtypes", [(SMALL, LARGE), (torch.float32, LARGE)])
+@pytest.mark.parametrize("how", ["assigned", "turned", "written"])
+def test_data_that_a_forward_changes_stays(dtypes: Any, how: str) -> None:
+    """Torch does not count what is written to ``.data``; the rest keeps its accuracy."""
+
+    class Changing(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            if how == "assigned":
+                self.weight.data = torch.full_like(self.weight, 2)
+            elif how == "turned":
+                self.weight.data = self.weight.data.t()
+            else:
+                self.weight.data[0].fill_(2)
+            return super().forward(input)
+
+    layer = Changing(4, 4).requires_grad_(False)
+    expected = layer.weight.clone().to(dtypes[0]).float()
+    attach_layerwise_casting_hooks(layer, *dtypes)
+    layer(X)
+    if how == "turned":
+        expected = expected.t().to(LARGE).float()
+    else:
+        expected[: 4 if how == "assigned" else 1] = 2
+    assert layer.weight.dtype == dtypes[0]
+    if how == "turned":  # where it was changed it was in the compute dtype
+        assert torch.equal(layer.weight.to(LARGE).float(), expected)
+    else:
+        assert torch.equal(layer.weight.float(), expected)
+
+
+@pytest.mark.parametrize("how", ["in place", "assigned"])
+def test_changes_between_hooks_that_are_called_by_hand_stay(how: str) -> None:
+    layer = nn.Linear(4, 4).requires_grad_(False)
+    attach_layerwise_casting_hooks(layer, SMALL, LARGE)
+    hook: Any = vars(layer)["_hf_hook"]
+    hook.pre_forward(layer)
+    if how == "in place":
+        layer.weight.fill_(2)
+    else:
+        layer.weight.data = torch.full_like(layer.weight, 2)
+    hook.post_forward(layer, None)
+    assert layer.weight.dtype == SMALL
+    assert torch.equal(layer.weight.float(), torch.full((4, 4), 2.0))
+
+
+def test_weights_that_somebody_casts_are_small_again_after_a_forward(net: Net) -> None:
+    attach_layerwise_casting_hooks(net, SMALL, LARGE)
+    names = stored(net)
+    net.to(LARGE)
+    assert not stored(net)
+    net(X)
+    assert stored(net) == names
+
+
 def test_an_error_leaves_the_weights_small(net: Net) -> None:
     """E12."""
     attach_layerwise_casting_hooks(net, SMALL, LARGE)

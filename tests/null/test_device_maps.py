@@ -9,6 +9,7 @@ import random
 import warnings
 from collections import OrderedDict
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -72,6 +73,12 @@ def test_three_accelerators_are_filled_in_turn():
     found = infer_auto_device_map(three(), {0: 900, 1: 300, 2: 900})
     devices = [found[f"{number}.{name}"] for number in (1, 2) for name in ("table", "filter", "stats")]
     assert (found["0"], devices) == (0, [0, 0, 1, 1, 2, 2])
+
+
+def test_a_budget_may_be_a_number_of_numpy_or_torch():
+    for number in (numpy.int64(10**6), numpy.float32(1e6), torch.tensor(10**6)):
+        assert infer_auto_device_map(nn.Linear(4, 4), {"cpu": number}) == {"": "cpu"}
+        assert get_max_memory({"cpu": number}) == {"cpu": 10**6}
 
 
 def test_a_map_for_the_cpu_and_the_disk():

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from accelerate import init_empty_weights, init_on_device
 
@@ -273,6 +275,23 @@ def test_random_buffers_are_drawn_in_order() -> None:
     assert found[2].device.type == large.device.type == "cpu"
     assert abs(float(found[2].std()) - 1) < 0.01
     assert abs(float(large.std()) - 2) < 0.02
+
+
+@pytest.mark.parametrize("used", ["inside", "outside", "buffer"])
+def test_weak_references_and_attributes_of_tensors_stay(used: str) -> None:
+    module, numbers, names = nn.Module(), WeakTensorKeyDictionary(), WeakValueDictionary[str, torch.Tensor]()
+    with init_empty_weights():
+        tensor: Any = torch.ones(5000)
+        tensor.mark, numbers[tensor], names["it"] = "kept", 7, tensor
+        if used == "buffer":
+            module.register_buffer("it", tensor)
+        elif used == "inside":
+            tensor.add_(0)
+    assert names["it"] is tensor
+    assert (numbers[tensor], tensor.mark, tensor.sum().item()) == (7, "kept", 5000)
+    del tensor, module
+    assert not names
+    assert not numbers
 
 
 def test_lazy_modules_and_subclasses() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import pickle
@@ -14,7 +15,10 @@ import numpy
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
+from accelerate import init_empty_weights, load_checkpoint_in_model
+from accelerate.hooks import attach_align_device_hook
 from accelerate.utils import (
     OffloadedWeightsLoader,
     PrefixedDataset,
@@ -130,6 +134,38 @@ def test_writing_anew_leaves_those_who_have_the_old_one(tmp_path: Path) -> None:
     offload_weight(STATE["layer.weight"] + 1, "w", tmp_path)
     assert torch.equal(view, STATE["layer.weight"])
     assert torch.equal(load_offloaded_weight(tmp_path / "w.dat", entry), STATE["layer.weight"] + 1)
+
+
+@pytest.mark.parametrize("how", ["state dict", "weights", "checkpoint"])
+def test_a_model_keeps_the_weights_that_it_reads_from_a_folder(how: str, tmp_path: Path) -> None:
+    """Who only reads the folder gets what is there, as in 1.15."""
+    folder, other = tmp_path / "offload", {name: torch.ones(4, 4) for name in ("0.weight", "1.weight")}
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).requires_grad_(False)
+    offload_state_dict(folder, model.state_dict())
+    reader, expected = OffloadedWeightsLoader(save_folder=folder), model(torch.ones(1, 4))
+    weights = OffloadedWeightsLoader(save_folder=folder)
+    attach_align_device_hook(model, "cpu", offload=True, weights_map=weights)
+
+    def write() -> None:
+        if how == "state dict":
+            offload_state_dict(folder, other)
+        elif how == "weights":
+            for name, value in other.items():
+                offload_weight(value, name, folder, {})
+        else:
+            torch.save(other, tmp_path / "other.bin", _use_new_zipfile_serialization=False)
+            with init_empty_weights():
+                twin = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+            load_checkpoint_in_model(twin, tmp_path / "other.bin", {"": "disk"}, folder)
+
+    with pytest.warns(UserWarning, match="keeps those that it has: give each model a folder"):
+        write()
+    assert torch.equal(model(torch.ones(1, 4)), expected)
+    assert torch.equal(reader["0.weight"], other["0.weight"])
+    assert len(list(folder.glob(".*"))) == 2
+    del model, weights
+    gc.collect()
+    assert not list(folder.glob(".*"))
 
 
 def test_entries_of_checkpoints_are_views_of_the_mapped_checkpoint(tmp_path: Path) -> None:

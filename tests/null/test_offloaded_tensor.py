@@ -151,6 +151,17 @@ def test_changes_of_a_view_reach_the_memory(mode: Any) -> None:
     assert values.tolist() == [[5, 1], [2, 4], [2, 3]]
 
 
+def test_changes_of_a_view_reach_values_that_are_cast() -> None:
+    """Also of a view of a view, and of one of several."""
+    values = torch.zeros(3, 2)
+    weights = {"w": values}
+    weight: Any = OffloadedTensor(MappingSource("w", weights, "w", torch.zeros(3, 2, dtype=torch.half)), CPU)
+    weight[0] = 1
+    weight.data[1:].T[0].fill_(2)
+    weight.unbind()[2][1] = 3
+    assert values.tolist() == [[1, 1], [2, 0], [2, 3]]
+
+
 def test_a_view_knows_its_strides() -> None:
     turned = stand_in(torch.randn(3, 2)).T
     assert turned.stride() == (1, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Generator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from accelerate.big_modeling import attach_layerwise_casting_hooks
+from accelerate.core.errors import OffloadError
 from accelerate.hooks import (
     AlignDevicesHook,
     CpuOffload,
@@ -25,7 +27,7 @@ from accelerate.hooks import (
     attach_execution_device_hook,
     remove_hook_from_submodules,
 )
-from accelerate.utils import OffloadedWeightsLoader, set_module_tensor_to_device
+from accelerate.utils import OffloadedWeightsLoader, offload_state_dict, set_module_tensor_to_device
 from accelerate.utils.modeling import align_module_device, check_device_same, get_state_dict_offloaded_model
 from tests.support import sim
 from tests.support.offloaded import is_offloaded
@@ -230,6 +232,30 @@ def test_parameters_are_on_another_device_for_a_while() -> None:
     assert [layer.weight.device.type for layer in model] == ["meta", "cpu"]
     state = get_state_dict_offloaded_model(model)
     assert all(torch.equal(state[f"{i}.weight"], value * 2) for i, value in enumerate(expected))
+
+
+@pytest.mark.parametrize("how", ["aligned", "by hand"])
+def test_data_that_is_written_while_the_weights_are_here_is_kept(how: str, tmp_path: Path) -> None:
+    """Torch does not count what is written through ``.data``; in a file it is refused."""
+    model: Any = layers(2)
+    offload_state_dict(tmp_path, model.state_dict())
+    files = OffloadedWeightsLoader(save_folder=tmp_path)
+    attach_align_device_hook(model[0], "sim", offload=True)
+    attach_align_device_hook(model[1], "sim", offload=True, weights_map=files, module_name="1")
+    before = model[0].weight.to("cpu").clone()
+
+    def change(layer: Any, factor: int) -> None:
+        hook = vars(layer)["_hf_hook"]
+        with align_module_device(layer) if how == "aligned" else nullcontext(hook.pre_forward(layer)):
+            layer.weight.data *= factor
+        if how == "by hand":
+            hook.post_forward(layer, torch.tensor([]))
+
+    change(model[0], 3)
+    assert torch.equal(model[0].weight.to("cpu"), 3 * before)
+    change(model[1], 1)
+    with pytest.raises(OffloadError, match="cannot be changed in place"):
+        change(model[1], 3)
 
 
 def test_a_changed_view_of_an_offloaded_weight_is_changed() -> None:

@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Generator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,19 @@ from torch.nn import functional as F
 from accelerate import cpu_offload, disk_offload, dispatch_model, load_checkpoint_in_model
 from accelerate.core.errors import OffloadError
 from accelerate.device.base import Device
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_submodules
+from accelerate.hooks import (
+    AlignDevicesHook,
+    add_hook_to_module,
+    attach_align_device_hook,
+    remove_hook_from_submodules,
+)
 from accelerate.offload import pager as pagers
 from accelerate.offload.dispatch import offload_stats
 from accelerate.offload.dispatch_hook import hook_of
 from accelerate.offload.offloaded_tensor import OffloadedTensor
+from accelerate.utils.modeling import align_module_device
 from tests.support import sim
+from tests.support.offloaded import is_offloaded
 
 SIM = "sim:0"  # torch knows the type only inside of tests
 WIDTH = 64
@@ -370,6 +378,26 @@ def test_weights_that_are_changed_in_place_go_home() -> None:
     assert stats.bytes_written_back == 2 * 4 * WIDTH
 
 
+@pytest.mark.parametrize("kind", ["block", "hook"])
+def test_data_that_a_forward_assigns_stays(kind: str) -> None:
+    class Assigning(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            self.weight.data = self.weight.data.t() + 1
+            return super().forward(input)
+
+    plain: Any = nn.Sequential(Assigning(WIDTH, WIDTH), Layer()).requires_grad_(False)
+    model: Any = copy.deepcopy(plain)
+    if kind == "block":
+        cpu_offload(model, SIM)
+    else:
+        attach_align_device_hook(model, SIM, offload=True)
+    for _ in range(3):
+        torch.testing.assert_close(model(inputs()).cpu(), plain(inputs()))
+    assert is_offloaded(model[0].weight)
+    with pytest.raises(OffloadError, match="weight was given the shape"), align_module_device(model[0]):
+        model[0].weight.data = torch.ones(1, WIDTH, device=SIM)
+
+
 def test_weights_in_a_file_cannot_be_changed_in_place(tmp_path: Path) -> None:
     """A checkpoint is never written to, and no change is lost in silence."""
     model = nn.Sequential(Learning(), Layer())
@@ -423,6 +451,36 @@ def test_dtypes_share_a_block() -> None:
         assert mine.dtype == own.dtype
 
 
+# ------------------------------------------------------------------------------------------------ torch.func
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_functions_are_transformed_through_offloaded_weights(trained: bool) -> None:
+    plain, x = built(Echo).requires_grad_(trained), inputs()
+    model = cpu_offload(copy.deepcopy(plain), SIM)
+    for transform in (
+        torch.func.vmap,
+        torch.func.jacrev,
+        lambda f: torch.func.vmap(torch.func.grad(lambda row: f(row).sum())),
+        lambda f: lambda x: torch.func.jvp(f, (x,), (x,))[1],
+    ):
+        torch.testing.assert_close(transform(model)(x).cpu(), transform(plain)(x))
+    torch.testing.assert_close(model(x), plain(x))
+
+
+def test_weights_that_a_functional_call_puts_in_get_their_gradient() -> None:
+    plain, x = built(Echo).requires_grad_(False), inputs()
+    model = cpu_offload(copy.deepcopy(plain), SIM)
+    gradients: list[torch.Tensor] = []
+    for net in (plain, model):
+        weight = torch.ones(WIDTH, WIDTH, requires_grad=True)
+        torch.func.functional_call(net, {"first.weight": weight}, x).sum().backward()
+        assert weight.grad is not None
+        gradients.append(weight.grad)
+    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(model(x), plain(x))
+
+
 # ------------------------------------------------------------------------------------------------ ties
 
 
@@ -457,6 +515,89 @@ def test_tied_weights_are_loaded_once_and_stay_tied(kind: str, tmp_path: Path) -
     remove_hook_from_submodules(model)
     assert model.head.weight is model.embedding.weight
     torch.testing.assert_close(model(ids), expected)
+
+
+class Echo(nn.Module):
+    """Two layers with one weight, which the first one may change before it uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.first.weight = self.second.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+@torch.no_grad()
+def same_changes(model: nn.Module, plain: nn.Module, names: list[str]) -> None:
+    """A change of the weight under any of its names counts wherever it is used."""
+    for name in names:
+        for net in (model, plain):
+            net.get_parameter(name).mul_(2)
+        torch.testing.assert_close(model(inputs()), plain(inputs()))
+
+
+def test_a_copied_model_keeps_its_ties() -> None:
+    """Its blocks share one page, and its map of weights has their values."""
+    plain, names = built(Echo).requires_grad_(False), ["first.weight", "second.weight", "first.weight"]
+    model = cpu_offload(copy.deepcopy(plain), SIM)
+    twin: Any = copy.deepcopy(model)
+    torch.testing.assert_close(twin(inputs()), plain(inputs()))
+    same_changes(twin, copy.deepcopy(plain), names)
+    torch.testing.assert_close(model(inputs()), plain(inputs()))
+    weights = twin.second._hf_hook.weights_map
+    torch.testing.assert_close(weights["weight"], 8 * plain.second.weight)
+    weights.dataset.state_dict["second.weight"] = plain.first.weight
+    torch.testing.assert_close(twin(inputs()), plain(inputs()))
+
+
+@pytest.mark.parametrize("how", ["stand-in", "parameter"])
+def test_weights_that_are_tied_after_dispatching_are_one(how: str) -> None:
+    plain: Any = built(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))))
+    model: Any = cpu_offload(copy.deepcopy(plain.requires_grad_(False)), SIM)
+    with torch.no_grad():
+        model(inputs())
+    for net in (plain, model):
+        weight = net[0].weight if how == "stand-in" else nn.Parameter(torch.eye(WIDTH), requires_grad=False)
+        net[0].weight = net[1].weight = weight
+    with torch.no_grad():
+        torch.testing.assert_close(model(inputs()), plain(inputs()))
+    assert model[0].weight is model[1].weight
+    same_changes(model, plain, ["0.weight", "1.weight", "0.weight"])
+
+
+def test_a_module_of_two_parents_gets_a_new_weight() -> None:
+    inner = nn.Linear(WIDTH, WIDTH)
+    plain: Any = nn.Sequential(*(nn.Sequential(inner, nn.Linear(WIDTH, WIDTH)) for _ in range(2)))
+    model: Any = cpu_offload(copy.deepcopy(plain.requires_grad_(False)), SIM)
+    with torch.no_grad():
+        model(inputs())
+    for net in (plain, model):
+        net[0][0].weight = nn.Parameter(torch.eye(WIDTH), requires_grad=False)
+    with torch.no_grad():
+        torch.testing.assert_close(model(inputs()), plain(inputs()))
+    same_changes(model, plain, ["0.0.weight", "1.0.weight", "0.0.weight"])
+
+
+@pytest.mark.parametrize("how", ["stand-in", "by hand"])
+def test_a_weight_that_is_changed_after_it_was_prefetched(how: str) -> None:
+    """As adapters are merged in the forward of the layer before."""
+
+    class Doubling(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            with nullcontext() if how == "stand-in" else align_module_device(self.next):
+                self.next.weight.data *= 2
+            return super().forward(input)
+
+    plain: Any = nn.Sequential(Doubling(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).requires_grad_(False)
+    object.__setattr__(plain[0], "next", plain[1])
+    model: Any = copy.deepcopy(plain)
+    object.__setattr__(model[0], "next", model[1])
+    cpu_offload(model, SIM)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(model(inputs()), plain(inputs()))
 
 
 # ------------------------------------------------------------------------------------------------ E12, E13
@@ -661,6 +802,14 @@ def test_an_offloaded_model_is_cast(kind: str, cast: str, tmp_path: Path) -> Non
                 move()
     remove_hook_from_submodules(model)
     torch.testing.assert_close(model(x), plain(x))
+
+
+def test_weights_of_eight_bits_are_cast_again_and_again() -> None:
+    """Torch promotes no such dtype; a wider one in between changes nothing."""
+    model: Any = nn.Sequential(nn.Linear(4, 4)).to(torch.float8_e4m3fn).requires_grad_(False)
+    expected = copy.deepcopy(model).bfloat16().half()[0].weight
+    cpu_offload(model, SIM).bfloat16().half()
+    assert torch.equal(model[0].weight.to("cpu"), expected)
 
 
 @kinds

@@ -288,7 +288,8 @@ INTERNALS = (
             "torch": "Tensor._make_wrapper_subclass Tensor._make_subclass _C._disabled_torch_function_impl "
             "_C._dispatch_has_kernel_for_dispatch_key ops.aten._to_copy.default._schema "
             "_C._autograd._top_saved_tensors_default_hooks>=2.8 _C._current_graph_task_id "
-            "autograd.Variable._execution_engine",
+            "_C._autograd._saved_tensors_hooks_is_enabled "
+            "_C._swap_tensor_impl autograd.Variable._execution_engine",
             "torch._utils": "_rebuild_parameter",
             "torch.utils._pytree": "tree_leaves tree_map_only",
             "torch._compile": "_disable_dynamo",

@@ -104,6 +104,7 @@ class AlignDevicesHook(ModelHook):
 
     def _reset_forward_state(self) -> None:
         self._users = 0
+        self._by_hand = False  # called without inputs, by a client that may write through .data
         self._materialized: dict[str, MaterializedTensor] = {}
         self._tied_copies: list[tuple[dict[torch.device, torch.Tensor], torch.device, torch.Tensor]] = []
         self._used_map = self.weights_map
@@ -113,8 +114,8 @@ class AlignDevicesHook(ModelHook):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without that of a running forward: a copy starts between two forwards."""
-        passing = ("_users", "_materialized", "_tied_copies", "_used_map", "_module", "_lock", "_inputs")
-        return {name: value for name, value in vars(self).items() if name not in passing}
+        passing = ("_users", "_by_hand", "_materialized", "_tied_copies", "_used_map", "_module", "_lock")
+        return {name: value for name, value in vars(self).items() if name not in (*passing, "_inputs")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -279,15 +280,13 @@ class AlignDevicesHook(ModelHook):
 
     def _running_input_devices(self) -> list[torch.device | None]:
         """Return the devices of the inputs of this thread's running calls."""
-        inputs = vars(self._inputs)
-        if "devices" not in inputs:
-            inputs["devices"] = []
-        return inputs["devices"]
+        return vars(self._inputs).setdefault("devices", [])
 
     @_compiler_disable
     def _begin_forward(self, module: nn.Module, called: bool) -> None:
         with self._lock:
             self._users += called
+            self._by_hand |= not called
             try:
                 self._materialize_absent(module)
             except BaseException:
@@ -374,7 +373,8 @@ class AlignDevicesHook(ModelHook):
                 del copies[device]
         self._tied_copies.clear()
         materialized, self._materialized = self._materialized, {}
-        restore_stand_ins(list(materialized.values()))
+        by_hand, self._by_hand = self._by_hand, False
+        restore_stand_ins(list(materialized.values()), compare=by_hand)
 
 
 # ------------------------------------------------------------------------------------------------ attaching

@@ -93,8 +93,11 @@ def _check_device_name(device: Any) -> None:
     """Raise UnknownNameError for a name that is no device."""
     if not isinstance(device, str) or device in (CPU, DISK):
         return
+    kind, colon, number = device.partition(":")
     try:
-        devices.get(device.partition(":")[0])
+        devices.get(kind)
+        if colon and not number.isdecimal():
+            raise DeviceError(f"{device!r} has no number after the colon")
     except DeviceError as error:
         device_names = ["cpu", "disk", *(driver.type for driver in devices.accelerators())]
         raise UnknownNameError(
@@ -342,7 +345,17 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
 
 
 def describe_unmatched_names(model: nn.Module, device_map: Mapping[str, Any]) -> str:
-    """Return a sentence about the names in a device map that the model does not have; empty without them."""
+    """Return a sentence about the names in a device map that the model does not have; empty without them.
+
+    Raises:
+        SettingError: it is no map of names.
+    """
+    if not isinstance(device_map, Mapping) or not all(isinstance(name, str) for name in device_map):
+        raise SettingError(
+            f"device_map is {device_map!r}, and no dict of names of modules",
+            why="it says where each module goes; 'auto' and the like are for load_checkpoint_and_dispatch",
+            fix="device_map=infer_auto_device_map(model), or {'': 0} for all of it on one device",
+        )
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
     names |= {name for name, _ in _tensors(model)}
     unmatched = [name for name in device_map if name not in names]

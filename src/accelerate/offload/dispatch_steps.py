@@ -270,8 +270,9 @@ def make_blocks(
             {id(s): WeightPage([s], shared=True) for s in each if counts[id(s)] > 1 and id(s) not in shared}
         )
     pager.memory = HostPageAllocator(pager.driver, sum(t.source.nbytes for t in sizes.tensors.values()))
+    pager.memory.shared_pages.update(shared)
     for name, block in blocks.items():
-        block.make_pages(block_stand_ins[name], shared, pager.memory)
+        block.make_pages(block_stand_ins[name], pager.memory)
     pager.blocks = list(blocks.values())
     for block, next_block in zip(pager.blocks, pager.blocks[1:], strict=False):
         block.next_block = next_block

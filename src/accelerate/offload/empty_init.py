@@ -21,7 +21,6 @@ from torch import nn
 from torch.nn.modules import module as modules
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils import swap_tensors
 
 from accelerate.core import environ
 
@@ -155,7 +154,6 @@ class _InitContext(TorchFunctionMode):
         for leaf in args:
             record = self.deferred.get(id(leaf))
             if record is not None and record.tensor() is leaf:
-                del record
                 self.materialize(leaf)
             elif isinstance(leaf, list | tuple):
                 self._materialize_operands(leaf)
@@ -170,21 +168,19 @@ class _InitContext(TorchFunctionMode):
         elif tensor.numel() >= _LARGE and _NUMBERS.issuperset(map(type, (*args[1:], *kwargs.values()))):
             record.fills += ((func, args[1:], kwargs),)
             return tensor
-        del record
         if self.deferred:
             self._materialize_operands((*args, *kwargs.values()))
         return func(*args, **kwargs)
 
     def materialize(self, tensor: torch.Tensor) -> None:
-        """Materialize a deferred tensor; the object stays the same."""
+        """Materialize a deferred tensor; the object stays, with its attributes and weak references to it."""
         record = self.deferred.get(id(tensor))
         if record is None or record.tensor() is not tensor:
             return
         del self.deferred[id(tensor)]
         with _pause_contexts():
-            real = record.build(tensor)
-            del record  # torch swaps only what nobody refers to weakly
-            swap_tensors(tensor, real)
+            # torch.utils.swap_tensors would refuse weak references, and lose attributes that others have set.
+            torch._C._swap_tensor_impl(tensor, record.build(tensor))
 
     def materialize_all(self) -> None:
         """Materialize the other deferred tensors: plain attributes, list items, variables of the caller."""

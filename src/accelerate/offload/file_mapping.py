@@ -64,8 +64,12 @@ def unchanged_source(tensor: torch.Tensor) -> TensorSource | None:
     values = source.host_tensor().detach()
     if values.data_ptr() == tensor.data_ptr():  # the source holds this memory, with what was written to it
         return source
-    same = torch.equal(_bytes_of(values), _bytes_of(tensor.detach()))
-    return source if same else None
+    return source if has_same_bytes(values, tensor.detach()) else None
+
+
+def has_same_bytes(value: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True when two tensors have the same bytes; NaN is equal to itself."""
+    return torch.equal(_bytes_of(value), _bytes_of(other))
 
 
 def _bytes_of(value: torch.Tensor) -> torch.Tensor:

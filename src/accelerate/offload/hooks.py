@@ -20,7 +20,13 @@ from torch import nn
 from torch.fx import GraphModule
 
 from accelerate.device import DEVICES
-from accelerate.offload.offloaded_tensor import HostMemoryWeightSource, OffloadedTensor, make_stand_in
+from accelerate.offload.module_tensors import address_of, version_of
+from accelerate.offload.offloaded_tensor import (
+    HostMemoryWeightSource,
+    OffloadedTensor,
+    is_exact_cast,
+    make_stand_in,
+)
 
 # What dispatching a model sets on it beside its hooks: `to`, and `cuda` and its like.
 _accelerate_added_attributes = ["to", *DEVICES.names()]
@@ -259,7 +265,8 @@ class LayerwiseCastingHook(ModelHook):
 
     def _reset_forward_state(self) -> None:
         self._users = 0
-        self._stored_weights: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]] = []
+        # (the weight, what it had before, the state of what it was cast to)
+        self._stored_weights: list[tuple[torch.Tensor, torch.Tensor, tuple[int, int]]] = []
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -291,26 +298,51 @@ class LayerwiseCastingHook(ModelHook):
                 if tensor.is_floating_point() and tensor.dtype != self.compute_dtype:
                     stored = tensor.data
                     tensor.data = stored.to(self.compute_dtype, non_blocking=self.non_blocking)
-                    self._stored_weights.append((tensor, stored, tensor.data, tensor._version))
+                    self._stored_weights.append((tensor, stored, _counted_state(tensor)))
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Put the stored weights back; those that the forward has changed in place are cast."""
+        """Store the weights again, with what the forward has changed in them."""
         self.abort(module)
         return output
 
     def abort(self, module: nn.Module) -> None:
-        """Put the stored weights back."""
+        """Store the weights again; those that somebody has cast meanwhile, as by ``model.to``, are cast."""
         with self._lock:
             self._users = max(self._users - 1, 0)
             if self._users:
                 return
-            for tensor, stored, cast, version in self._stored_weights:
-                if tensor._version != version or tensor.data_ptr() != cast.data_ptr():
-                    tensor.data = tensor.data.to(self.storage_dtype)
-                else:
+            is_torch_layer = type(module) in CASTABLE_LAYERS
+            for tensor, stored, state in self._stored_weights:
+                # Other layers may have written to the memory of ``.data``, which torch does not count.
+                if is_torch_layer and _counted_state(tensor) == state:
                     tensor.data = stored
+                else:
+                    self._store(tensor, stored)
             self._stored_weights.clear()
+            for tensor in (*module.parameters(), *module.buffers()):
+                is_cast = tensor.is_floating_point() and tensor.dtype != self.storage_dtype
+                if is_cast and not isinstance(tensor, OffloadedTensor):
+                    tensor.data = tensor.data.to(self.storage_dtype)
+
+    def _store(self, tensor: torch.Tensor, stored: torch.Tensor) -> None:
+        """Put the values into the stored memory again, where they have changed."""
+        data = tensor.data
+        expected = (stored.shape, stored.device, stored.dtype)
+        if (data.shape, data.device, self.storage_dtype) != expected or stored.is_inference():
+            tensor.data = data.to(self.storage_dtype)
+            return
+        # On the CPU the memory may be that of a file: it is written to only where something has changed.
+        if data.device.type != "cpu" or not torch.equal(stored.to(data.dtype), data):
+            if not is_exact_cast(stored.dtype, data.dtype):  # what has not changed keeps its accuracy
+                data = torch.where(stored.to(data.dtype) == data, stored, data.to(stored.dtype))
+            stored.copy_(data)
+        tensor.data = stored
+
+
+def _counted_state(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the number of changes that torch has counted, and the address of the memory."""
+    return version_of(tensor), address_of(tensor)
 
 
 def attach_layerwise_casting_hooks(

@@ -14,7 +14,7 @@ from torch import nn
 from accelerate import device as devices
 from accelerate.core.errors import OffloadError, PrepareError, nearest
 from accelerate.core.user_warning import warn_user
-from accelerate.offload.file_mapping import set_file_source
+from accelerate.offload.file_mapping import has_same_bytes, set_file_source
 from accelerate.offload.offload_folder import load_offloaded_weight
 from accelerate.offload.offloaded_tensor import (
     FILE_MAPPING,
@@ -256,6 +256,12 @@ def address_of(tensor: torch.Tensor) -> int:
         return 0
 
 
+def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return the address, shape and strides of the data; empty for tensors that have none of their own."""
+    address = address_of(tensor)
+    return (address, tensor.shape, tensor.stride()) if address else ()
+
+
 # ------------------------------------------------------------------------------------------ materialized
 
 
@@ -270,7 +276,7 @@ class MaterializedTensor:
         tensor: the values, which are there now.
     """
 
-    __slots__ = ("slots", "stand_in", "tensor", "version")
+    __slots__ = ("memory", "slots", "stand_in", "tensor", "version")
 
     def __init__(
         self, stand_in: OffloadedTensor, slots: Sequence[tuple[nn.Module, str]], tensor: torch.Tensor
@@ -283,10 +289,13 @@ class MaterializedTensor:
     def use_stand_in(self, stand_in: OffloadedTensor) -> None:
         """Put this stand-in back later; its source has the values as they are now."""
         self.stand_in = stand_in
-        self.version = _version(self.tensor)
+        self.version, self.memory = version_of(self.tensor), _memory_of(self.tensor)
 
-    def restore_stand_in(self) -> int:
+    def restore_stand_in(self, compare: bool = False) -> int:
         """Put the stand-in back; a tensor that somebody has set meanwhile stays.
+
+        Args:
+            compare: look for writes through ``.data`` too, which torch does not count.
 
         Returns:
             The bytes that were written back, because they were changed in place.
@@ -299,17 +308,39 @@ class MaterializedTensor:
             table = table_of(owner, name)
             if table.get(name) is self.tensor:
                 table[name], is_replaced = self.stand_in, False
-        if is_replaced or (_version(self.tensor) == self.version and not self._is_statistic()):
-            return 0
         source, values = self.stand_in.source, self.tensor.detach()
+        if is_replaced or not (self._is_changed(source) or (compare and type(values) is torch.Tensor)):
+            return 0
         with torch.inference_mode(False), torch.no_grad():
-            if values.device.type == "cpu" and address_of(source.host_tensor()) == address_of(values):
+            if values.device.type == "cpu" and _memory_of(source.host_tensor()) == _memory_of(values):
                 return 0  # used in place
+            self._check_shape(source)
+            values = values.to(source.dtype)
             # An operation in place may leave the values as they were.
-            if not source.in_memory and torch.equal(values.cpu(), source.host_tensor()):
+            if (compare or not source.in_memory) and has_same_bytes(values.cpu(), source.host_tensor()):
                 return 0
-            source.write(values)
+            # On the CPU it may be the source's memory, with other strides.
+            source.write(values.clone() if values.device.type == "cpu" else values)
+            source.count_change()
         return source.nbytes
+
+    def _is_changed(self, source: TensorSource) -> bool:
+        """Return True when torch has counted a change, or the tensor has other memory in the same dtype.
+
+        In another dtype it is the tensor of before, which a hook has cast for the forward.
+        """
+        if version_of(self.tensor) != self.version or self._is_statistic():
+            return True
+        return self.tensor.dtype == source.dtype and _memory_of(self.tensor) != self.memory
+
+    def _check_shape(self, source: TensorSource) -> None:
+        """Raise OffloadError when the tensor was given another shape."""
+        if self.tensor.shape != source.shape:
+            raise OffloadError(
+                f"{source.name} was given the shape {list(self.tensor.shape)} while its values were here",
+                why=f"it is offloaded, and has its place in memory as {list(source.shape)}",
+                fix="take the hooks off, remove_hook_from_submodules(model), change it, and dispatch again",
+            )
 
     def _is_statistic(self) -> bool:
         """Return True for a running statistic, which torch changes in place without counting a version."""
@@ -321,12 +352,17 @@ class MaterializedTensor:
         )
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the number of changes that torch has counted; it counts none of inference tensors."""
     return 0 if tensor.is_inference() else tensor._version
 
 
-def restore_stand_ins(materialized: list[MaterializedTensor]) -> int:
+def restore_stand_ins(materialized: list[MaterializedTensor], compare: bool = False) -> int:
     """Put all stand-ins back, and empty the list; the first error is raised after the last one.
+
+    Args:
+        materialized: the list.
+        compare: look for writes through ``.data`` too: reads the values once more.
 
     Returns:
         The bytes that were written back.
@@ -339,7 +375,7 @@ def restore_stand_ins(materialized: list[MaterializedTensor]) -> int:
     while materialized:
         each = materialized.pop()
         try:
-            written += each.restore_stand_in()
+            written += each.restore_stand_in(compare)
         except OffloadError as error:
             refused.append(error)
     if refused:
@@ -406,7 +442,7 @@ def align_module_device(
     finally:
         for name, device in moved.items():
             set_module_tensor_to_device(module, name, device)
-        restore_stand_ins(materialized)
+        restore_stand_ins(materialized, compare=True)
 
 
 # ------------------------------------------------------------------------------------------- whole models

@@ -9,12 +9,10 @@ has no file of its own: it points into a checkpoint. Everything is read as a vie
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import os
 import threading
 import uuid
-import weakref
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from accelerate.core.errors import OffloadError, PrepareError
+from accelerate.core.user_warning import warn_user
 from accelerate.offload.file_mapping import mapped_source, unchanged_source
 from accelerate.offload.offloaded_tensor import (
     HostMemoryWeightSource,
@@ -31,7 +30,7 @@ from accelerate.offload.offloaded_tensor import (
     TensorSource,
     in_memory,
 )
-from accelerate.offload.replaced_file import ReplacedFile, is_file_of_others
+from accelerate.offload.replaced_file import LOADERS, ReplacedFile, keep_replaced_files, raw_bytes
 
 INDEX = "index.json"
 Folder: TypeAlias = "str | os.PathLike[str]"
@@ -71,6 +70,9 @@ def offload_weight(weight: Any, weight_name: str, offload_folder: Folder, index:
         offload_folder: the folder; made if it is not there.
         index: gets the entry of the tensor.
 
+    A model of this process that reads a weight of this name from the folder keeps the one that it has, and a
+    warning says so.
+
     Returns:
         The index, None if none was given.
 
@@ -84,18 +86,21 @@ def offload_weight(weight: Any, weight_name: str, offload_folder: Folder, index:
             why="it is on the meta device",
             fix="load the weights first",
         )
-    array: Any = _raw_bytes(value).numpy()
-    _write_file(Path(offload_folder, f"{weight_name}.dat"), memoryview(array))
-    if index is not None:
-        dtype = str(value.dtype).removeprefix("torch.")
-        index[weight_name] = {"dtype": dtype, "shape": list(value.shape)}
+    if keep_replaced_files(offload_folder, {weight_name: value}):
+        warn_user(
+            f"a model of this process reads weights of the same names from {os.fspath(offload_folder)}, and "
+            "keeps those that it has: give each model a folder of its own"
+        )
+    _write_weight(value, weight_name, offload_folder, index)
     return index
 
 
-def _raw_bytes(value: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor in C order, on the CPU."""
-    value = value.detach().cpu().contiguous()
-    return value.reshape(-1).view(torch.uint8) if value.numel() else torch.empty(0, dtype=torch.uint8)
+def _write_weight(value: torch.Tensor, name: str, folder: Folder, index: Any) -> None:
+    """Write one tensor to a folder, and its entry to the index, if there is one."""
+    array: Any = raw_bytes(value).numpy()
+    _write_file(Path(folder, f"{name}.dat"), memoryview(array))
+    if index is not None:
+        index[name] = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
 
 
 def save_offload_index(index: Mapping[str, Any] | None, offload_folder: Folder) -> None:
@@ -197,6 +202,8 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
 
     def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
         self.dataset, self.prefix = dataset, prefix
+        if isinstance(dataset, OffloadedWeightsLoader):
+            dataset.is_read_by_model = True
 
     def __getitem__(self, key: str) -> Any:
         return self.dataset[f"{self.prefix}{key}"]
@@ -228,7 +235,8 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
         dataset = self.dataset
         is_loader = isinstance(dataset, OffloadedWeightsLoader)
         values = dataset.state_dict if is_loader else dataset
-        weights = copy.deepcopy({k: values[k] for k in values if k.startswith(self.prefix)}, memo)
+        kind = HostWeights if isinstance(values, HostWeights) else dict
+        weights = copy.deepcopy(kind({k: values[k] for k in values if k.startswith(self.prefix)}), memo)
         if not is_loader:
             return PrefixedDataset(weights, self.prefix)
         twin = copy.copy(dataset)
@@ -248,6 +256,8 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     Attributes:
         all_keys: every name, once.
         replaced_files: name -> the file, of weights whose names another model has taken in the folder.
+        is_read_by_model: a model has its weights here; it keeps them when others of these names are written.
+        has_survived: it was not freed by a garbage collection.
 
     Raises:
         OffloadError: none of the three is given, or a file that the index names does not exist.
@@ -275,9 +285,10 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             if not os.path.exists(file):
                 raise _missing_file_error(file)
         self.replaced_files: dict[str, ReplacedFile] = {}
+        self.is_read_by_model = self.has_survived = False
         self._files: dict[str, Any] = {}
         self._opening = threading.Lock()
-        _LOADERS[id(self)] = self
+        LOADERS[id(self)] = self
 
     def reads_file(self, folder: Folder, name: str) -> bool:
         """Return True when the values of ``name`` are read from its file in this folder."""
@@ -342,40 +353,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _opening=threading.Lock())
-        _LOADERS[id(self)] = self
-
-
-# Those that are alive, by identity.
-_LOADERS: weakref.WeakValueDictionary[int, OffloadedWeightsLoader] = weakref.WeakValueDictionary()
-
-
-def keep_replaced_files(folder: Folder, values: Mapping[str, torch.Tensor], own: Any = None) -> None:
-    """Keep the files for loaders of this process whose weights are about to be overwritten by others.
-
-    Args:
-        folder: the offload folder.
-        values: name -> what will be written.
-        own: a loader that is to read the new values.
-
-    Raises:
-        OffloadError: the folder cannot be written, or is full.
-    """
-
-    def loaders_of(name: str) -> list[OffloadedWeightsLoader]:
-        return [each for each in list(_LOADERS.values()) if each is not own and each.reads_file(folder, name)]
-
-    replaced = [
-        name
-        for name in values
-        if loaders_of(name) and is_file_of_others(Path(folder, f"{name}.dat"), _raw_bytes(values[name]))
-    ]
-    if replaced:
-        gc.collect()  # models that nobody has any more need no files
-    for name in replaced:
-        if loaders := loaders_of(name):
-            file = ReplacedFile(Path(folder, f"{name}.dat"))
-            for loader in loaders:
-                loader.replaced_files[name] = file
+        LOADERS[id(self)] = self
 
 
 def set_weight(weights: Mapping[str, Any], key: str, value: torch.Tensor) -> None:
@@ -460,7 +438,9 @@ class WeightStore:
         if self.folder is not None and Path(self.folder, INDEX).exists():
             entries.update(OffloadedWeightsLoader(save_folder=self.folder).index)
         entries.update(self.index)
-        return OffloadedWeightsLoader(self.in_memory, self.folder, entries)
+        loader = OffloadedWeightsLoader(self.in_memory, self.folder, entries)
+        loader.is_read_by_model = True
+        return loader
 
     def refresh_loader(self) -> OffloadedWeightsLoader:
         """Read the index again, and return the mapping of all offloaded values."""
@@ -561,7 +541,10 @@ class WeightStore:
             ) from error
         values = _HostValues(self, tensors)
         keep_replaced_files(self.folder, values, own=self.loader)
-        offload_state_dict(self.folder, values)
+        index: dict[str, Any] = {}
+        for name in tensors:
+            _write_weight(values[name], name, self.folder, index)
+        save_offload_index(index, self.folder)
         self.refresh_loader()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -46,11 +47,14 @@ class TensorSource:
     Attributes:
         name: the weight's full name in its model, for errors.
         shape, dtype: of the whole tensor.
+        whole: the source that has the values, of a view or a cast of it.
     """
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
+    whole: Any = None
+    _changes = 0
 
     @property
     def nbytes(self) -> int:
@@ -61,6 +65,18 @@ class TensorSource:
     def in_memory(self) -> bool:
         """True when the values are in memory, and so can be changed."""
         return type(self).write is not TensorSource.write
+
+    @property
+    def changes(self) -> int:
+        """The number of changes of the values; a copy of fewer is out of date."""
+        return self._changes if self.whole is None else self.whole.changes
+
+    def count_change(self) -> None:
+        """Record that the values were changed."""
+        if self.whole is None:
+            self._changes += 1
+        else:
+            self.whole.count_change()
 
     def host_tensor(self) -> torch.Tensor:
         """Return the values on the CPU: their own memory where there is one, else a new or mapped tensor."""
@@ -101,22 +117,30 @@ class HostMemoryWeightSource(TensorSource):
                 self.tensor.copy_(value)
 
 
-class TensorViewSource(HostMemoryWeightSource):
+class TensorViewSource(TensorSource):
     """A view of another source's values: what is written to it is written there.
 
     Args:
-        whole: the other source.
-        view: a view of ``whole.host_tensor()``.
+        whole: the other source; its values may be in other memory each time, as those that are cast are.
+        make_view: makes the view of its values.
+        like: a tensor of the view's shape and dtype.
     """
 
-    def __init__(self, whole: TensorSource, view: torch.Tensor) -> None:
-        super().__init__(whole.name, view)
+    def __init__(
+        self, whole: TensorSource, make_view: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor
+    ) -> None:
+        self.name, self.make_view = whole.name, make_view
         self.whole = whole
+        self.shape, self.dtype = like.shape, like.dtype
 
     @property
     def in_memory(self) -> bool:
         """True when the whole is in memory."""
         return self.whole.in_memory
+
+    def host_tensor(self) -> torch.Tensor:
+        """Return the view of the values as they are now."""
+        return self.make_view(self.whole.host_tensor())
 
     def write(self, value: torch.Tensor) -> None:
         """Copy ``value`` into the view.
@@ -124,9 +148,11 @@ class TensorViewSource(HostMemoryWeightSource):
         Raises:
             OffloadError: the whole is in a file.
         """
-        if not self.in_memory:
-            self.whole.write(value)
-        super().write(value)
+        values = self.whole.host_tensor()
+        with torch.no_grad():
+            if self.in_memory:
+                self.make_view(values).copy_(value)
+        self.whole.write(values)
 
 
 class CastSource(TensorSource):
@@ -138,7 +164,8 @@ class CastSource(TensorSource):
     """
 
     def __init__(self, whole: TensorSource, dtype: torch.dtype) -> None:
-        self.name, self.shape, self.dtype, self.whole = whole.name, whole.shape, dtype, whole
+        self.name, self.shape, self.dtype = whole.name, whole.shape, dtype
+        self.whole = whole
 
     @property
     def in_memory(self) -> bool:
@@ -158,12 +185,19 @@ class CastSource(TensorSource):
         self.whole.write(value)
 
 
+def is_exact_cast(dtype: torch.dtype, wider: torch.dtype) -> bool:
+    """Return True when ``wider`` has every value of ``dtype``."""
+    if not (dtype.is_floating_point and wider.is_floating_point):
+        return torch.promote_types(dtype, wider) == wider
+    narrow, wide = torch.finfo(dtype), torch.finfo(wider)
+    least = narrow.smallest_normal * narrow.eps, wide.smallest_normal * wide.eps
+    return wide.eps <= narrow.eps and wide.max >= narrow.max and least[1] <= least[0]
+
+
 def cast_source(source: TensorSource, dtype: torch.dtype) -> TensorSource:
     """Return a source of the same values in ``dtype``. A wider dtype that it had in between is left out."""
-    if isinstance(source, CastSource):
-        whole = source.whole
-        if torch.promote_types(whole.dtype, source.dtype) == source.dtype:
-            source = whole
+    if isinstance(source, CastSource) and is_exact_cast(source.whole.dtype, source.dtype):
+        source = source.whole
     return source if source.dtype == dtype else CastSource(source, dtype)
 
 
@@ -314,7 +348,7 @@ class OffloadedTensor(torch.Tensor):
         if func is _aten._to_copy.default and kwargs.get("device") is not None:
             return func(args[0].source.host_tensor(), **kwargs)  # straight to where it is wanted
         if _returns_views(func) and isinstance(args[0], OffloadedTensor):
-            return _stand_ins_for_views(args[0], func(args[0].source.host_tensor(), *args[1:], **kwargs))
+            return _stand_ins_for_views(args[0], lambda whole: func(whole, *args[1:], **kwargs))
         if func._schema.is_mutable and any(map(_is_offloaded, _written_arguments(func, args, kwargs))):
             return _run_in_place(func, args, kwargs)
         device = _operand_device(args, kwargs)
@@ -355,13 +389,21 @@ def _returns_views(func: Any) -> bool:
     )
 
 
-def _stand_ins_for_views(whole: OffloadedTensor, views: Any) -> Any:
-    """Return stand-ins for views of a weight, so that what is written to them is not lost."""
+def _stand_ins_for_views(whole: OffloadedTensor, make_views: Callable[[torch.Tensor], Any]) -> Any:
+    """Return stand-ins for views of a weight, so that what is written to them is not lost.
 
-    def stand_in(view: torch.Tensor) -> OffloadedTensor:
-        return OffloadedTensor(TensorViewSource(whole.source, view), whole.execution_device, view.stride())
+    Args:
+        whole: the weight.
+        make_views: makes the views of its values: a tensor, or several in a list.
+    """
 
-    return tree_map_only(torch.Tensor, stand_in, views)
+    def stand_in(number: int, view: torch.Tensor) -> OffloadedTensor:
+        source = TensorViewSource(whole.source, lambda values: tree_leaves(make_views(values))[number], view)
+        return OffloadedTensor(source, whole.execution_device, view.stride())
+
+    numbers = itertools.count()
+    views = make_views(whole.source.host_tensor())
+    return tree_map_only(torch.Tensor, lambda view: stand_in(next(numbers), view), views)
 
 
 def _run_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -384,6 +426,7 @@ def _run_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     for key, (target, source) in changed.items():
         if source.host_tensor() is not values[key]:
             source.write(values[key])
+        source.count_change()
         if result is values[key]:
             result = target
     return result

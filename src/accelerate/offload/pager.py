@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 from accelerate import device as devices
 from accelerate.core.units import show_bytes, show_seconds
 from accelerate.device.base import Device
+from accelerate.offload.module_tensors import address_of
 from accelerate.offload.weight_block import (
     HostPageAllocator,
     StagingBuffers,
@@ -90,6 +91,7 @@ class ResidentPage:
         buffer: its bytes.
         copy_event: the event of the copy; a future of it while a thread reads the page; None: it is there.
         stream: where the buffer was allocated.
+        changes: of the weights, when they were read.
         users: how many open blocks have weights of it.
         is_ready: a stream waits for the copy.
     """
@@ -97,6 +99,7 @@ class ResidentPage:
     buffer: torch.Tensor
     copy_event: Any
     stream: Any
+    changes: int
     users: int = 0
     is_ready: bool = False
 
@@ -155,7 +158,7 @@ class Pager:
         """
         with self.lock:
             if not block.users:
-                block.refresh(self.device, self.memory)
+                block.refresh(self.device, self.memory, self.blocks)
             next_block = self._predict_next(block)
             pages = {*block.pages, *(next_block.pages if next_block else ())}
             self._drop_unused(keep=pages)
@@ -221,6 +224,9 @@ class Pager:
     def _hold_page(self, page: WeightPage) -> None:
         """Fetch a page if needed, and keep it on the device for the compute stream."""
         resident_page = self.resident.get(page)
+        if resident_page is not None and not resident_page.users and resident_page.changes != page.changes:
+            self._drop_page(page)
+            resident_page = None
         if resident_page is None:
             resident_page = self.resident[page] = self._fetch_or_make_room(page)
         try:
@@ -246,8 +252,10 @@ class Pager:
                 and page not in keep
                 and not (page.shared and self._running_forwards and resident_page.is_ready)
             ):
-                del self.resident[page]
-                self._wait_ready(resident_page)  # the copy must not write into memory that others have got
+                self._drop_page(page)
+
+    def _drop_page(self, page: WeightPage) -> None:
+        self._wait_ready(self.resident.pop(page))  # the copy must not write into memory that others have got
 
     def _prefetch(self, block: WeightBlock) -> None:
         """Begin to copy a block's pages, if there is room for them now.
@@ -282,6 +290,7 @@ class Pager:
     def _fetch_page(self, page: WeightPage) -> ResidentPage:
         """Begin to copy a page to the device."""
         self._start_copying()
+        changes = page.changes
         self.stats.copies += 1
         self.stats.bytes_copied += page.nbytes
         begin = time.perf_counter()
@@ -294,15 +303,14 @@ class Pager:
                 else:
                     buffer.copy_(page.host)
                 self.stats.host_wait += time.perf_counter() - begin
-                return ResidentPage(buffer, None, None)
+                return ResidentPage(buffer, None, None, changes)
             stream = self.driver.current_stream(self.device.index)
             free = self.driver.record_event(stream)  # whatever had this memory before is done by then
             if page.host is not None:
-                return ResidentPage(buffer, self._copy_to_device(page.host, buffer, free), stream)
+                return ResidentPage(buffer, self._copy_to_device(page.host, buffer, free), stream, changes)
             assert self._reader is not None
-            return ResidentPage(
-                buffer, self._reader.submit(self._read_and_copy, page, [buffer], free), stream
-            )
+            event = self._reader.submit(self._read_and_copy, page, [buffer], free)
+            return ResidentPage(buffer, event, stream, changes)
 
     def _start_copying(self) -> None:
         """Create the copy stream and the reading thread; the first copy is the first use of the device."""
@@ -374,18 +382,21 @@ class Pager:
                 else self._unpack(saved)
             )
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        # Inside of torch.func.grad torch refuses hooks: there the graph keeps the weights.
+        is_enabled = torch_c._autograd._saved_tensors_hooks_is_enabled()
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack) if is_enabled else nullcontext():
             yield
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         # Detached: a node that held its own output through here would never be freed.
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device != self.device:
             return tensor.detach()
-        address = tensor.untyped_storage().data_ptr()
+        # Inside of torch.func tensors have no address: they are saved as they are.
+        address = address_of(tensor) and tensor.untyped_storage().data_ptr()
         with self.lock:
             resident_pages = list(self.resident.items())
         for page, resident_page in resident_pages:
-            if resident_page.buffer.data_ptr() == address and page.nbytes:
+            if address and address_of(resident_page.buffer) == address:
                 view_args = tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
                 return _AutogradWeightReference(page, view_args)
         return tensor.detach()

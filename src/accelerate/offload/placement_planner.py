@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 from accelerate.core.errors import SettingError, nearest
 from accelerate.core.units import parse_bytes
@@ -428,6 +429,10 @@ def read_budgets(budgets: Mapping[Device, int | float | str]) -> dict[Device, in
     Raises:
         SettingError: a device or a size cannot be read.
     """
+    if not isinstance(budgets, Mapping):
+        raise SettingError(
+            f"max_memory is {budgets!r}, and no dict of budgets", fix='max_memory={0: "10GB", "cpu": "30GB"}'
+        )
     sizes = {read_device(device): _read_size(device, value) for device, value in budgets.items()}
     numbers = sorted(device for device in sizes if isinstance(device, int))
     others = [device for device in sizes if device not in (CPU, DISK, *numbers)]
@@ -448,7 +453,9 @@ def read_device(device: Device) -> Device:
 
 
 def _read_size(device: Device, value: int | float | str) -> int | float:
-    count = parse_bytes(value) if isinstance(value, str) else value
+    count: Any = parse_bytes(value) if isinstance(value, str) else value
+    if getattr(count, "shape", None) == ():  # a number of numpy or torch
+        count = count.item()
     if isinstance(count, bool) or not isinstance(count, int | float) or math.isnan(count):
         raise SettingError(f"the budget of {device!r} is {value!r}, which is no size", fix="write '10GB'")
     if count < 0:

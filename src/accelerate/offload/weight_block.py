@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -90,10 +91,21 @@ class WeightPage:
         self.host: torch.Tensor | None = None
         self.shared = shared
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightPage:
+        """Return the page of a copied model, which gets host memory of its own when it is first used."""
+        stand_ins = [copy.deepcopy(entry.stand_in, memo) for entry in self.entries]
+        twin = memo[id(self)] = WeightPage(stand_ins, self.shared)
+        return twin
+
     @property
     def key(self) -> tuple[int, ...]:
         """The identities of its weights."""
         return tuple(id(entry.stand_in) for entry in self.entries)
+
+    @property
+    def changes(self) -> int:
+        """The number of changes of its weights."""
+        return sum(entry.stand_in.source.changes for entry in self.entries)
 
     def views(self, buffer: torch.Tensor) -> Iterator[tuple[PagedWeight, torch.Tensor]]:
         """Return each entry with its weight as a view of ``buffer``, the bytes of the page on some device."""
@@ -119,7 +131,7 @@ class WeightPage:
             home = flat.as_strided(entry.size, entry.stride)
             home.copy_(source.host_tensor().detach())
             assert isinstance(source, HostMemoryWeightSource)
-            source.tensor = home
+            source.tensor.data = home  # the same object: mappings of weights have it too
 
 
 def is_movable(stand_in: OffloadedTensor) -> bool:
@@ -138,6 +150,7 @@ class HostPageAllocator:
 
     Attributes:
         budget: bytes that may still be pinned; None before the first.
+        shared_pages: the pages of weights that several blocks have, by the weight's identity.
     """
 
     def __init__(self, device: Device, total: int) -> None:
@@ -145,6 +158,7 @@ class HostPageAllocator:
         self.slab: torch.Tensor | None = None
         self.used = 0
         self.budget: int | None = None
+        self.shared_pages: weakref.WeakValueDictionary[int, WeightPage] = weakref.WeakValueDictionary()
 
     def allocate(self, size: int) -> torch.Tensor | None:
         """Return ``size`` bytes of host memory (uint8); None if it is pinned and the budget is used up."""
@@ -259,6 +273,7 @@ class WeightBlock:
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightBlock:
         """Return the block of a copied model; its weights are read when it is first used."""
         twin = memo[id(self)] = WeightBlock(self.name, copy.deepcopy(self.module, memo), self.whole)
+        twin.pages = copy.deepcopy(self.pages, memo)
         return twin
 
     def replace_module(self, module: nn.Module) -> None:
@@ -296,17 +311,15 @@ class WeightBlock:
         self._snapshots = seen
         return collected
 
-    def make_pages(
-        self, stand_ins: list[OffloadedTensor], shared: dict[int, WeightPage], memory: HostPageAllocator
-    ) -> None:
+    def make_pages(self, stand_ins: list[OffloadedTensor], memory: HostPageAllocator) -> None:
         """Group the weights into pages, and move those in memory into memory of the pages' own.
 
         Args:
             stand_ins: the block's weights.
-            shared: the pages of those that other blocks have as well, by identity.
-            memory: for the pages.
+            memory: for the pages; knows those of weights that other blocks have as well.
         """
         pages_by_key = {page.key: page for page in self.pages}
+        shared = dict(memory.shared_pages)
         unshared = [s for s in stand_ins if id(s) not in shared]
         pages = [WeightPage(group) for group in split_by_source(unshared)]
         self.pages = [pages_by_key.get(page.key, page) for page in pages]
@@ -315,23 +328,49 @@ class WeightBlock:
             if page.host is None and is_movable(page.entries[0].stand_in):
                 page.move_to_host(memory)
 
-    def refresh(self, device: torch.device, memory: HostPageAllocator) -> None:
+    def refresh(self, device: torch.device, memory: HostPageAllocator, blocks: Sequence[WeightBlock]) -> None:
         """Read the modules and weights again if any of them was replaced.
 
         Args:
             device: where they compute.
             memory: for pages of new weights.
+            blocks: all blocks of the model. What several have stays one weight.
         """
         if self._snapshots is not None and all(map(_is_unchanged, self._snapshots)):
             return
-        self._offload_new_weights(device)
-        shared = {page.key[0]: page for page in self.pages if page.shared}
-        self.make_pages(self.stand_ins(), shared, memory)
+        others = [block for block in blocks if block is not self]
+        self._offload_new_weights(device, others)
+        stand_ins = self.stand_ins()
+        shared = self._shared_pages(stand_ins, others, memory)
+        memory.shared_pages.update(shared)
+        with torch.inference_mode(False), torch.no_grad():
+            self.make_pages(stand_ins, memory)
 
-    def _offload_new_weights(self, device: torch.device) -> None:
+    def _shared_pages(
+        self, stand_ins: Sequence[OffloadedTensor], others: Sequence[WeightBlock], memory: HostPageAllocator
+    ) -> dict[int, WeightPage]:
+        """Return pages of weights that other blocks have as well, which are to use them from now on."""
+        shared = {page.key[0]: page for page in self.pages if page.shared}
+        paged = {key for page in self.pages for key in page.key} | set(memory.shared_pages)
+        new = {id(stand_in): stand_in for stand_in in stand_ins if id(stand_in) not in paged}
+        for block in others if new else ():
+            tensors = (tensor for table in block._tables() for tensor in table.values())
+            for key in new.keys() & set(map(id, tensors)):
+                shared.setdefault(key, WeightPage([new[key]], shared=True))
+                block._snapshots = None
+        return shared
+
+    def _tables(self) -> Iterator[Table]:
+        """Return the tables of parameters and of buffers of the block's modules."""
+        for module in self.modules():
+            yield module._parameters
+            yield module._buffers
+
+    def _offload_new_weights(self, device: torch.device, others: Sequence[WeightBlock]) -> None:
         """Offload weights that were added after the model was dispatched, like the others.
 
-        Weights that are trained beside frozen ones (adapters) go to the device and stay.
+        Weights that are trained beside frozen ones (adapters) go to the device and stay, and so do tensors
+        with a gradient that are no parameters (``torch.func.functional_call``).
 
         Raises:
             OffloadError: one has no values.
@@ -339,24 +378,28 @@ class WeightBlock:
         modules = list(self.modules())
         offloaded = [p for m in modules for p in m._parameters.values() if isinstance(p, OffloadedTensor)]
         frozen = any(not p.requires_grad for p in offloaded)
-        replacements: dict[int, Any] = {}
+        replacements: dict[int, tuple[Any, Any]] = {}  # identity -> (tensor, its replacement)
         for module in modules:
             tables: tuple[Table, ...] = (module._parameters, module._buffers)
             for table in tables:
-                for name, tensor in list(table.items()):
+                for name, tensor in table.items():
                     if tensor is not None and tensor.is_meta and not _is_mapped(module, name):
                         raise self._no_values_error(tensor)
-                    if tensor is None or tensor.device.type != "cpu":
+                    if tensor is None or tensor.device.type != "cpu" or id(tensor) in replacements:
                         continue
-                    if id(tensor) not in replacements:
-                        replacements[id(tensor)] = (
-                            move_tensor(tensor, device)
-                            if table is module._buffers or (tensor.requires_grad and frozen)
-                            else make_stand_in(
-                                tensor, HostMemoryWeightSource(f"{self.name}.{name}", tensor.detach()), device
-                            )
-                        )
-                    table[name] = replacements[id(tensor)]
+                    trained = tensor.requires_grad and (frozen or not isinstance(tensor, nn.Parameter))
+                    source = HostMemoryWeightSource(f"{self.name}.{name}", tensor.detach())
+                    replacements[id(tensor)] = (
+                        tensor,
+                        move_tensor(tensor, device)
+                        if table is module._buffers or trained
+                        else make_stand_in(tensor, source, device),
+                    )
+        for block in (self, *others) if replacements else ():
+            for table in block._tables():
+                for name, tensor in table.items():
+                    if id(tensor) in replacements:
+                        table[name] = replacements[id(tensor)][1]
 
     def _no_values_error(self, tensor: torch.Tensor) -> OffloadError:
         tensors = (*self.module.named_parameters(), *self.module.named_buffers())
@@ -416,7 +459,7 @@ def _snapshot(table: Table) -> TableSnapshot:
 def _make_parameter(stand_in: Any, view: torch.Tensor, gradients: bool) -> torch.Tensor:
     """Return the parameter of the module while its values are on the device."""
     if gradients and stand_in.requires_grad:
-        return _GradientRefusal.apply(stand_in, [view])
+        return _GradientRefusal.apply(stand_in, [view], stand_in.source.name)
     if not vars(stand_in).keys() - _STAND_IN_ATTRIBUTES:
         return nn.Parameter(view, requires_grad=False)
     parameter = as_parameter(view, stand_in)
@@ -430,11 +473,17 @@ _STAND_IN_ATTRIBUTES = {"source", "execution_device", "_is_param", "_restored", 
 class _GradientRefusal(torch.autograd.Function):
     """The identity, for a weight that is dropped after its forward: its backward is an error."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, stand_in: Any, holder: list[torch.Tensor]) -> torch.Tensor:
+    def forward(stand_in: Any, holder: list[torch.Tensor], name: str) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the weight; the list hides it from autograd, which keeps arguments."""
-        ctx.name = stand_in.source.name
         return holder[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep the name of the weight for the error."""
+        ctx.name = inputs[2]
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
