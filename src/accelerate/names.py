@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from accelerate.core.lazy_names import LazyCall, NameSource, PublicNames, UnimplementedName
 from accelerate.core.name_sources import (
+    PARTIAL_REEXPORTS,
     all_names,
     constants,
     device_checks,
@@ -443,7 +444,7 @@ REEXPORTS: dict[str, dict[str, str]] = {
     "accelerate.commands.estimate": all_names("big_modeling") | COMMAND_NAMES,
     "accelerate.commands.test": all_names("test_utils.testing") | COMMAND_NAMES,
     "accelerate.test_utils": all_names("test_utils.testing test_utils.training"),
-    "accelerate.utils": all_names(f"parallelism_config {UTILS}") | CONFIG_WRITER,
+    "accelerate.utils": all_names(f"parallelism_config {UTILS}") | CONFIG_WRITER | PARTIAL_REEXPORTS,
     "accelerate.utils.launch": all_names("commands.config.config_args") | COMMON_NAMES,
 }
 

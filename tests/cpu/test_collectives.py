@@ -289,6 +289,8 @@ def objects() -> tuple[object, ...]:
     rank = accelerator.process_index
     sent = ["x", {"rank": rank}]
     broadcast_object_list(sent, from_process=1)
+    with pytest.raises(CollectiveError, match="a tuple cannot be changed"):
+        broadcast_object_list(("x", rank))  # type: ignore[arg-type]
     tensor = torch.full((2, 2), float(rank)).t()
     broadcast(tensor, from_process=1)
     with pytest.raises(PrepareError, match="str cannot go through"):

@@ -80,6 +80,87 @@ def test_the_only_process_of_a_world_stays_one() -> None:
     assert world.items() <= told(result.stdout)[0].items()
 
 
+@pytest.mark.parametrize(
+    ("flags", "has_group"),
+    [
+        (("--use_fsdp", "--tee", "3"), True),
+        (("--use_deepspeed",), True),
+        (("--config_file", "multi.yaml", "--main_process_port", "0"), True),
+        (("--cpu", "--mixed_precision", "bf16"), False),
+    ],
+)
+def test_one_process_opens_a_group_for_training_that_uses_one(
+    flags: tuple[str, ...], has_group: bool, tmp_path: Path
+) -> None:
+    """As in 1.x: scripts for FSDP and several accelerators ask torch.distributed for their rank."""
+    kind = "MULTI_CPU" if not has_group else "FSDP"
+    (tmp_path / "multi.yaml").write_text(f"distributed_type: {kind}\nnum_processes: 1\n")
+    script = """
+        import torch
+        from accelerate import PartialState
+        state = PartialState()
+        print(state.num_processes, torch.distributed.is_initialized())
+    """
+    result = launch("-n", "1", *flags, script_text=script, cwd=tmp_path)
+    assert result.stdout.split()[-2:] == ["1", str(has_group)], result.output
+    assert "no effect" not in result.stderr
+
+
+# Starts another launch from rank 0, and leaves what its processes say.
+OUTER = """
+import os, subprocess, sys
+if os.environ.get("RANK", "0") == "0":
+    subprocess.run([sys.executable, "-m", "accelerate", "launch", *sys.argv[1:]], check=True)
+"""
+
+
+@pytest.mark.parametrize("outer", [("-n", "2", "--use_fsdp"), ("-n", "1")])
+@pytest.mark.parametrize(
+    ("inner", "size", "precision"),
+    [
+        ((), None, None),
+        (("-n", "2", "--mixed_precision", "no"), "2", "no"),
+        (("--config_file", "no.yaml", "-n", "2"), "2", "no"),
+    ],
+)
+def test_a_launch_inside_a_rank_is_a_job_of_its_own(
+    outer: tuple[str, ...], inner: tuple[str, ...], size: str | None, precision: str | None, tmp_path: Path
+) -> None:
+    """Its flags and its file count, and nothing that the outer launch has told its script."""
+    (tmp_path / "inner.py").write_text(TELL.replace('"OMP_NUM_THREADS"', '"ACCELERATE_USE_FSDP"'))
+    (tmp_path / "no.yaml").write_text("mixed_precision: 'no'\n")
+    result = launch(
+        *("--cpu", "--mixed_precision", "bf16", *outer),
+        script_text=OUTER,
+        script_args=("--cpu", *inner, "inner.py"),
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.output
+    ranks = told(result.stdout)
+    assert [rank.get("RANK") for rank in ranks] == ([None] if size is None else ["0", "1"])
+    for rank in ranks:
+        assert (rank.get("WORLD_SIZE"), rank.get("ACCELERATE_MIXED_PRECISION")) == (size, precision)
+        assert ("MASTER_PORT" in rank, "ACCELERATE_USE_FSDP" in rank) == (size is not None, False)
+    assert ("started inside rank 0 of 2" in result.stderr) == (outer != ("-n", "1"))
+
+
+def test_what_a_script_sets_for_a_launch_of_its_own_counts(tmp_path: Path) -> None:
+    """Only what the outer launch has set is taken back; a variable of the shell stands again."""
+    (tmp_path / "inner.py").write_text(TELL)
+    sets = OUTER.replace(
+        "import os", "import os; os.environ['ACCELERATE_MIXED_PRECISION'] = 'fp8'\nimport os"
+    )
+    for script, precision in ((OUTER, "fp16"), (sets, "fp8")):
+        result = launch(
+            *("--cpu", "-n", "2", "--mixed_precision", "bf16"),
+            script_text=script,
+            script_args=("--cpu", "inner.py"),
+            env={"ACCELERATE_MIXED_PRECISION": "fp16"},
+            cwd=tmp_path,
+        )
+        assert [rank["ACCELERATE_MIXED_PRECISION"] for rank in told(result.stdout)] == [precision]
+
+
 def test_an_address_of_another_network_is_not_where_one_machine_meets() -> None:
     """1.x too takes it for several machines only; the launch would wait for it in silence."""
     script = "from accelerate import PartialState; print(PartialState().num_processes)"

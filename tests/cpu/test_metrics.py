@@ -317,6 +317,48 @@ def test_several_rows_of_a_sample_count_in_a_shorter_batch_too() -> None:
     assert rows == [[0, 0, 1, 1], [2, 2, 3, 3], [4, 4]]
 
 
+def rows_of_one_step(n: int, dispatch: bool) -> tuple[list[float], list[float]]:
+    """The outputs of the only step of an epoch, two rows of each sample, and a repeated loss."""
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    rows: list[float] = []
+    losses: list[float] = []
+    for batch in accelerator.prepare(DataLoader(Map(n, torch.tensor), batch_size=2)):
+        output = (batch[:, None] + torch.arange(2) / 10).flatten()
+        rows += accelerator.gather_for_metrics(output).tolist()
+        losses += accelerator.gather_for_metrics(torch.ones(()).repeat(2)).tolist()
+    return rows, losses
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(("count", "dispatch"), [(1, False), (3, False), (3, True)])
+def test_several_rows_of_a_sample_count_in_a_short_epoch(
+    ranks: RankServer, count: int, dispatch: bool, n: int
+) -> None:
+    """They are as many as a full batch has samples, and no earlier step tells; a repeated loss is one."""
+    rows, losses = same_on_all(ranks(count, rows_of_one_step, n, dispatch))
+    assert rows == pytest.approx([sample + part for sample in range(n) for part in (0, 0.1)])
+    assert losses == [1.0] * n
+
+
+def repeated_losses(dispatch: bool) -> list[list[float]]:
+    """The losses of the steps of 9 samples, repeated for 4, of which each of two ranks computes 2."""
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    options = DataLoaderConfiguration(dispatch_batches=dispatch, split_batches=True)
+    loader = Accelerator(dataloader_config=options).prepare(DataLoader(Map(9, torch.tensor), batch_size=4))
+    gather = Accelerator().gather_for_metrics
+    return [gather(torch.tensor(float(step)).repeat(4)).tolist() for step, _ in enumerate(loader)]
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_a_repeated_loss_of_split_batches_counts_for_the_samples(ranks: RankServer, dispatch: bool) -> None:
+    """Trainer of transformers repeats it by the batch size of the loader: twice for each sample."""
+    losses = same_on_all(ranks(2, repeated_losses, dispatch))
+    assert losses == [[0.0] * 8, [1.0] * 8, [2.0] * 2]
+
+
 def gather_by_another() -> list[list[int]]:
     from accelerate import Accelerator
 

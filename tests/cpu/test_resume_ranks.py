@@ -100,6 +100,7 @@ def training(
         (2, "numpy", 0, "twin", False),
         (2, "changing", 0, "twin", False),
         (2, "dispatched quiet", 0, "twin", True),
+        (2, "dispatched default", 0, "twin", False),
         (2, "dispatched default", 2, "twin", False),
         (2, "dispatched stream", 0, "twin", False),
         (2, "stream", 0, "twin", True),

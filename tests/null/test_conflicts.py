@@ -121,6 +121,16 @@ def test_one_machine_that_is_typed_has_no_number() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value"), [("num_processes", "2"), ("main_process_port", "29511"), ("num_machines", "1")]
+)
+def test_a_placeholder_of_a_template_is_left_to_the_flag(name: str, value: str) -> None:
+    file = f"{name}: <FILL>"
+    assert str(getattr(asks(file, **{name: value}).settings, name)) == value
+    with pytest.raises(SettingError, match="<FILL>"):
+        launch_plans.check(asks(file))
+
+
+@pytest.mark.parametrize(
     ("file", "flags"),
     [
         ("", {"use_cpu": True, "use_fsdp": True, "num_processes": "2"}),

@@ -360,6 +360,15 @@ def test_dir_and_star_know_every_name(names):
     assert {"one", "same", "made", "Coming"} <= set(space)
 
 
+def test_a_star_import_of_the_utilities_hides_no_names_of_other_modules():
+    """Those of Megatron-LM are called like functions of DeepSpeed and of this package."""
+    import accelerate.utils
+
+    names = accelerate.utils.__all__
+    assert not {"initialize", "prepare_data_loader", "prepare_optimizer", "_gpu_gather"} & set(names)
+    assert {"GPTTrainStep", "MegatronEngine", "gather"} <= set(names)
+
+
 def test_an_unknown_name_is_an_attribute_error_with_a_hint(names):
     from toy import inner
 

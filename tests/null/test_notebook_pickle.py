@@ -120,6 +120,18 @@ def test_an_unknown_precision_is_refused_before_anything_starts() -> None:
         notebook_launcher(print, mixed_precision="bf61")
 
 
+def test_a_function_that_does_not_run_when_called_is_refused() -> None:
+    def generate() -> Any:
+        yield 1
+
+    async def wait() -> None:
+        return None
+
+    for function in (generate, wait):
+        with pytest.raises(SettingError, match="does not run when it is called"):
+            notebook_launcher(function, num_processes=1)
+
+
 def test_a_function_that_was_called_already_is_refused() -> None:
     with pytest.raises(SettingError, match="pass the function itself"):
         notebook_launcher(print())  # type: ignore[func-returns-value]

@@ -560,6 +560,35 @@ def test_an_order_of_a_sampler_that_is_not_ours() -> None:
         accelerator.prepare(loader(sampler=weighted))
 
 
+class LengthSampler(torch.utils.data.Sampler[int]):
+    """Has an order of its own, as transformers' samplers by length."""
+
+    generator = None
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(8).tolist())
+
+    def __len__(self) -> int:
+        return 8
+
+
+@pytest.mark.parametrize("kind", ["seeded", "own class", "range"])
+def test_an_order_that_a_program_has_chosen(kind: str) -> None:
+    """The report says so, and nothing warns: transformers always asks for seedable samplers."""
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    generator = torch.Generator().manual_seed(3)
+    samplers: dict[str, Any] = {
+        "seeded": torch.utils.data.WeightedRandomSampler([1.0] * 8, 8, generator=generator),
+        "own class": LengthSampler(),
+        "range": range(8),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator.prepare(loader(sampler=samplers[kind]))
+    effect = found(accelerator)["use_seedable_sampler"]
+    assert (effect.not_applied, effect.is_failure) == (True, False)
+
+
 def test_trackers_that_nobody_started(tmp_path: Any) -> None:
     for starts in (True, False):
         accelerator = Accelerator(log_with="jsonl", project_dir=tmp_path)

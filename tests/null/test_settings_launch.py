@@ -196,6 +196,17 @@ def test_a_script_that_is_not_there(
     assert (error.value.what, error.value.fix) == (what, fix)
 
 
+def test_a_working_folder_that_was_deleted_is_said(
+    asks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(LaunchError, match="there is no script") as error:
+        check_request(asks(program=("train.py",)))
+    assert "does not exist any more" in error.value.why
+
+
 def test_modules_and_programs_are_found_by_those_who_run_them(asks: Any) -> None:
     check_request(asks(program=("package.train",), module=True))
     check_request(asks(program=("bash", "-c", "true"), no_python=True))

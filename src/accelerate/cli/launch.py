@@ -24,9 +24,11 @@ The order of precedence: the script's own code, flag, environment, file.
 
 def _run(**given: Any) -> None:
     from accelerate.launch.launcher import launch
+    from accelerate.launch.outer_launch import leave_outer_launch
 
     program = given.pop("program")
-    launch(read_request(given, program, SCRIPT_SETTINGS), replace=True)
+    with leave_outer_launch():
+        launch(read_request(given, program, SCRIPT_SETTINGS), replace=True)
 
 
 PLUGIN = GroupedOptionsCommand(

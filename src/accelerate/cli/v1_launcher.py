@@ -28,6 +28,7 @@ from accelerate.launch.config_files import ConfigFile
 from accelerate.launch.kinds.local import script_command
 from accelerate.launch.launch_request import LaunchRequest, build_request, format_value, read_request
 from accelerate.launch.launcher import choose_kind, launch
+from accelerate.launch.outer_launch import leave_outer_launch
 
 # --- flags and namespaces
 
@@ -317,7 +318,7 @@ def launch_command(args: argparse.Namespace) -> None:
         RankProcessError: a rank failed; its traceback has been printed. It is a ``RankError``, and a
             ``subprocess.CalledProcessError`` too.
     """
-    _launch(read_namespace(args))
+    _launch_namespace(args)
 
 
 class RankProcessError(RankError, subprocess.CalledProcessError):
@@ -339,6 +340,12 @@ class RankProcessError(RankError, subprocess.CalledProcessError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return *super().__reduce__(), vars(self)
+
+
+def _launch_namespace(args: argparse.Namespace, **decided: Any) -> None:
+    """Launch what a namespace describes, as a job of its own also inside of another one."""
+    with leave_outer_launch():
+        _launch(read_namespace(args, **decided))
 
 
 def _launch(request: LaunchRequest) -> None:
@@ -365,27 +372,27 @@ def _single_process(args: argparse.Namespace) -> dict[str, Any]:
 
 def simple_launcher(args: argparse.Namespace) -> None:
     """Runs the script in one process, or under mpirun if there is a file of hosts; see ``launch_command``."""
-    _launch(read_namespace(args, **_single_process(args)))
+    _launch_namespace(args, **_single_process(args))
 
 
 def multi_gpu_launcher(args: argparse.Namespace) -> None:
     """Runs the script in one process per device, or as many as asked; see ``launch_command``."""
-    _launch(read_namespace(args))
+    _launch_namespace(args)
 
 
 def deepspeed_launcher(args: argparse.Namespace) -> None:
     """Runs the script under DeepSpeed; see ``launch_command``."""
-    _launch(read_namespace(args, use_deepspeed=True))
+    _launch_namespace(args, use_deepspeed=True)
 
 
 def tpu_launcher(args: argparse.Namespace) -> None:
     """Runs the script on the TPU of this machine; see ``launch_command``."""
-    _launch(read_namespace(args, tpu=True))
+    _launch_namespace(args, tpu=True)
 
 
 def tpu_pod_launcher(args: argparse.Namespace) -> None:
     """Runs the script on all machines of a TPU pod; see ``launch_command``."""
-    _launch(read_namespace(args, tpu=True, tpu_use_cluster=True))
+    _launch_namespace(args, tpu=True, tpu_use_cluster=True)
 
 
 def sagemaker_launcher(sagemaker_config: Any, args: argparse.Namespace) -> None:

@@ -163,7 +163,7 @@ class PublicNames:
 
         def __getattr__(name: str) -> Any:  # noqa: N807
             if name == "__all__":
-                return self.list_names(module)
+                return [each for each in self.list_names(module) if not each.startswith("_")]
             value = self.resolve(module, name)
             namespace[name] = value
             return value

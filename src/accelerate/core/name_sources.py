@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from accelerate.core.lazy_names import LazyCall, NameSource, ObjectNameSource
 
+# Names of Megatron-LM's module that ``accelerate.utils`` has too. Its others (``initialize``,
+# ``prepare_data_loader``) are called like names of other modules, which a star import would hide.
+PARTIAL_REEXPORTS = {
+    "accelerate.utils.megatron_lm": (
+        "AbstractTrainStep BertTrainStep GPTTrainStep MegatronEngine MegatronLMDummyDataLoader "
+        "MegatronLMDummyScheduler MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper T5TrainStep "
+        "avg_losses_across_data_parallel_group gather_across_data_parallel_groups"
+    )
+}
+
 
 def exports(text: str) -> dict[str, NameSource]:
     """Return the names of one file, from ``"file: name name"``; ``public=own`` where the own name differs."""

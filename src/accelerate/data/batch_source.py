@@ -164,9 +164,10 @@ def fetch_batches(
     generators = loader_generators(base)
     outside = torch.default_generator.get_state()
     inside = epoch.is_resumed and not epoch.advances_generators
-    # Processes that read the same shard use the same random numbers, also without workers.
+    # Processes that read the same shard use the same random numbers, also without workers; and one that reads
+    # ahead for all draws none of those that a checkpoint records.
     seeds_workers = base.num_workers > 0 and not epoch.keeps_torch_numbers
-    seeds_here = not seeds_workers and epoch.data_shard is not None
+    seeds_here = not seeds_workers and (epoch.data_shard is not None or opener is not None)
     # Torch draws a seed when it starts workers: it does so here, but did not where the epoch began.
     started = base.persistent_workers and epoch.workers_started and indexed._iterator is None
     epoch.later_states = capture_generators(generators) if inside or started else None

@@ -5,9 +5,10 @@ indices is sliced per rank before anything is read, of a stream the samples befo
 batch may be anything that can be pickled, and nothing is concatenated or sliced after collating. If a loader
 makes its batches itself, the ranks get whole ones in turn.
 
-Rank 0 reads in the thread of its training loop, as any loader without workers does: an augmentation that
-draws from the global random generators draws the same in every run. Use workers to read in parallel to the
-training.
+Rank 0 reads in the thread of its training loop, as any loader without workers does, some steps ahead of the
+batch in hand. So each fetch has random numbers of its own, a function of its place in the order; the global
+generators stay as they are: an augmentation draws the same in every run, resumed or not. Use workers to read
+in parallel to the training.
 """
 
 from __future__ import annotations

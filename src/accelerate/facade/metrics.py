@@ -51,7 +51,7 @@ def gather_for_metrics(
         data = strategy.merge_model_parallel(data)
     repeated = share.count != world_size
     filled = repeated or (loader is not None and loader.has_fillers)
-    keep: Callable[[Sequence[int]], int] = _all_rows
+    keep: _RowCounter = _all_rows
     if repeated and not share.counts_samples:
         keep = _no_rows
     elif loader is not None and loader.batch_samples:
@@ -59,11 +59,14 @@ def gather_for_metrics(
     return _SampleGatherer(filled, keep).gather(data, as_objects)
 
 
-def _all_rows(shape: Sequence[int]) -> int:
+_RowCounter = Callable[[Sequence[int], Any], int]
+
+
+def _all_rows(shape: Sequence[int], rows: Any) -> int:
     return shape[0] if shape else 1
 
 
-def _no_rows(shape: Sequence[int]) -> int:
+def _no_rows(shape: Sequence[int], rows: Any) -> int:
     return 0
 
 
@@ -81,8 +84,13 @@ class _RealRowCounter:
         counts: Any = per_sample.tolist() if isinstance(per_sample, torch.Tensor) else per_sample
         self.per_sample: int | list[int] | None = list(counts) if hasattr(counts, "__iter__") else counts
 
-    def __call__(self, shape: Sequence[int]) -> int:
-        """Return how many of the first rows of an output of this shape count; a scalar has the shape ()."""
+    def __call__(self, shape: Sequence[int], output: Any) -> int:
+        """Return how many of the first rows of an output count.
+
+        Args:
+            shape: that of the output; a scalar has the shape ().
+            output: a tensor, an array or a list.
+        """
         of_batch = not shape or (shape[0] == 1 and self.size > 1 and tuple(shape[1:2]) != (self.size,))
         if of_batch and not (shape and isinstance(self.per_sample, list)):
             return min(1, self.size - self.fillers)
@@ -90,10 +98,12 @@ class _RealRowCounter:
         if self.per_sample is not None:
             return rows - self._count_filler_rows(shape, self.per_sample)
         multiple, rest = divmod(rows, self.size)
-        is_known = not rest and multiple in self.epoch.row_multiples  # of an earlier step
+        is_known = not rest and self._is_known(multiple)
         steps = self._steps_of_rows(multiple) if multiple > 1 and not rest else 1
+        if not is_known and (repeats := self._repeats_for_full_batch(output, rows)):
+            return repeats * (self.size - self.fillers)
         if not self.fillers or rows == 0:
-            return self.size if not is_known and self._repeats_for_full_batch(rows) else rows
+            return rows
         if rest:
             raise self._error(shape, f"{rows} is no multiple of {self.size}")
         if multiple > 1 and tuple(shape[1:2]) == (self.size,):
@@ -102,11 +112,22 @@ class _RealRowCounter:
             raise self._error(shape, "these may be rows of several steps, or several rows of each sample")
         return rows - multiple // steps * self.fillers
 
-    def _repeats_for_full_batch(self, rows: int) -> bool:
-        """Return whether a shorter batch has the rows of a full one: ``loss.repeat(batch_size)``."""
-        if rows <= self.size:
-            return False
-        return rows * self.loader.data_shard.count == self.loader.total_batch_size
+    def _is_known(self, multiple: int) -> bool:
+        """Return whether an earlier step had such an output: one of this step has it as last and interval."""
+        step = self.epoch.batches - self.epoch.skip.batches
+        return self.epoch.row_multiples.get(multiple, (step, step)) != (step, step)
+
+    def _repeats_for_full_batch(self, output: Any, rows: int) -> int:
+        """Return the rows of a sample where a shorter batch has as many rows as a full one, all alike.
+
+        It is ``loss.repeat(batch_size)``: several rows of each sample where batches are split. 0: other.
+        """
+        repeats, rest = divmod(rows * self.loader.data_shard.count, self.loader.total_batch_size or rows)
+        if rows <= self.size or rest or not (repeats == 1 or self._is_known(repeats)):
+            return 0
+        is_array = isinstance(output, torch.Tensor | np.ndarray) and output.ndim == 1
+        is_alike = is_array and "float" in str(output.dtype) and bool((output == output[0]).all())
+        return repeats if is_alike else 0
 
     def _steps_of_rows(self, multiple: int) -> int:
         """Return of how many steps an output holds rows, by how regularly such outputs came; 0: unknown."""
@@ -140,7 +161,7 @@ class _RealRowCounter:
 class _SampleGatherer:
     """Gathers as many of the first rows of this process as ``keep`` says; ``filled`` is alike on all."""
 
-    def __init__(self, filled: bool, keep: Callable[[Sequence[int]], int]) -> None:
+    def __init__(self, filled: bool, keep: _RowCounter) -> None:
         self.filled, self.keep = filled and collective.world_size() > 1, keep
 
     def gather(self, data: Any, as_objects: bool, *, is_inside: bool = False) -> Any:
@@ -171,15 +192,15 @@ class _SampleGatherer:
         if rows.dim() == 0 and not self.filled:
             return rows
         # A value of fillers alone does not count; its shape must be the same on all ranks.
-        count, listed = self.keep(rows.shape), rows if rows.dim() else rows.reshape(1)
+        count, listed = self.keep(rows.shape, rows), rows if rows.dim() else rows.reshape(1)
         return listed if count == len(listed) else listed[:count]
 
     def _gather_objects(self, rows: Any) -> Any:
         if isinstance(rows, np.ndarray) and rows.ndim:
-            return np.concatenate(collective.gather_object([rows[: self.keep(rows.shape)]]))
+            return np.concatenate(collective.gather_object([rows[: self.keep(rows.shape, rows)]]))
         single = isinstance(rows, str | bytes) or not hasattr(rows, "__iter__")
         listed = [rows] if single else list(rows)
-        return list(collective.gather_object(listed[: self.keep((len(listed),))]))
+        return list(collective.gather_object(listed[: self.keep((len(listed),), listed)]))
 
 
 def mean_loss(loss: Any, num_items: Any, device: torch.device) -> torch.Tensor:

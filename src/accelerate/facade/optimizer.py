@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakMethod
 from zlib import crc32
 
 import torch
@@ -84,7 +85,7 @@ class AcceleratedOptimizer(Optimizer):
         self.fuses_backward = callable(getattr(optimizer, "fused_backward", None))
         self.host_copies: dict[torch.Tensor, Any] = getattr(optimizer, HOST_COPIES, {})
         self._host_versions: dict[torch.Tensor, tuple[int, int]] = {}  # of the parameters, when copied last
-        self._checks: tuple[Callable[[AcceleratedOptimizer], None], ...] = ()
+        self._checks: tuple[WeakMethod[Callable[[AcceleratedOptimizer], None]], ...] = ()
         self._first_step_checks = self._checks
         self._monitor: ReductionMonitor | None = None
         self._unreduced: set[torch.Tensor] = set()
@@ -99,8 +100,14 @@ class AcceleratedOptimizer(Optimizer):
         strategy: Strategy,
         first_step_checks: tuple[Callable[[AcceleratedOptimizer], None], ...] = (),
     ) -> AcceleratedOptimizer:
-        """Bind it to one ``Accelerator``, which may check it before its first step; return itself."""
-        self._checks = self._first_step_checks = first_step_checks
+        """Bind it to one ``Accelerator``, which may check it before its first step; return itself.
+
+        Args:
+            gradients, precision, strategy: those of the ``Accelerator``.
+            first_step_checks: bound methods. They hold the ``Accelerator``, and by it this optimizer: a cycle
+                would keep models and loaders in memory until a garbage collection.
+        """
+        self._checks = self._first_step_checks = tuple(map(WeakMethod, first_step_checks))
         if isinstance(strategy, ReductionMonitor):
             self._monitor, self._unreduced = strategy, strategy.unreduced
         self.gradient_state, self._precision, self._strategy = gradients, precision, strategy
@@ -120,7 +127,10 @@ class AcceleratedOptimizer(Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
+        """Return the state of a copy, which steps parameters of its own, without strategy and precision."""
+        unbound = dict.fromkeys(("_precision", "_strategy", "_engine", "_monitor", "_run_pending"))
+        checks = {"_checks": (), "_first_step_checks": (), "_unreduced": set[torch.Tensor]()}
+        return {**self.__dict__, **unbound, **checks}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -257,8 +267,9 @@ class AcceleratedOptimizer(Optimizer):
         if self._first_step_checks:
             checks, self._first_step_checks = self._first_step_checks, ()
             if closure is None:
-                for check in checks:
-                    check(self)
+                for reference in checks:
+                    if (check := reference()) is not None:
+                        check(self)
         if self._unreduced and self._monitor is not None:
             self._monitor.report_unreduced(p for group in self.param_groups for p in group["params"])
         if gradients.loss_weighting is not None:

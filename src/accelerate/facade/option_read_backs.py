@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import RandomSampler
 
 from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.core.units import show_bytes
@@ -237,16 +237,17 @@ def _shard_status(option: RequestedOption, loader: Any) -> OptionStatus:
     )
 
 
-_IN_ORDER = (SequentialSampler.__name__, type(None).__name__, "_InfiniteConstantSampler")
-
-
 def _sampler_status(option: RequestedOption, loader: Any) -> OptionStatus:
     sampler = get_sampler(getattr(loader, "base_dataloader", loader))
     if isinstance(sampler, SeedableRandomSampler):
         return option.report_applied()
-    kind = type(sampler).__name__
-    reason = f"a loader has a {kind}, which draws no order of ours"
-    return option.report_not_applied(reason, matters=kind not in _IN_ORDER)
+    kind = type(sampler)
+    reason = f"a loader has a {kind.__name__}, which draws no order of ours"
+    # Sampler classes of programs have an order of their own, on purpose; those in order have no generator.
+    is_of_torch = kind.__module__.startswith("torch.utils.data.")
+    return option.report_not_applied(
+        reason, matters=is_of_torch and getattr(sampler, "generator", sampler) is None
+    )
 
 
 def _non_blocking_status(option: RequestedOption, loader: Any) -> OptionStatus:

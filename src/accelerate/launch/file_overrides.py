@@ -2,7 +2,8 @@
 
 A flag wins over the key of its own name where settings are loaded (``core/setting.py``). Some say more:
 ``--use_fsdp`` asks for another way of training than ``distributed_type: DEEPSPEED``, ``--multi_gpu`` for none
-of them, and ``--num_machines 1`` for a job in which a machine has no number.
+of them, and ``--num_machines 1`` for a job in which a machine has no number. A template that is shared leaves
+``num_processes: "<FILL>"`` to the flag.
 """
 
 from __future__ import annotations
@@ -63,6 +64,11 @@ def without_overruled_keys(
         overruled |= {"use_cpu"}
     if str(flags.get("num_machines")) == "1":
         overruled |= {"machine_rank"}
+    for row in (row for cls in classes for row in declared_settings(cls)):
+        value = file.values.get(row.name)
+        is_placeholder = isinstance(value, str) and not convert_to(row.type, value, "file")[0]
+        if is_placeholder and flags.get(row.name) is not None and not row.choices:
+            overruled.add(row.name)
     if not overruled & file.values.keys():
         return file
     return replace(file, values={key: value for key, value in file.values.items() if key not in overruled})

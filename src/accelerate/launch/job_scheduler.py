@@ -12,6 +12,8 @@ times and tell each process its place. A launcher that is started so reads it (`
 A value of the scheduler wins over the configuration file, which is often one copy for all machines and says
 ``machine_rank: 0`` on each; flags and ``ACCELERATE_*`` variables win over the scheduler. A port that is only
 derived from the number of the job is a default, and the file wins over it.
+
+A launcher that the script of another launch has started is no part of any job (``outer_launch.py``).
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ from accelerate.core.setting import ClusterSchedulerValue, SettingOrigin
 from accelerate.world import clusters
 from accelerate.world.clusters import ClusterEnvironment
 from accelerate.world.ports import LOOPBACK
+
+# Names the outer launch, in the environment of a launcher that its script has started.
+OUTER_LAUNCH_VARIABLE = "ACCELERATE_OUTER_LAUNCH"
 
 
 @frozen_dataclass
@@ -86,6 +91,7 @@ def detect_surrounding_job(
     A launcher that stands for its machine starts a job of its own where ``--num_machines 1`` is typed. So it
     does where ``RANK`` and ``WORLD_SIZE`` are left from another job: a loopback ``MASTER_ADDR`` is on no
     other machine. Whoever plays several machines on one says how many there are, or which is which.
+    A launch inside another one is a job of its own.
 
     Args:
         env: the environment.
@@ -98,6 +104,9 @@ def detect_surrounding_job(
     Raises:
         WorldError: as for ``detect_scheduler``.
     """
+    if OUTER_LAUNCH_VARIABLE in env:
+        place = env[OUTER_LAUNCH_VARIABLE]
+        return None, f"started inside {place} of another launch: a job of its own" if place else ""
     context = detect_scheduler(env)
     if context is None or context.is_rank:
         return context, ""

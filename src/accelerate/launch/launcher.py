@@ -14,10 +14,11 @@ from accelerate.core.errors import LaunchError, SettingError, nearest
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.value_types import LocalCount, convert_to
 from accelerate.launch.base import LaunchKind, origin_variables, print_line, requested_options
-from accelerate.launch.job_scheduler import overridden_lines
+from accelerate.launch.job_scheduler import OUTER_LAUNCH_VARIABLE, overridden_lines
 from accelerate.launch.kinds import KINDS
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import parse_tee
+from accelerate.launch.outer_launch import record_variables
 
 STDIN = "-"  # the script is what stands on standard input, as in ``python -``
 
@@ -87,6 +88,9 @@ def launch(request: LaunchRequest, *, replace: bool = False) -> None:
         print_line(request, f"settings from {request.file.path} (--config_file names another)")
     for note in (*plan.notes, *unused):
         print_line(request, note)
+    handed_on = {**request.script_variables(), **origin_variables(request)}
+    record = {OUTER_LAUNCH_VARIABLE: record_variables(handed_on)}
+    plan = dataclasses.replace(plan, variables={**plan.variables, **record})
     kind.run(request, plan, replace=replace)
 
 
@@ -254,9 +258,17 @@ def _check_program(request: LaunchRequest) -> None:
     folder = script.parent
     if not folder.is_dir():
         raise LaunchError(f"there is no script {script}", why=f"there is no folder {folder}")
+    try:
+        searched = folder.resolve()
+    except FileNotFoundError:
+        raise LaunchError(
+            f"there is no script {script}",
+            why="the working folder does not exist any more",
+            fix="change to another one: cd $HOME, or cd $PWD if the folder was made anew",
+        ) from None
     near = nearest(script.name, (file.name for file in folder.iterdir()))
     raise LaunchError(
         f"there is no script {script}",
-        why=f"looked for it in {folder.resolve()}",
+        why=f"looked for it in {searched}",
         fix=f"did you mean {folder / near}?" if near else "",
     )

@@ -17,6 +17,7 @@ from typing import IO, Any
 import accelerate.device as devices
 from accelerate.core import environ
 from accelerate.launch.base import Variables
+from accelerate.launch.job_scheduler import OUTER_LAUNCH_VARIABLE
 from accelerate.launch.logs import read_lines
 from accelerate.launch.notebook.function_launcher import STARTER
 from accelerate.launch.supervisor import GuardProcess
@@ -81,7 +82,11 @@ class RayWorker:
                 (folder / "parcel").write_bytes(parcel)
                 program = (STARTER, str(folder / "parcel"), name)
             surrounding = dict.fromkeys(key for key in environ.snapshot() if _SURROUNDING.fullmatch(key))
-            own: Variables = {"ACCELERATE_ERROR_FILE": folder / "error", "PYTHONUNBUFFERED": "1"}
+            own: Variables = {
+                "ACCELERATE_ERROR_FILE": folder / "error",
+                "PYTHONUNBUFFERED": "1",
+                OUTER_LAUNCH_VARIABLE: None,
+            }
             launcher = self._launcher = subprocess.Popen(
                 (sys.executable, "-m", "accelerate", "launch", *own_flags, *flags, *program),
                 env=environ.make_child_environment({**surrounding, **variables, **own}),

@@ -306,8 +306,18 @@ def broadcast_from(data: T, src: int = 0) -> T:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Broadcast the items of ``object_list`` from rank ``from_process``, in place."""
+    """Broadcast the items of ``object_list`` from rank ``from_process``, in place.
+
+    Raises:
+        CollectiveError: it is a tuple.
+    """
     if world_size() > 1:
+        if isinstance(object_list, tuple):
+            raise CollectiveError(
+                "broadcast_object_list of a tuple",
+                why="the items are replaced in place, and a tuple cannot be changed",
+                fix="pass a list, or take what broadcast_object_list(list(values)) returns",
+            )
         object_list[:] = broadcast_object(list(object_list), from_process, "broadcast_object_list")
     return object_list
 

@@ -77,9 +77,11 @@ class LocalLaunch(LaunchKind[LaunchPlan]):
         """Starts the job; see ``LaunchKind.run``."""
         logs = RankLogSettings(request.settings.tee, request.settings.log_dir)
         if len(plan.commands) == 1 and replace and not logs.is_active:
-            # The folder of a launcher around this one is not for this process.
-            variables: Variables = {**single_process_variables(request), "ACCELERATE_STOP_FOLDER": None}
-            replace_process(request, environ.make_child_environment({**plan.variables, **variables}))
+            with reserve_port(request, 1) as port:
+                (own,) = ranks_variables(request, 1, port and port.number, os.urandom(4).hex())
+                # The folder of a launcher around this one is not for this process.
+                variables: Variables = {**plan.variables, **own, "ACCELERATE_STOP_FOLDER": None}
+                replace_process(request, environ.make_child_environment(variables))
         else:
             _run_supervised(request, len(plan.commands), plan.variables, logs)
 
@@ -89,7 +91,7 @@ def _unused_settings(request: LaunchRequest, where: LaunchDeviceSelection) -> It
     yield from UNUSED_ON_ONE_MACHINE
     if not where.count:
         yield "gpu_ids", f"the processes run on the {where.device.type.upper()}"
-    if where.processes == 1:
+    if where.processes == 1 and not asks_for_group(request):
         yield "role", "one process is in no group"
         if not request.settings.main_process_port:
             yield "main_process_port", "one process listens nowhere"
@@ -99,11 +101,10 @@ def _unused_settings(request: LaunchRequest, where: LaunchDeviceSelection) -> It
 
 def _setting_effects(request: LaunchRequest, where: LaunchDeviceSelection) -> Iterator[tuple[str, str]]:
     """Yield what some settings do here; see ``LaunchPlan.setting_effects``."""
-    alone = where.processes == 1
-    yield "num_processes", "one process" if alone else f"{where.processes} processes"
+    yield "num_processes", "one process" if where.processes == 1 else f"{where.processes} processes"
     if where.visible is not None:
         yield "gpu_ids", f"{where.device.visible_variable}={where.visible}: the processes see only these"
-    if alone:
+    if where.processes == 1 and not asks_for_group(request):
         note = "the script is told; one process opens no group unless its code does"
         yield "main_process_port", f"MASTER_PORT: {note}"
 
@@ -130,11 +131,18 @@ def shared_variables(
 
 def ranks_variables(request: LaunchRequest, size: int, port: object, run_id: str) -> Iterator[Variables]:
     """Yield the variables of each process of a job on this machine alone; see ``torchrun_variables``."""
-    if size == 1:
+    if size == 1 and not asks_for_group(request):
         yield single_process_variables(request)
         return
     # An address of a machine among several may be none of this machine: rank 0 could not listen there.
     yield from torchrun_variables(size, LOOPBACK, port, run_id, role=request.settings.role)
+
+
+def asks_for_group(request: LaunchRequest) -> bool:
+    """Return whether a lone process opens a group too: code of such a training uses torch.distributed."""
+    kind = str(request.get("distributed_type")).upper()
+    has_accelerators = kind.startswith("MULTI_") and kind != "MULTI_CPU"
+    return bool(request.strategy_switches) or request.get("multi_gpu") or has_accelerators
 
 
 def torchrun_variables(
@@ -257,8 +265,8 @@ def _run_supervised(request: LaunchRequest, size: int, variables: Variables, log
 
 @contextmanager
 def reserve_port(request: LaunchRequest, size: int) -> Iterator[ReservedPort | None]:
-    """Provide the port of rank 0 while the job runs; None for a lone process, which needs none."""
-    if size == 1:
+    """Provide the port of rank 0 while the job runs; None for a process without a group, which needs none."""
+    if size == 1 and not asks_for_group(request):
         yield None
         return
     wanted = request.settings.main_process_port or 0

@@ -27,6 +27,7 @@ from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.device import Device
 from accelerate.launch import rank_reports
 from accelerate.launch.base import Variables
+from accelerate.launch.job_scheduler import OUTER_LAUNCH_VARIABLE
 from accelerate.launch.kinds.local import torchrun_variables
 from accelerate.launch.logs import RankLogSettings
 from accelerate.launch.notebook import device_use, payload
@@ -37,6 +38,7 @@ from accelerate.launch.notebook.function_ranks import (
     exception_file,
     result_file,
 )
+from accelerate.launch.outer_launch import record_variables
 from accelerate.launch.rank_reports import JobOutcome, ProcessSpec
 from accelerate.launch.supervisor import WorkerSupervisor
 from accelerate.world.ports import LOOPBACK, PortInUseError, ReservedPort
@@ -134,13 +136,12 @@ class FunctionLauncher:
                 self.processes, LOOPBACK, port, os.urandom(4).hex(), restarts=(attempt, self.max_restarts)
             )
         )
+        shared = {**self.variables, OUTER_LAUNCH_VARIABLE: record_variables(self.variables)}
         commands = [
             start.process_spec(
                 rank,
                 folder,
-                environ.make_child_environment(
-                    {**self.variables, **variables, "ACCELERATE_STOP_FOLDER": folder}
-                ),
+                environ.make_child_environment({**shared, **variables, "ACCELERATE_STOP_FOLDER": folder}),
             )
             for rank, variables in enumerate(each)
         ]
@@ -257,7 +258,8 @@ class NotebookRendezvousConfig:
             program = (sys.executable, "-m", "accelerate", "launch")
             flags = tuple(self._flags(folder / "settings.yaml", processes, device))
             logs = RankLogSettings("3", None, prefix=lambda rank: "")
-            launcher = ProcessSpec((*program, *flags, *script), environ.make_child_environment(variables))
+            env = environ.make_child_environment({**variables, OUTER_LAUNCH_VARIABLE: None})
+            launcher = ProcessSpec((*program, *flags, *script), env)
             # It ends its ranks itself, and needs longer for that than they do. The reports are of its ranks.
             outcome = WorkerSupervisor(
                 [launcher], logs, folder / "launcher", stop_timeout=4 * STOP_TIMEOUT

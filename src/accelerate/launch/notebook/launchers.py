@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -230,6 +231,11 @@ def check_call(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, 
         raise SettingError(
             f"{function!r} cannot be called",
             fix="pass the function itself: notebook_launcher(train, args=(...))",
+        )
+    if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+        raise SettingError(
+            f"{function.__name__} is a generator or a coroutine, which does not run when it is called",
+            fix=f"pass a function that runs it: lambda: list({function.__name__}()), or asyncio.run",
         )
     if not isinstance(args, list | tuple):
         raise SettingError(
