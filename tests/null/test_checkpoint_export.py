@@ -58,6 +58,7 @@ def test_large_weights_are_shards_with_an_index(tmp_path: Path, safe: bool) -> N
     for file in files:
         together.update(utils.load_state_dict(tmp_path / file))
     assert_same(together, weights())
+    assert write_weights(weights(), tmp_path, max_shard_size="2kb", safe_serialization=safe) == files
 
 
 @pytest.mark.parametrize("safe", [True, False])

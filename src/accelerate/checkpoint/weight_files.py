@@ -162,6 +162,11 @@ def replace_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
             raise
 
 
+def _parse_shard_size(size: int | str) -> int:
+    """Return bytes; a file has no bits, so ``"1kb"`` are kilobytes, as in 1.15."""
+    return parse_bytes(size.upper() if isinstance(size, str) else size)
+
+
 def save_weights(
     state: Mapping[str, Any],
     directory: str | Path,
@@ -200,7 +205,9 @@ def save_weights(
     from huggingface_hub import split_torch_state_dict_into_shards
 
     split = split_torch_state_dict_into_shards(
-        dict(state), filename_pattern=layout.WEIGHTS_PATTERN_NAME, max_shard_size=parse_bytes(max_shard_size)
+        dict(state),
+        filename_pattern=layout.WEIGHTS_PATTERN_NAME,
+        max_shard_size=_parse_shard_size(max_shard_size),
     )
     fills = {
         file: partial(torch_files.write, {name: state[name] for name in members})
@@ -234,7 +241,7 @@ def write_weights(
     split = split_torch_state_dict_into_shards(
         {name: tensor.meta() for name, tensor in casts.items()},
         filename_pattern=layout.SAFE_WEIGHTS_PATTERN_NAME,
-        max_shard_size=parse_bytes(max_shard_size),
+        max_shard_size=_parse_shard_size(max_shard_size),
     )
     fills: dict[str, Callable[[BinaryIO], object]] = {}
     for file, members in split.filename_to_tensors.items():
@@ -400,7 +407,7 @@ def write_merged(
     """
     with file_errors("make the folder", folder):
         folder.mkdir(parents=True, exist_ok=True)
-    shards = _split_shards(lazy_tensors, parse_bytes(limit))
+    shards = _split_shards(lazy_tensors, _parse_shard_size(limit))
     pattern = layout.SAFE_WEIGHTS_PATTERN_NAME if safe else layout.WEIGHTS_PATTERN_NAME
     file_of_tensor: dict[str, str] = {}
     total = sum(tensor.nbytes for tensor in lazy_tensors.values())
