@@ -346,12 +346,13 @@ def test_a_second_ctrl_c_does_not_wait() -> None:
 
 
 def test_a_rank_may_use_the_time_it_is_given() -> None:
+    """By default as long as torchrun gives: a handler that saves needs more than a job that fails."""
     job = start(
         *TWO,
         script_text=HEAD
         + """
 def save(*_):
-    time.sleep(1)
+    time.sleep(5)
     print("saved", rank)
     sys.exit(0)
 signal.signal(signal.SIGTERM, save)

@@ -110,8 +110,10 @@ class JobSettings:
     num_cpu_threads_per_process: Count | None = setting(
         None, help="threads of each process's CPU kernels; by default the cores are shared out"
     )
-    stop_timeout: Seconds = setting(
-        3.0, help="seconds that processes which are asked to stop have before they are killed"
+    stop_timeout: Seconds | None = setting(
+        None,
+        help="seconds that processes which are asked to stop have before they are killed; by default 30 when "
+        "a signal such as SIGTERM ends the job, as with torchrun, and 3 on Ctrl-C and when the job fails",
     )
     preemption_grace: Seconds | None = setting(
         None,

@@ -77,7 +77,7 @@ class RayWorker:
             folder = Path(name)
             # No file of this machine says more than the flags do.
             (folder / "settings.yaml").write_text("{}\n", encoding="utf-8")
-            own_flags = ("--config_file", f"{folder}/settings.yaml")
+            own_flags = ("--config_file", f"{folder}/settings.yaml", "--stop_timeout", "3")
             if parcel is not None:
                 (folder / "parcel").write_bytes(parcel)
                 program = (STARTER, str(folder / "parcel"), name)

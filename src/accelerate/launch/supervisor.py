@@ -37,6 +37,8 @@ from accelerate.launch.rank_reports import (
 
 LINGER_SECONDS = 1.0  # seconds that the others have to fail by themselves after the first failure
 POLL_SECONDS = 0.5  # seconds between looks for a rank that has raised and does not end
+STOP_SECONDS = 3.0  # that ranks have before they are killed, when the job fails or Ctrl-C is pressed
+SIGNAL_STOP_SECONDS = 30.0  # when a signal from outside ends it: ranks may save; torchrun waits so long
 REPEAT_SECONDS = 2.0  # seconds in which another signal is the same one, sent by several ways
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -51,7 +53,8 @@ class WorkerSupervisor:
         logs: where their output goes.
         folder: where they leave tracebacks, and announce graceful stops; a rank that has left a traceback and
             does not exit counts as failed.
-        stop_timeout: seconds between asking to stop and killing.
+        stop_timeout: seconds between asking to stop and killing; None: ``SIGNAL_STOP_SECONDS`` on a signal
+            from outside, ``STOP_SECONDS`` on one from the keyboard and on a failure.
         grace_period: seconds for a graceful stop before ranks are killed; None for as long as they need.
         first_rank: the rank of the first process; lower ranks are on other machines.
         wake_fds: file descriptors that interrupt the wait.
@@ -68,13 +71,15 @@ class WorkerSupervisor:
         logs: RankLogSettings,
         folder: Path,
         *,
-        stop_timeout: float,
+        stop_timeout: float | None,
         grace_period: float | None = None,
         first_rank: int = 0,
         wake_fds: Sequence[int] = (),
     ) -> None:
         self.commands, self.logs, self.folder = commands, logs, folder
-        self.stop_timeout, self.grace_period = stop_timeout, grace_period
+        self.stop_timeout = STOP_SECONDS if stop_timeout is None else stop_timeout
+        self.signal_timeout = SIGNAL_STOP_SECONDS if stop_timeout is None else stop_timeout
+        self.grace_period = grace_period
         self.first_rank, self.wake_fds = first_rank, wake_fds
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.alive: dict[int, subprocess.Popen[bytes]] = {}
@@ -165,7 +170,10 @@ class WorkerSupervisor:
                 return
             # A terminal's Ctrl-C reaches a whole group; `kill` reaches one process.
             from_keyboard = number in (signal.SIGINT, signal.SIGQUIT)
-            self._ask_to_stop(os.killpg if from_keyboard else os.kill, number)
+            if from_keyboard:
+                self._ask_to_stop(os.killpg, number, self.stop_timeout)
+            else:
+                self._ask_to_stop(os.kill, number, self.signal_timeout)
         elif number in STOP_SIGNALS and not (
             number == self.outcome.stopped_by and time.monotonic() - self.graceful_stop_at < REPEAT_SECONDS
         ):
@@ -189,10 +197,10 @@ class WorkerSupervisor:
         processes = self.alive.values()
         unasked = [process for process in processes if read_graceful_stop(self.folder, process.pid)]
         _send_signal(os.kill, unasked, signal.SIGKILL)
-        self._ask_to_stop(os.kill, signal.SIGTERM)
+        self._ask_to_stop(os.kill, signal.SIGTERM, self.stop_timeout)
 
-    def _ask_to_stop(self, send: Callable[[int, int], None], number: int) -> None:
-        self.kill_at = time.monotonic() + self.stop_timeout
+    def _ask_to_stop(self, send: Callable[[int, int], None], number: int, timeout: float) -> None:
+        self.kill_at = time.monotonic() + timeout
         _send_signal(send, self.alive.values(), number)
 
     def _kill_leftovers(self) -> None:
@@ -211,9 +219,10 @@ def _send_signal(
 
 
 class GuardProcess(AbstractContextManager["GuardProcess"]):
-    """The process that ends the ranks when this one dies."""
+    """The process that ends the ranks when this one dies, after so many seconds to end by themselves."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float | None) -> None:
+        seconds = STOP_SECONDS if seconds is None else seconds
         path = str(Path(__file__).with_name("orphan_guard.py"))
         # It inherits what is blocked. Signals to this process that come meanwhile are delivered afterwards.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

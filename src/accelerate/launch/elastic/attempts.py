@@ -30,6 +30,7 @@ from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
 from accelerate.launch.rank_reports import JobOutcome, ProcessExit
 from accelerate.launch.supervisor import (
+    STOP_SECONDS,
     STOP_SIGNALS,
     GuardProcess,
     SignalAndChildExitWaiter,
@@ -201,14 +202,14 @@ class ElasticAgentProcess:
     Args:
         job: what it has to know, as JSON has it.
         guard: ends it when this process dies.
-        stop_timeout: seconds between asking it to stop and killing it.
+        stop_timeout: seconds between asking it to stop and killing it; None for ``STOP_SECONDS``.
 
     Attributes:
         heard: when it last said that it reached the others, in s of the monotonic clock.
     """
 
-    def __init__(self, job: Message, guard: GuardProcess, stop_timeout: float) -> None:
-        self.guard, self.stop_timeout = guard, stop_timeout
+    def __init__(self, job: Message, guard: GuardProcess, stop_timeout: float | None) -> None:
+        self.guard, self.stop_timeout = guard, STOP_SECONDS if stop_timeout is None else stop_timeout
         self.process = subprocess.Popen(
             [sys.executable, AGENT_FILE],
             # The library shares one store between attempts; what the last one left in it breaks the next.

@@ -274,7 +274,7 @@ class NotebookRendezvousConfig:
             return list(read_results(folder, processes))
 
     def _flags(self, settings: Path, processes: int, device: Device) -> Iterator[str]:
-        yield from ("--config_file", str(settings), "--tee", "3")
+        yield from ("--config_file", str(settings), "--tee", "3", "--stop_timeout", str(STOP_TIMEOUT))
         yield from ("--num_processes", str(processes * self.machines), "--num_machines", str(self.machines))
         yield from ("--rdzv_backend", self.backend)
         if self.backend == "static":  # the others number the machines as they meet
