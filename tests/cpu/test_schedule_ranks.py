@@ -241,7 +241,6 @@ def wrong(size: int) -> list[str]:
     attempt(lambda: Accelerator(mixed_precision="fp16").prepare(nn.Linear(2, 2).half()))
     attempt(lambda: accelerator.backward(torch.ones(2, requires_grad=True) * 2))
     attempt(lambda: accelerator.backward(torch.ones(2).sum(), num_items=1))
-    attempt(lambda: Accelerator().prepare(lr_scheduler.StepLR(optimizer, 1)).step())
     twice = accelerator.prepare(model, model)
     said.append(str(twice[0] is twice[1]))
     with warnings.catch_warnings(record=True) as caught:
@@ -257,5 +256,5 @@ def wrong(size: int) -> list[str]:
 def test_bad_input_is_said_on_every_rank(ranks: RankServer) -> None:
     said = same_on_all(ranks(2, wrong, 2))
     parts = ["given nothing", "a str cannot be", "float16 already", "not a scalar", "before anything was"]
-    for text, part in zip(said, [*parts, "was not prepared", "True"], strict=True):
+    for text, part in zip(said, [*parts, "True"], strict=True):
         assert part in text

@@ -11,10 +11,15 @@ from typing import Any
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from accelerate.core.errors import PrepareError
 from accelerate.core.user_warning import warn_user
 from accelerate.facade.gradient_state import GradientState
 from accelerate.world import collective
+
+_UNPREPARED_OPTIMIZER = (
+    "scheduler.step() of a prepared scheduler whose optimizer was not prepared: each call counts as a step, "
+    "since whether it stepped is not known. Prepare it too, in any order, or pass "
+    "Accelerator(step_scheduler_with_optimizer=False)"
+)
 
 
 class AcceleratedScheduler:
@@ -47,7 +52,7 @@ class AcceleratedScheduler:
         self._total_steps: int | None = getattr(scheduler, "total_steps", None)
         self._is_metric_based = isinstance(scheduler, ReduceLROnPlateau)
         self._metric = _find_metric(scheduler)
-        self._has_warned = False
+        self._has_warned = self._is_unpaired_told = False
         self._overrun_monitor = ScheduleEndMonitor(scheduler)
         # The number of data shards; None: the world size.
         self._data_shards: int | None = None
@@ -69,11 +74,7 @@ class AcceleratedScheduler:
         return getattr(self.scheduler, name)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance, if the optimizer did.
-
-        Raises:
-            PrepareError: the optimizer was never prepared, so its steps are not known.
-        """
+        """Advance, if the optimizer did; one that was never prepared counts as having stepped."""
         count = self._count_advances()
         if count == 0:
             return
@@ -94,8 +95,9 @@ class AcceleratedScheduler:
             return 1
         if not state.sync_gradients:
             return 0
-        if not self.optimizers:
-            raise _unprepared_optimizer_error()
+        if not self.optimizers and not self._is_unpaired_told:
+            self._is_unpaired_told = True
+            warn_user(_UNPREPARED_OPTIMIZER)
         if self._is_metric_based:
             return 1
         for optimizer in self.optimizers:
@@ -220,12 +222,3 @@ def schedule_length(scheduler: Any) -> int | None:
     if isinstance(scheduler, lr_scheduler.LinearLR) and scheduler.end_factor < scheduler.start_factor:
         return scheduler.total_iters
     return None
-
-
-def _unprepared_optimizer_error() -> PrepareError:
-    return PrepareError(
-        "scheduler.step() of a prepared scheduler whose optimizer was not prepared",
-        why="it advances when the optimizer steps, and that is not known here",
-        fix="optimizer, scheduler = accelerator.prepare(optimizer, scheduler), in any order, or "
-        "Accelerator(step_scheduler_with_optimizer=False)",
-    )
