@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import pickle
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -57,6 +59,18 @@ def attributes() -> tuple[object, ...]:
     twin = copy.deepcopy(accelerator.unwrap_model(model))
     thawed = pickle.loads(pickle.dumps(model))
     twin(torch.ones(2, 3)).sum().backward()  # a copy is a plain model: no rank waits for it
+    optimizer = torch.optim.SGD(user.parameters(), lr=0.1, momentum=0.9)
+    optimizer, schedule = accelerator.prepare(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    optimizer.step()
+    schedule.step()
+    for read in (copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))):
+        other, its_schedule = read((optimizer, schedule))
+        assert type(other) is type(optimizer)
+        assert its_schedule.get_last_lr() == schedule.get_last_lr()
+        before, other_param = user.out.bias.tolist(), other.param_groups[0]["params"][-1]
+        other_param.grad = torch.ones_like(other_param)
+        other.step()
+        assert user.out.bias.tolist() == before, "a copy steps parameters of its own"
     return (
         isinstance(model, Net),
         type(model).__name__,
@@ -524,3 +538,38 @@ def test_a_forward_that_is_called_by_its_name_reduces_gradients(ranks: RankServe
     """As that of torch's wrapper does: ``model.forward(x)``, and a method that calls ``self.forward``."""
     _, signature = same_on_all(ranks(2, weights_after_forwards_by_name))
     assert signature == "(x: 'torch.Tensor') -> 'torch.Tensor'"
+
+
+def kept_objects() -> list[str]:
+    """The kinds of the objects of two trainings that are alive after the second function has ended."""
+    from accelerate import Accelerator
+
+    def train() -> list[weakref.ref[Any]]:
+        accelerator, model = Accelerator(gradient_accumulation_steps=2), Net()
+        optimizer: Any = torch.optim.Adam(model.parameters())
+        scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        loader: Any = DataLoader(TensorDataset(torch.ones(8, 3)), batch_size=2)
+        view, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+        for (x,) in loader:
+            with accelerator.accumulate(view):
+                accelerator.backward(view(x).sum())
+                accelerator.clip_grad_norm_(view.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        kept = accelerator, view, model, optimizer, optimizer.optimizer, scheduler, loader
+        return [weakref.ref(item) for item in kept]
+
+    train()  # what is imported at the first use leaves frames behind
+    gc.collect()
+    gc.disable()
+    try:
+        return [type(item()).__name__ for item in train() if item() is not None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_nothing_is_left_of_a_training_without_a_garbage_collection(ranks: RankServer, count: int) -> None:
+    """As in 1.15 and torch: weights, gradient buckets and workers go with the last variable."""
+    assert same_on_all(ranks(count, kept_objects)) == []

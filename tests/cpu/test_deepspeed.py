@@ -342,6 +342,24 @@ def two_models() -> None:
         accelerator.clip_grad_norm_([*first.module.parameters(), *second.module.parameters()], 1.0)
 
 
+def two_accelerators() -> None:
+    """The second has the plugins of the first, as in the public guide to several models."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    plugins = {"one": DeepSpeedPlugin(zero_stage=2), "two": DeepSpeedPlugin(zero_stage=3)}
+    accelerators = Accelerator(cpu=True, deepspeed_plugins=plugins), Accelerator()
+    plain: list[Any] = [alone(1), alone(1)]
+    for accelerator, name, expected in zip(accelerators, plugins, plain, strict=True):
+        accelerator.state.select_deepspeed_plugin(name)
+        raw = tiny()
+        model, optimizer = accelerator.prepare(cast("Any", raw), adamw(raw))
+        assert model.zero_optimization_stage() == plugins[name].zero_stage
+        torch.testing.assert_close(
+            torch.tensor(loop(accelerator, model, optimizer)["losses"]),
+            torch.tensor(expected["losses"]), rtol=0, atol=1e-5,
+        )  # fmt: skip
+
+
 def apart() -> None:
     """A model alone, then its optimizer; both stay the objects that the script has."""
     for stage in ("2", "3"):
@@ -468,7 +486,10 @@ def refused_case() -> None:
         accelerator.get_state_dict(model)
 
 
-USES = (bf16, windows, drop_gradients, two_models, apart, prepare_again, stand_ins, refused_case)
+USES = (
+    *(bf16, windows, drop_gradients, two_models, two_accelerators, apart, prepare_again),
+    *(stand_ins, refused_case),
+)
 
 
 def uses() -> list[str]:

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 from accelerate import Accelerator
 from accelerate.core.errors import CollectiveError, PrepareError
 from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from tests.support.ranks import RankServer, same_on_all
 
 Triple = namedtuple("Triple", "a b c")
@@ -202,6 +203,20 @@ def _afresh() -> tuple[Any, ...]:
 
 def test_several_accelerators_and_a_fresh_start(ranks: RankServer) -> None:
     assert same_on_all(ranks(2, _afresh)) == (("no", "bf16", "bf16"), (2, 1), True, 2, 2)
+
+
+def _continued() -> tuple[Any, ...]:
+    """``Accelerator()`` of one rank alone, as in a library; the others make none."""
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    again = Accelerator() if accelerator.is_main_process else accelerator
+    accelerator.wait_for_everyone()
+    state = AcceleratorState()
+    return again.distributed_type, state.distributed_type, state.fsdp_plugin is accelerator.state.fsdp_plugin
+
+
+def test_another_accelerator_is_sharded_alike(ranks: RankServer) -> None:
+    fsdp = DistributedType.FSDP
+    assert same_on_all(ranks(2, _continued)) == (fsdp, fsdp, True)
 
 
 def _containers() -> dict[str, Any]:

@@ -426,6 +426,8 @@ def test_memory_is_freed_of_everything_prepared() -> None:
 def test_a_lone_process_may_train_with_handlers_of_other_worlds() -> None:
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
     assert accelerator.prepare(nn.Linear(1, 1))(torch.ones(1, 1)).shape == (1, 1)
+    assert accelerator.ddp_handler.find_unused_parameters, "what was given can be read"
+    assert Accelerator().ddp_handler is None
 
 
 def test_a_profile_leaves_a_trace_per_rank(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -194,15 +196,50 @@ def test_an_assignment_without_effect_is_refused(name: str) -> None:
 
 def test_states_refuse_what_they_only_show() -> None:
     Accelerator(cpu=True)
-    for name in ("num_processes", "process_index", "local_process_index"):
-        for state in (PartialState(), AcceleratorState()):
-            with pytest.raises(SettingError, match=f"{name} cannot be assigned"):
-                setattr(state, name, 1)
     for name in ("backend", "fork_launched"):
         with pytest.raises(SettingError, match=f"{name} cannot be assigned"):
             setattr(PartialState(), name, None)
     with pytest.raises(SettingError, match="dataloader_references cannot be assigned"):
         GradientState().dataloader_references = []  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("state_class", [PartialState, AcceleratorState])
+def test_assigned_ranks_are_read_and_nothing_else_follows(state_class: Any) -> None:
+    """Tests of programs replace them, as transformers' do: mock.patch deletes them at its end."""
+    accelerator, data = Accelerator(cpu=True), TensorDataset(torch.ones(4))
+    state = state_class()
+    replaced = mock.patch.object(state, "num_processes", 3)
+    with pytest.warns(UserWarning, match=r"num_processes was set to 3: .* go on with 1"):
+        replaced.start()
+    assert accelerator.num_processes == accelerator.state.num_processes == PartialState().num_processes == 3
+    assert accelerator.is_main_process
+    assert not accelerator.is_last_process
+    replaced.stop()
+    assert accelerator.num_processes == 1
+    with pytest.warns(UserWarning, match="num_processes was set to 3"):
+        state.num_processes = 3
+    with pytest.warns(UserWarning, match=r"_index was set to 2"):
+        state.process_index = state.local_process_index = 2
+    assert (accelerator.process_index, PartialState().local_process_index) == (2, 2)
+    assert accelerator.is_last_process
+    assert not accelerator.is_main_process
+    assert not accelerator.is_local_main_process
+    with accelerator.main_process_first(), accelerator.split_between_processes([1, 2, 3]) as part:
+        assert part == [1, 2, 3]
+    assert len(accelerator.prepare(DataLoader(data))) == 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state.num_processes = 1
+        del state.process_index, state.local_process_index
+    for name, value in (("num_processes", 1), ("process_index", 0), ("local_process_index", 0)):
+        assert getattr(accelerator, name) == getattr(PartialState(), name) == value
+
+
+def test_a_replaced_distributed_type_is_read_until_it_is_put_back() -> None:
+    Accelerator(cpu=True)
+    with mock.patch.object(PartialState(), "distributed_type", "MULTI_GPU"):
+        assert PartialState().distributed_type == "MULTI_GPU"
+    assert PartialState().distributed_type == "NO"
 
 
 def test_the_assigned_device_is_used() -> None:

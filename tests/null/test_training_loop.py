@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
-from accelerate.core.errors import PrepareError
-from accelerate.state import GradientState
-from accelerate.utils import AutocastKwargs, GradScalerKwargs
+from accelerate.core.errors import PrepareError, WorldError
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import AutocastKwargs, DynamoBackend, GradScalerKwargs, ParallelismConfig
 
 
 class Both(nn.Module):
@@ -54,7 +54,7 @@ def test_autocast_by_hand_takes_its_own_options() -> None:
         assert layer(x).dtype == torch.bfloat16
     with accelerator.autocast(AutocastKwargs(enabled=False)):
         assert layer(x).dtype == torch.float32
-    with Accelerator().autocast():
+    with Accelerator(mixed_precision="no").autocast():
         assert layer(x).dtype == torch.float32
 
 
@@ -124,7 +124,7 @@ def test_a_fused_backward_is_not_done_by_halves(tmp_path: Path) -> None:
     scaled.prepare(model, Lomo(model.parameters()))
     with pytest.raises(PrepareError, match="lomo_backward under mixed_precision='fp16'"):
         scaled.backward(model(torch.ones(1, 2)).sum(), learning_rate=0.1)
-    accelerator = Accelerator()
+    accelerator = Accelerator(mixed_precision="no")
     other = nn.Linear(2, 1)
     optimizer = Lomo(other.parameters())
     vars(optimizer)["exp_avg_sq"] = {"weight": torch.ones(2)}
@@ -202,6 +202,26 @@ def test_an_accelerator_may_follow_another_with_other_settings() -> None:
         assert GradientState().num_steps == steps
         accelerator.free_memory()
         accelerator.end_training()
+
+
+def test_an_accelerator_that_states_nothing_continues_the_one_before() -> None:
+    """As in 1.15: ``Accelerator()`` in a library is another view of the same training."""
+    first = Accelerator(cpu=True, mixed_precision="bf16", dynamo_backend="eager")
+    second, third = Accelerator(), Accelerator(gradient_accumulation_steps=2)
+    assert [each.mixed_precision for each in (second, third)] == ["bf16", "bf16"]
+    assert AcceleratorState().dynamo_plugin is first.state.dynamo_plugin
+    assert [first.gradient_accumulation_steps, third.gradient_accumulation_steps] == [1, 2]
+    own = Accelerator(mixed_precision="no")
+    assert (own.mixed_precision, own.state.dynamo_plugin.backend) == ("no", DynamoBackend.NO)
+    assert Accelerator().mixed_precision == "no"
+    Accelerator(mixed_precision="bf16").end_training()
+    assert Accelerator(cpu=True).mixed_precision == "no"
+
+
+def test_choices_that_failed_are_not_continued() -> None:
+    with pytest.raises(WorldError):
+        Accelerator(cpu=True, mixed_precision="bf16", parallelism_config=ParallelismConfig(tp_size=2))
+    assert Accelerator(cpu=True).mixed_precision == "no"
 
 
 def test_an_evaluation_left_half_way_and_kept_does_not_hide_the_end_of_the_training_loop() -> None:

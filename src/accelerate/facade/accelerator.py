@@ -151,6 +151,9 @@ def _mesh_rank_property(dimension: str, doc: str) -> TypedProperty[int]:
 class Accelerator(ProcessMixin):
     """Runs a training loop on whatever it is launched on.
 
+    Several may be in use at once, each with its own choices. One that is given no precision, plugin, mesh or
+    compiler has those of the one before, as in 1.15, until that ends its training.
+
     Args:
         device_placement: move models and batches to the device.
         split_batches: see ``DataLoaderConfiguration``.
@@ -226,7 +229,7 @@ class Accelerator(ProcessMixin):
             (deepspeed_plugin, deepspeed_plugins, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin),
             mixed_precision=mixed_precision,
             cpu=cpu,
-            parallelism=runtimes.resolve_parallelism(parallelism_config, torch_tp_plugin),
+            parallelism=parallelism_config,
             compiler=dynamo_plugin,
             compiler_backend=dynamo_backend,
             accumulation_plugin=gradient_accumulation_plugin,
@@ -330,8 +333,15 @@ class Accelerator(ProcessMixin):
     step: ComponentAttribute[int] = ComponentAttribute(
         "gradient_state.step", "The micro-batches since the last window closed at the end of a loader."
     )
-    ddp_handler: ComponentAttribute[Any] = ComponentAttribute(
-        "strategy.handler", "The options of DDP that the next ``prepare`` uses, given or not."
+    ddp_handler: TypedProperty[Any] = TypedProperty(
+        lambda self: (
+            self.strategy.handler
+            or next(
+                (self.handlers[s.handler_class] for s in STRATEGIES if s.handler_class in self.handlers), None
+            )
+        ),
+        lambda self, handler: setattr(self.strategy, "handler", handler),
+        doc="The options of DDP: those that the next ``prepare`` uses, or that were given where none does.",
     )
     _models = ComponentAttribute[list[nn.Module]]("_prepared.models", "The prepared models.")
     _optimizers = ComponentAttribute[list[AcceleratedOptimizer]](
@@ -843,13 +853,13 @@ class Accelerator(ProcessMixin):
         """
         handler = profile_handler or self.profile_handler or ProfileKwargs()
         try:
-            with record_profile(handler, self.process_index) as profiler:
+            with record_profile(handler, self.world.rank) as profiler:
                 yield profiler
         except (RuntimeError, MemoryError) as error:
             if handler.output_trace_dir is not None and self.world.hardware.is_out_of_memory(error):
                 models = [self.strategy.unwrap(model) for model in self._models]
                 optimizers = [each.optimizer for each in self._optimizers]
-                write_holders(handler, self.process_index, self.world.hardware, models, optimizers)
+                write_holders(handler, self.world.rank, self.world.hardware, models, optimizers)
             raise
         if handler.output_trace_dir is not None:
             self.wait_for_everyone()
@@ -1171,7 +1181,7 @@ class Accelerator(ProcessMixin):
 
     def _save_and_exit(self) -> NoReturn:
         path = self.save_state()
-        if self.is_main_process:
+        if self.world.is_main:
             code = self._preemption.options.exit_code
             logger.warning("saved %s; exit code %d: start the job again to go on", path, code)
         self.exit_to_resume()

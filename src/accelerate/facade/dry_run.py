@@ -239,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             size,
             nodes=nodes,
             ranks=(0, last) if last else (0,),
-            parallelism=runtime.resolve_parallelism(None, None),
+            parallelism=runtime.resolve_parallelism(None),
             precision=precision,
         )
     except AccelerateError as error:

@@ -37,17 +37,17 @@ class ProcessMixin:
     @property
     def num_processes(self) -> int:
         """The world size."""
-        return self.world.size
+        return self.world.reported.get("num_processes", self.world.size)
 
     @property
     def process_index(self) -> int:
         """The rank."""
-        return self.world.rank
+        return self.world.reported.get("process_index", self.world.rank)
 
     @property
     def local_process_index(self) -> int:
         """The rank on this machine."""
-        return self.world.local_rank
+        return self.world.reported.get("local_process_index", self.world.local_rank)
 
     @property
     def use_distributed(self) -> bool:
@@ -57,17 +57,17 @@ class ProcessMixin:
     @property
     def is_main_process(self) -> bool:
         """Return whether this is rank 0."""
-        return self.world.is_main
+        return self.process_index == 0
 
     @property
     def is_local_main_process(self) -> bool:
         """Return whether this is the first process of its machine."""
-        return self.world.is_local_main
+        return self.local_process_index == 0
 
     @property
     def is_last_process(self) -> bool:
         """Return whether this is the last rank."""
-        return self.world.is_last
+        return self.process_index == self.num_processes - 1
 
     def wait_for_everyone(self) -> None:
         """Wait until every process is here."""
@@ -88,7 +88,7 @@ class ProcessMixin:
         yield _split(inputs, apply_padding=apply_padding)
 
     def _first_block(self, is_main: bool) -> AbstractContextManager[None]:
-        return _FirstProcessBlock(self.process_index, is_main)
+        return _FirstProcessBlock(self.world.rank, is_main)
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """Run the block on rank 0 first, then on the others.
@@ -97,7 +97,7 @@ class ProcessMixin:
             PeerError: on the others, which have not begun, when rank 0 raised in its block; with its
                 traceback.
         """
-        return self._first_block(self.is_main_process)
+        return self._first_block(self.world.is_main)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
         """Run the block on the first process of each machine first, then on the others.
@@ -105,7 +105,7 @@ class ProcessMixin:
         Raises:
             PeerError: on all the others, when one of those that go first raised in its block.
         """
-        return self._first_block(self.is_local_main_process)
+        return self._first_block(self.world.is_local_main)
 
     def on_main_process(self, function: Function | None = None) -> Function:
         """Decorate a function to run on rank 0 only; it returns None elsewhere."""

@@ -25,6 +25,7 @@ from accelerate.strategy import STRATEGIES
 from accelerate.strategy.base import Strategy, StrategyRequest, SubclassGathering
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 from accelerate.watch.profile import ProfileKwargs
+from accelerate.world import world as worlds
 from accelerate.world.preemption import PreemptionKwargs
 from accelerate.world.world import InitProcessGroupKwargs, World
 
@@ -75,6 +76,9 @@ def build_runtime(
 ) -> Runtime:
     """Open the world, and choose the precision and the strategy.
 
+    Where none of these is given, those of the ``Accelerator`` before are taken, as in 1.15: scripts and
+    libraries write ``Accelerator()`` for another view of the same training.
+
     Args:
         handlers: the kwargs handlers, by class.
         plugins: of strategies; None stands for one that is not given.
@@ -95,6 +99,13 @@ def build_runtime(
             "gradient_accumulation_steps is given twice: as an argument and in the plugin",
             fix="keep the second",
         )
+    given = tuple(plugin for plugin in plugins if plugin is not None)
+    is_stated = any((*given, parallelism, compiler, compiler_backend))
+    if not is_stated and (earlier := AcceleratorState.reusable(mixed_precision)):
+        mixed_precision, given = earlier.mixed_precision, earlier.strategy_plugins or ()
+        parallelism, compiler = earlier.parallelism_config, earlier.dynamo_plugin
+    else:
+        parallelism = resolve_parallelism(parallelism, given)
     compiler = compiler or TorchDynamoPlugin(backend=compiler_backend)
     group = handlers.get(InitProcessGroupKwargs)
     state = AcceleratorState(
@@ -106,12 +117,13 @@ def build_runtime(
         **(group.to_kwargs() if group is not None else {}),
     )
     require(*COMMON)
-    world = state.world
+    world = worlds.current()
+    assert world is not None, "the state has opened it"
     precision = PRECISIONS.get(state.mixed_precision)(world.hardware, handlers)
     precision.check()
     request = StrategyRequest(
         world,
-        tuple(plugin for plugin in plugins if plugin is not None),
+        given,
         handlers,
         precision=precision.name,
         autocast_format=precision.autocast_format,
@@ -123,10 +135,10 @@ def build_runtime(
     strategy = choose_strategy(request)
     if precision.scales_loss:
         precision.set_overflow_sync(strategy.flag_reduction())
-    precision.set_gather_extension(
-        isinstance(strategy, SubclassGathering) and strategy.gathers_tensor_subclasses
-    )
+    if isinstance(strategy, SubclassGathering):
+        precision.set_gather_extension(strategy.gathers_tensor_subclasses)
     state.show_strategy(strategy)
+    state.strategy_plugins = given
     gradients = GradientState.create(accumulation_plugin, ActiveLoaders())
     if accumulation_plugin is None:
         engine_steps = strategy.accumulation_steps if isinstance(strategy, EngineStrategy) else None
@@ -156,7 +168,9 @@ def choose_strategy(request: StrategyRequest) -> Strategy:
     return chosen
 
 
-def resolve_parallelism(config: ParallelismConfig | None, tp_plugin: Any) -> ParallelismConfig | None:
+def resolve_parallelism(
+    config: ParallelismConfig | None, plugins: Iterable[Any] = ()
+) -> ParallelismConfig | None:
     """Return the parallelism config: as given, from the older plugin, or from the launcher; None without.
 
     Raises:
@@ -164,7 +178,9 @@ def resolve_parallelism(config: ParallelismConfig | None, tp_plugin: Any) -> Par
     """
     from accelerate.strategy.launch_settings.parallelism import UseParallelismConfigSetting
 
-    tp_size = getattr(tp_plugin, "tp_size", 1)
+    tp_size = 1
+    for plugin in plugins:
+        tp_size = getattr(plugin, "tp_size", tp_size)
     if config is None and (
         tp_size > 1 or load_settings(UseParallelismConfigSetting).value.use_parallelism_config
     ):

@@ -11,6 +11,7 @@ from accelerate import device as devices
 from accelerate.core import environ
 from accelerate.core.errors import SettingError, UnknownNameError, WorldError
 from accelerate.core.setting import load_settings
+from accelerate.core.user_warning import warn_user
 from accelerate.facade.enums import DistributedType
 from accelerate.facade.gradient_state import GradientState as GradientState
 from accelerate.facade.gradient_state import _SharedStateDescriptor
@@ -63,6 +64,32 @@ def _refuse_assignment(owner: type, name: str, why: str, fix: str) -> Callable[[
         raise _ReadOnlyAttributeError(f"{owner.__name__}().{name} cannot be assigned", why=why, fix=fix)
 
     return refuse
+
+
+def _report_assignments(owner: type, name: str, field: str) -> None:
+    """Let a property say what was assigned to it until it is deleted: tests replace ranks by ``mock.patch``.
+
+    Args:
+        owner: the class of a state.
+        name: of the property.
+        field: of the world, which keeps the true value.
+    """
+
+    def assign(state: Any, value: int) -> None:
+        delete(state)
+        true_value = getattr(state.world, field)
+        if value == true_value:
+            return
+        state.world.reported[name] = value
+        warn_user(
+            f"{owner.__name__}().{name} was set to {value}: it only reads so. Loaders and collectives go on "
+            f"with {true_value}, that of the process group: start processes by accelerate launch"
+        )
+
+    def delete(state: Any) -> None:
+        state.world.reported.pop(name, None)
+
+    setattr(owner, name, getattr(owner, name).setter(assign).deleter(delete))
 
 
 class _ReadOnlyAttributeError(SettingError, AttributeError):
@@ -175,6 +202,10 @@ class PartialState(ProcessMixin):
     def distributed_type(self, value: str) -> None:
         PartialState._overrides["distributed_type"] = DistributedType(value)
 
+    @distributed_type.deleter
+    def distributed_type(self) -> None:
+        PartialState._overrides.pop("distributed_type", None)
+
     @property
     def fork_launched(self) -> bool:
         """Return whether a parent owns the process group."""
@@ -238,6 +269,7 @@ class AcceleratorState(ProcessMixin):
     device_mesh: Any
     deepspeed_plugins: Any
     torch_tp_plugin: Any
+    strategy_plugins: tuple[Any, ...] | None = None  # that were given; None until all choices have held
 
     def __new__(
         cls,
@@ -271,6 +303,8 @@ class AcceleratorState(ProcessMixin):
         state.dynamo_plugin, state.parallelism_config = dynamo_plugin, parallelism_config
         state.device_mesh = None
         state.deepspeed_plugins = state.torch_tp_plugin = None
+        if not _from_accelerator:
+            state.strategy_plugins = ()
         cls._current = state
         cls._instances.add(state)
         return state
@@ -327,7 +361,7 @@ class AcceleratorState(ProcessMixin):
 
     def show_strategy(self, strategy: Strategy) -> None:
         """Show the chosen strategy: its ``distributed_type``, its mesh, and the plugins that configure it."""
-        self.distributed_type = DistributedType(strategy.distributed_type(self.world))
+        self.distributed_type = DistributedType(strategy.distributed_type(self._world))
         vars(self).update(strategy.plugins, device_mesh=strategy.mesh)
 
     def get_deepspeed_plugin(self, name: str) -> Any:
@@ -365,6 +399,14 @@ class AcceleratorState(ProcessMixin):
         """Return the newest one, as long as its world is open."""
         return cls._current if worlds.current() is not None else None
 
+    @classmethod
+    def reusable(cls, mixed_precision: str | None) -> AcceleratorState | None:
+        """Return the newest one, unless an ``Accelerator`` states another precision or choices failed."""
+        newest = cls._current
+        if newest is None or newest.strategy_plugins is None or worlds.current() is None:
+            return None
+        return newest if mixed_precision in (None, newest.mixed_precision) else None
+
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
         AcceleratorState._current = None
@@ -386,9 +428,12 @@ _OF_THE_GROUP = (
     "it is that of the process group, which goes on as it was started",
     "start the processes by accelerate launch with the options that you want",
 )
-_RANKS = dict.fromkeys(("num_processes", "process_index", "local_process_index"), _OF_THE_GROUP)
-refuse_assignments(PartialState, {**_RANKS, "backend": _OF_THE_GROUP, "fork_launched": _OF_THE_GROUP})
-refuse_assignments(AcceleratorState, {**_RANKS, "fork_launched": _OF_THE_GROUP})
+refuse_assignments(PartialState, dict.fromkeys(("backend", "fork_launched"), _OF_THE_GROUP))
+refuse_assignments(AcceleratorState, {"fork_launched": _OF_THE_GROUP})
+for _state in (PartialState, AcceleratorState):
+    _report_assignments(_state, "num_processes", "size")
+    _report_assignments(_state, "process_index", "rank")
+    _report_assignments(_state, "local_process_index", "local_rank")
 refuse_assignments(
     GradientState,
     {

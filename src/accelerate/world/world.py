@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -63,6 +63,7 @@ class World:
         timeout: longest a collective may wait, None for torch's default.
         debug: collectives check shapes first.
         owns_group: the process group was opened here and is destroyed by ``close``.
+        reported: ranks and world size that a program has assigned to the states: what they say, and no more.
     """
 
     rank: int
@@ -78,6 +79,7 @@ class World:
     timeout: timedelta | None = None
     debug: bool = False
     owns_group: bool = False
+    reported: dict[str, int] = field(default_factory=dict[str, int], init=False, compare=False, repr=False)
 
     @property
     def is_main(self) -> bool:

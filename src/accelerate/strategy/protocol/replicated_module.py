@@ -204,6 +204,14 @@ def replicate(module: nn.Module, **options: Any) -> nn.Module:
     # What torch's wrapper has, unless the model has something of that name itself.
     wrapper_members = {name: each for name, each in _WRAPPER_MEMBERS.items() if not hasattr(module, name)}
     members = {**wrapper_members, **names, **parts, "forward": _synchronized_forward(module_class)}
-    view: Any = object.__new__(type(module_class.__name__, (ReplicatedModule, module_class), members))
+    kind = type(module_class.__name__, (ReplicatedModule, module_class), members)
+    view: Any = object.__new__(kind)
     view.__dict__ = module.__dict__
+    # A class lives until a garbage collection; what it holds is the model and its gradient buckets.
+    weakref.finalize(view, _empty_class, kind, tuple(parts)).atexit = False
     return view
+
+
+def _empty_class(kind: type, names: tuple[str, ...]) -> None:
+    for name in names:
+        delattr(kind, name)
