@@ -214,7 +214,10 @@ def test_an_accelerator_that_states_nothing_continues_the_one_before() -> None:
     own = Accelerator(mixed_precision="no")
     assert (own.mixed_precision, own.state.dynamo_plugin.backend) == ("no", DynamoBackend.NO)
     assert Accelerator().mixed_precision == "no"
-    Accelerator(mixed_precision="bf16").end_training()
+    Accelerator(mixed_precision="bf16")
+    assert Accelerator().mixed_precision == "no", "that one is gone"
+    ended = Accelerator(mixed_precision="bf16")
+    ended.end_training()
     assert Accelerator(cpu=True).mixed_precision == "no"
 
 

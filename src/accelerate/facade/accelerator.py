@@ -152,7 +152,7 @@ class Accelerator(ProcessMixin):
     """Runs a training loop on whatever it is launched on.
 
     Several may be in use at once, each with its own choices. One that is given no precision, plugin, mesh or
-    compiler has those of the one before, as in 1.15, until that ends its training.
+    compiler has those of the one before, as in 1.15, while that is in use.
 
     Args:
         device_placement: move models and batches to the device.
@@ -247,9 +247,9 @@ class Accelerator(ProcessMixin):
         project = self._project = project_config or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and project.project_dir is None:
             project.set_directories(str(project_dir))
-        self.state = runtime.state
+        self.state, self.gradient_state = runtime.state, runtime.gradients
         self.strategy, self.precision = runtime.strategy, runtime.precision
-        self.gradient_state = runtime.gradients
+        AcceleratorState.newest_accelerator = weakref.ref(self)
         prepared = self._prepared = PreparedObjects()
         self._trackers = TrackerSet(log_with, project.logging_dir, runtime.world.rank == 0)
         self._option_reporter = OptionReporter(

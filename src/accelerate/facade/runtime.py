@@ -76,8 +76,8 @@ def build_runtime(
 ) -> Runtime:
     """Open the world, and choose the precision and the strategy.
 
-    Where none of these is given, those of the ``Accelerator`` before are taken, as in 1.15: scripts and
-    libraries write ``Accelerator()`` for another view of the same training.
+    Where none of these is given, those of the ``Accelerator`` before are taken while it is in use: libraries
+    write ``Accelerator()`` for another view of the same training, which 1.15 gives them.
 
     Args:
         handlers: the kwargs handlers, by class.
@@ -102,7 +102,7 @@ def build_runtime(
     given = tuple(plugin for plugin in plugins if plugin is not None)
     is_stated = any((*given, parallelism, compiler, compiler_backend))
     if not is_stated and (earlier := AcceleratorState.reusable(mixed_precision)):
-        mixed_precision, given = earlier.mixed_precision, earlier.strategy_plugins or ()
+        mixed_precision, given = earlier.mixed_precision, earlier.strategy_plugins
         parallelism, compiler = earlier.parallelism_config, earlier.dynamo_plugin
     else:
         parallelism = resolve_parallelism(parallelism, given)

@@ -258,6 +258,7 @@ class AcceleratorState(ProcessMixin):
 
     _current: ClassVar[AcceleratorState | None] = None
     _instances: ClassVar[weakref.WeakSet[AcceleratorState]] = weakref.WeakSet()
+    newest_accelerator: ClassVar[weakref.ref[Any] | None] = None
     _shared_state = _SharedStateDescriptor()
 
     _partial: PartialState
@@ -269,7 +270,7 @@ class AcceleratorState(ProcessMixin):
     device_mesh: Any
     deepspeed_plugins: Any
     torch_tp_plugin: Any
-    strategy_plugins: tuple[Any, ...] | None = None  # that were given; None until all choices have held
+    strategy_plugins: tuple[Any, ...] = ()  # that were given
 
     def __new__(
         cls,
@@ -303,8 +304,6 @@ class AcceleratorState(ProcessMixin):
         state.dynamo_plugin, state.parallelism_config = dynamo_plugin, parallelism_config
         state.device_mesh = None
         state.deepspeed_plugins = state.torch_tp_plugin = None
-        if not _from_accelerator:
-            state.strategy_plugins = ()
         cls._current = state
         cls._instances.add(state)
         return state
@@ -401,11 +400,14 @@ class AcceleratorState(ProcessMixin):
 
     @classmethod
     def reusable(cls, mixed_precision: str | None) -> AcceleratorState | None:
-        """Return the newest one, unless an ``Accelerator`` states another precision or choices failed."""
-        newest = cls._current
-        if newest is None or newest.strategy_plugins is None or worlds.current() is None:
+        """Return the newest one for an ``Accelerator`` that states no choices, or the same precision alone.
+
+        None where the ``Accelerator`` of the newest one is gone or was refused: its choices are over.
+        """
+        accelerator, newest = cls.newest_accelerator and cls.newest_accelerator(), cls._current
+        if accelerator is None or newest is not accelerator.state or worlds.current() is None:
             return None
-        return newest if mixed_precision in (None, newest.mixed_precision) else None
+        return newest if mixed_precision in (None, accelerator.state.mixed_precision) else None
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
