@@ -44,10 +44,8 @@ def test_a_dry_run_shows_what_the_ranks_are_told() -> None:
     for args, env in told:
         assert args == script_args
         new = env.keys() - clean({}).keys() - {"ACCELERATE_TESTS_MARK", "PYTHONFAULTHANDLER", "HF_HOME"}
-        assert {name for name in new if not name.startswith("__")} - {"ACCELERATE_STOP_FOLDER"} == {
-            *shared,
-            *own,
-        }
+        internal = {"ACCELERATE_STOP_FOLDER", "ACCELERATE_OUTER_LAUNCH"}
+        assert {name for name in new if not name.startswith("__")} - internal == {*shared, *own}
         assert {name: env[name] for name in shared if name not in free} == {
             name: value for name, value in shared.items() if name not in free
         }

@@ -118,13 +118,16 @@ class _RealRowCounter:
         return self.epoch.row_multiples.get(multiple, (step, step)) != (step, step)
 
     def _repeats_for_full_batch(self, output: Any, rows: int) -> int:
-        """Return the rows of a sample where a shorter batch has as many rows as a full one, all alike.
+        """Return the rows of a sample where a shorter batch has as many rows as a full one; 0: it has not.
 
-        It is ``loss.repeat(batch_size)``: several rows of each sample where batches are split. 0: other.
+        It is padded, or ``loss.repeat(batch_size)``: several rows of each sample where batches are split. In
+        the first step of an epoch it may have several rows of each sample, unless all are alike.
         """
         repeats, rest = divmod(rows * self.loader.data_shard.count, self.loader.total_batch_size or rows)
         if rows <= self.size or rest or not (repeats == 1 or self._is_known(repeats)):
             return 0
+        if self.epoch.batches - self.epoch.skip.batches > 1:
+            return repeats
         is_array = isinstance(output, torch.Tensor | np.ndarray) and output.ndim == 1
         is_alike = is_array and "float" in str(output.dtype) and bool((output == output[0]).all())
         return repeats if is_alike else 0
