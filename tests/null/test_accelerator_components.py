@@ -136,8 +136,15 @@ def test_an_object_is_listed_once_and_a_snapshot_restores() -> None:
 
 
 def test_the_preparer_wraps_by_its_world_and_strategy() -> None:
-    runtime, prepared, checked = fake_runtime(size=4, rank=1, steps=3), PreparedObjects(), []
-    preparer = Preparer(runtime, prepared, options(), [checked.append])
+    class Check:
+        def __init__(self) -> None:
+            self.checked: list[Any] = []
+
+        def note(self, optimizer: Any) -> None:
+            self.checked.append(optimizer)
+
+    runtime, prepared, check = fake_runtime(size=4, rank=1, steps=3), PreparedObjects(), Check()
+    preparer = Preparer(runtime, prepared, options(), [check.note])
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -152,7 +159,7 @@ def test_the_preparer_wraps_by_its_world_and_strategy() -> None:
     assert prepared.schedulers == [schedule]
     assert runtime.strategy.calls == [("prepare", 3, False)]
     optimizer.step(), optimizer.step()
-    assert checked == [optimizer], "before the first step only"
+    assert check.checked == [optimizer], "before the first step only"
 
 
 def test_the_preparer_reads_its_options_at_each_prepare() -> None:

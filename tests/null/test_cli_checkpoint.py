@@ -512,7 +512,7 @@ def test_export_holds_one_shard_in_memory_at_most(tmp_path: Path, safe: bool) ->
 # ---------------------------------------------------------------- files of strangers
 
 
-@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", "..\\secret", "a/b.safetensors", 5])
+@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", "..\\secret", 5])
 def test_an_index_never_leads_out_of_its_folder(tmp_path: Path, file: Any) -> None:
     save_file({"w": torch.ones(1)}, tmp_path / "secret.safetensors")
     folder = tmp_path / "model"

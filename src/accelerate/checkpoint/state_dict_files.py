@@ -169,9 +169,11 @@ def write_safetensors(
     header: dict[str, Any] = {"__metadata__": {**aliases, "format": "pt"}}
     end = 0
     for name, tensor in order:
-        if tensor.dtype not in _CODES:
+        # Two numbers have no shape ().
+        if tensor.dtype not in _CODES or (_CODES[tensor.dtype] == "F4" and not tensor.shape):
+            kind = f"of {tensor.dtype}" if tensor.shape else f"a scalar of {tensor.dtype}"
             raise CheckpointError(
-                f"{name} is of {tensor.dtype}, which safetensors files do not hold",
+                f"{name} is {kind}, which safetensors files do not hold",
                 fix="save with safe_serialization=False",
             )
         start, end = end, end + tensor.numel() * tensor.element_size()

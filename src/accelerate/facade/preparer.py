@@ -139,7 +139,7 @@ class Preparer:
         runtime: the world, precision and strategy of the run.
         prepared: where prepared objects are added.
         options: read at each ``prepare``.
-        first_step_checks: called with each prepared optimizer before its first step.
+        first_step_checks: bound methods, called with each prepared optimizer before its first step.
     """
 
     def __init__(
