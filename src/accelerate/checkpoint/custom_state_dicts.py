@@ -114,7 +114,7 @@ class CustomStateDictModules:
             unused += [prefix + name for name in keys[1]]
 
 
-def find_self_loading(
+def find_custom_modules(
     model: nn.Module,
     saved_tensors: Mapping[str, LazyTensor],
     targets: Sequence[ModelTensor],
@@ -132,44 +132,80 @@ def find_self_loading(
         by_hooks: also those that may convert what they load, whatever the files hold; not in a model with
             sharded tensors, which get their part of a value as it is in the file.
     """
+    saved = saved_tensors if isinstance(saved_tensors, SavedTensors) else SavedTensors(saved_tensors)
     model_names = {canonical_name(name): name for target in targets for name in target.names}
-    more = saved_tensors if isinstance(saved_tensors, SavedTensors) else SavedTensors({})
-    file_names = [*saved_tensors, *more.objects]
+    file_names = [*saved, *saved.objects]
     names = dict(zip(canonical_names(file_names), file_names, strict=True))
-    modules = {f"{path}." if path else "": module for path, module in model.named_modules()}
-    by_hooks = by_hooks and not any(is_distributed(target.tensor) for target in targets)
-    whole = {prefix for prefix, module in modules.items() if by_hooks and _converts_state(module, prefix)}
-    extra = [name for name in names if name not in model_names]
-    capable = {canonical_name(p): p for p, m in modules.items() if extra and _is_self_loading(m)}
-    matches = [[prefix for prefix in capable if name.startswith(prefix)] for name in extra]
-    chosen = {capable[max(prefixes, key=len)] for prefixes in matches if prefixes}
     absent = [
-        t.names for t in targets if t.is_parameter and names.keys().isdisjoint(canonical_names(t.names))
+        name
+        for target in targets
+        if target.is_parameter and names.keys().isdisjoint(canonical_names(target.names))
+        for name in target.names
     ]
-    whole |= {prefix for prefix in chosen if any(n.startswith(prefix) for each in absent for n in each)}
-    self_loading = CustomStateDictModules()
+    by_hooks = by_hooks and not any(is_distributed(target.tensor) for target in targets)
+    custom = _choose_modules(model, [name for name in names if name not in model_names], absent, by_hooks)
+    if custom.modules:
+        _assign_entries(custom, model, saved, names, model_names)
+    return custom
+
+
+def _choose_modules(
+    model: nn.Module, extra: Sequence[str], absent: Sequence[str], by_hooks: bool
+) -> CustomStateDictModules:
+    """Choose the modules that load themselves; none inside of one that loads all that is in it.
+
+    Args:
+        model: the model.
+        extra: canonical names in the files that are no tensors of the model: for the innermost module that
+            has loading code.
+        absent: the names of the model's parameters that the files lack.
+        by_hooks: see ``find_custom_modules``.
+    """
+    modules = {f"{path}." if path else "": module for path, module in model.named_modules()}
+    with_code = {canonical_name(p): p for p, module in modules.items() if extra and _has_load_code(module)}
+    around = [[prefix for prefix in with_code if name.startswith(prefix)] for name in extra]
+    own = {with_code[max(prefixes, key=len)] for prefixes in around if prefixes}
+    whole = {prefix for prefix, module in modules.items() if by_hooks and _converts_state(module, prefix)}
+    whole |= {prefix for prefix in own if any(name.startswith(prefix) for name in absent)}
+    custom = CustomStateDictModules()
     for prefix, module in modules.items():
-        inside = any(prefix.startswith(p) and not others for p, others in self_loading.others.items())
-        if (prefix in chosen or prefix in whole) and not inside:
+        is_inside = any(prefix.startswith(outer) and not left for outer, left in custom.others.items())
+        if (prefix in own or prefix in whole) and not is_inside:
             children = () if prefix in whole else (f"{prefix}{name}." for name, _ in module.named_children())
-            self_loading.modules[prefix], self_loading.others[prefix] = module, tuple(children)
-    if not self_loading.modules:
-        return self_loading
-    actual = {canonical_name(prefix): prefix for prefix in self_loading.modules}
+            custom.modules[prefix], custom.others[prefix] = module, tuple(children)
+    return custom
+
+
+def _assign_entries(
+    custom: CustomStateDictModules,
+    model: nn.Module,
+    saved: SavedTensors,
+    names: Mapping[str, str],
+    model_names: Mapping[str, str],
+) -> None:
+    """Give the modules what the files hold for them, by the names that the model has.
+
+    Args:
+        custom: the modules.
+        model: the model.
+        saved: what the files hold.
+        names: canonical name -> name in the files.
+        model_names: canonical name -> name of a tensor of the model.
+    """
+    prefixes = {canonical_name(prefix): prefix for prefix in custom.modules}
     for name, file_name in names.items():
-        short = max((p for p in actual if name.startswith(p)), key=len, default="")
-        model_name = model_names.get(name, actual.get(short, "") + name[len(short) :])
-        if self_loading.prefix_of(model_name) is not None:
-            self_loading.names.add(file_name)
-            if file_name in saved_tensors:
-                self_loading.tensors[model_name] = saved_tensors[file_name]
+        outer = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default="")
+        model_name = model_names.get(name, prefixes.get(outer, "") + name[len(outer) :])
+        if custom.prefix_of(model_name) is not None:
+            custom.names.add(file_name)
+            if file_name in saved:
+                custom.tensors[model_name] = saved[file_name]
             else:
-                self_loading.objects[model_name] = more.objects[file_name]
-    paths = {canonical_name(prefix): prefix for prefix in modules}
-    for path, note in more.metadata.items():
-        short = canonical_name(f"{path}." if path else "")
-        self_loading.metadata[paths.get(short, short)[:-1]] = note
-    return self_loading
+                custom.objects[model_name] = saved.objects[file_name]
+    paths = {canonical_name(f"{path}." if path else ""): path for path, _ in model.named_modules()}
+    for path, note in saved.metadata.items():
+        canonical = canonical_name(f"{path}." if path else "")
+        custom.metadata[paths.get(canonical, canonical[:-1])] = note
 
 
 def _has_meta_tensor(module: nn.Module, *, recurse: bool = True) -> bool:
@@ -177,7 +213,8 @@ def _has_meta_tensor(module: nn.Module, *, recurse: bool = True) -> bool:
     return any(tensor.device.type == "meta" for tensor in tensors)
 
 
-def _is_self_loading(module: nn.Module) -> bool:
+def _has_load_code(module: nn.Module) -> bool:
+    """Return True for a module that may use names which are none of its tensors."""
     kind = type(module)
     has_own_load = kind._load_from_state_dict is not nn.Module._load_from_state_dict
     hooks = bool(module._load_state_dict_pre_hooks)
@@ -199,13 +236,13 @@ def _converts_state(module: nn.Module, prefix: str) -> bool:
     )
 
 
-def warn_unconverted(model: nn.Module, self_loading: CustomStateDictModules) -> None:
+def warn_unconverted(model: nn.Module, custom: CustomStateDictModules) -> None:
     """Warn of modules that may convert what they load, and that do not load themselves."""
     modules = {f"{path}." if path else "": module for path, module in model.named_modules()}
     names = [
         prefix[:-1] or type(model).__name__
         for prefix, module in modules.items()
-        if self_loading.prefix_of(f"{prefix}*") is None
+        if custom.prefix_of(f"{prefix}*") is None
         and _converts_state(module, prefix)
         # Others are quantised, and their weights are converted as they are placed.
         and all(type(p) is nn.Parameter and p.is_floating_point() for p in module.parameters(recurse=False))

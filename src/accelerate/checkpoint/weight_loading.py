@@ -21,7 +21,7 @@ from torch import nn
 
 from accelerate.checkpoint.custom_state_dicts import (
     convert_memory,
-    find_self_loading,
+    find_custom_modules,
     settle_assigned,
     warn_unconverted,
 )
@@ -218,19 +218,20 @@ def load_weights(
         local_shards: files hold this process's local shard of each DTensor.
 
     Raises:
-        WeightsMismatchError: names are missing, or shapes or kinds differ; the model is unchanged.
+        WeightsMismatchError: names are missing, or shapes or kinds differ; the model is unchanged, but for
+            modules with loading code of their own, which may refuse after others have loaded.
     """
     targets, wanted, fp32_modules = list_model_tensors(model), as_dtype(dtype), tuple(keep_in_fp32)
     by_hooks = isinstance(placement, CurrentDeviceWeightPlacer)
-    self_loading = find_self_loading(model, saved_tensors, targets, by_hooks=by_hooks)
+    custom = find_custom_modules(model, saved_tensors, targets, by_hooks=by_hooks)
     persistent = [t for t in targets if t.is_persistent]
-    own_targets = [t for t in persistent if self_loading.covers(t)]
-    direct_targets = [t for t in persistent if not self_loading.covers(t)]
-    remaining = {n: s for n, s in saved_tensors.items() if n not in self_loading.names}
+    own_targets = [t for t in persistent if custom.covers(t)]
+    direct_targets = [t for t in persistent if not custom.covers(t)]
+    remaining = {n: s for n, s in saved_tensors.items() if n not in custom.names}
     pairs, missing, unexpected = _match_tensors(direct_targets, remaining, wanted, fp32_modules)
     objects = saved_tensors.objects if isinstance(saved_tensors, SavedTensors) else ()
-    unexpected = (*unexpected, *(name for name in objects if name not in self_loading.names))
-    absent = [*missing, *(t for t in own_targets if self_loading.saved(t) is None)]
+    unexpected = (*unexpected, *(name for name in objects if name not in custom.names))
+    absent = [*missing, *(t for t in own_targets if custom.saved(t) is None)]
     if any(t.is_parameter for t in absent) and _tie_weights(model):
         return load_weights(
             model, saved_tensors, source, placement, dtype=dtype, keep_in_fp32=keep_in_fp32, strict=strict,
@@ -246,8 +247,8 @@ def load_weights(
     ]
     for target, own_dtype, device in own_places:
         convert_memory(target, own_dtype, device)
-    warn_unconverted(model, self_loading)
-    lacking, unused = self_loading.load(source)
+    warn_unconverted(model, custom)
+    lacking, unused = custom.load(source)
     for target, own_dtype, device in own_places:
         settle_assigned(target, own_dtype, device)
     own_missing = [target for target in own_targets if lacking.issuperset(target.names)]

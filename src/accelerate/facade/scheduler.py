@@ -52,7 +52,7 @@ class AcceleratedScheduler:
         self._total_steps: int | None = getattr(scheduler, "total_steps", None)
         self._is_metric_based = isinstance(scheduler, ReduceLROnPlateau)
         self._metric = _find_metric(scheduler)
-        self._has_warned = self._is_unpaired_told = False
+        self._has_warned = self._has_warned_unprepared = False
         self._overrun_monitor = ScheduleEndMonitor(scheduler)
         # The number of data shards; None: the world size.
         self._data_shards: int | None = None
@@ -95,8 +95,8 @@ class AcceleratedScheduler:
             return 1
         if not state.sync_gradients:
             return 0
-        if not self.optimizers and not self._is_unpaired_told:
-            self._is_unpaired_told = True
+        if not self.optimizers and not self._has_warned_unprepared:
+            self._has_warned_unprepared = True
             warn_user(_UNPREPARED_OPTIMIZER)
         if self._is_metric_based:
             return 1
