@@ -31,6 +31,7 @@ from accelerate import checkpointing, utils
 from accelerate.checkpoint import load, save, torch_files
 from accelerate.checkpoint.layout import CheckpointContents
 from accelerate.core.errors import CheckpointError
+from tests.support.weights import ODD_TENSORS
 
 SPRUNG = "ACCELERATE_TESTS_TRAP"
 
@@ -158,6 +159,28 @@ def test_the_loose_function_refuses_too(tmp_path: Path, caplog: pytest.LogCaptur
     fresh = Holder()
     checkpointing.load_custom_state(fresh, str(tmp_path), load_kwargs={"weights_only": False})
     assert fresh.value is Colour.RED
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ODD_TENSORS)
+def test_what_torch_refuses_in_this_version_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """torch 2.15 took the nested tensors off its list; the older ones load them."""
+    checkpointing.save_custom_state(Holder(ODD_TENSORS[kind]()), str(tmp_path))
+    told = "saves torch._utils._rebuild_" in caplog.text
+    loading = checkpointing.load_custom_state
+    if told:
+        with pytest.raises(CheckpointError, match="could run code"):
+            loading(Holder(), str(tmp_path))
+    else:
+        loading(Holder(), str(tmp_path))
+
+
+def test_a_pickle_of_a_protocol_that_torch_does_not_read(tmp_path: Path) -> None:
+    torch.save({"a": 1}, tmp_path / "a.bin", pickle_protocol=4)
+    with pytest.raises(CheckpointError, match=r"(?s)Unsupported operand.*weights_only=False"):
+        utils.load(tmp_path / "a.bin")
 
 
 def poison_torch(path: Path) -> None:

@@ -21,6 +21,7 @@ import types
 import uuid
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any, BinaryIO, ClassVar, cast
@@ -134,10 +135,12 @@ def write(value: Any, file: BinaryIO, what: str = "") -> None:
 
 @cache
 def _known_types() -> frozenset[Any]:
-    """Return the classes that a ``weights_only`` load accepts."""
+    """Return the classes and functions that a ``weights_only`` load accepts."""
     classes = (torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, torch.device)
     storages = TypedStorage.__subclasses__() + _LegacyStorage.__subclasses__()
-    rebuild = (value for name, value in vars(torch_utils).items() if name.startswith("_rebuild_"))
+    rebuild = [value for name, value in vars(torch_utils).items() if name.startswith("_rebuild_")]
+    refused = _refusals_of_pickle(pickle.dumps(rebuild, protocol=2))  # torch 2.15 refuses nested tensors
+    rebuild = [value for value in rebuild if f"{value.__module__}.{value.__qualname__}" not in refused]
     return frozenset(
         (
             *classes,
@@ -154,12 +157,7 @@ def _known_types() -> frozenset[Any]:
 
 def _warn_refused(what: str, pickled: bytes) -> None:
     """Warn once that loading will refuse an object."""
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w") as file:
-        file.writestr("archive/data.pkl", pickled)
-        file.writestr("archive/version", "3")
-    archive.seek(0)
-    refused = refusals(archive)
+    refused = _refusals_of_pickle(pickled)
     if refused and (what, refused) not in _warned:
         _warned.add((what, refused))
         logger.warning(
@@ -169,6 +167,16 @@ def _warn_refused(what: str, pickled: bytes) -> None:
             ", ".join(refused),
             TRUST,
         )
+
+
+def _refusals_of_pickle(pickled: bytes) -> tuple[str, ...]:
+    """Return what ``refusals`` returns for a torch file with this pickle and no tensors."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("archive/data.pkl", pickled)
+        file.writestr("archive/version", "3")
+    archive.seek(0)
+    return refusals(archive)
 
 
 def refusals(source: Path | IO[bytes]) -> tuple[str, ...]:
@@ -221,7 +229,8 @@ def read(source: Path | IO[bytes], map_location: Any = None, trust: str = TRUST,
 def _refused_names(source: Path | IO[bytes]) -> str:
     """Return the names that are refused in a file; empty if unknown."""
     if isinstance(source, Path) and zipfile.is_zipfile(source):
-        return ", ".join(refusals(source))
+        with suppress(pickle.UnpicklingError):  # torch reads pickles of protocol 2 only
+            return ", ".join(refusals(source))
     return ""
 
 
