@@ -8,6 +8,7 @@ import logging
 import pickle
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -541,3 +542,15 @@ def test_nccl_opens_its_communicator_on_the_device_of_the_process(
     with pytest.raises(OpenedError) as error:
         PartialState(cpu=True)
     assert error.value.args[0].get("device_id") == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("trackers", [1]), ("log_with", ["x"]), ("step", 7), ("device_placement", False), ("_models", [1])],
+)
+def test_attributes_that_components_hold_can_be_patched(name: str, value: Any) -> None:
+    accelerator = Accelerator(cpu=True)
+    before = getattr(accelerator, name)
+    with mock.patch.object(accelerator, name, value):
+        assert getattr(accelerator, name) == value
+    assert getattr(accelerator, name) == before

@@ -112,6 +112,10 @@ class ComponentAttribute(Generic[T]):
     def __set__(self, instance: Any, value: T) -> None:
         setattr(self._holder(instance), self._name, value)
 
+    def __delete__(self, instance: Any) -> None:
+        """Delete it where it is held: ``mock.patch.object`` deletes what it has set, and sets it again."""
+        delattr(self._holder(instance), self._name)
+
 
 class TypedProperty(property, Generic[T]):
     """A property whose values have a type, for those that a function makes."""
