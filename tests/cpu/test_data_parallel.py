@@ -573,3 +573,27 @@ def kept_objects() -> list[str]:
 def test_nothing_is_left_of_a_training_without_a_garbage_collection(ranks: RankServer, count: int) -> None:
     """As in 1.15 and torch: weights, gradient buckets and workers go with the last variable."""
     assert same_on_all(ranks(count, kept_objects)) == []
+
+
+def replaced_wrapper() -> list[float]:
+    from accelerate import Accelerator
+
+    own = nn.parallel.DistributedDataParallel.__init__
+
+    def init(self: Any, model: nn.Module, device_ids: Any, output_device: Any, **options: Any) -> None:
+        assert device_ids is output_device is None
+        own(self, model, **options)
+
+    nn.parallel.DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+    try:
+        accelerator = Accelerator()
+        model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    finally:
+        nn.parallel.DistributedDataParallel.__init__ = own  # type: ignore[method-assign]
+    accelerator.backward(model(torch.full((1, 1), float(accelerator.process_index))).sum())
+    return model.weight.grad.flatten().tolist()
+
+
+def test_a_program_that_replaces_the_wrapper_gets_both_device_arguments(ranks: RankServer) -> None:
+    """ms-swift does, to train a model that is spread over the devices of its rank."""
+    assert same_on_all(ranks(2, replaced_wrapper)) == [0.5]

@@ -625,3 +625,15 @@ def test_what_trains_cannot_change_inside_a_flat_parameter(ranks: RankServer) ->
     """G6: refused by name, not ignored."""
     said = same_on_all([said for _, said in ranks(2, frozen_later, False, True)])
     assert said.startswith("embed.requires_grad_(False) after prepare, with use_orig_params=False")
+
+
+def hooked() -> None:
+    model = tiny()
+    model.embed.weight.register_hook(lambda gradient: gradient * 0)
+    with pytest.warns(UserWarning, match="hooks of embed.weight are not called under FSDP1"):
+        accelerator_of(LAYERS).prepare(model, adamw(model))
+
+
+def test_hooks_of_parameters_are_warned_of(ranks: RankServer) -> None:
+    """torch computes with views of a flat parameter: a mask of gradients was ignored without a word."""
+    ranks(2, hooked)

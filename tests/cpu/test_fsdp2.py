@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import tempfile
@@ -609,3 +610,63 @@ def test_the_trainer_of_transformers_shards_when_it_is_asked_to(ranks: RankServe
     assert [name for name, _ in (*sharded, *replicated)] == ["fsdp", "fsdp", "ddp", "ddp"]
     for (_, ours), (_, theirs) in zip(sharded, replicated, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+def wrapped_before_sharding() -> list[str]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    class Wrapped(Accelerator):
+        def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
+            each = (arg.to(torch.float32) if isinstance(arg, nn.Module) else arg for arg in args)
+            return super()._prepare_fsdp2(*each)
+
+    accelerator = Wrapped(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    model = nn.Linear(4, 4).to(torch.bfloat16)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = whole(model)
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    changed = whole(model)
+    assert any(not torch.equal(before[name], value) for name, value in changed.items())
+    return [str(p.dtype) for p in model.parameters()]
+
+
+def test_a_program_that_wraps_the_step_before_sharding_changes_the_model(ranks: RankServer) -> None:
+    """ms-swift does on NPUs, where it stores the weights in float32."""
+    assert same_on_all(ranks(2, wrapped_before_sharding)) == ["torch.float32", "torch.float32"]
+
+
+def sharded_by_the_program(replaced: bool, precision: str) -> tuple[Numbers, int]:
+    import accelerate.accelerator as public
+    from accelerate.utils import fsdp_utils
+
+    own, calls = public.fsdp2_prepare_model, []
+
+    def shard(accelerator: Any, model: nn.Module) -> nn.Module:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        calls.append(model)
+        plugin, state = accelerator.state.fsdp_plugin, copy.deepcopy(model.state_dict())
+        plugin.set_auto_wrap_policy(model)
+        takes: Any = fsdp_utils.fsdp2_prepare_auto_wrap_policy(plugin, model)
+        policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
+        for module in [*filter(takes, model.modules()), model]:
+            fully_shard(module, mp_policy=policy, reshard_after_forward=plugin.reshard_after_forward)
+        fsdp_utils.fsdp2_load_full_state_dict(accelerator, model, state)
+        return model
+
+    if replaced:
+        public.fsdp2_prepare_model = shard
+    try:
+        return prepared(LAYERS, 2, precision), len(calls)
+    finally:
+        public.fsdp2_prepare_model = own
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_program_that_replaces_the_sharding_shards_itself(ranks: RankServer, precision: str) -> None:
+    """Axolotl replaces the function that ``Accelerator`` calls; it trains to the same numbers."""
+    (theirs, calls), _ = ranks(2, sharded_by_the_program, True, precision)
+    (ours, _), _ = ranks(2, sharded_by_the_program, False, precision)
+    assert calls == 1
+    close(theirs, ours, 1e-6 if precision == "no" else 1e-2)

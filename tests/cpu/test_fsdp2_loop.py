@@ -160,3 +160,97 @@ def test_the_norm_is_the_true_one(ranks: RankServer) -> None:
     """B7"""
     for ours, true in same_on_all(ranks(2, norms)):
         assert ours == pytest.approx(true, rel=1e-5)
+
+
+def add_hooks(model: Any) -> tuple[Any, list[str]]:
+    """Hooks on gradients of a tied weight and of blocks; a handle of one, and what another has called."""
+    calls: list[str] = []
+    mask = torch.ones(11, 1)
+    mask[:4] = 0
+    model.embed.weight.register_hook(lambda gradient: gradient * mask)
+    model.layers[0].up.weight.register_hook(lambda gradient: gradient * 3)
+    model.layers[1].up.weight.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
+    return model.layers[1].down.weight.register_hook(lambda gradient: gradient * 5), calls
+
+
+def hooked(options: dict[str, Any]) -> list[tuple[dict[str, torch.Tensor], list[str]]]:
+    """Gradients with all hooks, and after one of them was removed."""
+    accelerator = accelerator_of(**options)
+    model = tiny()
+    optimizer = adamw(model)
+    handle, calls = add_hooks(model)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    numbers = []
+    for words in batches(2):
+        accelerator.backward(loss_of(model, share(words, accelerator.process_index, 2)))
+        numbers.append((gradients(model), list(calls)))
+        optimizer.zero_grad()
+        handle.remove()
+    return numbers
+
+
+@pytest.mark.parametrize("options", [{}, {"auto_wrap_policy": "no_wrap"}])
+def test_hooks_of_parameters_are_called_after_sharding(ranks: RankServer, options: dict[str, Any]) -> None:
+    """torch's fully_shard drops them: a mask of gradients was ignored without a word."""
+    results = same_on_all(ranks(2, hooked, options))
+    model = tiny()
+    handle, calls = add_hooks(model)
+    for (ours, called), words in zip(results, batches(2), strict=True):
+        loss_of(model, words).backward()
+        same(ours, gradients(model), 1e-6)
+        assert called == calls
+        model.zero_grad()
+        handle.remove()
+
+
+def stale() -> list[str]:
+    """The warnings of a model that keeps a weight in a list too."""
+    model: Any = tiny()
+    model.decayed = [model.layers[0].up.weight]
+    with pytest.warns(UserWarning, match="that sharding has replaced") as warned:
+        accelerator_of().prepare(model, adamw(model))
+    return [str(each.message) for each in warned]
+
+
+def test_a_parameter_that_a_list_keeps_is_warned_of(ranks: RankServer) -> None:
+    """What computes with it had the weights of before, and was not trained."""
+    for said in ranks(2, stale):
+        assert any("Tiny.decayed holds a parameter that sharding has replaced" in each for each in said)
+
+
+class NumberReader(torch.optim.Optimizer):
+    """Scales each update by two norms that it reads as numbers, as LAMB and Prodigy do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """p -= lr * |p| / |grad| * grad."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * (group["lr"] * p.norm().item() / (1e-6 + float(p.grad.norm()))))
+
+
+def read_numbers() -> dict[str, torch.Tensor]:
+    accelerator = accelerator_of()
+    model = tiny()
+    model, optimizer = accelerator.prepare(model, NumberReader(model.parameters()))
+    for words in batches(3):
+        accelerator.backward(loss_of(model, share(words, accelerator.process_index, 2)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(model)
+
+
+def test_numbers_that_an_optimizer_reads_are_those_of_all_shards(ranks: RankServer) -> None:
+    """torch gives this rank's summand of a norm over shards, so that each rank stepped with another one."""
+    ours = same_on_all(ranks(2, read_numbers))
+    model = tiny()
+    optimizer = NumberReader(model.parameters())
+    for words in batches(3):
+        loss_of(model, words).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    same(ours, whole(model), 1e-5)

@@ -382,6 +382,35 @@ def test_what_stages_share_and_pass_on(ranks: RankServer, tmp_path: Path) -> Non
     ranks(2, odd, str(tmp_path))
 
 
+def add_hooks(model: Any) -> None:
+    for name in ("layers.0.up.weight", "layers.3.up.weight", "norm.weight", "embed.weight"):
+        model.get_parameter(name).register_hook(lambda gradient: gradient * 3)
+
+
+def hooked() -> None:
+    """Hooks of weights of each stage, of one outside of the blocks and of a tied one; a batch norm."""
+    accelerator = made(num_microbatches=2)
+    plain, given = parity.decoder(), parity.decoder()
+    for model in (plain, given):
+        add_hooks(model)
+    model = accelerator.prepare(given)
+    batch = next(iter(parity.loader()))
+    accelerator.backward(parity.loss_of(model, batch))
+    parity.loss_of(plain, batch).backward()
+    same_gradients(model, plain)
+    norms = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(4)))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        made(num_microbatches=2).prepare(norms)
+    said = [str(each.message) for each in warned if "one of 4 batch norms" in str(each.message)]
+    assert len(said) == (accelerator.process_index == 0), said
+
+
+def test_hooks_of_parameters_are_called_in_their_stage(ranks: RankServer) -> None:
+    """They were not; and statistics of micro-batches, which are not those of one process, are warned of."""
+    ranks(2, hooked)
+
+
 def misuse(accelerator: Any, case: str) -> None:
     model, rank = parity.decoder(), accelerator.process_index
     if case == "few":
@@ -394,6 +423,9 @@ def misuse(accelerator: Any, case: str) -> None:
         model.layers[3 - 3 * rank](torch.ones(1, 2, 16), 1)
     elif case == "differ":
         model(torch.zeros(2 + rank, 4, dtype=torch.long))
+    elif case == "gradient":
+        linear = nn.Linear(2, 2)
+        accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))(linear(torch.ones(4, 2)))
     elif case == "values":
         model(torch.full((4, 4), rank))
     elif case in ODD:
@@ -486,6 +518,7 @@ REFUSED = {
     "alone": ("is on stage", "call the prepared model itself"),
     "differ": ("called in different ways", "same batch"),
     "values": ("given different values", "prepare the loader"),
+    "gradient": ("an argument that needs a gradient", "a part of the model"),
     "empty": ("second.mask is on the meta device", "load the weights on rank 0"),
     "outside": ("weight first.weight outside", "on_all_stages=['first']"),
     "order": ("first is on stage 0", "is called after second of stage 1", "split_points"),

@@ -204,6 +204,53 @@ def test_training_that_does_not_drift_is_silent(ranks: RankServer) -> None:
     assert same_on_all(ranks(2, right)) == []
 
 
+class TwoHeads(nn.Module):
+    """An actor and a critic over one forward, as in PPO."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.actor, self.critic = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.actor(x).square().mean(), self.critic(x).square().mean()
+
+
+def two_backwards(steps_between: bool, first: int) -> tuple[list[str], bool]:
+    """What is said of two backwards of one forward, each reaching a part of the model; the drift."""
+    from accelerate import Accelerator
+
+    accelerator, user = Accelerator(cpu=True), TwoHeads()
+    parts = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (user.actor, user.critic)]
+    model, *parts = accelerator.prepare(user, *parts)
+    x = torch.full((2, 3), 1.0 + accelerator.process_index)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            losses = model(x)
+            for index in (first, 1 - first):
+                accelerator.backward(losses[index])
+                if steps_between:
+                    parts[index].step()
+                    parts[index].zero_grad()
+            for optimizer in [] if steps_between else parts:
+                optimizer.step()
+                optimizer.zero_grad()
+    whole = torch.cat([p.detach().flatten() for p in model.parameters()])
+    one, two = accelerator.gather(whole[None])
+    return [str(each.message) for each in caught], not torch.equal(one, two)
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["actor", "critic"])
+def test_a_step_before_the_reducer_is_done_is_named_once(ranks: RankServer, first: int) -> None:
+    (said, drifts), (silent, _) = ranks(2, two_backwards, True, first)
+    part = ("actor", "critic")[first]
+    assert (len(said), silent, drifts) == (1, [], True), said
+    assert f"gradients of {part}.weight, {part}.bias that are not averaged" in said[0]
+    assert "the backward at test_replica_drift.py:" in said[0]
+    assert same_on_all(ranks(2, two_backwards, False, first)) == ([], False)
+
+
 def unreached() -> list[str]:
     """What the forward after an incomplete backward says."""
     found = []

@@ -167,6 +167,7 @@ INTERNALS = (
             "torch.nn.parallel": "DistributedDataParallel._pre_forward "
             "DistributedDataParallel._post_forward DistributedDataParallel._active_ddp_module "
             "DistributedDataParallel._get_ddp_logging_data DistributedDataParallel._comm_hooks "
+            "DistributedDataParallel._check_reducer_finalized "
             "DistributedDataParallel._static_graph_delay_allreduce_enqueued",
         },
     ),
@@ -330,6 +331,11 @@ INTERNALS = (
             "Module._forward_hooks Module._forward_pre_hooks Module._forward_hooks_always_called "
             "Module._apply"
         },
+    ),
+    Internals(
+        "hooks of parameters",
+        ("strategy/sharding/gradient_hooks.py", "strategy/sharding/fsdp2_sharder.py"),
+        {"torch": "Tensor._backward_hooks Tensor._post_accumulate_grad_hooks"},
     ),
     Internals(
         "fused operations on lists of tensors",

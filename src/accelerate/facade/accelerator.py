@@ -589,10 +589,16 @@ class Accelerator(ProcessMixin):
             PrepareError: nothing is given, an object cannot be prepared, or is nothing to prepare and the
                 run is strict; nothing is changed then.
         """
+        if self.strategy.supports_own_sharding:
+            args = self._prepare_fsdp2(*args)
         bundle = self._preparer.make_bundle(args, device_placement)
         self._preparer.prepare(bundle)
         self._option_reporter.report()
         return bundle.objects[0] if len(args) == 1 else tuple(bundle.objects)
+
+    def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
+        """Return the objects that ``prepare`` gets under FSDP2; some programs wrap it, to change a model."""
+        return self.strategy.adapt_objects(self, args)
 
     def plan(self, *args: Any, device_placement: list[bool] | None = None) -> PreparePlan:
         """Return the plan of ``prepare`` for these objects without changing them. Print it."""

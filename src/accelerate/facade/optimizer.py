@@ -16,7 +16,7 @@ from accelerate.core.errors import PrepareError
 from accelerate.core.user_warning import warn_user
 from accelerate.facade.gradient_state import GradientState
 from accelerate.precision.base import Precision
-from accelerate.strategy.base import ReductionMonitor, Strategy
+from accelerate.strategy.base import NO_CONTEXT, ReductionMonitor, Strategy
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
 # The kinds of options of a group that all ranks must have alike; a text may name a device.
@@ -87,6 +87,7 @@ class AcceleratedOptimizer(Optimizer):
         self._host_versions: dict[torch.Tensor, tuple[int, int]] = {}  # of the parameters, when copied last
         self._checks: tuple[WeakMethod[Callable[[AcceleratedOptimizer], None]], ...] = ()
         self._first_step_checks = self._checks
+        self._partial_reads: Any = None  # in the first step, and on if that has read such numbers
         self._monitor: ReductionMonitor | None = None
         self._unreduced: set[torch.Tensor] = set()
         # Of a lazy device: it runs what the step has recorded.
@@ -128,7 +129,9 @@ class AcceleratedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which steps parameters of its own, without strategy and precision."""
-        unbound = dict.fromkeys(("_precision", "_strategy", "_engine", "_monitor", "_run_pending"))
+        unbound = dict.fromkeys(
+            ("_precision", "_strategy", "_engine", "_monitor", "_run_pending", "_partial_reads")
+        )
         checks = {"_checks": (), "_first_step_checks": (), "_unreduced": set[torch.Tensor]()}
         return {**self.__dict__, **unbound, **checks}
 
@@ -270,6 +273,10 @@ class AcceleratedOptimizer(Optimizer):
                 for reference in checks:
                     if (check := reference()) is not None:
                         check(self)
+            if self._strategy is not None and self._strategy.shards_params:
+                from accelerate.strategy.sharding.partial_reads import PartialReads
+
+                self._partial_reads = PartialReads()
         if self._unreduced and self._monitor is not None:
             self._monitor.report_unreduced(p for group in self.param_groups for p in group["params"])
         if gradients.loss_weighting is not None:
@@ -277,15 +284,18 @@ class AcceleratedOptimizer(Optimizer):
         if self.host_copies:
             self._refresh_host_copies()
         try:
-            if self._engine is not None:
-                result = self._engine.optimizer_step(self.optimizer, lambda: self._scaled_step(closure))
-            elif self.scaler is not None:
-                result = self._scaled_step(closure)
-            else:
-                result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            with self._partial_reads or NO_CONTEXT:
+                if self._engine is not None:
+                    result = self._engine.optimizer_step(self.optimizer, lambda: self._scaled_step(closure))
+                elif self.scaler is not None:
+                    result = self._scaled_step(closure)
+                else:
+                    result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
         except (RuntimeError, NotImplementedError) as error:
             explain_sharded_step(self.optimizer, error)
             raise
+        if self._partial_reads is not None and not self._partial_reads.has_read:
+            self._partial_reads = None
         if self.host_copies:
             self._host_versions = {p: (p.data_ptr(), p._version) for p in self.host_copies}
         gradients.has_unweighted_grads = False

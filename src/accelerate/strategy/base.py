@@ -232,6 +232,7 @@ class Strategy(GradientSync, ABC):
             backward, also those without items.
         supports_loss_weighting: gradients may be scaled between backward and step (``num_items``).
         owns_step: an engine runs the step and scales by itself: it is an ``EngineStrategy``.
+        supports_own_sharding: programs may change or shard models by functions of their own, before it does.
     """
 
     name: ClassVar[str]
@@ -242,6 +243,7 @@ class Strategy(GradientSync, ABC):
     shards_params: ClassVar[bool] = False
     supports_loss_weighting: ClassVar[bool] = True
     owns_step: ClassVar[bool] = False
+    supports_own_sharding: ClassVar[bool] = False
     world: World
 
     def __init__(self, request: StrategyRequest) -> None:
@@ -250,6 +252,10 @@ class Strategy(GradientSync, ABC):
         self.handler: Any = request.handler(self.handler_class) if self.handler_class else None
         self.local_training = False
         self._requested_options = list(self.requested_options(request))
+
+    def adapt_objects(self, accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the objects that ``prepare`` gets, with models sharded that a program shards by itself."""
+        return objects
 
     @classmethod
     def claims(cls, request: StrategyRequest) -> bool:

@@ -163,6 +163,7 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
         self.unreduced = self._unreduced = set[torch.Tensor]()
         self._progress: list[ReplicaProgress] = []
         self._unreduced_backward = ""
+        self._unfinished: set[ReplicaProgress] = set()
         self._reported: set[str] = set()
 
     def check(self) -> None:
@@ -205,7 +206,9 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
         if replica is not None or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         devices = None if self.world.device.type == "cpu" else [self.world.device]
-        view = replicate(model, device_ids=devices, **self.handler.to_kwargs())
+        # Torch needs no output_device; programs that replace the wrapper's __init__ take both.
+        options = {"device_ids": devices, "output_device": devices and devices[0]}
+        view = replicate(model, **options, **self.handler.to_kwargs())
         if self.handler.comm_hook != DDPCommunicationHookType.NO:
             self.handler.register_comm_hook(view)
         self._progress = [each for each in self._progress if each.replica() is not None]
@@ -219,8 +222,8 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
         view._user_module.zero_grad()  # reduced on some ranks only
         kind._replica = None
         gc.collect()  # the reducer before takes its hooks from the parameters
-        options = {"device_ids": devices, **self.handler.to_kwargs()}
-        kind._replica = DistributedDataParallel(view._user_module, **options)
+        options = {"device_ids": devices, "output_device": devices and devices[0]}
+        kind._replica = DistributedDataParallel(view._user_module, **options, **self.handler.to_kwargs())
         kind._progress.renew(kind._replica)
         self.handler.register_comm_hook(view)
 
@@ -246,9 +249,28 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
                 self._note_unreduced(loss)
         loss.backward(**kwargs)
         for progress in self._progress:
+            if not progress.reached and not progress.is_armed:
+                continue
+            if sync_gradients and (replica := progress.replica()) is not None:
+                try:
+                    replica._check_reducer_finalized()
+                except RuntimeError:
+                    self._note_unfinished(progress)
+                    continue
             if progress.reached:
                 progress.reached.clear()
                 progress.is_armed = False
+            if progress in self._unfinished:
+                self._unfinished.remove(progress)
+                self._unreduced.difference_update(progress.params)
+
+    def _note_unfinished(self, progress: ReplicaProgress) -> None:
+        """Note a backward that reached some parameters only; the reducer stays armed for the others."""
+        progress.reached.clear()
+        progress.is_armed = True
+        self._unfinished.add(progress)
+        self._unreduced.update(progress.params)
+        self._unreduced_backward = user_line()
 
     def _note_unreduced(self, loss: torch.Tensor) -> None:
         replicas = [replica for progress in self._progress if (replica := progress.replica()) is not None]
@@ -265,10 +287,20 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
         if self.world.rank != 0 or not stepped or self.local_training:
             return
         reduced = {p for progress in self._progress for p in progress.params}
+        waiting = {p for progress in self._unfinished for p in progress.params}
         names = _names_of(stepped, self._progress)
+        unfinished = [name for p, name in names.items() if p in waiting and name not in self._reported]
+        self._reported.update(unfinished)
         unfrozen = [name for p, name in names.items() if p not in reduced and name not in self._reported]
         around = [name for p, name in names.items() if p in reduced and name not in self._reported]
         self._reported.update(unfrozen, around)
+        if unfinished:
+            warn_user(
+                f"optimizer.step() with gradients of {shorten(unfinished)} that are not averaged over "
+                f"{self.world.size} processes, so their copies drift apart: DDP averages when all parameters "
+                f"have a gradient, and the backward at {self._unreduced_backward} gave some none. "
+                "Step after the last backward of the forward, or add the losses for one backward"
+            )
         if unfrozen:
             warn_user(
                 f"optimizer.step() with gradients of {shorten(unfrozen)} that are not averaged over "

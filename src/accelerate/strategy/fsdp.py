@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
+from accelerate.core.lazy_names import get_override
 from accelerate.core.option_report import OptionStatus
 from accelerate.strategy.base import (
     PrepareBundle,
@@ -43,6 +44,18 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering):
         unused_reason="one process has nothing to shard, so it trains as a single process does",
     )
     priority: ClassVar[int] = 10
+    supports_own_sharding: ClassVar[bool] = True
+
+    def adapt_objects(self, accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Shard models by ``accelerate.accelerator.fsdp2_prepare_model`` where a program has replaced it."""
+        shard = get_override("accelerate.accelerator", "fsdp2_prepare_model", None)
+        if shard is None:
+            return objects
+        from accelerate.strategy.sharding.fsdp_utils import fsdp2_prepare_model, shard_by
+
+        if shard is fsdp2_prepare_model:
+            return objects
+        return tuple(shard_by(shard, accelerator, o) if isinstance(o, nn.Module) else o for o in objects)
 
     def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
         """Return the status of each option; see ``fsdp2_options.py``."""
@@ -107,8 +120,10 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering):
 
     def _remap_optimizers(self, renewed: Mapping[int, tuple[Any, Any]], optimizers: list[Any]) -> None:
         from accelerate.strategy.sharding.fsdp2_sharder import remap_optimizer_params
+        from accelerate.strategy.sharding.gradient_hooks import move_hooks
 
         remap_optimizer_params(renewed, optimizers)
+        move_hooks(renewed.values())
         for old, new in renewed.values():
             self._replaced_params[old] = new
 

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 from accelerate.core.errors import PrepareError
+from accelerate.core.user_warning import warn_user
 from accelerate.strategy.fsdp1.flat_parameter_layout import walk_modules
 from accelerate.strategy.fsdp1.model_state_dict import FSDP1WrappedModel
 from accelerate.strategy.sharding.activation_checkpointing import checkpoint_activations
@@ -28,6 +29,7 @@ from accelerate.strategy.sharding.fsdp_unit_plan import (
     plan_layout,
     unequal_models_error,
 )
+from accelerate.strategy.sharding.gradient_hooks import has_hooks
 from accelerate.strategy.sharding.initial_weights import (
     is_unwritten,
     refuse_uninitialized,
@@ -144,6 +146,11 @@ class FSDP1Wrapper:
         initialize = _check_models_agree(model, plugin.param_init_fn)
         order, formats = list(model.state_dict()), {n: b.dtype for n, b in model.named_buffers()}
         names = {p: name for name, p in model.named_parameters()}
+        if hooked := [name for parameter, name in names.items() if has_hooks(parameter)]:
+            warn_user(
+                f"the gradient hooks of {hooked[0]} are not called under FSDP1, which computes with views of "
+                "a flat parameter: take fsdp_version=2, or change the gradients after the backward"
+            )
         if plugin.activation_checkpointing:
             checkpoint_activations(model, layout.blocks)
         parents = _parent_modules(model)

@@ -22,9 +22,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError
 from accelerate.core.torch_internals import accepts
+from accelerate.core.user_warning import warn_user
 from accelerate.strategy.sharding.activation_checkpointing import checkpoint_activations
 from accelerate.strategy.sharding.fsdp_unit_plan import FSDPShardingPlan, model_digest, unequal_models_error
 from accelerate.strategy.sharding.full_state import distribute, mark_shards
+from accelerate.strategy.sharding.gradient_hooks import call_hooks_of_unit, move_hooks
 from accelerate.strategy.sharding.initial_weights import (
     InitialWeights,
     InitialWeightsInfo,
@@ -127,9 +129,12 @@ class Sharder:
             renewed = {id(old): (old, new) for old, new in pairs if new is not None and new is not old}
             remap_optimizer_params(renewed, optimizer_list)
             replaced.update(renewed.values())
+            if any(old._backward_hooks or old._post_accumulate_grad_hooks for old, _ in renewed.values()):
+                move_hooks(renewed.values())
+                call_hooks_of_unit(part, modules)
             # The unsharded parameters are freed here: nobody holds them any more.
             del before, pairs, renewed
-        self._finish(model, layout)
+        self._finish(model, layout, replaced)
         if values.sources or initialize is not None:
             values.guard_forward(model)
 
@@ -185,7 +190,9 @@ class Sharder:
                     broadcast_over_mesh(local, mesh)
             broadcast_over_mesh(local, self.mesh)
 
-    def _finish(self, model: nn.Module, layout: FSDPShardingPlan) -> None:
+    def _finish(
+        self, model: nn.Module, layout: FSDPShardingPlan, replaced: Mapping[torch.Tensor, torch.Tensor]
+    ) -> None:
         """Set how the units of a sharded model run, and check them.
 
         Raises:
@@ -205,6 +212,19 @@ class Sharder:
                     f"the parameter {name} was not sharded as planned: it is a {type(parameter).__name__} of "
                     f"{parameter.dtype}"
                 )
+        # A parameter that is held in a list, tuple, set or dict too is the old one there.
+        for name, module in model.named_modules():
+            for attribute, value in vars(module).items():
+                held: Any = value.values() if isinstance(value, dict) else value
+                if isinstance(value, dict | list | tuple | set) and any(
+                    isinstance(each, nn.Parameter) and each in replaced for each in held
+                ):
+                    owner = name or type(model).__name__
+                    warn_user(
+                        f"{owner}.{attribute} holds a parameter that sharding has replaced, so what computes "
+                        "with it has the weights of before, which are not trained. Compute with the "
+                        "attribute that registers it, as in self.embed.weight"
+                    )
 
 
 def _unwritten_places(

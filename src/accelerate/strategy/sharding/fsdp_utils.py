@@ -61,6 +61,28 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
     return model
 
 
+def shard_by(shard: Callable[[Any, nn.Module], nn.Module], accelerator: Any, model: nn.Module) -> nn.Module:
+    """Shard ``model`` by a program's own function; optimizers follow its parameters by their names.
+
+    Args:
+        shard: takes the place of ``fsdp2_prepare_model``.
+        accelerator: an ``Accelerator`` that trains by FSDP2; its plugin gets the policy of its precision.
+        model: a model that is sharded already comes back as it is.
+    """
+    strategy = accelerator.strategy
+    if strategy._is_sharded(model):
+        return model
+    precision, before = strategy.request.compute_format, dict(model.named_parameters())
+    if precision != "no":
+        strategy.plugin.set_mixed_precision(precision)
+    sharded = shard(accelerator, model)
+    after = fsdp2_canonicalize_names(dict(sharded.named_parameters()))
+    pairs = ((old, after.get(name, old)) for name, old in before.items())
+    strategy._remap_optimizers({id(old): (old, new) for old, new in pairs if new is not old}, [])
+    strategy._register(sharded)
+    return sharded
+
+
 def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
     """Checkpoint the activations of each FSDP unit of ``model``; before sharding."""
     plugin: FullyShardedDataParallelPlugin = accelerator.strategy.plugin

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError
+from accelerate.core.user_warning import warn_user
 from accelerate.strategy.base import PrepareBundle, PrepareStep
 from accelerate.strategy.parallelism.config import PipelineParallelConfig
 from accelerate.strategy.parallelism.dimension import MeshDimension
@@ -44,6 +45,8 @@ from accelerate.strategy.parallelism.pipeline.state_dicts import (
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class PipelineParallel(MeshDimension):
@@ -120,6 +123,7 @@ class PipelineParallel(MeshDimension):
         if not check_same_model(model):  # a rehearsal: nothing travels, and nothing runs
             keep_local_stages(model, names, None, self.pp_rank, self.world.device)
             return
+        self._warn_of_batch_norms(model)
         others = [other for other in self.strategy.dimensions if other is not self]
         runner = PipelineParallelRunner(model, cut, self.options, self.group, self.world.device, others)
         runner.names = names
@@ -144,6 +148,16 @@ class PipelineParallel(MeshDimension):
         runner.shared = _find_shared_params(model, names)
         model.register_forward_hook(runner.expose_stage_outputs)
         add_base_class(model, PipelinedModel, _runner=runner)
+
+    def _warn_of_batch_norms(self, model: nn.Module) -> None:
+        count = self.options.num_microbatches or 1
+        names = [name for name, part in model.named_modules() if isinstance(part, _BATCH_NORMS)]
+        if names and count > 1 and self.pp_rank == 0:
+            warn_user(
+                f"{names[0]}, one of {len(names)} batch norms, takes its statistics over each of the {count} "
+                "micro-batches, and not over the batch as one process does. The numbers of one process come "
+                "with PipelineParallelConfig(num_microbatches=1), or with another kind of norm"
+            )
 
     def _remote_modules(self, model: nn.Module, cut: StageAssignment) -> list[nn.Module]:
         """Return the modules inside of blocks that other processes hold."""

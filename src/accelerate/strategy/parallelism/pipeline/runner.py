@@ -192,6 +192,13 @@ class PipelineParallelRunner:
         metas = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in tensors]
         description = repr((form, metas, self.model.training, torch.is_grad_enabled(), self._autocast()))
         self._call_check.check(description, tensors)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            raise PrepareError(
+                "a pipeline was called with an argument that needs a gradient",
+                why="its gradient is known to some stages only: what has computed it would train on their "
+                "processes and not on the others",
+                fix="make what computes it a part of the model, or give its detach()",
+            )
         if size == 0:
             raise PrepareError(
                 "a pipeline was called without a batch",
