@@ -401,6 +401,25 @@ MENTIONED: dict[str, Callable[[int, int], DataLoader[Any]]] = {
     "data that print it": lambda rank, size: DataLoader(Logging(range(16)), batch_size=2),
     "sampler that asks": lambda rank, size: DataLoader(DATA, batch_size=2, sampler=LoggingSampler()),
 }
+
+
+class RankParts(Dataset[int]):
+    """Has an index for each rank's part of each group of samples."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.groups, self.process_index, self.num_processes = torch.arange(16).split(2 * world), rank, world
+        self.count = 0
+
+    def __len__(self) -> int:
+        return len(self.groups) * self.num_processes
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        group = self.groups[self.count]
+        size = len(group) // self.num_processes
+        self.count += 1
+        return group[self.process_index * size : (self.process_index + 1) * size]
+
+
 STORED: dict[str, Callable[[int, int], Any]] = {
     "numbers": lambda rank, size: list(range(rank, 32, size)),
     "tensor": lambda rank, size: torch.arange(rank, 32, size),
@@ -429,6 +448,28 @@ def test_data_that_only_mention_the_rank_are_shared_out(ranks: RankServer, kind:
     first, second = ranks(2, read_mentioning, kind)
     assert (first[0], second[0]) == (4, 4)
     assert sorted(first[1] + second[1]) == list(range(16))
+
+
+def read_rank_parts() -> list[Any]:
+    from accelerate import Accelerator
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accelerate").addHandler(handler)
+    accelerator = Accelerator(cpu=True)
+    data = RankParts(accelerator.process_index, accelerator.num_processes)
+    loader = accelerator.prepare(DataLoader(data, batch_size=1, shuffle=True))
+    return [len(loader), [row for batch in loader for row in batch.flatten().tolist()], lines]
+
+
+def test_data_with_an_index_for_each_rank_are_shared_out(ranks: RankServer) -> None:
+    """A6: their length is that of all ranks together; one rank cannot fetch all of it."""
+    first, second = ranks(2, read_rank_parts)
+    assert (first[0], second[0]) == (4, 4)
+    assert sorted(first[1] + second[1]) == list(range(16))
+    assert "has an index for the part of each process" in first[2][0]
+    assert (len(first[2]), len(second[2])) == (1, 0)
 
 
 def read_stored(kind: str) -> str:

@@ -156,6 +156,18 @@ def find_rank_arithmetic(functions: Iterable[Any], *attributes: str) -> set[str]
     return _NumberUses(trees, ranks, sizes).picked
 
 
+def has_index_per_rank_part(dataset: Any) -> bool:
+    """Return whether map-style data that pick by the rank have as many indices as all ranks fetch together.
+
+    Their length is multiplied by the world size, so the indices are to be shared out.
+    """
+    length = getattr(type(dataset), "__len__", None)
+    if not hasattr(dataset, "__getitem__") or not isinstance(length, types.FunctionType):
+        return False
+    tree = _parse(length)
+    return tree is not None and _NumberUses([tree], frozenset(), _SIZE_NAMES).multiplies(tree)
+
+
 def _names_any(function: types.FunctionType, names: frozenset[str]) -> bool:
     code = function.__code__
     own = [*function_names(function, 0), *code.co_varnames, *code.co_freevars]
@@ -206,6 +218,11 @@ class _NumberUses:
         for self.scope, tree in enumerate(trees):
             for node in ast.walk(tree):
                 self.picked |= self._kinds_picked(node)
+
+    def multiplies(self, tree: ast.AST) -> bool:
+        """Return whether code multiplies something by one of the numbers."""
+        products = (each for each in ast.walk(tree) if isinstance(each, ast.BinOp))
+        return any(isinstance(each.op, ast.Mult) and self._kinds(each.left, each.right) for each in products)
 
     def _kinds(self, *nodes: ast.AST | None) -> set[str]:
         """Return the kinds of numbers in expressions, without texts, comparisons and arguments of calls."""

@@ -33,6 +33,7 @@ from accelerate.data.rank_arithmetic import (
     SIZE_CALLS,
     find_rank_arithmetic,
     function_names,
+    has_index_per_rank_part,
     held_functions,
     own_functions,
 )
@@ -83,6 +84,7 @@ def find_sharding(loader: DataLoader[Any], count: int, index: int) -> str | None
         PrepareError: its code picks by the rank alone, or a stream asks for it: its purpose is unknown.
         CollectiveError: all have the whole dataset, but not in the same order.
     """
+    is_whole_world = count == collective.world_size()
     for holder in _sharding_candidates(loader):
         split = getattr(holder, "_distributed", None)  # datasets.distributed.split_dataset_by_node
         for item in (holder, split):
@@ -94,11 +96,14 @@ def find_sharding(loader: DataLoader[Any], count: int, index: int) -> str | None
                 size, rank = "num_replicas", "rank"  # perhaps over some of the processes only
             if size is not None and rank is not None:
                 why = f"its {type(holder).__name__} has {size}={numbers[size]} and {rank}={numbers[rank]}"
-                if not _only_stores_rank(item, loader, rank, size):
+                if _only_stores_rank(item, loader, rank, size):
+                    _log_shared_out(loader, why)
+                elif is_whole_world and has_index_per_rank_part(item):
+                    _log_shared_out(loader, why, "has an index for the part of each process")
+                else:
                     return why
-                _log_shared_out(loader, why)
-    reason = _detect_in_code(loader)
-    if reason is None and count == collective.world_size():
+    reason = _detect_in_code(loader, is_whole_world)
+    if reason is None and is_whole_world:
         for holder in _walk_attributes(loader.dataset, "dataset"):
             if isinstance(getattr(holder, "_fingerprint", None), str) and hasattr(holder, "with_format"):
                 return _find_split_rows(holder, describe_loader(loader))
@@ -151,8 +156,13 @@ def _rank_names(holder: Any) -> tuple[list[str], list[str]]:
     return sorted(names & RANK_CALLS), sorted(names & SIZE_CALLS)
 
 
-def _detect_in_code(loader: DataLoader[Any]) -> str | None:
-    """Return why the user's code of the loader's samplers and stream seems to shard, or None."""
+def _detect_in_code(loader: DataLoader[Any], is_whole_world: bool = False) -> str | None:
+    """Return why the user's code of the loader's samplers and stream seems to shard, or None.
+
+    Args:
+        loader: the user's.
+        is_whole_world: all ranks read data of their own, so those with an index for each part are no shards.
+    """
     is_stream = isinstance(loader.dataset, IterableDataset)
     for holder in _sharding_candidates(loader):
         rank, size = _rank_names(holder)
@@ -163,6 +173,8 @@ def _detect_in_code(loader: DataLoader[Any]) -> str | None:
             # The order of a sampler, and what such data hold, are compared when they are first used.
             if size:
                 _log_shared_out(loader, why)
+            continue
+        if size and not is_stream and is_whole_world and has_index_per_rank_part(holder):
             continue
         if size:
             return why
@@ -189,14 +201,15 @@ def log_not_sharded(loader: DataLoader[Any], why: str) -> None:
         )
 
 
-def _log_shared_out(loader: DataLoader[Any], why: str) -> None:
+def _log_shared_out(loader: DataLoader[Any], why: str, but: str = "picks no samples by it") -> None:
     """Log, once and on rank 0, that data which know their rank are taken for the whole data."""
     if collective.rank() == 0:
         _logger.warning(
-            "%s knows its rank (%s) but picks no samples by it: it is shared out over the processes. If each "
+            "%s knows its rank (%s) but %s: it is shared out over the processes. If each "
             "has its own part already, prepare it with shard=False.",
             describe_loader(loader),
             why,
+            but,
         )
 
 
