@@ -317,6 +317,24 @@ def test_several_rows_of_a_sample_count_in_a_shorter_batch_too() -> None:
     assert rows == [[0, 0, 1, 1], [2, 2, 3, 3], [4, 4]]
 
 
+@pytest.mark.parametrize("loss_first", [True, False])
+def test_a_repeated_loss_counts_for_the_samples_beside_several_rows_of_each(loss_first: bool) -> None:
+    """Both have as many rows in a shorter batch: which is which, the steps before tell by their order."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    losses: list[float] = []
+    rows: list[int] = []
+    for batch in accelerator.prepare(DataLoader(Map(5, torch.tensor), batch_size=2)):
+        if not loss_first:
+            rows += accelerator.gather_for_metrics(batch.repeat_interleave(2)).tolist()
+        losses += accelerator.gather_for_metrics(batch.float().mean().repeat(2)).tolist()
+        if loss_first:
+            rows += accelerator.gather_for_metrics(batch.repeat_interleave(2)).tolist()
+    assert losses == [0.5, 0.5, 2.5, 2.5, 4.0]
+    assert rows == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+
 def rows_of_one_step(n: int, dispatch: bool) -> tuple[list[float], list[float]]:
     """The outputs of the only step of an epoch, two rows of each sample, and a repeated loss."""
     from accelerate import Accelerator, DataLoaderConfiguration

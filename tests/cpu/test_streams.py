@@ -281,3 +281,23 @@ def test_a_stream_that_each_rank_shuffles_in_its_own_way(ranks: RankServer) -> N
     assert "the seed of its shuffle()" in same_on_all(ranks(2, shuffled_by_files, None, False))
     assert sorted(same_on_all(ranks(2, shuffled_by_files, 3, False))) == list(range(16))
     assert sorted(same_on_all(ranks(2, shuffled_by_files, None, True))) == list(range(16))
+
+
+def draws_after_epochs(workers: int) -> list[list[float]]:
+    """A random number after each of three epochs: with a prepared loader, and with torch's own."""
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    draws: list[list[float]] = []
+    for prepare in (accelerator.prepare, lambda loader: loader):
+        loader = prepare(DataLoader(Stream(8), 2, num_workers=workers, persistent_workers=workers > 0))
+        torch.manual_seed(accelerator.process_index)
+        draws.append([len(list(loader)) * 0 + torch.rand(()).item() for _ in range(3)])
+    return draws
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_every_rank_draws_what_its_own_loader_would(ranks: RankServer, workers: int) -> None:
+    """Ranks with seeds of their own, as generation has them, go on as in a loop over torch's loader."""
+    for prepared, plain in ranks(2, draws_after_epochs, workers):
+        assert prepared == plain

@@ -138,6 +138,7 @@ def stream_batches(
     isolate = (base.num_workers == 0 or not stream) and not epoch.keeps_torch_numbers
     loaders = [index_loader[0], base] if index_loader else [base]
     read_state = partial(read_loader_state, *loaders) if epoch.records_loader_state else None
+    own_state = torch.default_generator.get_state()
     batches, epoch.order_state = open_walk(
         _BatchesWithSteps(items, None if stream else find_shard(base), read_state),
         generators,
@@ -145,6 +146,11 @@ def stream_batches(
         order_state=order_state,
         isolate=isolate,
     )
+    starts_workers = order_state is None and not (base.persistent_workers and epoch.workers_started)
+    draws_seed = broadcast is not None and starts_workers and base.generator is None
+    # Opened with the states of another rank: torch's loader draws a seed for workers on each of them.
+    if draws_seed and torch.equal(torch.default_generator.get_state(), own_state):
+        torch.empty((), dtype=torch.int64).random_()
     if not stream:
         index = next((i for i, each in enumerate(generators) if each is base.generator), None)
         # A resumed order is opened as when it was drawn, whoever reads the rest of it.

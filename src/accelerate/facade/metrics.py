@@ -91,14 +91,16 @@ class _RealRowCounter:
             shape: that of the output; a scalar has the shape ().
             output: a tensor, an array or a list.
         """
+        rows = shape[0] if shape else 1
+        multiple, rest = divmod(rows, self.size)
+        earlier = self._note_output(0 if rest else multiple)
         of_batch = not shape or (shape[0] == 1 and self.size > 1 and tuple(shape[1:2]) != (self.size,))
         if of_batch and not (shape and isinstance(self.per_sample, list)):
             return min(1, self.size - self.fillers)
-        rows = shape[0]
         if self.per_sample is not None:
             return rows - self._count_filler_rows(shape, self.per_sample)
-        multiple, rest = divmod(rows, self.size)
-        is_known = not rest and self._is_known(multiple)
+        # Where this output had a row for each sample, another one of several rows tells nothing of it.
+        is_known = not rest and earlier != 1 and self._is_known(multiple)
         steps = self._steps_of_rows(multiple) if multiple > 1 and not rest else 1
         if not is_known and (repeats := self._repeats_for_full_batch(output, rows)):
             return repeats * (self.size - self.fillers)
@@ -111,6 +113,14 @@ class _RealRowCounter:
         if not steps or multiple % steps:
             raise self._error(shape, "these may be rows of several steps, or several rows of each sample")
         return rows - multiple // steps * self.fillers
+
+    def _note_output(self, multiple: int) -> int | None:
+        """Return the multiple of the same output of an earlier step, and note that of this one."""
+        step, (last, count) = self.epoch.batches - self.epoch.skip.batches, self.epoch.outputs
+        place = count if last == step else 0
+        self.epoch.outputs, earlier = (step, place + 1), self.epoch.output_multiples.get(place)
+        self.epoch.output_multiples[place] = multiple
+        return earlier
 
     def _is_known(self, multiple: int) -> bool:
         """Return whether an earlier step had such an output: one of this step has it as last and interval."""
