@@ -97,6 +97,27 @@ def test_replicas_that_do_not_divide_the_processes_are_refused(ranks: RankServer
     assert caught.value.causing_kinds() == {"SettingError"}
 
 
+def moved_average() -> dict[str, torch.Tensor]:
+    """Move a reference model, sharded by torch's function alone, halfway to the prepared one."""
+    from torch.distributed.fsdp import fully_shard
+
+    _, model, _ = of_copies(2)
+    reference = tiny(0)
+    for parameter in reference.parameters():
+        nn.init.zeros_(parameter)
+    fully_shard(reference)
+    for old, new in zip(reference.parameters(), model.parameters(), strict=True):
+        old.data.mul_(0.5).add_(new.data, alpha=0.5)
+    return whole(reference)
+
+
+def test_a_model_that_the_user_shards_combines_with_the_prepared_one(ranks: RankServer) -> None:
+    """Both have torch's default mesh: a reference model follows the trained one, as in trl."""
+    half = same_on_all(ranks(2, moved_average))
+    for name, value in whole(tiny()).items():
+        torch.testing.assert_close(half[name], value / 2)
+
+
 # --- every placement
 
 

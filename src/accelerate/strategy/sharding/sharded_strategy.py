@@ -107,7 +107,9 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor):
         copies, shards = self._mesh_shape
         # A dry run has no device.
         kind = "cpu" if self.world.device.type == "meta" else self.world.device.type
-        shape, names = ((shards,), ("dp_shard",)) if copies == 1 else ((copies, shards), _HSDP)
+        # One dimension has no name, as in torch's default mesh: a model that the user shards beside this one,
+        # a reference model for example, has an equal mesh, and DTensors of both can be combined.
+        shape, names = ((shards,), None) if copies == 1 else ((copies, shards), _HSDP)
         mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
         watch_mesh(mesh)
         return mesh
