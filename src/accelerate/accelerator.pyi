@@ -2,6 +2,7 @@
 # ruff: noqa
 
 from accelerate.facade.accelerator import Accelerator as Accelerator
+from accelerate.facade.accelerator import torch as torch
 from typing import Any
 
 logger: Any

@@ -22,7 +22,7 @@ from accelerate.core.name_sources import (
 
 NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     "accelerate": {},
-    "accelerate.accelerator": exports("facade.accelerator: Accelerator"),
+    "accelerate.accelerator": exports("facade.accelerator: Accelerator torch"),
     "accelerate.big_modeling": exports("offload.hooks: attach_layerwise_casting_hooks")
     | exports("offload.dispatch: cpu_offload cpu_offload_with_hook disk_offload dispatch_model")
     | exports("offload.empty_init: init_empty_weights init_on_device")
@@ -304,9 +304,10 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     ),
     "accelerate.utils.modeling": exports("facade.module_queries: convert_file_size_to_int is_peft_model")
     | exports(
-        "offload.module_sizes: calculate_maximum_sizes check_tied_parameters_in_config compute_module_sizes "
-        "compute_module_total_buffer_size dtype_byte_size find_tied_parameters get_max_layer_size "
-        "get_module_leaves get_module_size_with_ties get_non_persistent_buffers named_module_tensors"
+        "offload.module_sizes: _get_proper_dtype calculate_maximum_sizes check_tied_parameters_in_config "
+        "compute_module_sizes compute_module_total_buffer_size dtype_byte_size find_tied_parameters "
+        "get_max_layer_size get_module_leaves get_module_size_with_ties get_non_persistent_buffers "
+        "named_module_tensors"
     )
     | exports(
         "offload.device_maps: check_device_map check_tied_parameters_on_same_device clean_device_map "

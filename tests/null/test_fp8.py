@@ -274,3 +274,20 @@ def test_the_functions_by_hand() -> None:
     assert not {FIRST, "head"} & {*float8_names(model)}
     model = convert_model_to_fp8_ao(decoder(), module_filter_func=lambda _, name: name == FIRST)
     assert float8_names(model) == [FIRST]
+
+
+def test_a_program_that_replaces_the_conversion_keeps_routers_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Axolotl wraps the function that ``Accelerator`` calls, with a filter around the one it is given."""
+    import accelerate.accelerator as public
+
+    own = public.convert_model_to_fp8_ao
+
+    def without_gates(model: nn.Module, config: Any = None, module_filter_func: Any = None) -> nn.Module:
+        return own(model, config, lambda part, name: name != "gate" and module_filter_func(part, name))
+
+    monkeypatch.setattr(public, "convert_model_to_fp8_ao", without_gates)
+    model = nn.ModuleDict({name: nn.Linear(16, 16) for name in ("first", "gate", "up", "last")})
+    weights = {name: module.weight for name, module in model.items()}
+    fp8().prepare(model)
+    assert float8_names(model) == ["up"]
+    assert all(model[name].weight is weight for name, weight in weights.items())

@@ -112,6 +112,13 @@ def test_private_names_that_other_programs_import():
     assert _gpu_gather_object([1]) == [1]
 
 
+def test_torch_is_reached_through_the_module_of_the_accelerator():
+    """ms-swift replaces ``accelerate.accelerator.torch.nn.parallel.DistributedDataParallel.__init__``."""
+    import accelerate.accelerator
+
+    assert accelerate.accelerator.torch is torch
+
+
 def parameters(signature: str) -> list[tuple[str, str, str]]:
     """(name, kind, default) of a signature as text, annotations left out."""
     # A decorated function shows what its decorator takes, and then what it takes itself.

@@ -149,6 +149,13 @@ def test_bytes_of_one_element(dtype, size):
     assert utils.dtype_byte_size(dtype) == size
 
 
+def test_torch_dtypes_by_name():
+    """Unsloth plans device maps with this private function."""
+    from accelerate.utils.modeling import _get_proper_dtype
+
+    assert _get_proper_dtype("torch.bfloat16") is _get_proper_dtype(torch.bfloat16) is torch.bfloat16
+
+
 def test_an_unknown_dtype_is_refused():
     with pytest.raises(ValueError, match="float17"):
         utils.dtype_byte_size("float17")

@@ -33,14 +33,18 @@ def dtype_byte_size(dtype: Dtype) -> int | float:
     bits = getattr(dtype, "bits", None)
     if isinstance(bits, int):
         return bits // 8 if bits % 8 == 0 else bits / 8
-    if isinstance(dtype, str):
-        torch_dtype = getattr(torch, dtype.removeprefix("torch."), None)
-        if not isinstance(torch_dtype, torch.dtype):
-            raise PrepareError(
-                f"torch has no dtype {dtype!r}", fix="write it like 'float16' or torch.float16"
-            )
-        dtype = torch_dtype
-    return 1 / 8 if dtype == torch.bool else dtype.itemsize
+    torch_dtype: torch.dtype = _get_proper_dtype(dtype)
+    return 1 / 8 if torch_dtype == torch.bool else torch_dtype.itemsize
+
+
+def _get_proper_dtype(dtype: Any) -> Any:
+    """Return torch's dtype of this name; anything else as it is."""
+    if not isinstance(dtype, str):
+        return dtype
+    torch_dtype = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(torch_dtype, torch.dtype):
+        raise PrepareError(f"torch has no dtype {dtype!r}", fix="write it like 'float16' or torch.float16")
+    return torch_dtype
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:

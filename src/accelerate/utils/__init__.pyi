@@ -124,6 +124,7 @@ from accelerate.offload.device_maps import get_balanced_memory as get_balanced_m
 from accelerate.offload.device_maps import get_max_memory as get_max_memory
 from accelerate.offload.device_maps import infer_auto_device_map as infer_auto_device_map
 from accelerate.offload.hooks import CASTABLE_LAYERS as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
+from accelerate.offload.module_sizes import _get_proper_dtype as _get_proper_dtype
 from accelerate.offload.module_sizes import calculate_maximum_sizes as calculate_maximum_sizes
 from accelerate.offload.module_sizes import check_tied_parameters_in_config as check_tied_parameters_in_config
 from accelerate.offload.module_sizes import compute_module_sizes as compute_module_sizes

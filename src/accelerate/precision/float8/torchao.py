@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import SettingError
 from accelerate.core.kwargs_handler import KwargsHandler
+from accelerate.core.lazy_names import get_override
 from accelerate.core.option_report import keep_requests
 from accelerate.core.setting import describe_fields, load_fields, load_settings
 from accelerate.device.base import Device
@@ -115,8 +116,9 @@ class TorchAO(Float8Library):
         config = dataclasses.replace(
             self.recipe.config, emulate=self.emulates, enable_fsdp_float8_all_gather=gathers
         )
-        for name in names:
-            _convert_layer(model.get_submodule(name), config)
+        # Some programs replace this public function, so as to leave out more layers: call theirs then.
+        convert = get_override("accelerate.accelerator", "convert_model_to_fp8_ao", convert_model_to_fp8_ao)
+        convert(model, config=config, module_filter_func=lambda _, name: name in names)
         if gathers:
             self._models = [known for known in self._models if known() not in (None, model)]
             self._models.append(weakref.ref(model))
@@ -154,13 +156,15 @@ def convert_model_to_fp8_ao(
         MissingExtraError: torchao is not installed.
     """
     require_library("AO", "convert_model_to_fp8_ao()")
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8 import Float8LinearConfig
 
     ends = find_first_last_linear_layers(model)
     default: LayerFilter = partial(filter_linear_layers, layers_to_filter=[*filter(None, ends)])
-    return convert_to_float8_training(
-        model, config=config or Float8LinearConfig(), module_filter_fn=module_filter_func or default
-    )
+    takes = module_filter_func or default
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and not is_ao_layer(module) and takes(module, name):
+            _convert_layer(module, config or Float8LinearConfig())
+    return model
 
 
 def has_ao_layers(model: nn.Module) -> bool:
