@@ -8,6 +8,7 @@ makes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,13 +21,29 @@ require("hooks of parameters")
 
 def has_hooks(parameter: torch.Tensor) -> bool:
     """Return whether functions of the user wait for the gradient of a parameter."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+    return _has_own_hooks(parameter) or bool(parameter._post_accumulate_grad_hooks)
+
+
+def _has_own_hooks(parameter: torch.Tensor) -> bool:
+    return any(not _steps_in_backward(hook) for hook in (parameter._backward_hooks or {}).values())
+
+
+def _steps_in_backward(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook is that of LOMO, which updates in it what has a gradient by then.
+
+    Sharded parameters have theirs at the end of the backward, where ``fused_backward`` updates what is left.
+    """
+    for cell in getattr(hook, "__closure__", None) or ():
+        with suppress(ValueError):  # a variable that is not assigned yet
+            if callable(getattr(cell.cell_contents, "fused_backward", None)):
+                return True
+    return False
 
 
 def move_hooks(replaced: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Give new parameters the hooks of the old ones; the handles that the user has remove them still."""
     for old, new in replaced:
-        if old._backward_hooks:
+        if _has_own_hooks(old):
             new._backward_hooks = old._backward_hooks
         if old._post_accumulate_grad_hooks:
             new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
@@ -65,7 +82,7 @@ def _caller_of(hooks: Mapping[int, Callable[[Any], Any]]) -> Callable[[Any], Any
         if gradient is None:  # the node of all pipeline stages, which has the gradients by other graphs
             return None
         for hook in tuple(hooks.values()):
-            changed = hook(gradient)
+            changed = None if _steps_in_backward(hook) else hook(gradient)
             gradient = gradient if changed is None else changed
         return gradient
 
