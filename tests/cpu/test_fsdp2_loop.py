@@ -219,7 +219,7 @@ def test_a_parameter_that_a_list_keeps_is_warned_of(ranks: RankServer) -> None:
 
 
 class NumberReader(torch.optim.Optimizer):
-    """Scales each update by two norms that it reads as numbers, as LAMB and Prodigy do."""
+    """Scales each update by two norms that it reads as numbers."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.05})

@@ -136,8 +136,8 @@ class Epoch:
         restored_state: a state for torchdata's iterator to begin with, if data or samplers have their own.
         row_multiples: for outputs with a multiple of the batch's rows that were gathered for metrics: the
             last step in which there was one, and the steps between them, 0 if these differ.
-        output_multiples: that multiple of each output of a step, in their order, as last seen, and
-        outputs: the last step with outputs, and how many there have been in it.
+        output_multiples: that multiple of each output of a step, by its place in the order of their gathers.
+        outputs: the last step in which outputs were gathered, and how many.
         outer: the iteration of the same loader that was not over when this one began;
         shown: the attributes of the loader when an inner one began; and
         backwards_before: how many backwards there had been when this one began.
