@@ -112,12 +112,14 @@ def test_a_model_that_ranks_share_ends_the_search_with_the_size_to_start_with(
     log = caught.value.outcomes[1].output
     assert "the memory of rank 1 is full with batches of 20; it waits until the others have ended" in log
     for rank, outcome in enumerate(caught.value.outcomes):
-        assert outcome.kind == "CollectiveError"
         if world == 2 or rank == 1:
+            assert outcome.kind == "CollectiveError"
             assert "the memory of rank 1 is full with batches of 20" in outcome.message
             assert "starting_batch_size=18" in outcome.message
         else:
-            assert "find_executable_batch_size at test_watch_ranks.py:" in outcome.message
+            # A rank that looks after another one has ended with the verdict reports that one.
+            assert outcome.kind in ("CollectiveError", "PeerError"), outcome.message
+            assert "find_executable_batch_size" in outcome.message
 
 
 def record_attempts() -> list[Any]:

@@ -1,11 +1,18 @@
-"""The strategy protocol is small enough to read: 45 members, and five capabilities found by type."""
+"""The strategy protocol is small enough to read: 45 members, and capabilities found by type."""
 
 from __future__ import annotations
 
 import inspect
 
 from accelerate.strategy import STRATEGIES
-from accelerate.strategy.base import BatchPlacement, DataSharding, ReductionMonitor, Strategy, StrategyRequest
+from accelerate.strategy.base import (
+    BatchPlacement,
+    CustomSharding,
+    DataSharding,
+    ReductionMonitor,
+    Strategy,
+    StrategyRequest,
+)
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 from accelerate.strategy.single import SingleProcessStrategy
 from accelerate.world.world import World
@@ -41,6 +48,10 @@ def test_capabilities_are_found_by_type() -> None:
         "ddp",
         "fsdp",
         "fsdp1",
+        "parallelism",
+    }
+    assert {name for name, kind in kinds.items() if issubclass(kind, CustomSharding)} == {
+        "fsdp",
         "parallelism",
     }
     assert {name for name, kind in kinds.items() if issubclass(kind, BatchPlacement)} == {"xla", "xla_spmd"}

@@ -76,6 +76,31 @@ def test_states_rest_where_the_parameters_do(ranks: RankServer, offload: bool) -
         torch.testing.assert_close(values[name], value, rtol=0, atol=1e-4)
 
 
+def gathered_over_gloo(names: tuple[str, ...] | None) -> Any:
+    from torch import distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    from accelerate.strategy.sharding.full_state import gather_whole
+
+    dist.init_process_group("cpu:gloo,sim:gloo")
+    rank = dist.get_rank()
+    mesh = init_device_mesh("sim", (2, 1)[: len(names) if names else 1], mesh_dim_names=names)
+    local = torch.full((1, 3), float(rank), device="sim")
+    places = (Shard(0), Replicate())[: mesh.ndim]
+    full = gather_whole(DTensor.from_local(local, mesh, places, run_check=False))
+    return full.device.type, full.tolist()
+
+
+@pytest.mark.parametrize("names", [None, ("shard",), ("shard", "model")], ids=["no name", "one", "two"])
+def test_shards_of_a_device_are_gathered_on_the_host_where_the_group_is_gloo(
+    ranks: RankServer, names: tuple[str, ...] | None
+) -> None:
+    """Of any mesh: that of FSDP2 has no names, and on CUDA gloo would end the process."""
+    found = same_on_all(ranks(2, gathered_over_gloo, names))
+    assert found == ("cpu", [[0.0] * 3, [1.0] * 3])
+
+
 def peak(blocks: int) -> tuple[int, int, int]:
     """(greatest memory while a model was prepared, memory afterwards, bytes of one block)."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin

@@ -57,7 +57,7 @@ from accelerate.precision.autocast import AutocastKwargs, detach_autocast
 from accelerate.precision.base import Precision
 from accelerate.precision.fp16 import GradScalerKwargs
 from accelerate.strategy import STRATEGIES
-from accelerate.strategy.base import DataSharding, Strategy
+from accelerate.strategy.base import CustomSharding, DataSharding, Strategy
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 from accelerate.track.base import GeneralTracker
 from accelerate.watch.batch_size_search import release_memory, restore_after_failure
@@ -589,7 +589,7 @@ class Accelerator(ProcessMixin):
             PrepareError: nothing is given, an object cannot be prepared, or is nothing to prepare and the
                 run is strict; nothing is changed then.
         """
-        if self.strategy.supports_own_sharding:
+        if isinstance(self.strategy, CustomSharding):
             args = self._prepare_fsdp2(*args)
         bundle = self._preparer.make_bundle(args, device_placement)
         self._preparer.prepare(bundle)
@@ -598,7 +598,8 @@ class Accelerator(ProcessMixin):
 
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
         """Return the objects that ``prepare`` gets under FSDP2; some programs wrap it, to change a model."""
-        return self.strategy.adapt_objects(self, args)
+        strategy: Any = self.strategy
+        return strategy.adapt_objects(self, args)
 
     def plan(self, *args: Any, device_placement: list[bool] | None = None) -> PreparePlan:
         """Return the plan of ``prepare`` for these objects without changing them. Print it."""

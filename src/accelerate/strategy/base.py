@@ -4,8 +4,8 @@ A strategy is one file of this folder with ``PLUGIN = <subclass of Strategy>``, 
 folder. Its methods about gradients stand in ``protocol/gradient_sync.py``. It may have more capabilities,
 which callers find by its type: ``EngineStrategy`` owns the optimizer and the step
 (``protocol/engine_strategy.py``), ``DataSharding`` has ranks that read the same samples, ``ReductionMonitor``
-knows gradients that no reduction has seen, and ``OpenGradients`` can save and restore the gradients of an
-incomplete window.
+knows gradients that no reduction has seen, ``OpenGradients`` can save and restore the gradients of an
+incomplete window, and more at the end of this file.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NO_CONTEXT",
+    "CustomSharding",
     "DataSharding",
     "GradientPiece",
     "ObjectKind",
@@ -232,7 +233,6 @@ class Strategy(GradientSync, ABC):
             backward, also those without items.
         supports_loss_weighting: gradients may be scaled between backward and step (``num_items``).
         owns_step: an engine runs the step and scales by itself: it is an ``EngineStrategy``.
-        supports_own_sharding: programs may change or shard models by functions of their own, before it does.
     """
 
     name: ClassVar[str]
@@ -243,7 +243,6 @@ class Strategy(GradientSync, ABC):
     shards_params: ClassVar[bool] = False
     supports_loss_weighting: ClassVar[bool] = True
     owns_step: ClassVar[bool] = False
-    supports_own_sharding: ClassVar[bool] = False
     world: World
 
     def __init__(self, request: StrategyRequest) -> None:
@@ -252,10 +251,6 @@ class Strategy(GradientSync, ABC):
         self.handler: Any = request.handler(self.handler_class) if self.handler_class else None
         self.local_training = False
         self._requested_options = list(self.requested_options(request))
-
-    def adapt_objects(self, accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the objects that ``prepare`` gets, with models sharded that a program shards by itself."""
-        return objects
 
     @classmethod
     def claims(cls, request: StrategyRequest) -> bool:
@@ -388,6 +383,14 @@ class SubclassGathering:
     def gathers_tensor_subclasses(self) -> bool:
         """Return whether they do in this layout."""
         return True
+
+
+class CustomSharding:
+    """A capability: programs may change or shard models by functions of their own, before it does."""
+
+    def adapt_objects(self, accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the objects that ``prepare`` gets, with models sharded that a program shards by itself."""
+        raise NotImplementedError
 
 
 class BatchPlacement:

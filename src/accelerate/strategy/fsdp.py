@@ -18,6 +18,7 @@ from torch import nn
 from accelerate.core.lazy_names import get_override
 from accelerate.core.option_report import OptionStatus
 from accelerate.strategy.base import (
+    CustomSharding,
     PrepareBundle,
     StrategySelection,
     SubclassGathering,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from accelerate.strategy.sharding.fsdp_unit_plan import FSDPShardingPlan
 
 
-class FSDP2Strategy(ShardedStrategy, SubclassGathering):
+class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
     """FSDP2 over all ranks, by torch's ``fully_shard``."""
 
     name: ClassVar[str] = "fsdp"
@@ -44,7 +45,6 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering):
         unused_reason="one process has nothing to shard, so it trains as a single process does",
     )
     priority: ClassVar[int] = 10
-    supports_own_sharding: ClassVar[bool] = True
 
     def adapt_objects(self, accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
         """Shard models by ``accelerate.accelerator.fsdp2_prepare_model`` where a program has replaced it."""

@@ -129,7 +129,9 @@ def _to_gathering_device(value: DTensor) -> DTensor:
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
     is_gloo = f"{mesh.device_type}:gloo" in dist.get_backend_config(groups[0]).split(",")
     if is_gloo and mesh.device_type != "cpu":
-        mesh = DeviceMesh.from_group(groups, "cpu", mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+        # A list of groups needs names of the dimensions, and the mesh of FSDP2 has none.
+        group = groups if mesh.ndim > 1 else groups[0]
+        mesh = DeviceMesh.from_group(group, "cpu", mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
     elif local.device.type == mesh.device_type:
         return value
     return DTensor.from_local(
