@@ -48,3 +48,12 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], within:
         torch.testing.assert_close(
             ours[name], value, rtol=0, atol=within, msg=lambda text, n=name: f"{n}: {text}"
         )
+
+
+def can_be_copied(dtype: torch.dtype) -> bool:
+    """Return whether this torch copies a dtype that it has: 2.8 has 4-bit floats, and cannot."""
+    try:
+        torch.zeros(16, dtype=torch.uint8).view(dtype).clone()
+    except NotImplementedError:
+        return False
+    return True

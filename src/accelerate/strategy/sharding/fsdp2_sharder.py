@@ -198,8 +198,7 @@ class Sharder:
         Raises:
             PrepareError: a parameter is not sharded, or has not the planned dtype; an error of this package.
         """
-        if self.device.type == "cpu" and _GLOO_SUMS:
-            _average_on_cpu(model)
+        average_on_cpu(model, self.device)
         forward, backward = self.plugin._prefetch_flags
         if forward or not backward:
             _set_prefetch(model, forward, backward)
@@ -244,9 +243,9 @@ def _old_torch_error(problem: str) -> PrepareError:
     )
 
 
-def _average_on_cpu(model: nn.Module) -> None:
-    """Let torch divide the sums of gradients by itself."""
-    for module in model.modules():
+def average_on_cpu(model: nn.Module, device: torch.device) -> None:
+    """Let torch divide the sums of a sharded model's gradients, where gloo does not average them."""
+    for module in model.modules() if device.type == "cpu" and _GLOO_SUMS else ():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
 
