@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -447,6 +448,13 @@ def refused_case() -> None:
         model.module.state_dict()
     with pytest.raises(PrepareError, match="clip_grad_norm_"):
         accelerator.clip_grad_value_(model.parameters(), 1.0)
+    accelerator.backward(loss_of(model, next(batches(1))))
+    with pytest.warns(UserWarning, match=r"given 2 of \d+ trained parameters"):
+        accelerator.clip_grad_norm_(model.module.layers[0].up.parameters(), 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.zero_grad()
     with accelerator.no_sync(model):
         accelerator.backward(loss_of(model, next(batches(1))))
     with pytest.raises(PrepareError, match="not complete"):

@@ -254,3 +254,48 @@ def test_numbers_that_an_optimizer_reads_are_those_of_all_shards(ranks: RankServ
         optimizer.step()
         optimizer.zero_grad()
     same(ours, whole(model), 1e-5)
+
+
+def evaluate_in_between(options: dict[str, Any]) -> list[float]:
+    """The losses of three steps, with evaluations before each, and weights that are written after these."""
+    accelerator = accelerator_of(**options)
+    model = tiny()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    losses: list[float] = []
+    for words in batches(4):
+        rows = share(words, accelerator.process_index, 2)
+        loss = loss_of(model, rows)
+        with torch.no_grad():
+            loss_of(model, rows)
+        accelerator.backward(loss)
+        with torch.no_grad():
+            loss_of(model, rows)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            loss_of(model, rows)
+            for parameter in model.parameters():
+                parameter.data.mul_(0.8)
+        losses.append(accelerator.mean_loss(loss.detach()).item())
+    return losses
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_values_written_after_an_evaluation_count(ranks: RankServer, version: int, strategy: str) -> None:
+    """torch keeps unsharded values after a forward; without a backward it took them for the newest."""
+    options = {"fsdp_version": version, "sharding_strategy": strategy}
+    ours = same_on_all(ranks(2, evaluate_in_between, options))
+    model = tiny()
+    optimizer = adamw(model)
+    losses: list[float] = []
+    for words in batches(4):
+        loss = loss_of(model, words)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.data.mul_(0.8)
+        losses.append(loss.item())
+    assert ours == pytest.approx(losses, abs=1e-5)

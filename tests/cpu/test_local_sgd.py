@@ -386,6 +386,41 @@ def test_resume_is_exact_between_and_within_rounds(
         assert steps == 8
 
 
+def resume_after_overflow(folder: str) -> list[tuple[list[float], list[float], float]]:
+    """A run in which one process skips a step, and one that resumes after it: its rates, its loss scales."""
+    runs = []
+    for resumes in (False, True):
+        accelerator, model, optimizer = prepare_net("SGD", mixed_precision="fp16")
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
+        schedule = accelerator.prepare(schedule)
+        local = LocalSGD(accelerator, model, 4)
+        accelerator.register_for_checkpointing(local)
+        rates, scales = [], []
+        if resumes:
+            accelerator.load_state(folder)
+        with local:
+            for step in range(2 if resumes else 0, 4):
+                loss = model(make_batch(accelerator.process_index, step)).square().mean()
+                bad = step == 1 and accelerator.process_index == 1
+                accelerator.backward(loss * (float("inf") if bad else 1.0))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                local.step()
+                if step > 1:
+                    rates += schedule.get_last_lr()
+                    scales.append(accelerator.scaler.get_scale())
+                elif step == 1:
+                    accelerator.save_state(folder)
+        runs.append((rates, scales, flatten_state(model).sum().item()))
+    return runs
+
+
+def test_a_loss_scale_and_a_schedule_of_one_rank_are_resumed(ranks: RankServer, tmp_path: Path) -> None:
+    for whole, resumed in ranks(2, resume_after_overflow, str(tmp_path / "saved")):
+        assert whole == resumed
+
+
 def load_and_end(folder: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
     accelerator, model, _ = prepare_net()
     local = DiLoCo(accelerator, model, 3)

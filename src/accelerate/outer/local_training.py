@@ -196,6 +196,9 @@ class LocalSGDContext(ABC):
         local = {
             "model": {name: value.detach() for name, value in self._rank_tensors().items()},
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers()],
+            # A step that overflowed on one rank has lowered its loss scale and held its schedules only.
+            "schedulers": [scheduler.state_dict() for scheduler in self.accelerator._schedulers],
+            "scaler": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict(),
         }
         return {
             "steps": self.num_steps,
@@ -234,6 +237,12 @@ class LocalSGDContext(ABC):
                     value.copy_(models[0][name])
         for optimizer, state in zip(self._optimizers(), own_copy["optimizers"], strict=True):
             optimizer.load_state_dict(state)
+        for scheduler, state in zip(
+            self.accelerator._schedulers, own_copy.get("schedulers", ()), strict=False
+        ):
+            scheduler.load_state_dict(state)
+        if self.accelerator.scaler is not None and own_copy.get("scaler"):
+            self.accelerator.scaler.load_state_dict(own_copy["scaler"])
 
     def _rank_tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that differ between ranks: trainable parameters and buffers."""

@@ -142,6 +142,15 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
                 renewed |= {id(p): (p, whole[p]) for p in params if p in whole}
             if renewed:
                 remap_optimizer_params(renewed, [optimizer])
+            self._reshard_after_steps(getattr(optimizer, "optimizer", optimizer))
+
+    def reshard(self, model: nn.Module) -> None:
+        """Free the unsharded parameters that torch has kept after a forward."""
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _current_param(self, parameter: torch.Tensor) -> torch.Tensor:
         # Tensor parallelism may have replaced it before it was sharded.

@@ -59,6 +59,11 @@ class EngineHandle:
         self.trained = list(map(_REQUIRES_GRAD, chain(*self.groups)))
 
     @property
+    def trained_params(self) -> set[torch.Tensor]:
+        """The parameters that DeepSpeed trains."""
+        return {p for p, trained in zip(chain(*self.groups), self.trained, strict=True) if trained}
+
+    @property
     def module(self) -> nn.Module:
         """The user's module."""
         return self.engine.module

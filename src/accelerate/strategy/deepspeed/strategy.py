@@ -342,7 +342,15 @@ class DeepSpeed(DeepSpeedOpenGradients, EngineStrategy):
         Raises:
             PrepareError: another norm than the Euclidean, or another limit than the configuration's.
         """
-        handle = self._engine_to_clip(parameters)
+        clipped = set(parameters)
+        handle = self._engine_to_clip(clipped)
+        trained = handle.trained_params
+        if not trained <= clipped:
+            warn_user(
+                f"clip_grad_norm_ was given {len(trained & clipped)} of {len(trained)} trained parameters, "
+                "but DeepSpeed clips all of them by their common norm, which is returned: call it once, with "
+                "model.parameters()"
+            )
         if norm_type != 2:
             raise PrepareError(
                 f"clip_grad_norm_ with norm_type={norm_type}", why="DeepSpeed clips by the Euclidean norm"
@@ -367,8 +375,8 @@ class DeepSpeed(DeepSpeedOpenGradients, EngineStrategy):
             fix="accelerator.clip_grad_norm_(model.parameters(), max_norm)",
         )
 
-    def _engine_to_clip(self, parameters: Iterable[torch.Tensor]) -> EngineHandle:
-        trained, param_set = self.engines.trained_engines(), set(parameters)
+    def _engine_to_clip(self, param_set: set[torch.Tensor]) -> EngineHandle:
+        trained = self.engines.trained_engines()
         if len(trained) == 1:
             return trained[0]
         matches = [handle for handle in trained if not param_set.isdisjoint(handle.module.parameters())]

@@ -120,6 +120,11 @@ class FlatParam:
             hasattr(self.flat, "_full_param_padded") and not self.handle.needs_unshard()
         )
 
+    @property
+    def is_idle(self) -> bool:
+        """False in a forward, a backward and torch's ``summon_full_params``."""
+        return self.owner.training_state.name == "IDLE"
+
     def reshard(self) -> None:
         """Free unsharded values that torch kept after a forward: it would take them for the newest."""
         if self.is_sharded and self.is_gathered:

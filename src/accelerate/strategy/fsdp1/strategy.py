@@ -53,7 +53,6 @@ class FSDP1Strategy(ShardedStrategy):
         self._roots: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         # The user's parameters of each optimizer group, where flat parameters replace them.
         self._orders: weakref.WeakKeyDictionary[Any, ParamOrder] = weakref.WeakKeyDictionary()
-        self._hooked_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @classmethod
     def claims(cls, request: StrategyRequest) -> bool:
@@ -167,16 +166,16 @@ class FSDP1Strategy(ShardedStrategy):
             if (
                 isinstance(inner_optimizer, torch.optim.Optimizer)
                 and inner_optimizer not in self._hooked_optimizers
+                and not self._is_replicated
             ):
-                self._hooked_optimizers.add(inner_optimizer)
-                if not self._is_replicated:
-                    warn_of_statistics(inner_optimizer)
-                inner_optimizer.register_step_post_hook(self._reshard_after_step)
+                warn_of_statistics(inner_optimizer)
+            self._reshard_after_steps(inner_optimizer)
 
-    def _reshard_after_step(self, *_: Any) -> None:
-        # An evaluation before a step leaves unsharded values of the root unit, which are old now.
-        for wrapped_model in self._wrapped_models():
-            for unit in wrapped_model.flat_params:
+    def reshard(self, model: nn.Module) -> None:
+        """Free the unsharded values of flat parameters that torch has kept after a forward."""
+        wrapped_model = self._wrapped_model(model)
+        for unit in () if wrapped_model is None else wrapped_model.flat_params:
+            if unit.is_idle:  # not in torch's summon_full_params
                 unit.reshard()
 
     def _check_optimizers(self, bundle: PrepareBundle) -> None:

@@ -37,6 +37,10 @@ class HoldsShards(Protocol):
         """Return whether a module of ``model`` has parameters of its own that are not all-gathered now."""
         ...
 
+    def reshard(self, model: nn.Module) -> None:
+        """Free the unsharded parameters that torch has kept after a forward."""
+        ...
+
 
 # Prepared model -> the strategy that has sharded it.
 STRATEGIES: weakref.WeakKeyDictionary[nn.Module, HoldsShards] = weakref.WeakKeyDictionary()

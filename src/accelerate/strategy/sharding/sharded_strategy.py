@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -75,6 +76,7 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor):
         self.models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         # New parameters by the replaced ones, which optimizers may still hold.
         self._replaced_params: Any = WeakIdKeyDictionary()
+        self._hooked_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._has_unreduced = False
         self.unreduced = set()
 
@@ -195,6 +197,9 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor):
         from accelerate.strategy.sharding import forward_bypass
 
         self.models[model] = None
+        if model not in forward_bypass.STRATEGIES:
+            hook: Any = torch.compiler.disable(_reshard_evaluated)
+            model.register_forward_hook(hook)
         forward_bypass.STRATEGIES[model] = self
         if self.world.device.type != "meta" and next(model.buffers(), None) is not None:
             from accelerate.strategy.protocol.replicated_buffers import sync_buffers
@@ -210,6 +215,20 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor):
     @abstractmethod
     def _update_optimizers(self, bundle: PrepareBundle) -> None:
         """Make the optimizers of ``bundle`` hold the new parameters."""
+
+    def _reshard_after_steps(self, optimizer: Any) -> None:
+        """Reshard models after each step of an optimizer: a forward before it has left older values."""
+        if isinstance(optimizer, torch.optim.Optimizer) and optimizer not in self._hooked_optimizers:
+            self._hooked_optimizers.add(optimizer)
+            optimizer.register_step_post_hook(self._reshard_models)
+
+    def _reshard_models(self, *_: Any) -> None:
+        for model in self.models:
+            self.reshard(model)
+
+    @abstractmethod
+    def reshard(self, model: nn.Module) -> None:
+        """Free the unsharded parameters that torch has kept after a forward."""
 
     def _check_optimizers(self, bundle: PrepareBundle) -> None:
         """Refuse, before anything is changed, an optimizer of parameters whose gradients nobody reduces.
@@ -260,3 +279,14 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor):
     def _is_leader(self) -> bool:
         """True on the rank that gets gathered states."""
         return self.world.rank == 0
+
+
+def _reshard_evaluated(model: nn.Module, *_: Any) -> None:
+    # Torch keeps unsharded values for a backward. After a forward without one it would take them for the
+    # newest, whatever is written into the parameters meanwhile: an average of the weights, or the weights
+    # again. A copy of a model has the hook too, and no strategy.
+    from accelerate.strategy.sharding import forward_bypass
+
+    strategy = forward_bypass.STRATEGIES.get(model)
+    if strategy is not None and not torch.is_grad_enabled():
+        strategy.reshard(model)
