@@ -67,3 +67,7 @@ def test_models_are_partitioned_while_they_are_loaded(zero: dict[str, Any]) -> N
     assert job["inside"]
     assert job["same"]
     assert differences(job["loss"], RECORDED["train"]["loss"], WITHIN) == []
+
+
+def test_models_are_loaded_before_the_trainer(zero: dict[str, Any]) -> None:
+    assert differences(zero["loaded_first"]["loss"], RECORDED["train"]["loss"], WITHIN) == []

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from tests.clients.probe import main
-from tests.clients.trainer import Rows, evaluation, history, model, samples, trainer
+from tests.clients.trainer import STEPS, Rows, evaluation, history, model, samples, trainer
 
 
 def config(stage: int, **more: Any) -> dict[str, Any]:
@@ -119,8 +119,24 @@ def pretrained(folder: Path) -> dict[str, Any]:
     return {"partitions": partitions, "inside": inside, "same": same, **numbers(job)}
 
 
+def loaded_first(folder: Path) -> dict[str, Any]:
+    """The order of transformers' own examples: arguments, the model, the Trainer; nothing says CPU."""
+    if int(os.environ["RANK"]) == 0:
+        model().save_pretrained(folder / "source")
+    arguments = TrainingArguments(
+        str(folder), deepspeed=config(3), per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1,
+        max_steps=STEPS, save_strategy="no", report_to=[], seed=0, disable_tqdm=True,
+        remove_unused_columns=False,
+    )  # fmt: skip
+    torch.distributed.barrier()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder / "source")
+    job = Trainer(model=loaded, args=arguments, train_dataset=Rows(samples()))
+    job.train()
+    return numbers(job)
+
+
 JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    job.__name__: job for job in (two, three, engines, accumulate, resume, pretrained)
+    job.__name__: job for job in (two, three, engines, accumulate, resume, pretrained, loaded_first)
 }
 
 

@@ -384,3 +384,22 @@ def test_what_trains_cannot_change_after_prepare(ranks: RankServer, kind: str) -
     frozen, unfrozen = same_on_all(ranks(2, frozen_later, kind))
     assert "requires_grad of layers.0.norm.weight, layers.0.norm.bias" in frozen
     assert unfrozen.startswith("requires_grad of frozen.weight, frozen.bias was changed after prepare")
+
+
+def partition_before_the_accelerator() -> int:
+    """Make a model as ``from_pretrained`` does in stage 3, with a batch size of all ranks."""
+    import deepspeed
+
+    from accelerate import PartialState
+
+    PartialState()
+    sizes = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
+    with deepspeed.zero.Init(config_dict_or_path={"zero_optimization": {"stage": 3}, **sizes}):
+        model: Any = nn.Linear(4, 4)
+    return model.weight.ds_tensor.numel()
+
+
+def test_models_are_partitioned_before_there_is_an_accelerator(ranks: RankServer) -> None:
+    """As with ``TrainingArguments(deepspeed=...)``: it makes a ``PartialState``, then the model is loaded."""
+    env = {"ACCELERATE_USE_DEEPSPEED": "true"}
+    assert ranks(2, partition_before_the_accelerator, env=env) == [8, 8]

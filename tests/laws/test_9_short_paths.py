@@ -28,7 +28,7 @@ BOUNDS = {
     "later optimizer.step, FSDP2": (1, 1),
     "later optimizer.step, DDP": (1, 1),
     "forward, DDP": (2, 1),
-    "forward, FSDP2": (0, 0),
+    "forward, FSDP2": (1, 1),  # shards again what a forward without gradients left
     "backward, FSDP2": (3, 3),
     "backward, DDP": (3, 3),
     # With the lines that it logs, the lock of the place, and the comparison of the ranks. Rank 0 is counted,

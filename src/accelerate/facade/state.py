@@ -17,7 +17,10 @@ from accelerate.facade.gradient_state import GradientState as GradientState
 from accelerate.facade.gradient_state import _SharedStateDescriptor
 from accelerate.facade.launch_settings import PrecisionSettings
 from accelerate.facade.processes import ProcessMixin
+from accelerate.strategy import STRATEGIES
 from accelerate.strategy.base import Strategy
+from accelerate.strategy.launch_settings import SETTINGS
+from accelerate.strategy.protocol.engine_strategy import EarlyPartitioning
 from accelerate.world import affinity
 from accelerate.world import world as worlds
 from accelerate.world.world import ProcessDeviceSettings, World
@@ -127,7 +130,15 @@ class PartialState(ProcessMixin):
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         kwargs.pop("_use_sagemaker_dp", None)
+        before = worlds.current()
         world = worlds.open(cpu=cpu or None, **kwargs)
+        if world is not before and world.size > 1:
+            # A model may be loaded and partitioned next: DeepSpeed must know the ranks by then.
+            for name in SETTINGS.names():
+                if any(vars(load_settings(SETTINGS.get(name)[0]).value).values()):
+                    strategy = STRATEGIES.get(name)
+                    if issubclass(strategy, EarlyPartitioning):
+                        strategy.join_world(world)
         if load_settings(ProcessDeviceSettings).value.enable_cpu_affinity:
             affinity.set_numa_affinity(world.local_rank)
 

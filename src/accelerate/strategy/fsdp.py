@@ -142,7 +142,6 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
                 renewed |= {id(p): (p, whole[p]) for p in params if p in whole}
             if renewed:
                 remap_optimizer_params(renewed, [optimizer])
-            self._reshard_after_steps(getattr(optimizer, "optimizer", optimizer))
 
     def reshard(self, model: nn.Module) -> None:
         """Free the unsharded parameters that torch has kept after a forward."""

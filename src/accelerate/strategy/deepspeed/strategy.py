@@ -32,12 +32,13 @@ from accelerate.strategy.base import (
 )
 from accelerate.strategy.deepspeed.open_gradients import DeepSpeedOpenGradients
 from accelerate.strategy.launch_settings import deepspeed as deepspeed_settings
-from accelerate.strategy.protocol.engine_strategy import EngineCheckpoint, EngineStrategy
+from accelerate.strategy.protocol.engine_strategy import EarlyPartitioning, EngineCheckpoint, EngineStrategy
 
 if TYPE_CHECKING:
     from accelerate.strategy.deepspeed.engine_handle import DeepSpeedEngineRegistry, EngineHandle
     from accelerate.strategy.deepspeed.engine_specs import DeepSpeedPrepareContext, EngineSpec
     from accelerate.strategy.deepspeed.plugin import DeepSpeedPlugin
+    from accelerate.world.world import World
 
 
 @contextmanager
@@ -63,7 +64,7 @@ def GatheredParameters(  # noqa: N802 - DeepSpeed's own name for it
         yield
 
 
-class DeepSpeed(DeepSpeedOpenGradients, EngineStrategy):
+class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy):
     """Training by DeepSpeed, with one engine for each model."""
 
     name: ClassVar[str] = "deepspeed"
@@ -121,6 +122,14 @@ class DeepSpeed(DeepSpeedOpenGradients, EngineStrategy):
         return option.report_unless(
             "" if is_applied else f"the DeepSpeed configuration says {key}: {configured}"
         )
+
+    @classmethod
+    def join_world(cls, world: World) -> None:
+        """Initialize DeepSpeed, if it is installed: ``deepspeed.zero.Init`` asks it for the world size."""
+        if is_installed("deepspeed"):
+            from accelerate.strategy.deepspeed.engine_handle import init_deepspeed
+
+            init_deepspeed(world)
 
     def check(self) -> None:
         """Refuse a machine without DeepSpeed, and a precision that the device cannot compute in.

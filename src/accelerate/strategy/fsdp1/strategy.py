@@ -53,6 +53,7 @@ class FSDP1Strategy(ShardedStrategy):
         self._roots: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         # The user's parameters of each optimizer group, where flat parameters replace them.
         self._orders: weakref.WeakKeyDictionary[Any, ParamOrder] = weakref.WeakKeyDictionary()
+        self._hooked_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @classmethod
     def claims(cls, request: StrategyRequest) -> bool:
@@ -166,10 +167,16 @@ class FSDP1Strategy(ShardedStrategy):
             if (
                 isinstance(inner_optimizer, torch.optim.Optimizer)
                 and inner_optimizer not in self._hooked_optimizers
-                and not self._is_replicated
             ):
-                warn_of_statistics(inner_optimizer)
-            self._reshard_after_steps(inner_optimizer)
+                self._hooked_optimizers.add(inner_optimizer)
+                if not self._is_replicated:
+                    warn_of_statistics(inner_optimizer)
+                inner_optimizer.register_step_post_hook(self._reshard_after_step)
+
+    def _reshard_after_step(self, *_: Any) -> None:
+        # A forward before a step leaves unsharded values of the root unit, which are old now.
+        for model in self.models:
+            self.reshard(model)
 
     def reshard(self, model: nn.Module) -> None:
         """Free the unsharded values of flat parameters that torch has kept after a forward."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accelerate.strategy.base import Strategy
+from accelerate.world.world import World
 
 
 class EngineCheckpoint(Protocol):
@@ -43,6 +44,15 @@ class EngineCheckpoint(Protocol):
             options: those of its groups, for groups that nothing was saved of.
         """
         ...
+
+
+class EarlyPartitioning:
+    """A capability: models may be partitioned while they are made, before there is an ``Accelerator``."""
+
+    @classmethod
+    def join_world(cls, world: World) -> None:
+        """Make the ranks of a world that opens known to its library; called where its switch asks for it."""
+        raise NotImplementedError
 
 
 class EngineStrategy(Strategy):

@@ -39,7 +39,7 @@ from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 from accelerate.world import collective
 
 # Told to average, gloo of torch 2.8 sums in a reduce-scatter, without an error; that of 2.10 averages.
-_GLOO_SUMS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10)
+GLOO_SUMS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10)
 InitFunction = Callable[[nn.Module], None]
 
 
@@ -198,7 +198,8 @@ class Sharder:
         Raises:
             PrepareError: a parameter is not sharded, or has not the planned dtype; an error of this package.
         """
-        average_on_cpu(model, self.device)
+        if GLOO_SUMS:
+            average_on_cpu(model, self.device)
         forward, backward = self.plugin._prefetch_flags
         if forward or not backward:
             _set_prefetch(model, forward, backward)
@@ -244,8 +245,8 @@ def _old_torch_error(problem: str) -> PrepareError:
 
 
 def average_on_cpu(model: nn.Module, device: torch.device) -> None:
-    """Let torch divide the sums of a sharded model's gradients, where gloo does not average them."""
-    for module in model.modules() if device.type == "cpu" and _GLOO_SUMS else ():
+    """Let torch divide the sums of a sharded model's gradients, if it is on the CPU."""
+    for module in model.modules() if device.type == "cpu" else ():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
 

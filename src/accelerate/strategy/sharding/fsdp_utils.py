@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from accelerate.core import environ
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.sharding.activation_checkpointing import checkpoint_activations
-from accelerate.strategy.sharding.fsdp2_sharder import average_on_cpu, remap_optimizer_params
+from accelerate.strategy.sharding.fsdp2_sharder import GLOO_SUMS, average_on_cpu, remap_optimizer_params
 from accelerate.strategy.sharding.fsdp_unit_plan import find_units
 from accelerate.strategy.sharding.full_state import local_shard
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
@@ -76,7 +76,8 @@ def shard_by(shard: Callable[[Any, nn.Module], nn.Module], accelerator: Any, mod
     if precision != "no":
         strategy.plugin.set_mixed_precision(precision)
     sharded = shard(accelerator, model)
-    average_on_cpu(sharded, strategy.world.device)
+    if GLOO_SUMS:
+        average_on_cpu(sharded, strategy.world.device)
     after = fsdp2_canonicalize_names(dict(sharded.named_parameters()))
     pairs = ((old, after.get(name, old)) for name, old in before.items())
     strategy._remap_optimizers({id(old): (old, new) for old, new in pairs if new is not old}, [])

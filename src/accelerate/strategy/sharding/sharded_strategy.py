@@ -76,7 +76,6 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor):
         self.models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         # New parameters by the replaced ones, which optimizers may still hold.
         self._replaced_params: Any = WeakIdKeyDictionary()
-        self._hooked_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._has_unreduced = False
         self.unreduced = set()
 
@@ -215,16 +214,6 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor):
     @abstractmethod
     def _update_optimizers(self, bundle: PrepareBundle) -> None:
         """Make the optimizers of ``bundle`` hold the new parameters."""
-
-    def _reshard_after_steps(self, optimizer: Any) -> None:
-        """Reshard models after each step of an optimizer: a forward before it has left older values."""
-        if isinstance(optimizer, torch.optim.Optimizer) and optimizer not in self._hooked_optimizers:
-            self._hooked_optimizers.add(optimizer)
-            optimizer.register_step_post_hook(self._reshard_models)
-
-    def _reshard_models(self, *_: Any) -> None:
-        for model in self.models:
-            self.reshard(model)
 
     @abstractmethod
     def reshard(self, model: nn.Module) -> None:
