@@ -133,12 +133,12 @@ class PartialState(ProcessMixin):
         before = worlds.current()
         world = worlds.open(cpu=cpu or None, **kwargs)
         if world is not before and world.size > 1:
-            # A model may be loaded and partitioned next: DeepSpeed must know the ranks by then.
+            # Libraries make this state, then the model, and the Accelerator last. A strategy that partitions
+            # models while they are loaded must know the ranks by now.
             for name in SETTINGS.names():
-                if any(vars(load_settings(SETTINGS.get(name)[0]).value).values()):
-                    strategy = STRATEGIES.get(name)
-                    if issubclass(strategy, EarlyPartitioning):
-                        strategy.join_world(world)
+                is_requested = any(vars(load_settings(SETTINGS.get(name)[0]).value).values())
+                if is_requested and issubclass(strategy := STRATEGIES.get(name), EarlyPartitioning):
+                    strategy.join_world(world)
         if load_settings(ProcessDeviceSettings).value.enable_cpu_affinity:
             affinity.set_numa_affinity(world.local_rank)
 

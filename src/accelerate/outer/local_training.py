@@ -237,11 +237,9 @@ class LocalSGDContext(ABC):
                     value.copy_(models[0][name])
         for optimizer, state in zip(self._optimizers(), own_copy["optimizers"], strict=True):
             optimizer.load_state_dict(state)
-        for scheduler, state in zip(
-            self.accelerator._schedulers, own_copy.get("schedulers", ()), strict=False
-        ):
+        for scheduler, state in zip(self.accelerator._schedulers, own_copy["schedulers"], strict=True):
             scheduler.load_state_dict(state)
-        if self.accelerator.scaler is not None and own_copy.get("scaler"):
+        if self.accelerator.scaler is not None and own_copy["scaler"]:
             self.accelerator.scaler.load_state_dict(own_copy["scaler"])
 
     def _rank_tensors(self) -> dict[str, torch.Tensor]:
