@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
+from accelerate.core.errors import SettingError
 from accelerate.core.torch_internals import require
 from accelerate.strategy.protocol.gradient_sync import GradientPiece, whole_piece
 from accelerate.strategy.sharding.full_state import distribute, is_sharded_placement, shard_mesh_dims
@@ -251,7 +252,7 @@ def clip_norm(
     Args:
         parameters: the parameters, sharded or not.
         limit: the greatest norm; infinity scales nothing.
-        p: of the p-norm; ``inf`` takes the greatest value.
+        p: of the p-norm, not 0; ``inf`` takes the greatest absolute value, ``-inf`` the smallest.
         device: where the all-reduce runs.
         stages: pipeline parallel groups, whose ranks have other parameters that count too.
         elsewhere: parameters that count on another rank of such a group, which has them too.
@@ -279,16 +280,20 @@ def _grad_norm(
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not grads and not stages:
         return torch.zeros((), device=device)
+    if p == 0:
+        raise SettingError(
+            "norm_type=0 counts tensors, and the shards of one lie on several ranks",
+            fix="use another norm_type: 2.0, float('inf')",
+        )
     by_axes: dict[Any, list[torch.Tensor]] = {}
     others = {id(parameter.grad) for parameter in elsewhere}
     for grad in map(_reduce_partial, (grad for grad in grads if id(grad) not in others)):
         by_axes.setdefault(_shard_axes(grad), []).append(local_grad(grad))
     powers = [_sum_of_powers(over, shards, float(p), device) for over, shards in by_axes.items()]
-    total = torch.stack(powers or [torch.zeros((), device=device)])
-    total = total.max() if p == float("inf") else total.sum()
+    total = _join_powers(powers, p, device)
     for group in stages:
         dist.all_reduce(total, _reduce_op(p), group=group)
-    return total if p == float("inf") else total ** (1.0 / p)
+    return total if math.isinf(p) else total ** (1.0 / p)
 
 
 def _reduce_partial(gradient: Any) -> Any:
@@ -312,15 +317,21 @@ def _shard_axes(gradient: Any) -> tuple[Any, ...]:
 def _sum_of_powers(
     over: tuple[Any, ...], parts: Sequence[torch.Tensor], p: float, device: torch.device
 ) -> Any:
-    """Return the sum of p-th powers (the maximum for ``inf``) of gradients sharded ``over`` dimensions."""
+    """Return the sum of p-th powers of gradients sharded ``over`` dimensions; see ``_join_powers``."""
     norms = [torch.linalg.vector_norm(part, p, dtype=_norm_dtype(part)) for part in parts if part.numel()]
-    local_norms = (
-        torch.stack([n.to(device, torch.float32) for n in norms]) if norms else torch.zeros(1, device=device)
-    )
-    value = local_norms.max() if p == float("inf") else (local_norms**p).sum()
+    powers = [n.to(device, torch.float32) if math.isinf(p) else n.to(device, torch.float32) ** p for n in norms]
+    value = _join_powers(powers, p, device)
     for axis in over[1:]:
         dist.all_reduce(value, _reduce_op(p), group=over[0].get_group(axis))
     return value
+
+
+def _join_powers(powers: Sequence[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
+    """Return the sum of p-th powers; for ``inf`` and ``-inf`` the greatest and the smallest of norms."""
+    if not powers:
+        return torch.full((), math.inf if p == -math.inf else 0.0, device=device)
+    stacked = torch.stack(list(powers))
+    return (stacked.amax() if p > 0 else stacked.amin()) if math.isinf(p) else stacked.sum()
 
 
 def _norm_dtype(part: torch.Tensor) -> torch.dtype:
@@ -328,7 +339,9 @@ def _norm_dtype(part: torch.Tensor) -> torch.dtype:
 
 
 def _reduce_op(p: float) -> Any:
-    return dist.ReduceOp.MAX if p == float("inf") else dist.ReduceOp.SUM
+    if math.isinf(p):
+        return dist.ReduceOp.MAX if p > 0 else dist.ReduceOp.MIN
+    return dist.ReduceOp.SUM
 
 
 def _group_by_dtype(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
