@@ -628,10 +628,17 @@ def test_what_trains_cannot_change_inside_a_flat_parameter(ranks: RankServer) ->
 
 
 def hooked() -> None:
-    model = tiny()
-    model.embed.weight.register_hook(lambda gradient: gradient * 0)
-    with pytest.warns(UserWarning, match="hooks of embed.weight are not called under FSDP1"):
+    model, text = tiny(), "hooks of layers.0.up.weight are not called under FSDP1"
+    model.layers[0].up.weight.register_hook(lambda gradient: gradient * 0)
+    with pytest.warns(UserWarning, match=text):
         accelerator_of(LAYERS).prepare(model, adamw(model))
+    model = tiny()
+    model, _ = accelerator_of(LAYERS).prepare(model, adamw(model))
+    for name, parameter in model.named_parameters():
+        if "layers.0" in name and name.endswith("up.weight"):
+            parameter.register_hook(lambda gradient: gradient * 0)
+    with pytest.warns(UserWarning, match=text):
+        loss_of(model, next(batches(1)))
 
 
 def test_hooks_of_parameters_are_warned_of(ranks: RankServer) -> None:

@@ -70,6 +70,12 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
             precision_policy(self.request.compute_format),
         )
 
+    def call_late_hooks(self, model: nn.Module) -> None:
+        """Call the hooks on the unsharded parameters, which the graph reaches."""
+        from accelerate.strategy.sharding.gradient_hooks import call_late_hooks
+
+        call_late_hooks(model)
+
     # --- device mesh
 
     @property

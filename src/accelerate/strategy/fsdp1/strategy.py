@@ -178,6 +178,12 @@ class FSDP1Strategy(ShardedStrategy):
         for model in self.models:
             self.reshard(model)
 
+    def call_late_hooks(self, model: nn.Module) -> None:
+        """Warn that the hooks are not called."""
+        from accelerate.strategy.fsdp1.wrap import warn_of_hooks
+
+        warn_of_hooks(model)
+
     def reshard(self, model: nn.Module) -> None:
         """Free the unsharded values of flat parameters that torch has kept after a forward."""
         wrapped_model = self._wrapped_model(model)

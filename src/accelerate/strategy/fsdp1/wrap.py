@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import (
+    CPUOffload,
+    FlatParameter,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
 
 from accelerate.core.errors import PrepareError
 from accelerate.core.user_warning import warn_user
@@ -146,11 +152,7 @@ class FSDP1Wrapper:
         initialize = _check_models_agree(model, plugin.param_init_fn)
         order, formats = list(model.state_dict()), {n: b.dtype for n, b in model.named_buffers()}
         names = {p: name for name, p in model.named_parameters()}
-        if hooked := [name for parameter, name in names.items() if has_hooks(parameter)]:
-            warn_user(
-                f"the gradient hooks of {hooked[0]} are not called under FSDP1, which computes with views of "
-                "a flat parameter: take fsdp_version=2, or change the gradients after the backward"
-            )
+        warn_of_hooks(model)
         if plugin.activation_checkpointing:
             checkpoint_activations(model, layout.blocks)
         parents = _parent_modules(model)
@@ -255,6 +257,18 @@ class FSDP1Wrapper:
         if not self.plugin.sync_module_states:
             _check_equal_weights(t for key, t in tensors.items() if key not in unwritten)
         return [(m, name) for m, table in tables for name, t in table.items() if id(t) in unwritten]
+
+
+def warn_of_hooks(model: nn.Module) -> None:
+    """Warn of a parameter with gradient hooks of the user; those of a flat parameter are called."""
+    for prefix, module in walk_modules(model):
+        for name, parameter in module.named_parameters(recurse=False):
+            if has_hooks(parameter) and not isinstance(parameter, FlatParameter):
+                warn_user(
+                    f"the gradient hooks of {prefix}{name} are not called under FSDP1, which computes with "
+                    "views of a flat parameter: take fsdp_version=2, or change the gradients after the backward"
+                )
+                return
 
 
 def _check_models_agree(model: nn.Module, initialize: InitFunction | None) -> InitFunction | None:

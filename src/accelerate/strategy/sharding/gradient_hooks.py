@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from accelerate.core.torch_internals import require
+from accelerate.strategy.sharding.grads import fsdp_params, unsharded_param
 
 require("hooks of parameters")
 
@@ -75,6 +76,17 @@ def call_hooks_of_unit(unit: nn.Module, modules: Iterable[nn.Module]) -> None:
 
     uncompiled: Any = torch.compiler.disable(attach)
     handle = unit.register_forward_pre_hook(uncompiled)
+
+
+def call_late_hooks(model: nn.Module) -> None:
+    """Call hooks that were registered on the sharded parameters of a model before its first forward.
+
+    The forward has made the unsharded parameters, and the backward is to come.
+    """
+    for sharded, fsdp_param in fsdp_params([model]).items():
+        whole = unsharded_param(fsdp_param)
+        if whole is not None and sharded._backward_hooks:
+            whole.register_hook(_caller_of(sharded._backward_hooks))
 
 
 def _caller_of(hooks: Mapping[int, Callable[[Any], Any]]) -> Callable[[Any], Any]:

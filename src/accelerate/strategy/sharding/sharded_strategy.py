@@ -75,6 +75,8 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor):
         # In the order of ``prepare``, which all ranks share: collectives follow it.
         self.models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         # New parameters by the replaced ones, which optimizers may still hold.
+        # Models that have had no forward with gradients: hooks of parameters may be registered until then.
+        self.untried_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._replaced_params: Any = WeakIdKeyDictionary()
         self._has_unreduced = False
         self.unreduced = set()
@@ -197,8 +199,9 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor):
 
         self.models[model] = None
         if model not in forward_bypass.STRATEGIES:
-            hook: Any = torch.compiler.disable(_reshard_evaluated)
+            hook: Any = torch.compiler.disable(_finish_forward)
             model.register_forward_hook(hook)
+            self.untried_models.add(model)
         forward_bypass.STRATEGIES[model] = self
         if self.world.device.type != "meta" and next(model.buffers(), None) is not None:
             from accelerate.strategy.protocol.replicated_buffers import sync_buffers
@@ -214,6 +217,13 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor):
     @abstractmethod
     def _update_optimizers(self, bundle: PrepareBundle) -> None:
         """Make the optimizers of ``bundle`` hold the new parameters."""
+
+    @abstractmethod
+    def call_late_hooks(self, model: nn.Module) -> None:
+        """Call gradient hooks of parameters that the user has registered after ``prepare``, or warn.
+
+        The model has had its first forward with gradients, and no backward yet.
+        """
 
     @abstractmethod
     def reshard(self, model: nn.Module) -> None:
@@ -270,12 +280,17 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor):
         return self.world.rank == 0
 
 
-def _reshard_evaluated(model: nn.Module, *_: Any) -> None:
+def _finish_forward(model: nn.Module, *_: Any) -> None:
     # Torch keeps unsharded values for a backward. After a forward without one it would take them for the
     # newest, whatever is written into the parameters meanwhile: an average of the weights, or the weights
     # again. A copy of a model has the hook too, and no strategy.
     from accelerate.strategy.sharding import forward_bypass
 
     strategy = forward_bypass.STRATEGIES.get(model)
-    if strategy is not None and not torch.is_grad_enabled():
+    if strategy is None:
+        return
+    if not torch.is_grad_enabled():
         strategy.reshard(model)
+    elif model in strategy.untried_models:
+        strategy.untried_models.discard(model)
+        strategy.call_late_hooks(model)
