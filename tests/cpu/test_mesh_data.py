@@ -333,3 +333,34 @@ def test_what_would_read_different_data_is_refused(ranks: RankServer) -> None:
         assert text in found["sampler"]
         assert found["stream"] == ""
         assert "dispatch_batches=True needs all 2 processes" in found["asked"]
+
+
+def read_by_own_meshes() -> dict[str, list[list[float]]]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from accelerate import Accelerator
+    from accelerate.core.errors import WorldError
+    from accelerate.data_loader import prepare_data_loader
+
+    Accelerator()
+    read: dict[str, list[list[float]]] = {}
+    for name in ("dp", "fsdp", "data", "dp_shard", "tp", "model"):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(name,))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            data = prepare_data_loader(DataLoader(list(range(8)), batch_size=2), torch_device_mesh=mesh)
+        assert any("'model' of the device mesh" in str(each.message) for each in said) == (name == "model")
+        read[name] = [batch.tolist() for batch in data]
+    with pytest.raises(WorldError, match="mesh_dim_names"):
+        prepare_data_loader(
+            DataLoader(list(range(8)), batch_size=2), torch_device_mesh=init_device_mesh("cpu", (2,))
+        )
+    return read
+
+
+def test_the_names_of_a_mesh_say_which_ranks_read_different_data(ranks: RankServer) -> None:
+    """1.15 knows dp_replicate and dp_shard: along ``dp`` all ranks trained on the same batches."""
+    first, second = ranks(2, read_by_own_meshes)
+    whole, parts = [[0, 1], [2, 3], [4, 5], [6, 7]], ([[0, 1], [4, 5]], [[2, 3], [6, 7]])
+    for name in first:
+        assert (first[name], second[name]) == ((whole, whole) if name in ("tp", "model") else parts), name

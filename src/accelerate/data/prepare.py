@@ -50,14 +50,15 @@ def prepare_data_loader(
         num_processes, process_index: number and index of the data shard; the world's when None.
         rng_types: random generators that are broadcast from rank 0 at the start of every epoch.
         slice_fn_for_dispatch: slices a collated batch under dispatch; see ``DataLoaderDispatcher``.
-        torch_device_mesh: the device mesh: ranks along ``dp_replicate`` and ``dp_shard`` read different
-            shards, along other dimensions the same.
+        torch_device_mesh: the device mesh: ranks along ``dp_replicate`` and ``dp_shard`` (or ``dp``,
+            ``fsdp``, ``data``) read different shards, along other dimensions the same.
         shard: shard the data; "auto" keeps each process's data if it is sharded already.
 
     Raises:
         PrepareError: the batch size cannot be split, the object is no loader, or detection of existing
             sharding failed.
         SettingError: ``shard=False`` and ``dispatch_batches=True``.
+        WorldError: the dimensions of the mesh have no names.
     """
     if not isinstance(dataloader, DataLoader):
         raise PrepareError(f"a {type(dataloader).__name__} is not a torch.utils.data.DataLoader")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from accelerate.core.errors import WorldError
+from accelerate.core.user_warning import warn_user
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -28,6 +29,8 @@ DIMENSIONS: dict[str, str] = {
 }
 # Dimensions along which ranks read different data (data parallel).
 DATA_DIMENSIONS = ("dp_replicate", "dp_shard")
+# The same, as programs name the dimensions of a mesh that they made.
+_DATA_NAMES = (*DATA_DIMENSIONS, "dp", "ddp", "fsdp", "hsdp", "data", "data_parallel", "replicate", "shard")
 
 
 @dataclass(frozen=True)
@@ -168,10 +171,24 @@ class MeshLayout:
 
 
 def mesh_data_shard(mesh: DeviceMesh) -> tuple[int, int]:
-    """Return the number of data shards of a mesh, and the index of the one that this process reads."""
+    """Return the number of data shards of a mesh, and the index of the one that this process reads.
+
+    Raises:
+        WorldError: its dimensions have no names.
+    """
+    if mesh.mesh_dim_names is None:
+        raise WorldError(
+            "the dimensions of the device mesh have no names, so nothing says which ranks read the same data",
+            fix="give it names: init_device_mesh(..., mesh_dim_names=('dp_shard', 'tp'))",
+        )
     count, index = 1, 0
     places = mesh.get_coordinate() or [0] * mesh.ndim
-    for name, size, place in zip(mesh.mesh_dim_names or (), mesh.shape, places, strict=True):
-        if name in DATA_DIMENSIONS:
+    for name, size, place in zip(mesh.mesh_dim_names, mesh.shape, places, strict=True):
+        if name in _DATA_NAMES:
             count, index = count * size, index * size + place
+        elif size > 1 and name not in DIMENSIONS.values():
+            warn_user(
+                f"the ranks along {name!r} of the device mesh read the same data; where they train copies or "
+                "shards of the model, call the dimension dp_replicate or dp_shard"
+            )
     return count, index
