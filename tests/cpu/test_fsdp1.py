@@ -627,6 +627,26 @@ def test_what_trains_cannot_change_inside_a_flat_parameter(ranks: RankServer) ->
     assert said.startswith("embed.requires_grad_(False) after prepare, with use_orig_params=False")
 
 
+def unwrapped() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    from accelerate.utils import extract_model_from_parallel, is_peft_model
+
+    inner = get_peft_model(tiny(), LoraConfig(target_modules=["up"]))
+    accelerator = accelerator_of(LAYERS)
+    model, _ = accelerator.prepare(inner, adamw(inner))
+    assert model is not inner
+    assert is_peft_model(model)
+    assert extract_model_from_parallel(model) is accelerator.unwrap_model(model) is inner
+    assert extract_model_from_parallel(nn.ModuleList([model]), recursive=True)[0] is inner
+
+
+def test_the_module_inside_is_found_without_an_accelerator(ranks: RankServer) -> None:
+    """trl asks ``is_peft_model`` of the wrapped model, and took it for one without adapters."""
+    pytest.importorskip("peft")
+    ranks(2, unwrapped)
+
+
 def hooked() -> None:
     model, text = tiny(), "hooks of layers.0.up.weight are not called under FSDP1"
     model.layers[0].up.weight.register_hook(lambda gradient: gradient * 0)

@@ -9,6 +9,7 @@ from accelerate.strategy.base import (
     BatchPlacement,
     CustomSharding,
     DataSharding,
+    ModuleWrapping,
     ReductionMonitor,
     Strategy,
     StrategyRequest,
@@ -53,6 +54,10 @@ def test_capabilities_are_found_by_type() -> None:
     assert {name for name, kind in kinds.items() if issubclass(kind, CustomSharding)} == {
         "fsdp",
         "parallelism",
+    }
+    assert {name for name, kind in kinds.items() if issubclass(kind, ModuleWrapping)} == {
+        "deepspeed",
+        "fsdp1",
     }
     assert {name for name, kind in kinds.items() if issubclass(kind, BatchPlacement)} == {"xla", "xla_spmd"}
     assert all(kind.owns_step is issubclass(kind, EngineStrategy) for kind in kinds.values())

@@ -14,10 +14,12 @@ from accelerate.core import packages
 from accelerate.core.units import parse_bytes
 from accelerate.offload.module_sizes import named_module_tensors
 from accelerate.strategy import STRATEGIES
-from accelerate.strategy.protocol.engine_strategy import EngineStrategy
+from accelerate.strategy.base import ModuleWrapping
 
-# torch's own classes that hold a model as ``module``; strategies unwrap those of other libraries.
+# torch's own classes that hold a model as ``module``; strategies unwrap what else wraps.
 WRAPPERS = (DataParallel, DistributedDataParallel)
+# The submodule of wrappers that strategies know: those of DeepSpeed, and FSDP1.
+_WRAPPED_NAMES = ("module", "_fsdp_wrapped_module")
 # The dtypes in the order in which 1.x numbers them.
 _DTYPE_NAMES = (
     "float32",
@@ -148,16 +150,16 @@ def extract_model_from_parallel(
 def _unwrap_parallel(model: Any) -> Any:
     while isinstance(model, WRAPPERS) or is_compiled_module(model):
         model = model._orig_mod if is_compiled_module(model) else model.module
-    # Only an object with a submodule of that name may be a DeepSpeed or Megatron-LM engine.
-    if isinstance(getattr(model, "_modules", {}).get("module"), nn.Module):
+    outer = model
+    if any(name in getattr(model, "_modules", ()) for name in _WRAPPED_NAMES):  # strategies take time to import
         for strategy in STRATEGIES:
-            if issubclass(strategy, EngineStrategy):
+            if issubclass(strategy, ModuleWrapping):
                 model = strategy.inner_module(model)
-    return model
+    return model if model is outer else _unwrap_parallel(model)
 
 
 def _unwrap_children(model: nn.Module) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, WRAPPERS):
-                setattr(parent, name, _unwrap_parallel(child))
+            if not is_compiled_module(child) and (inner := _unwrap_parallel(child)) is not child:
+                setattr(parent, name, inner)

@@ -48,6 +48,7 @@ __all__ = [
     "CustomSharding",
     "DataSharding",
     "GradientPiece",
+    "ModuleWrapping",
     "ObjectKind",
     "OpenGradients",
     "PrepareBundle",
@@ -390,6 +391,15 @@ class CustomSharding:
 
     def adapt_objects(self, accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the objects that ``prepare`` gets, with models sharded that a program shards by itself."""
+        raise NotImplementedError
+
+
+class ModuleWrapping:
+    """A capability: a model trains inside a module of the back end, which a program may make by itself."""
+
+    @staticmethod
+    def inner_module(model: Any) -> Any:
+        """Return the module inside such a wrapper; any other model as it is."""
         raise NotImplementedError
 
 

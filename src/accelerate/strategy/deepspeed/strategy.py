@@ -22,6 +22,7 @@ from accelerate.core.packages import is_installed
 from accelerate.core.user_warning import warn_user
 from accelerate.strategy.base import (
     NO_CONTEXT,
+    ModuleWrapping,
     PrepareBundle,
     PrepareStep,
     StrategyRequest,
@@ -64,7 +65,7 @@ def GatheredParameters(  # noqa: N802 - DeepSpeed's own name for it
         yield
 
 
-class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy):
+class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, ModuleWrapping):
     """Training by DeepSpeed, with one engine for each model."""
 
     name: ClassVar[str] = "deepspeed"

@@ -19,6 +19,7 @@ from accelerate.core.errors import PrepareError
 from accelerate.core.option_report import OptionStatus
 from accelerate.core.setting import load_settings
 from accelerate.strategy.base import (
+    ModuleWrapping,
     PrepareBundle,
     StrategyRequest,
     StrategySelection,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 _WRAPPED_MODULE = "_fsdp_wrapped_module"
 
 
-class FSDP1Strategy(ShardedStrategy):
+class FSDP1Strategy(ShardedStrategy, ModuleWrapping):
     """Training by torch's ``FullyShardedDataParallel`` around each FSDP unit."""
 
     name: ClassVar[str] = "fsdp1"
@@ -385,10 +386,15 @@ class FSDP1Strategy(ShardedStrategy):
         """Load a full state that every rank passes; each keeps its shard."""
         self._wrapped_optimizer(optimizer).load_state(state)
 
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the user's own module; its forward all-gathers only the FSDP units inside it."""
-        inner = model._modules.get(_WRAPPED_MODULE)
+    @staticmethod
+    def inner_module(model: Any) -> Any:
+        """Return the module inside torch's wrapper; its forward all-gathers only the FSDP units inside it."""
+        inner = getattr(model, "_modules", {}).get(_WRAPPED_MODULE)
         return model if inner is None else inner
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the user's own module."""
+        return self.inner_module(model)
 
 
 def _max_reduce(flag: torch.Tensor) -> None:

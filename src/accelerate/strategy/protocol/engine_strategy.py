@@ -131,8 +131,3 @@ class EngineStrategy(Strategy):
     def read_engine_checkpoints(cls, folder: Path) -> Sequence[EngineCheckpoint]:
         """Return the engine checkpoints in ``folder``, for other strategies and tools to read."""
         return ()
-
-    @staticmethod
-    def inner_module(model: Any) -> Any:
-        """Return the module inside the wrapper of this strategy or its library; else ``model``."""
-        return model
