@@ -352,6 +352,18 @@ def test_a_model_without_blocks_is_compiled_whole():
     assert compile_regions(model, backend="eager") is model
     assert model._compiled_call_impl is not None
     assert not utils.has_compiled_regions(model)
+    assert utils.has_compiled_regions(torch.compile(nn.Linear(2, 2), backend="eager")), "as in 1.x"
+
+
+def test_a_model_around_a_compiled_one_is_not_compiled():
+    """PEFT models, and FSDP1, pass on attributes of what they hold: they were taken for compiled ones."""
+    peft = pytest.importorskip("peft")
+    compiled = torch.compile(Deep(), backend="eager")
+    model = peft.get_peft_model(compiled, peft.LoraConfig(target_modules=["first"]))
+    assert isinstance(model._orig_mod, Deep)
+    assert not utils.is_compiled_module(model)
+    assert utils.extract_model_from_parallel(model) is model
+    assert Accelerator(cpu=True).unwrap_model(model) is model
 
 
 # --- precision by hand

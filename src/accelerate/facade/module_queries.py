@@ -81,7 +81,8 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
 
 def is_compiled_module(module: Any) -> bool:
     """Return whether ``torch.compile`` made this module, as a wrapper around another one."""
-    return isinstance(module, nn.Module) and isinstance(getattr(module, "_orig_mod", None), nn.Module)
+    # Its own submodule: FSDP1 and PEFT models pass on attributes of the module inside them.
+    return isinstance(module, nn.Module) and "_orig_mod" in getattr(module, "_modules", ())
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
@@ -95,9 +96,11 @@ def has_repeated_blocks(module: nn.Module) -> bool:
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Return whether a part of the module, and not the whole, is compiled, in place or by a wrapper."""
-    inner = (part for part in module.modules() if part is not module)
-    return any(is_compiled_module(part) or part._compiled_call_impl is not None for part in inner)
+    """Return whether a part of the module is compiled in place, or a part or the whole by a wrapper."""
+    return any(
+        is_compiled_module(part) or (part is not module and part._compiled_call_impl is not None)
+        for part in module.modules()
+    )
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
