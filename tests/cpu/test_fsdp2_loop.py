@@ -152,7 +152,7 @@ def norms() -> list[tuple[float, float]]:
         found.append((ours.item(), grads.norm(p).item()))
     for parameter in model.parameters():
         if parameter.grad is not None:
-            parameter.grad.to_local().abs_().add_(0.5)  # powers below 0 of the rows without words are infinite
+            parameter.grad.to_local().abs_().add_(0.5)  # the powers of rows without words were infinite
     for p in (-2.0, float("-inf")):
         ours = accelerator.clip_grad_norm_(model.parameters(), float("inf"), norm_type=p)
         grads = torch.cat([grad.flatten() for grad in gradients(model).values()])
@@ -206,7 +206,7 @@ def hooked(options: dict[str, Any], late: bool) -> list[tuple[dict[str, torch.Te
 def test_hooks_of_parameters_are_called_after_sharding(
     ranks: RankServer, options: dict[str, Any], late: bool
 ) -> None:
-    """torch's fully_shard drops them, and no graph reaches those of sharded parameters: a mask was ignored."""
+    """fully_shard drops them, and no graph reaches those of sharded parameters: a mask was ignored."""
     results = same_on_all(ranks(2, hooked, options, late))
     model = tiny()
     handle, calls = add_hooks(model)

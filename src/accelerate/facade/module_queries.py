@@ -154,7 +154,8 @@ def _unwrap_parallel(model: Any) -> Any:
     while isinstance(model, WRAPPERS) or is_compiled_module(model):
         model = model._orig_mod if is_compiled_module(model) else model.module
     outer = model
-    if any(name in getattr(model, "_modules", ()) for name in _WRAPPED_NAMES):  # strategies take time to import
+    # Strategies take time to import.
+    if any(name in getattr(model, "_modules", ()) for name in _WRAPPED_NAMES):
         for strategy in STRATEGIES:
             if issubclass(strategy, ModuleWrapping):
                 model = strategy.inner_module(model)

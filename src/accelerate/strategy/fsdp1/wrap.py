@@ -266,7 +266,8 @@ def warn_of_hooks(model: nn.Module) -> None:
             if has_hooks(parameter) and not isinstance(parameter, FlatParameter):
                 warn_user(
                     f"the gradient hooks of {prefix}{name} are not called under FSDP1, which computes with "
-                    "views of a flat parameter: take fsdp_version=2, or change the gradients after the backward"
+                    "views of a flat parameter: take fsdp_version=2, or change the gradients after the "
+                    "backward"
                 )
                 return
 

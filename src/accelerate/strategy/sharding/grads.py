@@ -319,8 +319,8 @@ def _sum_of_powers(
 ) -> Any:
     """Return the sum of p-th powers of gradients sharded ``over`` dimensions; see ``_join_powers``."""
     norms = [torch.linalg.vector_norm(part, p, dtype=_norm_dtype(part)) for part in parts if part.numel()]
-    powers = [n.to(device, torch.float32) if math.isinf(p) else n.to(device, torch.float32) ** p for n in norms]
-    value = _join_powers(powers, p, device)
+    norms = [norm.to(device, torch.float32) for norm in norms]
+    value = _join_powers(norms if math.isinf(p) else [norm**p for norm in norms], p, device)
     for axis in over[1:]:
         dist.all_reduce(value, _reduce_op(p), group=over[0].get_group(axis))
     return value
