@@ -648,7 +648,8 @@ def test_the_module_inside_is_found_without_an_accelerator(ranks: RankServer) ->
 
 
 def hooked() -> None:
-    model, text = tiny(), "hooks of layers.0.up.weight are not called under FSDP1"
+    text = "hooks of layers.0.up.weight are not called under FSDP1"
+    model: Any = tiny()
     model.layers[0].up.weight.register_hook(lambda gradient: gradient * 0)
     with pytest.warns(UserWarning, match=text):
         accelerator_of(LAYERS).prepare(model, adamw(model))

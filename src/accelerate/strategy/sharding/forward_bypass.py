@@ -29,9 +29,14 @@ _REGISTER = "torch.distributed.fsdp.register_fsdp_forward_method"
 
 
 class HoldsShards(Protocol):
-    """The strategy that has sharded a model."""
+    """The strategy that has sharded a model.
+
+    Attributes:
+        untried_models: models that have had no forward with gradients yet.
+    """
 
     plugin: Any
+    untried_models: weakref.WeakSet[nn.Module]
 
     def holds_shards(self, model: nn.Module, module: nn.Module) -> bool:
         """Return whether a module of ``model`` has parameters of its own that are not all-gathered now."""
@@ -39,6 +44,10 @@ class HoldsShards(Protocol):
 
     def reshard(self, model: nn.Module) -> None:
         """Free the unsharded parameters that torch has kept after a forward."""
+        ...
+
+    def call_late_hooks(self, model: nn.Module) -> None:
+        """Call gradient hooks of parameters that the user has registered after ``prepare``, or warn."""
         ...
 
 
