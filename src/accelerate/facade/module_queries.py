@@ -153,13 +153,12 @@ def extract_model_from_parallel(
 def _unwrap_parallel(model: Any) -> Any:
     while isinstance(model, WRAPPERS) or is_compiled_module(model):
         model = model._orig_mod if is_compiled_module(model) else model.module
-    outer = model
     # Strategies take time to import.
     if any(name in getattr(model, "_modules", ()) for name in _WRAPPED_NAMES):
         for strategy in STRATEGIES:
             if issubclass(strategy, ModuleWrapping):
                 model = strategy.inner_module(model)
-    return model if model is outer else _unwrap_parallel(model)
+    return model
 
 
 def _unwrap_children(model: nn.Module) -> None:
