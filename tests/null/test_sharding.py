@@ -245,6 +245,28 @@ def test_epochs_reach_samplers_and_datasets() -> None:
     assert loader.get_sampler().epoch == 5
 
 
+class Packed(BatchSampler):
+    """Keeps its batches until it is told another epoch, as those that pack samples do."""
+
+    told: tuple[int, ...] = ()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told = *self.told, epoch
+
+
+def test_epochs_reach_a_batch_sampler_of_a_shard() -> None:
+    """1.15 tells it of no epoch on several processes: it gave the same batches in all of them."""
+    packed = Packed(SequentialSampler(range(8)), 2, False)
+    loader = prepare_data_loader(
+        DataLoader(range(8), batch_sampler=packed),  # type: ignore[arg-type]
+        num_processes=2,
+        process_index=0,
+    )
+    for _ in range(2):
+        assert len(list(loader)) == 2
+    assert packed.told == (0, 1)
+
+
 def test_a_seedable_order_is_a_function_of_seed_and_epoch() -> None:
     def orders(epochs: int, start: int = 0) -> list[list[int]]:
         sampler = SeedableRandomSampler(range(20), data_seed=11)
