@@ -245,7 +245,13 @@ def _old_torch_error(problem: str) -> PrepareError:
 
 
 def average_on_cpu(model: nn.Module, device: torch.device) -> None:
-    """Let torch divide the sums of a sharded model's gradients, if it is on the CPU."""
+    """Let torch divide the sums of a sharded model's gradients, if it is on the CPU.
+
+    Raises:
+        PrepareError: this version of torch cannot.
+    """
+    if device.type == "cpu" and not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+        raise _old_torch_error("does not compute on a CPU")
     for module in model.modules() if device.type == "cpu" else ():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
