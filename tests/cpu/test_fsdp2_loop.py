@@ -141,6 +141,8 @@ def test_two_models_train_side_by_side(ranks: RankServer) -> None:
 
 def norms() -> list[tuple[float, float]]:
     """Ours and torch's own, for several p and with a gradient that is not finite."""
+    from accelerate.core.errors import SettingError
+
     accelerator = accelerator_of()
     model = tiny()
     model, _ = accelerator.prepare(model, adamw(model))
@@ -157,6 +159,8 @@ def norms() -> list[tuple[float, float]]:
         ours = accelerator.clip_grad_norm_(model.parameters(), float("inf"), norm_type=p)
         grads = torch.cat([grad.flatten() for grad in gradients(model).values()])
         found.append((ours.item(), grads.norm(p).item()))
+    with pytest.raises(SettingError, match="norm_type=0 counts tensors"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=0)
     if accelerator.process_index == 0:
         next(p for p in model.parameters() if p.grad is not None).grad.to_local()[0] = float("nan")
     found.append((float(accelerator.clip_grad_norm_(model.parameters(), 1.0).isnan()), 1.0))

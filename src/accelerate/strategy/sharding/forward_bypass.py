@@ -32,11 +32,11 @@ class HoldsShards(Protocol):
     """The strategy that has sharded a model.
 
     Attributes:
-        untried_models: models that have had no forward with gradients yet.
+        models_without_forward: models that have had no forward with gradients yet.
     """
 
     plugin: Any
-    untried_models: weakref.WeakSet[nn.Module]
+    models_without_forward: weakref.WeakSet[nn.Module]
 
     def holds_shards(self, model: nn.Module, module: nn.Module) -> bool:
         """Return whether a module of ``model`` has parameters of its own that are not all-gathered now."""

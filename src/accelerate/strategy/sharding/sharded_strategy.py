@@ -74,9 +74,9 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor):
             environ.set_variables({"ACCELERATE_USE_FSDP": "true"})
         # In the order of ``prepare``, which all ranks share: collectives follow it.
         self.models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+        # Models before their first forward with gradients: hooks of parameters may be registered until then.
+        self.models_without_forward: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # New parameters by the replaced ones, which optimizers may still hold.
-        # Models that have had no forward with gradients: hooks of parameters may be registered until then.
-        self.untried_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._replaced_params: Any = WeakIdKeyDictionary()
         self._has_unreduced = False
         self.unreduced = set()
@@ -201,7 +201,7 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor):
         if model not in forward_bypass.STRATEGIES:
             hook: Any = torch.compiler.disable(_finish_forward)
             model.register_forward_hook(hook)
-            self.untried_models.add(model)
+            self.models_without_forward.add(model)
         forward_bypass.STRATEGIES[model] = self
         if self.world.device.type != "meta" and next(model.buffers(), None) is not None:
             from accelerate.strategy.protocol.replicated_buffers import sync_buffers
@@ -291,6 +291,6 @@ def _finish_forward(model: nn.Module, *_: Any) -> None:
         return
     if not torch.is_grad_enabled():
         strategy.reshard(model)
-    elif model in strategy.untried_models:
-        strategy.untried_models.discard(model)
+    elif model in strategy.models_without_forward:
+        strategy.models_without_forward.discard(model)
         strategy.call_late_hooks(model)
