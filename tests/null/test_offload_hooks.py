@@ -282,6 +282,20 @@ def test_a_client_that_offloads_by_itself(monkeypatch: pytest.MonkeyPatch) -> No
     assert layer.weight.device == META
 
 
+def test_a_client_that_takes_over_offloaded_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """compressed-tensors takes hooks off, updates weights, and adds its own hooks without ``init_hook``."""
+    layer = linear()
+    hook = hook_of(layer)
+    hook.offload = False
+    remove_hook_from_module(layer)
+    assert layer.weight.device == META
+    monkeypatch.setattr(AlignDevicesHook, "init_hook", lambda _, module: module)
+    values = {"weight": torch.ones(2, 2), "bias": torch.zeros(2)}
+    add_hook_to_module(layer, AlignDevicesHook("cpu", offload=True, weights_map=values))
+    assert layer(torch.ones(1, 2)).tolist() == [[2, 2]]
+    assert torch.equal(layer.weight, torch.ones(2, 2))
+
+
 def test_a_meta_tensor_without_values_is_an_error() -> None:
     with offload_fails(match="weight cannot be offloaded: it has no values"):
         add_hook_to_module(

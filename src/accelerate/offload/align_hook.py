@@ -100,6 +100,7 @@ class AlignDevicesHook(ModelHook):
         self.param_original_devices: dict[str, torch.device] = {}
         self.buffer_original_devices: dict[str, torch.device] = {}
         self.tied_params_names: set[str] = set()
+        self._used_map: Mapping[str, Any] | None = None  # the stand-ins read it; set by ``init_hook``
         self._reset_forward_state()
 
     def _reset_forward_state(self) -> None:
@@ -107,14 +108,13 @@ class AlignDevicesHook(ModelHook):
         self._by_hand = False  # called without inputs, by a client that may write through .data
         self._materialized: dict[str, MaterializedTensor] = {}
         self._tied_copies: list[tuple[dict[torch.device, torch.Tensor], torch.device, torch.Tensor]] = []
-        self._used_map = self.weights_map
         self._module: weakref.ref[nn.Module] | None = None
         self._lock = threading.RLock()
         self._inputs = threading.local()  # the devices of inputs, innermost call last
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without that of a running forward: a copy starts between two forwards."""
-        passing = ("_users", "_by_hand", "_materialized", "_tied_copies", "_used_map", "_module", "_lock")
+        passing = ("_users", "_by_hand", "_materialized", "_tied_copies", "_module", "_lock")
         return {name: value for name, value in vars(self).items() if name not in (*passing, "_inputs")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -322,7 +322,8 @@ class AlignDevicesHook(ModelHook):
                 self._materialize(key, owner, name, stand_in, device or stand_in.execution_device)
 
     def find_stand_in(self, key: str, tensor: torch.Tensor) -> OffloadedTensor:
-        """Return the stand-in of a weight; a new one where a client has set a map on the hook meanwhile.
+        """Return the stand-in of a weight; a new one where a client has set a map on the hook meanwhile, or
+        has added the hook without ``init_hook``: then the stand-in is one of an earlier hook.
 
         Raises:
             OffloadError: there are no values.
