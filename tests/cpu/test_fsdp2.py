@@ -670,3 +670,45 @@ def test_a_program_that_replaces_the_sharding_shards_itself(ranks: RankServer, p
     (ours, _), _ = ranks(2, sharded_by_the_program, False, precision)
     assert calls == 1
     close(theirs, ours, 1e-6 if precision == "no" else 1e-2)
+
+
+def sharded_beside_ddp() -> tuple[list[float], list[str]]:
+    from torch.distributed.fsdp import fully_shard
+
+    from accelerate import Accelerator
+    from accelerate.core.errors import PrepareError
+
+    class OwnSharding(Accelerator):
+        def prepare_model(self, model: Any, *_: Any, **__: Any) -> Any:
+            return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    model = tiny(0)
+    for part in [*model.layers, model]:
+        fully_shard(part)
+    errors = []
+    try:
+        Accelerator().prepare(model)
+    except PrepareError as error:
+        errors.append(str(error))
+    accelerator = OwnSharding()
+    prepared, optimizer = accelerator.prepare(model, adamw(model))
+    assert prepared is model
+    assert accelerator._models[-1] is model
+    losses = []
+    for words in batches(STEPS):
+        mine = share(words, accelerator.process_index, accelerator.num_processes)
+        loss = loss_of(model, mine)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.gather(loss.detach()).mean().item())
+    return losses, errors
+
+
+def test_a_program_that_shards_beside_plain_data_parallelism(ranks: RankServer) -> None:
+    """Unsloth's FSDP2 replaces ``prepare_model``, so that nothing copies the model; else it is refused."""
+    losses, errors = same_on_all(ranks(2, sharded_beside_ddp))
+    assert losses == pytest.approx(plain(1)[0], abs=1e-5)
+    assert "cannot be replicated: it is sharded over all processes" in errors[0]
+    assert "--use_fsdp" in errors[0]

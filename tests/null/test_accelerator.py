@@ -58,6 +58,51 @@ def test_prepare_gives_back_the_same_objects_in_order() -> None:
     assert len(accelerator._models) == len(accelerator._optimizers) == 1
 
 
+def test_prepare_calls_methods_that_a_program_has_put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in 1.15: unsloth replaces them on the class, others override them in a subclass."""
+    seen: list[str] = []
+
+    class Counting(Accelerator):
+        def prepare_data_loader(self, data_loader: Any, **options: Any) -> Any:
+            seen.append(f"loader {options}")
+            return super().prepare_data_loader(data_loader, **options)
+
+        def prepare_scheduler(self, scheduler: Any) -> Any:
+            seen.append("scheduler")
+            return super().prepare_scheduler(scheduler)
+
+    own_model, own_optimizer = Accelerator.prepare_model, Accelerator.prepare_optimizer
+
+    def prepare_model(self: Accelerator, model: Any, device_placement: Any = None) -> Any:
+        seen.append("model")
+        return own_model(self, model, device_placement=device_placement)
+
+    def prepare_optimizer(self: Accelerator, optimizer: Any, device_placement: Any = None) -> Any:
+        seen.append("optimizer")
+        return own_optimizer(self, optimizer, device_placement=device_placement)
+
+    monkeypatch.setattr(Accelerator, "prepare_model", prepare_model)
+    monkeypatch.setattr(Accelerator, "prepare_optimizer", prepare_optimizer)
+    accelerator = Counting()
+    model, optimizer, schedule = parts()
+    loader = DataLoader(TensorDataset(torch.ones(4, 3)))
+    prepared = accelerator.prepare(schedule, optimizer, model, loader, None, device_placement=[True] * 5)
+    assert seen == ["scheduler", "optimizer", "model", "loader {'device_placement': True}"]
+    assert (prepared[2], prepared[4]) == (model, None)
+    assert prepared[0].optimizers == [prepared[1]]
+    assert prepared[1].optimizer is optimizer
+    lists = accelerator._models, accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders
+    assert [len(each) for each in lists] == [1, 1, 1, 1]
+    for (x,) in prepared[3]:
+        accelerator.backward(model(x).sum())
+        prepared[1].step()
+        prepared[0].step()
+        prepared[1].zero_grad()
+    assert schedule.last_epoch == 4
+    assert accelerator.prepare(model) is model
+    assert len(accelerator._models) == 1
+
+
 class DuckScheduler:
     """Not torch's: prepare leaves it alone, prepare_scheduler takes it."""
 

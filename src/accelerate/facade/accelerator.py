@@ -57,7 +57,7 @@ from accelerate.precision.autocast import AutocastKwargs, detach_autocast
 from accelerate.precision.base import Precision
 from accelerate.precision.fp16 import GradScalerKwargs
 from accelerate.strategy import STRATEGIES
-from accelerate.strategy.base import CustomSharding, DataSharding, Strategy
+from accelerate.strategy.base import CustomSharding, DataSharding, ObjectKind, Strategy
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 from accelerate.track.base import GeneralTracker
 from accelerate.watch.batch_size_search import release_memory, restore_after_failure
@@ -583,7 +583,9 @@ class Accelerator(ProcessMixin):
             device_placement: per object, whether it goes to the device.
 
         Returns:
-            The prepared objects in the same order; one object alone comes back alone.
+            The prepared objects in the same order; one object alone comes back alone. ``prepare_model``,
+            ``prepare_optimizer``, ``prepare_scheduler`` and ``prepare_data_loader`` that a subclass overrides
+            or a program replaces are called for what they prepare, unless the strategy needs all at once.
 
         Raises:
             PrepareError: nothing is given, an object cannot be prepared, or is nothing to prepare and the
@@ -592,6 +594,20 @@ class Accelerator(ProcessMixin):
         if isinstance(self.strategy, CustomSharding):
             args = self._prepare_fsdp2(*args)
         bundle = self._preparer.make_bundle(args, device_placement)
+        replaced = [
+            kind
+            for kind, method in _PREPARE_METHODS.items()
+            if getattr(getattr(self, method.__name__), "__func__", None) is not method
+        ]
+        # A strategy that shards models or owns the step needs all objects at once.
+        if replaced and not (self.strategy.shards_params or self.strategy.owns_step):
+            for index, kind in enumerate(bundle.kinds):
+                if kind in replaced:
+                    method = getattr(self, _PREPARE_METHODS[kind].__name__)
+                    place = None if device_placement is None else device_placement[index]
+                    options = {} if kind == "scheduler" else {"device_placement": place}
+                    bundle.objects[index] = method(bundle.objects[index], **options)
+                    bundle.kinds[index] = "prepared"
         self._preparer.prepare(bundle)
         self._option_reporter.report()
         return bundle.objects[0] if len(args) == 1 else tuple(bundle.objects)
@@ -621,7 +637,10 @@ class Accelerator(ProcessMixin):
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """Prepare one optimizer."""
-        return cast("AcceleratedOptimizer", self.prepare(optimizer))
+        bundle = self._preparer.make_bundle((optimizer,), None)
+        self._preparer.prepare(bundle)
+        self._option_reporter.report()
+        return bundle.objects[0]
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Prepare one learning rate scheduler, of any class."""
@@ -1280,6 +1299,13 @@ def _mesh_rank(mesh: Any, dimension: str) -> int:
     return mesh.get_local_rank(dimension) if dimension in (mesh.mesh_dim_names or ()) else 0
 
 
+# As they are here: ``prepare`` compares them with those that it finds.
+_PREPARE_METHODS: dict[ObjectKind, Any] = {
+    "model": Accelerator.prepare_model,
+    "optimizer": Accelerator.prepare_optimizer,
+    "scheduler": Accelerator.prepare_scheduler,
+    "loader": Accelerator.prepare_data_loader,
+}
 _FROM_THE_START = "it was used when this Accelerator was made"
 _FP8 = (
     "layers are converted to 8-bit floats, or not, as the Accelerator was asked to when it was made",

@@ -74,7 +74,7 @@ class PreparedObjects:
     def add_bundle(self, bundle: PrepareBundle) -> None:
         """Add the objects of one ``prepare``, and mark them as prepared."""
         for kind, item in zip(bundle.kinds, bundle.objects, strict=True):
-            if kind != "other":
+            if kind not in ("prepared", "other"):
                 self.add(kind, item)
                 item._is_accelerate_prepared = True
 

@@ -65,7 +65,8 @@ __all__ = [
 ]
 
 H = TypeVar("H", bound=KwargsHandler)
-ObjectKind = Literal["model", "optimizer", "scheduler", "loader", "other"]
+# "prepared" is what a program's own ``prepare_model`` or the like has returned; "other" is none of these.
+ObjectKind = Literal["model", "optimizer", "scheduler", "loader", "prepared", "other"]
 
 
 @dataclass

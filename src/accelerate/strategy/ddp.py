@@ -205,6 +205,14 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
             self._progress.append(model._progress)
         if replica is not None or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
+        for name, parameter in model.named_parameters():
+            placements = getattr(parameter, "placements", ())  # of a DTensor
+            if any(p.is_shard() for p in placements) and parameter.device_mesh.size() == self.world.size:
+                raise PrepareError(
+                    f"{type(model).__name__} cannot be replicated: it is sharded over all processes",
+                    why=f"{name} is a DTensor on {self.world.size} processes, and DDP was chosen",
+                    fix="launch with --use_fsdp: FSDP2 takes models that fully_shard has sharded",
+                )
         devices = None if self.world.device.type == "cpu" else [self.world.device]
         # Torch needs no output_device; programs that replace the wrapper's __init__ take both.
         options = {"device_ids": devices, "output_device": devices and devices[0]}
