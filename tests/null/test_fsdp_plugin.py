@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -320,6 +321,13 @@ def test_which_modules_are_gathered_by_themselves() -> None:
     )
     assert chosen is not None
     assert [chosen(model.layers[0]), chosen(model.frozen)] == [True, False]
+
+
+def test_the_text_of_the_module_shows_fsdp2() -> None:
+    """unsloth reads the file, without importing torch, and takes one without these for an old version."""
+    text = Path(fsdp_utils.__file__).read_text(encoding="utf-8")
+    assert "def fsdp2_prepare_model" in text
+    assert "def _prepare_sd_options" in text
 
 
 def test_small_functions() -> None:
