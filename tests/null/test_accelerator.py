@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -101,6 +102,21 @@ def test_prepare_calls_methods_that_a_program_has_put_in_place(monkeypatch: pyte
     assert schedule.last_epoch == 4
     assert accelerator.prepare(model) is model
     assert len(accelerator._models) == 1
+
+
+def test_save_model_calls_a_get_state_dict_that_a_program_has_put_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in 1.15: unsloth's gathers the models that it has sharded."""
+    own = Accelerator.get_state_dict
+
+    def doubled(self: Accelerator, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        return {name: 2 * value for name, value in own(self, model, unwrap).items()}
+
+    monkeypatch.setattr(Accelerator, "get_state_dict", doubled)
+    accelerator, model = Accelerator(), nn.Linear(3, 1)
+    accelerator.save_model(accelerator.prepare(model), tmp_path)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], 2 * model.weight)
 
 
 class DuckScheduler:

@@ -1145,7 +1145,8 @@ class Accelerator(ProcessMixin):
             max_shard_size: limit of one file, ``"10GB"`` or bytes.
             safe_serialization: safetensors, otherwise torch files.
         """
-        self._checkpoints.save_model(model, save_directory, max_shard_size, safe_serialization)
+        state = self.get_state_dict(model)  # perhaps a program's own, which replaces it
+        self._checkpoints.save_model(state, save_directory, max_shard_size, safe_serialization)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write one object on the main process, or on each machine's with ``save_on_each_node``."""

@@ -288,19 +288,18 @@ class CheckpointManager:
 
     def save_model(
         self,
-        model: nn.Module,
+        state: dict[str, Any],
         save_directory: str | os.PathLike[str],
         max_shard_size: int | str,
         safe_serialization: bool,
     ) -> None:
-        """Export the weights of ``model`` for other tools: one file, or shards with an index."""
+        """Export the full state dict of a model for other tools: one file, or shards with an index."""
         for optimizer in self.prepared.optimizers:
             if optimizer.is_in_train_mode:
                 warn_user(
                     f"save_model() exports the weights that {type(optimizer.optimizer).__name__} trains at, "
                     "not those to evaluate: call optimizer.eval() before, and optimizer.train() after"
                 )
-        state = self.get_state_dict(model)
         if self.writes_exports:
             folder = Path(save_directory)
             files = save_weights(
