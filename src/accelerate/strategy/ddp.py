@@ -206,8 +206,8 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
         if replica is not None or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         for name, parameter in model.named_parameters():
-            placements = getattr(parameter, "placements", ())  # of a DTensor
-            if any(p.is_shard() for p in placements) and parameter.device_mesh.size() == self.world.size:
+            mesh, placements = getattr(parameter, "device_mesh", None), getattr(parameter, "placements", ())
+            if mesh is not None and mesh.size() == self.world.size and any(p.is_shard() for p in placements):
                 raise PrepareError(
                     f"{type(model).__name__} cannot be replicated: it is sharded over all processes",
                     why=f"{name} is a DTensor on {self.world.size} processes, and DDP was chosen",
