@@ -238,7 +238,7 @@ def wrong(size: int) -> list[str]:
     optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
     attempt(accelerator.prepare)
     attempt(lambda: Accelerator(strict=True).prepare(model, "text"))
-    attempt(lambda: Accelerator(mixed_precision="fp16").prepare(nn.Linear(2, 2).half()))
+    attempt(lambda: Accelerator(mixed_precision="fp16", strict=True).prepare(nn.Linear(2, 2).half()))
     attempt(lambda: accelerator.backward(torch.ones(2, requires_grad=True) * 2))
     attempt(lambda: accelerator.backward(torch.ones(2).sum(), num_items=1))
     twice = accelerator.prepare(model, model)

@@ -147,8 +147,8 @@ def test_an_optimizer_of_free_tensors_is_fine_on_one_process() -> None:
     assert weight.tolist() == [0.0, 0.0]
 
 
-def scaled(**options: Any) -> Accelerator:
-    return Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(**options)])
+def scaled(strict: bool = False, **options: Any) -> Accelerator:
+    return Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(**options)], strict=strict)
 
 
 @pytest.mark.parametrize("call", ["step", "unscale", "clip"])
@@ -163,8 +163,8 @@ def test_a_scaled_step_without_backward_is_an_error(call: str) -> None:
     step(accelerator, model, optimizer)
 
 
-def test_float16_weights_are_refused_before_anything_is_changed() -> None:
-    accelerator = scaled()
+def test_a_strict_run_refuses_float16_weights_before_anything_is_changed() -> None:
+    accelerator = scaled(strict=True)
     good, optimizer, _ = parts()
     bad = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half())
     for given, names in (
@@ -179,6 +179,56 @@ def test_float16_weights_are_refused_before_anything_is_changed() -> None:
     assert accelerator._models == accelerator._optimizers == []
     accelerator.prepare(bad.requires_grad_(False))  # frozen weights need no gradient
     scaled(enabled=False).prepare(nn.Linear(2, 2).half())  # nothing is scaled
+
+
+def test_float16_weights_are_warned_of_and_fail_at_the_first_step() -> None:
+    accelerator, model = scaled(), nn.Linear(3, 1).half()
+    with pytest.warns(UserWarning, match=r"are float16 already: weight, bias; .* load the model in float32"):
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(2, 3)).sum())
+    before = model.weight.detach().clone()
+    for use in (optimizer.step, lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0)):
+        with pytest.raises(PrepareError, match="float16 gradients cannot be unscaled"):
+            use()
+    assert torch.equal(model.weight, before)
+
+
+def test_a_program_that_lets_the_scaler_take_float16_gradients_trains() -> None:
+    """sd-scripts and others do so for --full_fp16: they replace a method of ``accelerator.scaler``."""
+
+    def full_fp16(scaler: Any) -> None:
+        own = scaler._unscale_grads_
+        scaler._unscale_grads_ = lambda optimizer, inverse, overflow, _: own(
+            optimizer, inverse, overflow, True
+        )
+
+    def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1).half()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    accelerator, (plain, sgd) = scaled(init_scale=256.0), parts()
+    with pytest.warns(UserWarning, match="float16 already"):
+        model, optimizer = accelerator.prepare(*parts())
+    full_fp16(accelerator.scaler)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    full_fp16(scaler)
+    x = torch.randn(4, 3)
+    for _ in range(3):
+        accelerator.backward(model(x).pow(2).mean())
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            out = plain(x)
+        scaler.scale(out.float().pow(2).mean()).backward()
+        scaler.unscale_(sgd)
+        assert torch.equal(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+        scaler.step(sgd)
+        scaler.update()
+        sgd.zero_grad()
+    assert torch.equal(model.weight, plain.weight)
+    assert model.weight.dtype == torch.float16
 
 
 def test_weights_made_float16_later_are_named_at_the_step() -> None:

@@ -267,7 +267,7 @@ class Preparer:
         return PreparePlan(tuple(steps))
 
     def _check_trained(self, bundle: PrepareBundle) -> None:
-        """Refuse objects of DeepSpeed and Megatron-LM, and parameters that this precision cannot train."""
+        """Refuse objects of DeepSpeed and Megatron-LM, and see what this precision says of parameters."""
         for item in bundle.objects:
             if hasattr(type(item), "prepared_as"):
                 raise PrepareError(
@@ -278,7 +278,8 @@ class Preparer:
                 )
         if not bundle.training:
             return
-        check, models = self.runtime.precision.check_trainable, bundle.objects_of("model")
+        check = partial(self.runtime.precision.check_trainable, strict=self.options.strict)
+        models = bundle.objects_of("model")
         for model in models:
             check(model.named_parameters())
         named = {p for model in models for p in model.parameters()}

@@ -144,8 +144,8 @@ class Precision(ABC):
         """
         return self.describe_conversion()
 
-    def check_trainable(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Refuse parameters that cannot be trained in this format."""
+    def check_trainable(self, named: Iterable[tuple[str, torch.Tensor]], *, strict: bool) -> None:
+        """Warn of parameters that cannot be trained in this format as it is; refuse them in a strict run."""
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss to run backward on."""

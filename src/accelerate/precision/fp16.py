@@ -14,9 +14,11 @@ import torch
 from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import PrepareError
 from accelerate.core.kwargs_handler import KwargsHandler
+from accelerate.core.user_warning import warn_user
 from accelerate.core.value_types import PositiveInt, PositiveNumber
 from accelerate.device.base import Device
 from accelerate.precision.autocast import AutocastKwargs, HalfPrecisionAutocast
+from accelerate.world import world as worlds
 
 
 @check_arguments
@@ -190,8 +192,9 @@ def _explain_error(error: Exception, optimizer: torch.optim.Optimizer) -> Except
     if any(grad.dtype == torch.float16 for grad in grads):
         return PrepareError(
             "float16 gradients cannot be unscaled",
-            why="trained parameters became float16 after they were prepared",
-            fix="keep the weights in float32: mixed_precision='fp16' computes in float16 by itself",
+            why="trained parameters are float16, and mixed precision keeps float32 weights",
+            fix="load the model in float32 (model.float()): mixed_precision='fp16' computes in float16 by "
+            "itself",
         )
     return error
 
@@ -208,22 +211,29 @@ class Float16(HalfPrecisionAutocast):
         options = self.handlers.get(GradScalerKwargs) or GradScalerKwargs()
         self.set_loss_scaling(LossScaling(_SyncedGradScaler(device.type, **options.to_kwargs())))
 
-    def check_trainable(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Refuse float16 parameters: their gradients could not be unscaled.
+    def check_trainable(self, named: Iterable[tuple[str, torch.Tensor]], *, strict: bool) -> None:
+        """Warn of float16 parameters: torch does not unscale their gradients, and the first step fails.
+
+        Programs replace the scaler's ``_unscale_grads_`` to train them all the same (``--full_fp16`` of
+        sd-scripts and others), which is not known before that step.
 
         Raises:
-            PrepareError: a trained parameter is float16 itself; it is named.
+            PrepareError: the run is strict, and a trained parameter is float16 itself; it is named.
         """
         if self.loss_scaling is None or not self.loss_scaling.is_enabled:
             return
         halves = [name for name, tensor in named if tensor.requires_grad and tensor.dtype == torch.float16]
         if halves:
             more = f" and {len(halves) - 3} more" if len(halves) > 3 else ""
-            raise PrepareError(
+            error = PrepareError(
                 f"trained parameters are float16 already: {', '.join(halves[:3])}{more}",
                 why="mixed precision keeps float32 weights, and float16 gradients cannot be unscaled",
                 fix="load the model in float32 (model.float()), or use mixed_precision='bf16' or 'no'",
             )
+            if strict:
+                raise error
+            if worlds.get_rank_info()[0] == 0:
+                warn_user(f"{error.what}; {error.why}: {error.fix}")
 
 
 PLUGIN = Float16
