@@ -594,19 +594,18 @@ class Accelerator(ProcessMixin):
         if isinstance(self.strategy, CustomSharding):
             args = self._prepare_fsdp2(*args)
         bundle = self._preparer.make_bundle(args, device_placement)
-        replaced = [
-            kind
-            for kind, method in _PREPARE_METHODS.items()
-            if getattr(getattr(self, method.__name__), "__func__", None) is not method
-        ]
+        replaced = {
+            kind: method
+            for kind, own in _PREPARE_METHODS.items()
+            if getattr(method := getattr(self, own.__name__), "__func__", None) is not own
+        }
         # A strategy that shards models or owns the step needs all objects at once.
         if replaced and not (self.strategy.shards_params or self.strategy.owns_step):
             for index, kind in enumerate(bundle.kinds):
                 if kind in replaced:
-                    method = getattr(self, _PREPARE_METHODS[kind].__name__)
                     place = None if device_placement is None else device_placement[index]
                     options = {} if kind == "scheduler" else {"device_placement": place}
-                    bundle.objects[index] = method(bundle.objects[index], **options)
+                    bundle.objects[index] = replaced[kind](bundle.objects[index], **options)
                     bundle.kinds[index] = "prepared"
         self._preparer.prepare(bundle)
         self._option_reporter.report()

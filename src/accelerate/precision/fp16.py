@@ -233,7 +233,10 @@ class Float16(HalfPrecisionAutocast):
             if strict:
                 raise error
             if worlds.get_rank_info()[0] == 0:
-                warn_user(f"{error.what}; {error.why}: {error.fix}")
+                warn_user(
+                    f"{error.what}; the first step will fail, unless the program makes the scaler take their "
+                    f"gradients: {error.why}; {error.fix}"
+                )
 
 
 PLUGIN = Float16
