@@ -23,8 +23,7 @@ The order of precedence: the script's own code, flag, environment, file.
 
 
 def _run(**given: Any) -> None:
-    from accelerate.launch.launcher import launch
-    from accelerate.launch.outer_launch import leave_outer_launch
+    from accelerate.launch.launcher import launch, leave_outer_launch
 
     program = given.pop("program")
     with leave_outer_launch():

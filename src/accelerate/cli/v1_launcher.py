@@ -27,8 +27,7 @@ from accelerate.launch.base import LaunchPlan
 from accelerate.launch.config_files import ConfigFile
 from accelerate.launch.kinds.local import script_command
 from accelerate.launch.launch_request import LaunchRequest, build_request, format_value, read_request
-from accelerate.launch.launcher import choose_kind, launch
-from accelerate.launch.outer_launch import leave_outer_launch
+from accelerate.launch.launcher import choose_kind, launch, leave_outer_launch
 
 # --- flags and namespaces
 

@@ -7,16 +7,19 @@ the methods below, which do the same.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import MISSING, FrozenInstanceError, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
-if TYPE_CHECKING:
+if sys.version_info >= (3, 11):
+    from typing import dataclass_transform
+elif TYPE_CHECKING:
     from typing_extensions import dataclass_transform
 else:
 
     def dataclass_transform(**_: Any) -> Callable[[Any], Any]:
-        """Do nothing: only type checkers use it (Python 3.11 has it in ``typing``)."""
+        """Do nothing: only type checkers use it."""
         return lambda decorator: decorator
 
 

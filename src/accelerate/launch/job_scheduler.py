@@ -13,7 +13,7 @@ A value of the scheduler wins over the configuration file, which is often one co
 ``machine_rank: 0`` on each; flags and ``ACCELERATE_*`` variables win over the scheduler. A port that is only
 derived from the number of the job is a default, and the file wins over it.
 
-A launcher that the script of another launch has started is no part of any job (``outer_launch.py``).
+A launcher that the script of another launch has started is no part of any job (``launcher.py``).
 """
 
 from __future__ import annotations
@@ -67,6 +67,9 @@ class JobSchedulerContext:
 def detect_scheduler(env: Mapping[str, str]) -> JobSchedulerContext | None:
     """Detect the scheduler that started this launcher; None without one.
 
+    torchrun's protocol without a local rank counts machines for a launcher, whoever wrote it: a process that
+    could be a rank would have a local rank.
+
     Args:
         env: the environment.
 
@@ -75,12 +78,15 @@ def detect_scheduler(env: Mapping[str, str]) -> JobSchedulerContext | None:
     """
     if env.get("PET_NNODES") and not env.get("LOCAL_RANK"):
         context = _read_torchrun_nodes(env)
-    else:
-        cluster = clusters.detect_outer_scheduler(env)
-        if cluster is None:
-            return None
-        context = _read_cluster(cluster)
-    return context if context.size > 1 else None
+        return context if context.size > 1 else None
+    cluster, torchrun = clusters.find_scheduler(env), clusters.TorchrunEnvironment(env)
+    is_under_torchrun = torchrun.rank is not None and torchrun.size is not None
+    if is_under_torchrun and (
+        cluster is None or "TORCHELASTIC_RUN_ID" in env or not clusters.is_same_place(cluster, torchrun)
+    ):
+        cluster = torchrun if env.get("LOCAL_RANK") else clusters.TorchrunNodeRankEnvironment(env)
+    context = None if cluster is None else _read_cluster(cluster)
+    return context if context is not None and context.size > 1 else None
 
 
 def detect_surrounding_job(

@@ -6,19 +6,23 @@ Every error of two settings that do not go together names both places.
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from accelerate.core import environ
 from accelerate.core.errors import LaunchError, SettingError, nearest
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.value_types import LocalCount, convert_to
 from accelerate.launch.base import LaunchKind, origin_variables, print_line, requested_options
 from accelerate.launch.job_scheduler import OUTER_LAUNCH_VARIABLE, overridden_lines
 from accelerate.launch.kinds import KINDS
+from accelerate.launch.kinds.local import torchrun_variables
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import parse_tee
-from accelerate.launch.outer_launch import record_variables
 
 STDIN = "-"  # the script is what stands on standard input, as in ``python -``
 
@@ -92,6 +96,36 @@ def launch(request: LaunchRequest, *, replace: bool = False) -> None:
     record = {OUTER_LAUNCH_VARIABLE: record_variables(handed_on)}
     plan = dataclasses.replace(plan, variables={**plan.variables, **record})
     kind.run(request, plan, replace=replace)
+
+
+# --- a launch inside another one
+#
+# A script that a launcher has started starts a launcher, say for an evaluation. It inherits what the outer
+# launcher told its script: rank and address, precision, the way of training. It is no rank of that job, and
+# its own flags and files count. So every launcher records the settings that it hands on, and one that finds
+# such a record takes them back before it reads its own. Devices and threads are no such settings: an inner
+# launch stays within those of the outer one.
+
+
+def record_variables(variables: Mapping[str, object | None]) -> str:
+    """Return the record of the settings that a launcher hands on, each with what the variable was before."""
+    values = {name: None if value is None else str(value) for name, value in variables.items()}
+    return json.dumps({name: (value, environ.get(name)) for name, value in values.items()})
+
+
+@contextmanager
+def leave_outer_launch() -> Generator[None]:
+    """Take back what an outer launch has set, while a launch is read and run; what its script set stays."""
+    env = environ.snapshot()
+    if OUTER_LAUNCH_VARIABLE not in env:
+        yield
+        return
+    record: dict[str, tuple[str | None, str | None]] = json.loads(env[OUTER_LAUNCH_VARIABLE])
+    former = {name: before for name, (value, before) in record.items() if env.get(name) == value}
+    (rank_variables,) = torchrun_variables(1, None, None, "")
+    place = f"rank {env['RANK']} of {env['WORLD_SIZE']}" if env.get("RANK") and env.get("WORLD_SIZE") else ""
+    with environ.patch_environment({**former, **dict.fromkeys(rank_variables), OUTER_LAUNCH_VARIABLE: place}):
+        yield
 
 
 # --- what contradicts itself, whatever the machine

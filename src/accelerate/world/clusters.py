@@ -424,20 +424,6 @@ def is_same_place(one: ClusterEnvironment, other: ClusterEnvironment) -> bool:
     return (one.rank, one.size) == (other.rank, other.size)
 
 
-def detect_outer_scheduler(env: Env) -> ClusterEnvironment | None:
-    """Detect the scheduler that started a launcher; None when it was started alone.
-
-    torchrun's protocol without a local rank counts machines for a launcher, whoever wrote it: a process that
-    could be a rank would have a local rank.
-    """
-    scheduler, torchrun = find_scheduler(env), TorchrunEnvironment(env)
-    if torchrun.rank is None or torchrun.size is None:
-        return scheduler
-    if scheduler is not None and "TORCHELASTIC_RUN_ID" not in env and is_same_place(scheduler, torchrun):
-        return scheduler
-    return torchrun if env.get("LOCAL_RANK") else TorchrunNodeRankEnvironment(env)
-
-
 def is_left_from_local_job(env: Env) -> bool:
     """Return whether RANK and WORLD_SIZE, which count machines for a launcher, count none: all are this one.
 

@@ -75,15 +75,37 @@ class LocalLaunch(LaunchKind[LaunchPlan]):
 
     def run(self, request: LaunchRequest, plan: LaunchPlan, *, replace: bool) -> None:
         """Starts the job; see ``LaunchKind.run``."""
-        logs = RankLogSettings(request.settings.tee, request.settings.log_dir)
-        if len(plan.commands) == 1 and replace and not logs.is_active:
+        logs, size = RankLogSettings(request.settings.tee, request.settings.log_dir), len(plan.commands)
+        if size == 1 and replace and not logs.is_active:
             with reserve_port(request, 1) as port:
                 (own,) = ranks_variables(request, 1, port and port.number, os.urandom(4).hex())
                 # The folder of a launcher around this one is not for this process.
                 variables: Variables = {**plan.variables, **own, "ACCELERATE_STOP_FOLDER": None}
                 replace_process(request, environ.make_child_environment(variables))
-        else:
-            _run_supervised(request, len(plan.commands), plan.variables, logs)
+            return
+        # A launcher that becomes its script watches nobody, and need not load what that takes.
+        from accelerate.launch import rank_reports
+        from accelerate.launch.supervisor import WorkerSupervisor
+
+        with rank_reports.report_folder() as folder, reserve_port(request, size) as port:
+            if size > 1:
+                rank_reports.write_compiled_script(request, folder)
+            run_id = os.urandom(4).hex()
+            variables_by_rank = ranks_variables(request, size, port and port.number, run_id)
+            commands = [
+                rank_reports.rank_process(request, folder, rank, {**plan.variables, **own})
+                for rank, own in enumerate(variables_by_rank)
+            ]
+            ranks = WorkerSupervisor(
+                commands,
+                logs,
+                folder,
+                stop_timeout=request.settings.stop_timeout,
+                grace_period=request.settings.preemption_grace,
+            )
+            error = rank_reports.build_job_error(ranks.run(), folder)
+        if error is not None:
+            raise error
 
 
 def _unused_settings(request: LaunchRequest, where: LaunchDeviceSelection) -> Iterator[tuple[str, str]]:
@@ -235,32 +257,6 @@ def replace_process(request: LaunchRequest, env: dict[str, str]) -> None:
     sys.stderr.flush()
     with explain_start_error(program[0]):
         os.execvpe(program[0], program, env)
-
-
-def _run_supervised(request: LaunchRequest, size: int, variables: Variables, logs: RankLogSettings) -> None:
-    # A launcher that becomes its script watches nobody, and need not load what that takes.
-    from accelerate.launch import rank_reports
-    from accelerate.launch.supervisor import WorkerSupervisor
-
-    with rank_reports.report_folder() as folder, reserve_port(request, size) as port:
-        if size > 1:
-            rank_reports.write_compiled_script(request, folder)
-        run_id = os.urandom(4).hex()
-        variables_by_rank = ranks_variables(request, size, port and port.number, run_id)
-        commands = [
-            rank_reports.rank_process(request, folder, rank, {**variables, **rank_values})
-            for rank, rank_values in enumerate(variables_by_rank)
-        ]
-        ranks = WorkerSupervisor(
-            commands,
-            logs,
-            folder,
-            stop_timeout=request.settings.stop_timeout,
-            grace_period=request.settings.preemption_grace,
-        )
-        error = rank_reports.build_job_error(ranks.run(), folder)
-    if error is not None:
-        raise error
 
 
 @contextmanager

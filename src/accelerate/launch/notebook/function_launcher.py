@@ -29,6 +29,7 @@ from accelerate.launch import rank_reports
 from accelerate.launch.base import Variables
 from accelerate.launch.job_scheduler import OUTER_LAUNCH_VARIABLE
 from accelerate.launch.kinds.local import torchrun_variables
+from accelerate.launch.launcher import record_variables
 from accelerate.launch.logs import RankLogSettings
 from accelerate.launch.notebook import device_use, payload
 from accelerate.launch.notebook.fork_server_client import ForkServerSupervisor
@@ -38,7 +39,6 @@ from accelerate.launch.notebook.function_ranks import (
     exception_file,
     result_file,
 )
-from accelerate.launch.outer_launch import record_variables
 from accelerate.launch.rank_reports import JobOutcome, ProcessSpec
 from accelerate.launch.supervisor import WorkerSupervisor
 from accelerate.world.ports import LOOPBACK, PortInUseError, ReservedPort
