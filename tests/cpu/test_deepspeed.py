@@ -361,6 +361,24 @@ def two_accelerators() -> None:
         )  # fmt: skip
 
 
+def reference_model() -> None:
+    """Trainers of preferences prepare a model without an optimizer beside the trained one."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    accelerator: Any = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))
+    module = tiny(0)
+    loader = torch.utils.data.DataLoader(Rows(range(8)), batch_size=4)
+    model, optimizer, _ = accelerator.prepare(module, adamw(module), loader)
+    (reference,) = accelerator._prepare_deepspeed(tiny(1))
+    reference.eval()
+    for words in batches(2):
+        mine = share(words, accelerator.process_index, 2)
+        with torch.no_grad():
+            torch.testing.assert_close(loss_of(reference, mine), loss_of(tiny(1), mine))
+        accelerator.backward(loss_of(model, mine))
+        optimizer.step()
+
+
 def apart() -> None:
     """A model alone, then its optimizer; both stay the objects that the script has."""
     for stage in ("2", "3"):
@@ -495,7 +513,7 @@ def refused_case() -> None:
 
 
 USES = (
-    *(bf16, windows, drop_gradients, two_models, two_accelerators, apart, prepare_again),
+    *(bf16, windows, drop_gradients, two_models, two_accelerators, reference_model, apart, prepare_again),
     *(stand_ins, refused_case),
 )
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from tests.support.ranks import RanksError, RankServer, same_on_all
 
@@ -592,3 +593,49 @@ def test_a_pass_over_the_loader_inside_of_its_epoch_changes_nothing_of_it(
     assert rows == list(range(21))
     assert not is_inside
     assert epochs == (1 if leave else 4)
+
+
+def own_iteration(kind: str, count: int) -> list[Any]:
+    """Gather under a ``BatchSamplerShard.__iter__`` of the program's own; rank, batches, gathered, order."""
+    from accelerate import Accelerator
+    from accelerate.data_loader import BatchSamplerShard
+
+    sharding = BatchSamplerShard.__iter__
+    replaced: Any = {
+        "whole": lambda shard: iter(shard.batch_sampler),
+        "traced": lambda shard: (batch for batch in sharding(shard)),
+    }[kind]
+    lengths: dict[str, Any] = {}
+    if kind == "whole":
+        lengths["__len__"] = lambda shard: len(shard.batch_sampler)
+    with mock.patch.multiple(BatchSamplerShard, __iter__=replaced, **lengths):
+        accelerator = Accelerator()
+        torch.manual_seed(accelerator.process_index)  # the order of a random sampler is rank 0's
+        data = TensorDataset(torch.arange(count))
+        plain = accelerator.prepare(DataLoader(data, batch_size=3))
+        batches = [rows.tolist() for (rows,) in plain]
+        gathered = [accelerator.gather_for_metrics(rows).tolist() for (rows,) in plain]
+        rest = [rows.tolist() for (rows,) in accelerator.skip_first_batches(plain, 1)]
+        shuffled = accelerator.prepare(DataLoader(data, batch_size=3, shuffle=True))
+        order = [row for (rows,) in shuffled for row in rows.tolist()]
+    return [batches, gathered, rest, order]
+
+
+def test_a_program_that_replaces_the_sharding_gets_what_its_own_iteration_yields(ranks: RankServer) -> None:
+    """VILA and its relatives do so: their samplers give each process its part already."""
+    first, second = ranks(2, own_iteration, "whole", 8)
+    assert first == second
+    batches, gathered, rest, order = first
+    assert batches == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert gathered == [[0, 1, 2] * 2, [3, 4, 5] * 2, [6, 7] * 2]
+    assert rest == batches[1:]
+    assert sorted(order) == list(range(8))
+
+
+def test_fillers_are_dropped_where_a_program_looks_on_at_the_sharding(ranks: RankServer) -> None:
+    first, second = ranks(2, own_iteration, "traced", 7)
+    assert first[0] == [[0, 1, 2], [6, 0, 1]]
+    assert second[0] == [[3, 4, 5], [2, 3, 4]]
+    assert first[1] == second[1] == [[0, 1, 2, 3, 4, 5], [6]]
+    assert first[2] == [[6, 0, 1]]
+    assert set(first[3] + second[3]) == set(range(7))

@@ -119,6 +119,53 @@ def test_save_model_calls_a_get_state_dict_that_a_program_has_put_in_place(
     assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], 2 * model.weight)
 
 
+def test_programs_that_write_checkpoints_themselves_find_the_hooks(tmp_path: Path) -> None:
+    accelerator: Any = Accelerator()
+    model = accelerator.prepare(nn.Linear(3, 1))
+    called: list[tuple[int, str]] = []
+    saving = accelerator.register_save_state_pre_hook(
+        lambda models, weights, folder: called.append((len(weights), folder))
+    )
+    accelerator.register_load_state_pre_hook(lambda models, folder: called.append((len(models), folder)))
+    for hook in accelerator._save_model_state_pre_hook.values():
+        hook(accelerator._models, [accelerator.get_state_dict(model)], "mine")
+    for hook in accelerator._load_model_state_pre_hook.values():
+        hook([], "mine")
+    assert called == [(1, "mine"), (0, "mine")]
+    saving.remove()
+    assert not accelerator._save_model_state_pre_hook
+    accelerator._load_model_state_pre_hook.clear()
+    accelerator.load_state(accelerator.save_state(tmp_path / "state"))
+    assert len(called) == 2
+
+
+def test_parameters_by_name_for_programs_that_send_them_elsewhere() -> None:
+    accelerator: Any = Accelerator()
+    model, optimizer, _ = parts()
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    named = accelerator._get_named_parameters(prepared, optimizer)
+    assert named == {"weight": model.weight, "bias": model.bias}
+    assert accelerator._get_named_parameters(prepared, drop_refs=True)["bias"] == model.bias.data_ptr()
+
+
+def test_a_program_with_a_step_of_its_own_says_when_it_is_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def skip(self: Any, closure: Any = None) -> None:
+        self._is_overflow = True
+
+    accelerator = Accelerator()
+    model, optimizer, schedule = accelerator.prepare(*parts())
+    monkeypatch.setattr(type(optimizer), "step", skip)
+    accelerator.backward(model(torch.ones(1, 3)).sum())
+    before = schedule.get_last_lr()
+    optimizer.step()
+    schedule.step()
+    assert optimizer.step_was_skipped
+    assert accelerator.optimizer_step_was_skipped
+    assert schedule.get_last_lr() == before
+
+
 class DuckScheduler:
     """Not torch's: prepare leaves it alone, prepare_scheduler takes it."""
 

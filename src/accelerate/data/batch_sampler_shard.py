@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain, cycle, islice
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -38,6 +38,7 @@ __all__ = [
     "IterableDatasetShard",
     "SeedableRandomSampler",
     "SkipBatchSampler",
+    "shards_batches",
     "slicer_for",
 ]
 
@@ -247,6 +248,23 @@ class BatchSamplerShard(BatchSampler):
             skipped += real
 
 
+_ITERATE = BatchSamplerShard.__iter__
+
+
+def shards_batches(sampler: Any) -> TypeGuard[BatchSamplerShard]:
+    """Return True if a sampler takes this process's part of batches that all processes draw.
+
+    False for one process, and where a program has put a function of its own in place of
+    ``BatchSamplerShard.__iter__`` because its sampler gives each process its part already: what that yields
+    is fetched as it is.
+    """
+    return (
+        isinstance(sampler, BatchSamplerShard)
+        and sampler.num_processes > 1
+        and type(sampler).__iter__ is _ITERATE
+    )
+
+
 def check_split(batch_size: int | None, count: int) -> None:
     """Check that ``split_batches`` can cut batches of this size into ``count`` equal parts.
 
@@ -273,7 +291,8 @@ def slicer_for(sampler: Any) -> RankSampleOrderSlicer | None:
     """
     if is_known(sampler):
         return RankSampleOrderSlicer(1, single=True)
-    shard = sampler if type(sampler) is BatchSamplerShard else None
+    own = type(sampler) is BatchSamplerShard and type(sampler).__iter__ is _ITERATE
+    shard: BatchSamplerShard | None = sampler if own else None
     batches = sampler if shard is None else shard.batch_sampler
     if not is_torch_batch_sampler(batches) or not is_known(batches.sampler):
         return None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from accelerate.data.batch_sampler_shard import BatchSamplerShard, slicer_for
+from accelerate.data.batch_sampler_shard import BatchSamplerShard, shards_batches, slicer_for
 from accelerate.data.epoch_order import (
     Broadcast,
     OrderState,
@@ -278,7 +278,7 @@ def order_broadcast(epoch: Epoch, shared: bool) -> Broadcast:
 def find_shard(base: DataLoader[Any]) -> BatchSamplerShard | None:
     """Return the sampler that shards a loader's batches over several processes, or None."""
     for item in sampler_chain(outer_sampler(base))[:2]:
-        if isinstance(item, BatchSamplerShard) and item.num_processes > 1:
+        if shards_batches(item):
             return item
     return None
 
@@ -313,7 +313,7 @@ def open_steps(
     below = getattr(sampler, "batch_sampler", None)
     single = isinstance(below, BatchSamplerShard) and not isinstance(sampler, BatchSamplerShard)
     holder = below if single else sampler
-    shard = holder if isinstance(holder, BatchSamplerShard) and holder.num_processes > 1 else None
+    shard = holder if shards_batches(holder) else None
     order_state = epoch.order_state if epoch.is_resumed else None
     slicer = slicer_for(holder) if has_known_seed(holder, order_state) else None
     if slicer is not None:
@@ -372,8 +372,9 @@ def _walk_steps(
     epoch: Epoch,
     order_state: OrderState | None,
 ) -> Iterator[StepSampleIndices]:
+    shared = isinstance(holder, BatchSamplerShard) and holder.num_processes > 1
     batches, epoch.order_state = open_walk(
-        items, generators, broadcast=order_broadcast(epoch, shard is not None), order_state=order_state
+        items, generators, broadcast=order_broadcast(epoch, shared), order_state=order_state
     )
     if shard is not None and shard.unverified is not None:
         batches, shard.unverified = check_first_batch(batches, shard.unverified), None
@@ -382,4 +383,22 @@ def _walk_steps(
     rest, epoch.samples, head = skip_items(batches, skip.batches * group, skip.samples, group)
     if shard is not None:
         return mark_last(shard.steps(rest, epoch.samples, head))
-    return mark_last(single_steps(rest, epoch.samples, getattr(holder, "batch_size", None) or 1))
+    steps = single_steps(rest, epoch.samples, getattr(holder, "batch_size", None) or 1)
+    if shared:
+        if epoch.samples:
+            holder.taken_steps.clear()  # they were skipped
+        steps = _mark_fillers(steps, holder.taken_steps)
+    return mark_last(steps)
+
+
+def _mark_fillers(
+    steps: Iterator[StepSampleIndices], taken_steps: deque[StepSampleIndices]
+) -> Iterator[StepSampleIndices]:
+    """Mark the fillers of steps that a program's own iteration takes from that of ``BatchSamplerShard``."""
+    for step in steps:
+        while taken_steps and taken_steps[0].indices != step.indices:
+            taken_steps.popleft()
+        if taken_steps:
+            taken = taken_steps.popleft()
+            step = step._replace(remainder=taken.remainder, real=taken.real)
+        yield step

@@ -616,6 +616,20 @@ class Accelerator(ProcessMixin):
         strategy: Any = self.strategy
         return strategy.adapt_objects(self, args)
 
+    def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
+        """Return the prepared objects as a tuple; trainers with a reference model call it under DeepSpeed."""
+        prepared = self.prepare(*args)
+        return (prepared,) if len(args) == 1 else prepared
+
+    def _get_named_parameters(self, *args: Any, drop_refs: bool = False) -> dict[str, Any]:
+        """Return the parameters of all models in ``args`` by name, or (``drop_refs``) their addresses.
+
+        Programs that shard a model themselves, or send its weights to an inference engine, call it.
+        """
+        models = [self.unwrap_model(item) for item in args if isinstance(item, nn.Module)]
+        named = {name: p for model in models for name, p in model.named_parameters()}
+        return {name: p.data_ptr() for name, p in named.items()} if drop_refs else named
+
     def plan(self, *args: Any, device_placement: list[bool] | None = None) -> PreparePlan:
         """Return the plan of ``prepare`` for these objects without changing them. Print it."""
         plan = self._preparer.make_plan(self._preparer.make_bundle(args, device_placement))
@@ -1044,6 +1058,14 @@ class Accelerator(ProcessMixin):
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` before ``load_state`` reads."""
         return register_hook(self._checkpoints.load_hooks, hook)
+
+    @property
+    def _save_model_state_pre_hook(self) -> dict[int, Any]:
+        return self._checkpoints.save_hooks  # programs that write checkpoints of their own call these hooks
+
+    @property
+    def _load_model_state_pre_hook(self) -> dict[int, Any]:
+        return self._checkpoints.load_hooks
 
     def save_state(
         self,

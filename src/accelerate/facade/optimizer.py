@@ -179,7 +179,13 @@ class AcceleratedOptimizer(Optimizer):
             self._has_stepped = bool(self._has_stepped.item())
         return not self._has_stepped
 
-    _is_overflow = step_was_skipped  # clients of Accelerate 1.x read it
+    @property
+    def _is_overflow(self) -> bool:
+        return self.step_was_skipped  # clients of Accelerate 1.x read it
+
+    @_is_overflow.setter
+    def _is_overflow(self, is_overflow: bool) -> None:
+        self._has_stepped = not is_overflow  # a subclass, or a program, has a ``step`` of its own
 
     @property
     def skipped_steps(self) -> int:
