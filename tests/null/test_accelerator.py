@@ -141,8 +141,8 @@ def test_programs_that_write_checkpoints_themselves_find_the_hooks(tmp_path: Pat
 
 def test_parameters_by_name_for_programs_that_send_them_elsewhere() -> None:
     accelerator: Any = Accelerator()
-    model, optimizer, _ = parts()
-    prepared, optimizer = accelerator.prepare(model, optimizer)
+    model: Any = nn.Linear(3, 1)
+    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
     named = accelerator._get_named_parameters(prepared, optimizer)
     assert named == {"weight": model.weight, "bias": model.bias}
     assert accelerator._get_named_parameters(prepared, drop_refs=True)["bias"] == model.bias.data_ptr()

@@ -29,7 +29,12 @@ from accelerate.hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset, offload_state_dict
+from accelerate.utils import (
+    OffloadedWeightsLoader,
+    PrefixedDataset,
+    offload_state_dict,
+    set_module_tensor_to_device,
+)
 from tests.support.offloaded import is_offloaded, offload_fails
 
 CPU = torch.device("cpu")
@@ -294,6 +299,27 @@ def test_a_client_that_takes_over_offloaded_weights(monkeypatch: pytest.MonkeyPa
     add_hook_to_module(layer, AlignDevicesHook("cpu", offload=True, weights_map=values))
     assert layer(torch.ones(1, 2)).tolist() == [[2, 2]]
     assert torch.equal(layer.weight, torch.ones(2, 2))
+
+
+class OwnPreForward(AlignDevicesHook):
+    """As programs write it: values from the map, inputs to the device, and their device is remembered."""
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self.input_device = torch.device("cpu")
+        assert self.weights_map is not None
+        for name, value in self.weights_map.items():
+            set_module_tensor_to_device(module, name, "cpu", value=value)
+        return args, kwargs
+
+
+def test_a_subclass_that_puts_values_in_by_itself() -> None:
+    layer: Any = nn.Linear(2, 2)
+    expected = layer(torch.ones(1, 2))
+    hook = OwnPreForward("cpu", offload=True, io_same_device=True)
+    add_hook_to_module(layer, hook)
+    for _ in range(2):
+        torch.testing.assert_close(layer(torch.ones(1, 2)), expected)
+        assert layer.weight.device == layer.bias.device == META
 
 
 def test_a_meta_tensor_without_values_is_an_error() -> None:

@@ -548,3 +548,57 @@ def test_training_what_is_offloaded_is_refused_by_prepare() -> None:
     with torch.no_grad():
         torch.testing.assert_close(accelerator.prepare(model)(x), expected)
     accelerator.end_training()
+
+
+def hook_of_part(module: nn.Module) -> Any:
+    return module._hf_hook
+
+
+def expected_with(values: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """The output of the model with other weights in its layer 2."""
+    model = built()
+    model.layers[2].up.load_state_dict(values)  # type: ignore[union-attr]
+    return model(x)
+
+
+def test_a_map_that_a_client_sets_has_the_values_from_then_on(tmp_path: Path) -> None:
+    """In memory, in files, with entries that change, and in the middle of a forward."""
+    model, x = built(), inputs()
+    dispatch_model(model, SPREAD, offload_dir=tmp_path)
+    with torch.no_grad():
+        model(x)
+    up: Any = model.layers[2].up  # type: ignore[union-attr]
+    values = {name: torch.ones_like(p, device="cpu") for name, p in up.named_parameters()}
+    zeros = {name: torch.zeros_like(value) for name, value in values.items()}
+    with torch.no_grad():
+        hook_of_part(up).weights_map = values
+        torch.testing.assert_close(model(x), expected_with(values, x))
+        values.update(zeros)
+        torch.testing.assert_close(model(x), expected_with(zeros, x))
+        ones = {name: value + 1 for name, value in zeros.items()}
+        handle = up.register_forward_hook(lambda *_: setattr(hook_of_part(up), "weights_map", ones))
+        torch.testing.assert_close(model(x), expected_with(zeros, x), msg="of the next forward")
+        handle.remove()
+        torch.testing.assert_close(model(x), expected_with(ones, x))
+        twin = copy.deepcopy(model)
+        hook_of_part(up).weights_map = zeros
+        torch.testing.assert_close(twin(x), expected_with(ones, x))
+        on_disk: Any = model.layers[3].up  # type: ignore[union-attr]
+        hook_of_part(on_disk).weights_map = zeros
+        model(x)
+        assert on_disk.weight.device.type == "meta"
+    remove_hook_from_submodules(model)
+    assert not on_disk.weight.any()
+
+
+def test_an_entry_of_a_dispatched_models_weights_can_be_assigned() -> None:
+    model, x = built(), inputs()
+    dispatch_model(model, {"": "cpu"}, main_device="sim:0", force_hooks=True)
+    up: Any = model.layers[2].up  # type: ignore[union-attr]
+    ones = {name: torch.ones_like(p, device="cpu") for name, p in up.named_parameters()}
+    weights: Any = hook_of_part(up).weights_map
+    for name, value in ones.items():
+        weights.dataset[f"{weights.prefix}{name}"] = value
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected_with(ones, x))
+    remove_hook_from_submodules(model)

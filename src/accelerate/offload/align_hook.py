@@ -33,6 +33,7 @@ from accelerate.offload.module_tensors import (
     address_of,
     as_device,
     check_device_same,
+    has_own_tensors,
     host_source,
     materialize,
     restore_stand_ins,
@@ -262,11 +263,14 @@ class AlignDevicesHook(ModelHook):
         Raises:
             OffloadError: a weight was changed in place whose values are in a file.
         """
+        is_own = type(self).pre_forward is AlignDevicesHook.pre_forward
         if self.offload:
             self._end_forward()
+            if not is_own and any(not row[3].is_meta for row in self._offloadable(module)):
+                self._put_stand_ins(module)  # a subclass has put values in by itself
         if self.io_same_device:
             waiting = self._running_input_devices()
-            device = waiting.pop() if waiting else None
+            device = waiting.pop() if waiting else None if is_own else self.input_device
             if device is not None and not (isinstance(output, torch.Tensor) and output.device == device):
                 return send_to_device(output, device, skip_keys=self.skip_keys)
         return output
@@ -381,12 +385,6 @@ class AlignDevicesHook(ModelHook):
 # ------------------------------------------------------------------------------------------------ attaching
 
 ClassNames = Sequence[str] | None
-
-
-def has_own_tensors(module: nn.Module) -> bool:
-    """Return True when the module itself, not a submodule, holds a parameter or buffer."""
-    tensors = (*module._parameters.values(), *module._buffers.values())
-    return any(tensor is not None for tensor in tensors)
 
 
 def _has_state(module: nn.Module) -> bool:

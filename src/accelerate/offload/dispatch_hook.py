@@ -23,7 +23,7 @@ from accelerate.offload.align_hook import AlignDevicesHook
 from accelerate.offload.hooks import _hooked_forward, add_hook_to_module
 from accelerate.offload.module_input_output import Keys, ModuleInputOutputMover
 from accelerate.offload.module_tensors import TiedMap, as_device, table_of, with_values
-from accelerate.offload.offloaded_tensor import OffloadedTensor
+from accelerate.offload.offloaded_tensor import MappingSource, OffloadedTensor
 from accelerate.offload.pager import Pager
 from accelerate.offload.weight_block import WeightBlock, move_tensor
 
@@ -78,7 +78,7 @@ class DispatchHook(AlignDevicesHook):
         twin = memo[id(self)] = copy.copy(self)
         for name, value in vars(self).items():
             if name in self.__getstate__() and name != "enclosing_block":
-                setattr(twin, name, copy.deepcopy(value, memo))
+                vars(twin)[name] = copy.deepcopy(value, memo)
         if self.enclosing_block is not None:  # not where a part of the block is copied alone
             is_copied = id(self.enclosing_block.module) in memo
             twin.enclosing_block = copy.deepcopy(self.enclosing_block, memo) if is_copied else None
@@ -109,6 +109,30 @@ class DispatchHook(AlignDevicesHook):
         twin = type(self).__new__(type(self))
         vars(twin).update(vars(self))
         return twin
+
+    @property
+    def weights_map(self) -> Mapping[str, Any] | None:
+        """Where the offloaded weights are, by name; one that a client sets has their values from then on."""
+        return vars(self)["weights_map"]  # under its name, for clients that give the hook another class
+
+    @weights_map.setter
+    def weights_map(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, weights: Mapping[str, Any] | None
+    ) -> None:
+        vars(self)["weights_map"] = weights
+        recorded = vars(self).get("_module")
+        module = None if recorded is None else recorded()
+        if module is None or not self.offload or not weights:
+            return
+        blocks = [block for block in (self.block, self.enclosing_block) if block is not None]
+        for key, owner, name, tensor in list(self._offloadable(module)):
+            if key in weights:
+                source = MappingSource(self._full_name(key), weights, key, tensor)
+                stand_in = self._make_stand_in(tensor, source)
+                if isinstance(tensor, OffloadedTensor):
+                    table_of(owner, name)[name] = stand_in
+                for block in blocks:
+                    block.use_stand_in(tensor, stand_in)
 
     # --- on and off
 

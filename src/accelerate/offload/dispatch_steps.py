@@ -20,12 +20,11 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import DeviceError
-from accelerate.offload.align_hook import has_own_tensors
 from accelerate.offload.dispatch_hook import DispatchHook, attach_hook, show_hook, watch_replacements
 from accelerate.offload.file_mapping import mapped_source, set_file_source
 from accelerate.offload.inner_hook import attach_inner_hook
 from accelerate.offload.module_input_output import Keys, ModuleInputOutputMover
-from accelerate.offload.module_tensors import TiedMap, with_values
+from accelerate.offload.module_tensors import TiedMap, has_own_tensors, with_values
 from accelerate.offload.offload_folder import PrefixedDataset, WeightStore
 from accelerate.offload.offloaded_tensor import (
     HostMemoryWeightSource,

@@ -90,6 +90,12 @@ def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
     )
 
 
+def has_own_tensors(module: nn.Module) -> bool:
+    """Return True when the module itself, not a submodule, holds a parameter or buffer."""
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None for tensor in tensors)
+
+
 def table_of(owner: nn.Module, name: str) -> dict[str, Any]:
     """The dictionary of a module in which a tensor stands: its parameters or its buffers."""
     return owner._parameters if name in owner._parameters else owner._buffers

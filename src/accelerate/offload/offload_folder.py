@@ -316,6 +316,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             value = self._from_checkpoint(key, entry)
         return value if self.device is None else value.to(self.device)
 
+    def __setitem__(self, key: str, value: torch.Tensor) -> None:
+        set_weight(self, key, value)
+
     def _from_checkpoint(self, key: str, entry: Mapping[str, Any]) -> torch.Tensor:
         path = os.fspath(entry["safetensors_file"])
         try:

@@ -430,6 +430,12 @@ class WeightBlock:
                 view = _make_parameter(stand_in, view, gradients)
             self._materialized.append(MaterializedTensor(stand_in, self._slots.get(id(stand_in), ()), view))
 
+    def use_stand_in(self, tensor: torch.Tensor, stand_in: OffloadedTensor) -> None:
+        """Put ``stand_in`` back for a weight that is in the modules now."""
+        for each in self._materialized:
+            if each.tensor is tensor:
+                each.use_stand_in(stand_in)
+
     def uninstall(self) -> int:
         """Put the stand-ins back, and write back weights that were changed in place.
 
