@@ -597,3 +597,22 @@ def replaced_wrapper() -> list[float]:
 def test_a_program_that_replaces_the_wrapper_gets_both_device_arguments(ranks: RankServer) -> None:
     """ms-swift does, to train a model that is spread over the devices of its rank."""
     assert same_on_all(ranks(2, replaced_wrapper)) == [0.5]
+
+
+def own_answer() -> list[Any]:
+    from accelerate import Accelerator
+
+    accelerator: Any = Accelerator()
+    model: Any = nn.Linear(2, 1)
+    model.hf_device_map = {"a": "cpu", "b": "disk"}
+    with pytest.raises(PrepareError, match="dispatched over several devices"):
+        accelerator.prepare(model)
+    accelerator.verify_device_map = lambda model: False
+    prepared = accelerator.prepare(model)
+    accelerator.backward(prepared(torch.full((1, 2), float(accelerator.process_index))).sum())
+    return [model.weight.grad.tolist(), type(accelerator.prepare_model(nn.Linear(2, 1))).__name__]
+
+
+def test_a_program_may_say_itself_whether_a_model_is_dispatched(ranks: RankServer) -> None:
+    """ms-swift spreads the copies of DDP over devices, and has its own ``verify_device_map``."""
+    assert same_on_all(ranks(2, own_answer))[0] == [[0.5, 0.5]]

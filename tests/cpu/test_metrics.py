@@ -639,3 +639,28 @@ def test_fillers_are_dropped_where_a_program_looks_on_at_the_sharding(ranks: Ran
     assert first[1] == second[1] == [[0, 1, 2, 3, 4, 5], [6]]
     assert first[2] == [[6, 0, 1]]
     assert set(first[3] + second[3]) == set(range(7))
+
+
+def own_gather(count: int) -> list[Any]:
+    from accelerate import Accelerator
+
+    accelerator: Any = Accelerator()
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(count)), batch_size=2))
+    gather, calls = accelerator.gather, []
+
+    def first_rank_only(data: Any) -> Any:
+        calls.append(data)
+        return {name: rows[: len(rows) // 2] for name, rows in gather(data).items()}
+
+    accelerator.gather = first_rank_only
+    kept = [accelerator.gather_for_metrics({"rows": rows})["rows"].tolist() for (rows,) in loader]
+    names = [accelerator.gather_for_metrics([f"{row}" for row in rows.tolist()]) for (rows,) in loader]
+    return [kept, names, len(calls)]
+
+
+def test_gather_for_metrics_calls_a_gather_that_a_program_has_put_in_place(ranks: RankServer) -> None:
+    """As in 1.15: some keep the rows of one process of each tensor parallel group. Objects go past it."""
+    kept, names, calls = same_on_all(ranks(2, own_gather, 7))
+    assert kept == [[0, 1], [4, 5]]
+    assert names == [["0", "1", "2", "3"], ["4", "5", "6"]]
+    assert calls == 2

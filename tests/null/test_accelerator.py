@@ -6,6 +6,8 @@ import copy
 import json
 import logging
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -164,6 +166,56 @@ def test_a_program_with_a_step_of_its_own_says_when_it_is_skipped(
     assert optimizer.step_was_skipped
     assert accelerator.optimizer_step_was_skipped
     assert schedule.get_last_lr() == before
+
+
+def test_accumulate_enters_a_no_sync_that_a_program_has_put_in_place() -> None:
+    """As in 1.15: programs replace it, to reduce in every backward, or where an engine has none."""
+    accelerator: Any = Accelerator(gradient_accumulation_steps=2)
+    model, other = nn.Linear(3, 1), nn.Linear(3, 1)
+    first, second = accelerator.prepare(model, other)
+    entered: list[nn.Module] = []
+
+    @contextmanager
+    def no_sync(model: nn.Module) -> Iterator[None]:
+        entered.append(model)
+        yield
+        entered.append(model)
+
+    accelerator.no_sync = no_sync
+    with accelerator.accumulate(first, second):
+        assert entered == [first, second]
+    assert entered == [first, second, second, first]
+    with accelerator.accumulate(first, second):
+        assert accelerator.sync_gradients
+    assert len(entered) == 4
+
+
+class OwnNoSync(Accelerator):
+    """Accelerator with ``no_sync`` of its own, which goes on to the one that it overrides."""
+
+    entered = 0
+
+    def no_sync(self, model: nn.Module) -> Any:
+        self.entered += 1
+        return super().no_sync(model)
+
+
+def test_a_subclass_may_override_no_sync() -> None:
+    accelerator = OwnNoSync(gradient_accumulation_steps=3)
+    model = accelerator.prepare(nn.Linear(3, 1))
+    for _ in range(6):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 3)).sum())
+    assert accelerator.entered == 4
+
+
+def test_outputs_stay_as_they_are_where_a_program_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs replace the conversion to float32, since logits in it take twice the memory."""
+    model = Accelerator(mixed_precision="bf16").prepare(nn.Linear(3, 1))
+    assert model(torch.ones(1, 3)).dtype == torch.float32
+    monkeypatch.setattr("accelerate.utils.operations.convert_to_fp32", lambda outputs: outputs)
+    model = Accelerator(mixed_precision="bf16").prepare(nn.Linear(3, 1))
+    assert model(torch.ones(1, 3)).dtype == torch.bfloat16
 
 
 class DuckScheduler:

@@ -15,7 +15,8 @@ from torch import nn
 
 from accelerate import Accelerator, cpu_offload_with_hook, dispatch_model
 from accelerate.core.errors import DeviceError, PrepareError
-from accelerate.hooks import remove_hook_from_submodules
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_submodules
+from accelerate.utils import recursively_apply
 from tests.sim.test_sim_pager import WIDTH, Net, built, inputs
 from tests.support import sim
 from tests.support.offloaded import mover_of
@@ -602,3 +603,35 @@ def test_an_entry_of_a_dispatched_models_weights_can_be_assigned() -> None:
     with torch.no_grad():
         torch.testing.assert_close(model(x), expected_with(ones, x))
     remove_hook_from_submodules(model)
+
+
+def test_inputs_are_moved_by_a_function_that_a_program_has_put_in_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where two devices cannot copy to each other, programs go by way of host memory."""
+    moved: list[tuple[str, str]] = []
+
+    def by_host(value: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            moved.append((str(tensor.device), str(torch.device(device))))
+            return tensor.to("cpu").to(device)
+
+        return recursively_apply(move, value)
+
+    model, x = built(), inputs()
+    expected = model(x)
+    dispatch_model(model, SPREAD, offload_dir=tmp_path)
+    monkeypatch.setattr("accelerate.hooks.send_to_device", by_host)
+    with torch.no_grad():
+        y = model(x)
+    torch.testing.assert_close(y, expected)
+    assert ("sim:0", "sim:1") in moved
+    assert moved[0] == ("cpu", "sim:0")
+    assert moved[-1] == ("sim:1", "cpu")
+    remove_hook_from_submodules(model)
+    layer: Any = nn.Linear(2, 2)
+    add_hook_to_module(layer, AlignDevicesHook("sim:1", io_same_device=True))
+    moved.clear()
+    layer(torch.ones(1, 2))
+    assert moved == [("cpu", "sim:1"), ("sim:1", "cpu")]
+    del y

@@ -607,7 +607,9 @@ class Accelerator(ProcessMixin):
                     options = {} if kind == "scheduler" else {"device_placement": place}
                     bundle.objects[index] = replaced[kind](bundle.objects[index], **options)
                     bundle.kinds[index] = "prepared"
-        self._preparer.prepare(bundle)
+        verify = self.verify_device_map
+        is_own = getattr(verify, "__func__", None) is Accelerator.verify_device_map
+        self._preparer.prepare(bundle, None if is_own else verify)
         self._option_reporter.report()
         return bundle.objects[0] if len(args) == 1 else tuple(bundle.objects)
 
@@ -642,7 +644,9 @@ class Accelerator(ProcessMixin):
         """Prepare one model; ``evaluation_mode`` places it and sets its precision only."""
         place = None if device_placement is None else [device_placement]
         bundle = self._preparer.make_bundle((model,), place, training=not evaluation_mode)
-        self._preparer.prepare(bundle)
+        verify = self.verify_device_map
+        is_own = getattr(verify, "__func__", None) is Accelerator.verify_device_map
+        self._preparer.prepare(bundle, None if is_own else verify)
         self._option_reporter.report()
         return bundle.objects[0]
 
@@ -751,8 +755,12 @@ class Accelerator(ProcessMixin):
 
         Args:
             models: those whose gradients accumulate; all prepared ones when none is given.
+
+        A ``no_sync`` that a subclass overrides or a program replaces is entered for each model.
         """
-        return AccumulationContext(self._loop, models)
+        no_sync = self.no_sync
+        is_own = getattr(no_sync, "__func__", None) is Accelerator.no_sync
+        return AccumulationContext(self._loop, models, None if is_own else no_sync)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context for forward and backward in which gradients of ``model`` stay local."""
@@ -956,14 +964,22 @@ class Accelerator(ProcessMixin):
                 each sample. Needed where that cannot be seen: for rows that differ by sample, and for rows of
                 several steps (1), collected in an uneven rhythm.
 
+        A ``gather`` that a subclass overrides or a program replaces gathers tensors; the rows of the fillers,
+        the last ones, are cut off after it.
+
         Raises:
             PrepareError: the step has fillers, and which rows are theirs is not known.
         """
-        loader, by_object = self.gradient_state.active_dataloader, use_gather_object
+        loader, by_object, gather = self.gradient_state.active_dataloader, use_gather_object, self.gather
         if loader is None:  # a function may make an Accelerator of its own
             loader = ActiveLoaders.innermost_of_process()
         return gather_for_metrics(
-            input_data, loader, self.strategy, as_objects=by_object, rows_per_sample=rows_per_sample
+            input_data,
+            loader,
+            self.strategy,
+            as_objects=by_object,
+            rows_per_sample=rows_per_sample,
+            gather=None if getattr(gather, "__func__", gather) is Accelerator.gather else gather,
         )
 
     def mean_loss(self, loss: Any, num_items: Any = None) -> torch.Tensor:

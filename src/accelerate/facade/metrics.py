@@ -27,6 +27,7 @@ def gather_for_metrics(
     *,
     as_objects: bool = False,
     rows_per_sample: int | Sequence[int] | torch.Tensor | None = None,
+    gather: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Gather the outputs of all ranks for the samples of a step, in dataset order, without fillers.
 
@@ -38,6 +39,8 @@ def gather_for_metrics(
         strategy: says which ranks have computed the same samples: they count once.
         as_objects: a list, or each value of a dict, is one of objects, whatever is in it.
         rows_per_sample: see ``Accelerator.gather_for_metrics``.
+        gather: a program's own, for a tree of tensors. What it returns has the rows of all ranks in rank
+            order, so the fillers of the last step are its last rows.
 
     Returns:
         The same structure. Objects come as a flat list, also on one process; arrays of numpy as an array.
@@ -45,6 +48,14 @@ def gather_for_metrics(
     Raises:
         PrepareError: the step has fillers, and which rows are theirs is not known.
     """
+    if (
+        gather is not None
+        and not as_objects
+        and all(isinstance(leaf, torch.Tensor) for _, leaf in tree.iterate_leaves(data))
+    ):
+        gathered = gather(data)
+        left = loader.remainder if loader is not None and loader.end_of_dataloader else 0
+        return tree.map_tree(lambda rows: rows[:left], gathered) if left > 0 else gathered
     share, world_size = getattr(loader, "data_shard", None) or strategy.data_shard, strategy.world.size
     several_read_alike = share.count == strategy.data_shard.count < world_size
     if several_read_alike and isinstance(strategy, DataSharding) and not as_objects:

@@ -182,8 +182,14 @@ class Preparer:
             self.options.dataloader.split_batches,
         )
 
-    def prepare(self, bundle: PrepareBundle) -> None:
+    def prepare(
+        self, bundle: PrepareBundle, verify_device_map: Callable[[nn.Module], bool] | None = None
+    ) -> None:
         """Replace the objects of ``bundle`` by prepared ones.
+
+        Args:
+            bundle: the objects.
+            verify_device_map: a program's own answer to the question whether a model is dispatched.
 
         Raises:
             PrepareError: one cannot be prepared; nothing is changed then.
@@ -193,7 +199,7 @@ class Preparer:
         for value in bundle.objects_of("other"):
             self._note_unprepared(value)
         for model in models:
-            if world.size > 1 and is_dispatched(model):
+            if world.size > 1 and (verify_device_map or is_dispatched)(model):
                 self._refuse_dispatched()
             check_trainable(
                 model,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -252,10 +252,15 @@ class TrainLoop:
 class AccumulationContext(AbstractContextManager[None]):
     """The context of ``accumulate``; a class, since a generator costs ten times as much per step."""
 
-    __slots__ = ("inner", "loop", "models")
+    __slots__ = ("inner", "loop", "models", "no_sync")
 
-    def __init__(self, loop: TrainLoop, models: tuple[nn.Module, ...]) -> None:
-        self.loop, self.models = loop, models
+    def __init__(
+        self,
+        loop: TrainLoop,
+        models: tuple[nn.Module, ...],
+        no_sync: Callable[[nn.Module], AbstractContextManager[Any]] | None = None,
+    ) -> None:
+        self.loop, self.models, self.no_sync = loop, models, no_sync
 
     def __enter__(self) -> None:
         gradients = self.loop.gradients
@@ -271,7 +276,12 @@ class AccumulationContext(AbstractContextManager[None]):
         models = self.models or self.loop.prepared.models
         if self.loop.accumulated_ids != (ids := tuple(map(id, models))):
             self.loop.note_accumulated(models, ids)
-        self.inner = self.loop.strategy.accumulation_context(models, sync=sync)
+        if sync or self.no_sync is None:
+            self.inner = self.loop.strategy.accumulation_context(models, sync=sync)
+        else:
+            self.inner = ExitStack()
+            for model in models:
+                self.inner.enter_context(self.no_sync(model))
         if self.inner is not NO_CONTEXT:
             self.inner.__enter__()
 

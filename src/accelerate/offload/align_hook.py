@@ -25,7 +25,7 @@ from torch import nn
 
 from accelerate.core.errors import OffloadError
 from accelerate.offload.hooks import ModelHook, add_hook_to_module, walk_modules
-from accelerate.offload.module_input_output import Keys, move_arguments
+from accelerate.offload.module_input_output import Keys, move_arguments, send_values
 from accelerate.offload.module_tensors import (
     DeviceLike,
     MaterializedTensor,
@@ -49,7 +49,7 @@ from accelerate.offload.offloaded_tensor import (
     make_stand_in,
     source_of,
 )
-from accelerate.world.local_tensor_trees import find_device, send_to_device
+from accelerate.world.local_tensor_trees import find_device
 
 
 class AlignDevicesHook(ModelHook):
@@ -272,7 +272,7 @@ class AlignDevicesHook(ModelHook):
             waiting = self._running_input_devices()
             device = waiting.pop() if waiting else None if is_own else self.input_device
             if device is not None and not (isinstance(output, torch.Tensor) and output.device == device):
-                return send_to_device(output, device, skip_keys=self.skip_keys)
+                return send_values(output, device, self.skip_keys)
         return output
 
     def abort(self, module: nn.Module) -> None:

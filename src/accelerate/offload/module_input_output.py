@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from accelerate.core import tree
+from accelerate.core.lazy_names import get_override
 from accelerate.offload.module_tensors import check_device_same
 from accelerate.offload.offloaded_tensor import OffloadedTensor
 from accelerate.world.local_tensor_trees import send_to_device
@@ -33,6 +34,15 @@ Keys = str | list[str] | None
 _SCALARS = (str, int, float, bool, type(None))
 
 
+def send_values(values: Any, device: Any, skip_keys: Keys = None) -> Any:
+    """Move values by ``accelerate.hooks.send_to_device``, also where a program has replaced it.
+
+    Some do so where two devices cannot copy to each other: theirs goes by way of host memory.
+    """
+    send = get_override("accelerate.hooks", "send_to_device", send_to_device)
+    return send(values, device, skip_keys=skip_keys)
+
+
 def move_arguments(values: Any, device: torch.device, skip_keys: Keys = None) -> Any:
     """Return a tuple or dict of arguments with all tensors on ``device``; the same one where all are there.
 
@@ -41,12 +51,12 @@ def move_arguments(values: Any, device: torch.device, skip_keys: Keys = None) ->
     if not isinstance(values, dict):
         for value in values:
             if not _is_on_device(value, device):
-                return send_to_device(values, device, skip_keys=skip_keys)
+                return send_values(values, device, skip_keys)
         return values
     skipped = (skip_keys,) if isinstance(skip_keys, str) else skip_keys or ()
     for name, value in values.items():
         if name not in skipped and not _is_on_device(value, device):
-            return send_to_device(values, device, skip_keys=skip_keys)
+            return send_values(values, device, skip_keys)
     return values
 
 
@@ -357,9 +367,9 @@ def _version(tensor: torch.Tensor) -> int | None:
 def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy that keeps a version, also under inference mode."""
     if not torch.is_inference_mode_enabled():
-        return tensor.to(device)
+        return send_values(tensor, device)
     with torch.inference_mode(False), torch.no_grad():
-        return tensor.to(device)
+        return send_values(tensor, device)
 
 
 def _is_changed(watched: _InputContainerCopy) -> bool:

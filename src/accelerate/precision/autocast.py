@@ -19,6 +19,7 @@ from torch.compiler import is_dynamo_compiling
 from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import DeviceError
 from accelerate.core.kwargs_handler import KwargsHandler
+from accelerate.core.lazy_names import get_override
 from accelerate.core.torch_internals import is_available
 from accelerate.device.base import Device
 from accelerate.precision.base import Precision
@@ -166,6 +167,8 @@ class _AutocastExitHook:
 
     def __init__(self, around: _AutocastScope, upcast: bool) -> None:
         self.scope, self.upcast = around, upcast
+        # Read here, not in the forward: the compiler traces that. Programs replace it to save memory.
+        self.convert = get_override("accelerate.utils.operations", "convert_to_fp32", convert_to_fp32)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         scope = self.scope
@@ -178,7 +181,7 @@ class _AutocastExitHook:
                 context = local.entered.pop()
                 context.__exit__(None, None, None)
                 local.unused.append(context)
-        return convert_to_fp32(output) if self.upcast else None
+        return self.convert(output) if self.upcast else None
 
 
 def attach_autocast(
