@@ -178,8 +178,10 @@ def test_accumulate_enters_a_no_sync_that_a_program_has_put_in_place() -> None:
     @contextmanager
     def no_sync(model: nn.Module) -> Iterator[None]:
         entered.append(model)
-        yield
-        entered.append(model)
+        try:
+            yield
+        finally:
+            entered.append(model)
 
     accelerator.no_sync = no_sync
     with accelerator.accumulate(first, second):
@@ -188,6 +190,10 @@ def test_accumulate_enters_a_no_sync_that_a_program_has_put_in_place() -> None:
     with accelerator.accumulate(first, second):
         assert accelerator.sync_gradients
     assert len(entered) == 4
+    accelerator.no_sync = lambda model: {id(first): no_sync(model)}[id(model)]
+    with pytest.raises(KeyError), accelerator.accumulate(first, second):
+        pass
+    assert entered[4:] == [first, first], "the first is left, too"
 
 
 class OwnNoSync(Accelerator):

@@ -312,6 +312,31 @@ class OwnPreForward(AlignDevicesHook):
         return args, kwargs
 
 
+class Countdown(nn.Linear):
+    """Calls itself: the inner forward ends while the outer one computes."""
+
+    def forward(self, x: torch.Tensor, depth: int = 1) -> torch.Tensor:
+        inner = self(x, depth - 1) if depth else x
+        return super().forward(inner)
+
+
+class Counting(AlignDevicesHook):
+    calls = 0
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self.calls += 1
+        return super().pre_forward(module, *args, **kwargs)
+
+
+def test_a_subclass_that_goes_on_to_pre_forward_keeps_values_in_nested_forwards() -> None:
+    layer: Any = Countdown(2, 2)
+    expected, hook = layer(torch.ones(1, 2)), Counting("cpu", offload=True)
+    add_hook_to_module(layer, hook)
+    torch.testing.assert_close(layer(torch.ones(1, 2)), expected)
+    assert hook.calls == 2
+    assert layer.weight.device == META
+
+
 def test_a_subclass_that_puts_values_in_by_itself() -> None:
     layer: Any = nn.Linear(2, 2)
     expected = layer(torch.ones(1, 2))

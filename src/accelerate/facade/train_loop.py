@@ -279,9 +279,10 @@ class AccumulationContext(AbstractContextManager[None]):
         if sync or self.no_sync is None:
             self.inner = self.loop.strategy.accumulation_context(models, sync=sync)
         else:
-            self.inner = ExitStack()
-            for model in models:
-                self.inner.enter_context(self.no_sync(model))
+            with ExitStack() as entered:
+                for model in models:
+                    entered.enter_context(self.no_sync(model))
+                self.inner = entered.pop_all()
         if self.inner is not NO_CONTEXT:
             self.inner.__enter__()
 
