@@ -263,7 +263,7 @@ class AlignDevicesHook(ModelHook):
         Raises:
             OffloadError: a weight was changed in place whose values are in a file.
         """
-        is_own = type(self).pre_forward.__module__.startswith(__package__)
+        is_own = type(self).pre_forward.__module__.startswith("accelerate.offload.")
         if self.offload:
             self._end_forward()
             if not (is_own or self._users) and any(not row[3].is_meta for row in self._offloadable(module)):
