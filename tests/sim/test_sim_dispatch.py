@@ -298,6 +298,17 @@ def test_one_device_for_everything_needs_no_hooks() -> None:
     assert model.hf_device_map == {"inp": 0, "layers": "sim:0", "out": torch.device("sim:0")}
 
 
+@pytest.mark.parametrize("device", ["cpu", "disk", 1])
+def test_inputs_are_brought_where_a_map_names_several_devices(device: Any, tmp_path: Path) -> None:
+    """Automatic maps put modules of buffers, or of nothing, on the CPU."""
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)), inputs()
+    expected = model(x)
+    dispatch_model(model, {"0": 0, "1": device}, offload_dir=tmp_path)
+    y = model(x)
+    assert y.device == x.device
+    torch.testing.assert_close(y, expected)
+
+
 def test_hooks_are_attached_if_asked_and_bring_the_inputs() -> None:
     model, x = built(), inputs()
     expected = model(x)

@@ -179,7 +179,8 @@ def dispatch_model(
         offload_buffers,
         skip_keys,
         tuple(preload_module_classes or ()),
-        force_hooks,
+        # Clients that name several devices give inputs on the CPU, also where only one gets weights.
+        force_hooks or (main.type != "cpu" and len(set(homes.values())) > 1),
         {name: home if isinstance(home, torch.device) else main for name, home in homes.items()},
     )
     _place_and_hook(model, lambda name: device_maps.device_of(name, homes), values, options)
