@@ -184,17 +184,20 @@ def add_hooks(model: Any) -> tuple[Any, list[str]]:
     return model.layers[1].down.weight.register_hook(lambda gradient: gradient * 5), calls
 
 
-def hooked(options: dict[str, Any], late: bool) -> list[tuple[dict[str, torch.Tensor], list[str]]]:
+def hooked(options: dict[str, Any], after: str) -> list[tuple[dict[str, torch.Tensor], list[str]]]:
     """Gradients with all hooks, and after one of them was removed."""
     accelerator = accelerator_of(**options)
     model = tiny()
     optimizer = adamw(model)
-    if not late:
+    if not after:
         handle, calls = add_hooks(model)
     model, optimizer = accelerator.prepare(model, optimizer)
-    if late:
-        with torch.no_grad():  # a look at the untrained model
-            loss_of(model, share(next(batches(1)), accelerator.process_index, 2))
+    if after:
+        with torch.set_grad_enabled(after == "training"):  # else a look at the untrained model
+            loss = loss_of(model, share(next(batches(1)), accelerator.process_index, 2))
+        if after == "training":
+            accelerator.backward(loss)
+            optimizer.zero_grad()
         handle, calls = add_hooks(model)
     numbers = []
     for words in batches(2):
@@ -205,13 +208,13 @@ def hooked(options: dict[str, Any], late: bool) -> list[tuple[dict[str, torch.Te
     return numbers
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("after", ["", "evaluation", "training"])
 @pytest.mark.parametrize("options", [{}, {"auto_wrap_policy": "no_wrap"}])
 def test_hooks_of_parameters_are_called_after_sharding(
-    ranks: RankServer, options: dict[str, Any], late: bool
+    ranks: RankServer, options: dict[str, Any], after: str
 ) -> None:
     """fully_shard drops them, and no graph reaches those of sharded parameters: a mask was ignored."""
-    results = same_on_all(ranks(2, hooked, options, late))
+    results = same_on_all(ranks(2, hooked, options, after))
     model = tiny()
     handle, calls = add_hooks(model)
     for (ours, called), words in zip(results, batches(2), strict=True):

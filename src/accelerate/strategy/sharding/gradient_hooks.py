@@ -7,6 +7,7 @@ makes.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -79,7 +80,7 @@ def call_hooks_of_unit(unit: nn.Module, modules: Iterable[nn.Module]) -> None:
 
 
 def call_late_hooks(model: nn.Module) -> None:
-    """Call hooks that were registered on the sharded parameters of a model before its first forward.
+    """Call hooks that are registered on the sharded parameters of a model before its first forward, or later.
 
     The forward has made the unsharded parameters, and the backward is to come.
     """
@@ -87,6 +88,23 @@ def call_late_hooks(model: nn.Module) -> None:
         whole = unsharded_param(fsdp_param)
         if whole is not None and sharded._backward_hooks:
             whole.register_hook(_caller_of(sharded._backward_hooks))
+        elif whole is not None:
+            sharded._backward_hooks = _LateHooks(whole)
+
+
+class _LateHooks(OrderedDict[int, Callable[..., Any]]):
+    """The hooks of a sharded parameter; the first that is registered makes the unsharded one call them all."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        super().__init__()
+        self.whole: torch.Tensor | None = whole
+
+    def __setitem__(self, key: int, hook: Callable[..., Any]) -> None:
+        super().__setitem__(key, hook)
+        whole, self.whole = self.whole, None
+        if whole is not None:
+            # The sharded one trains, and the next all-gather would say so here.
+            whole.requires_grad_(True).register_hook(_caller_of(self))
 
 
 def _caller_of(hooks: Mapping[int, Callable[[Any], Any]]) -> Callable[[Any], Any]:
