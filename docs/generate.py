@@ -458,8 +458,9 @@ first of these that there is:
 2. `accelerate.yaml` in the working folder
 3. `accelerate/default_config.yaml` in `$HF_HOME`, by default `~/.cache/huggingface`; not with `--cpu`
 
-A file that was found and not named is announced in one line. An unknown key, at any depth, is an error that
-gives its line and the nearest known key. An `accelerate.yaml` that nobody named may be the file of another
+A file that was found and not named is announced in one line. An unknown key is an error that
+gives its line and the nearest known key; in a nested table, where Accelerate 1.x reads past it, one that is
+near no other is told in a line. An `accelerate.yaml` that nobody named may be the file of another
 tool: where it is no valid configuration, one line says why, and it is passed over. `python script.py` and
 `torchrun script.py` read no file. A number may stand between quotes.
 

@@ -9,13 +9,14 @@ stand in it, ``__without_effect__`` maps keys that are taken out to the reason w
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import field, replace
+from dataclasses import field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError, nearest
 from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.core.setting import declared_settings
 
 WORKING_NAME = "accelerate.yaml"
 DEFAULT_NAME = "default_config.yaml"
@@ -266,7 +267,7 @@ def normalize_sections(file: ConfigFile, classes: Iterable[type[Any]], enabled: 
     """
     for cls in classes:
         section: str = getattr(cls, "__section__", "")
-        file = _without_unused_keys(file, section, getattr(cls, "__without_effect__", {}))
+        file = _without_unused_keys(file, section, cls, classes)
         if not section or not file.section(section):
             continue
         for old, new in old_section_keys(cls).items():
@@ -308,13 +309,54 @@ def old_section_keys(cls: type[Any]) -> dict[str, str]:
     return {**old_keys, **{prefix + key: new for key, new in old_keys.items()}}
 
 
-def _without_unused_keys(file: ConfigFile, section: str, reasons: Mapping[str, str]) -> ConfigFile:
-    """Return the file without keys that have no effect; ``reasons`` says why of each."""
-    table = file.section(section) if section and reasons else file.values
+def _without_unused_keys(
+    file: ConfigFile, section: str, cls: type[Any], classes: Iterable[type[Any]]
+) -> ConfigFile:
+    """Return the file without keys that have no effect, in a section also those that nobody has ever read."""
+    reasons: dict[str, str] = dict(getattr(cls, "__without_effect__", {}))
+    table = file.section(section) if section else file.values
+    if section and table:
+        prefix = getattr(cls, "__prefix__", "")
+        names = {row.name for row in declared_settings(cls) if row.in_file}
+        names |= {*reasons, *old_section_keys(cls), *getattr(cls, "__elsewhere__", ())}
+        for key in table:
+            if isinstance(key, str) and names.isdisjoint((key, f"{prefix}{key}")):
+                reasons.update(_unread_reason(file, (section, key), cls, classes))
     for key in [key for key in table if key in reasons]:
         path = (section, key) if section else (key,)
         file = file.without(path, f"{file.locate(*path)}: {key} has no effect: {reasons[key]}")
     return file
+
+
+def _unread_reason(
+    file: ConfigFile, path: tuple[str, str], cls: type[Any], classes: Iterable[type[Any]]
+) -> dict[str, str]:
+    """Return why an unknown key of a section does nothing, by key; empty where it is a slip for a known one.
+
+    Accelerate 1.x reads past every unknown key of a section, and files in use have some.
+
+    Raises:
+        SettingError: it is a setting of another place of the file, or the name of an option in code.
+    """
+    section, key = path
+    prefix = getattr(cls, "__prefix__", "")
+    name, rows = key.removeprefix(prefix), [row for row in declared_settings(cls) if row.in_file]
+    fixes = {
+        row.name: f"write {row.name} " + (f"below {row.section}" if row.section else "at the top level")
+        for each in classes
+        for row in declared_settings(each)
+        if row.in_file
+    }
+    fixes.update({row.field: f"did you mean {row.name!r}?" for row in rows})
+    fix = fixes.get(name) or fixes.get(key)
+    if fix is not None:
+        raise SettingError(f"unknown key of {section} {key!r} in {file.locate(*path)}", fix=fix)
+    if name in {each.name for each in fields(cls)}:
+        return {key: "only the script's code can give it, to its plugin"}
+    options = [row.name.removeprefix(prefix) for row in rows]
+    if nearest(name, [*options, *getattr(cls, "__without_effect__", ())]):
+        return {}
+    return {key: f"{section} has no such option, and in Accelerate 1.x nothing reads it"}
 
 
 def _move_key(file: ConfigFile, old: tuple[str, str], new: tuple[str, ...]) -> ConfigFile:
