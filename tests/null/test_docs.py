@@ -226,7 +226,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 @pytest.mark.parametrize("page", ["docs/contributing.md", "docs/changelog.md"])
 def test_what_is_taken_in_exists(page: str) -> None:
-    """The snippet ``"FILE"`` of a file of the repository; `make docs` reads its links from the page's folder."""
+    """The snippet ``"FILE"`` of a file of the repository; its links are read from the page's folder."""
     (file,) = re.findall(r'^--8<-- "([\w.]+)"$', text(page), re.MULTILINE)
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)\)", FENCE.sub("", text(file)))
     assert [link for link in links if not (ROOT / page).parent.joinpath(link).is_file()] == []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from itertools import combinations
+from collections.abc import Sequence
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -11,11 +12,17 @@ from torch import nn
 
 from accelerate.core.errors import PrepareError, UnknownNameError
 from accelerate.inference import find_pippy_batch_size, generate_device_map
-from accelerate.stages.split import ModelBlock, check_split_points, find_even_cuts, list_blocks, stage_sizes
+from accelerate.stages.split import ModelBlock, check_split_points, find_even_cuts, list_blocks
 
 
 def chain(sizes: list[int]) -> list[ModelBlock]:
     return [ModelBlock(f"b{index}", ((index, size),)) for index, size in enumerate(sizes)]
+
+
+def stage_sizes(chain: Sequence[ModelBlock], cuts: Sequence[int]) -> list[int]:
+    """Bytes of each stage; a weight of two blocks of one stage is there once."""
+    stages = [chain[a:b] for a, b in pairwise([0, *cuts, len(chain)])]
+    return [sum(dict(weight for block in stage for weight in block.weights).values()) for stage in stages]
 
 
 def every_division(count: int, stages: int) -> list[tuple[int, ...]]:

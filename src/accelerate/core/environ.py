@@ -7,7 +7,7 @@ the environment of a process to be started without touching this one's.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 TRUE = frozenset({"1", "true", "t", "yes", "y", "on"})
@@ -48,15 +48,6 @@ def snapshot() -> dict[str, str]:
 def get(name: str, default: str | None = None) -> str | None:
     """Return the value of one variable; an empty value counts as unset."""
     return os.environ.get(name) or default
-
-
-def get_first(names: Iterable[str]) -> tuple[str, str] | None:
-    """Return the first of ``names`` that is set, with its value; None when none is."""
-    for name in names:
-        value = get(name)
-        if value is not None:
-            return name, value
-    return None
 
 
 def get_flag(name: str, default: bool = False) -> bool:

@@ -1,4 +1,4 @@
-"""Parsing and formatting of byte sizes, durations and counts."""
+"""Parsing of byte sizes, and formatting of byte sizes, durations and counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from accelerate.core.errors import SettingError
 _BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d{1,2}(?=\s*[a-zA-Z]))?)\s*([kmgtKMGT]?)([iI]?)([bB]?)\s*")
-_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_bytes(text: str | int) -> int:
@@ -59,20 +58,6 @@ def _format_bytes(size: float, base: int) -> str:
             return f"{int(amount)} bytes" if unit == "bytes" else f"{amount:.2f} {unit}"
         amount /= base
     raise AssertionError
-
-
-def parse_seconds(text: str | float) -> float:
-    """Parse a duration in seconds: ``"90"``, ``"30m"``, ``"1.5h"``, ``"250ms"``.
-
-    Raises:
-        SettingError: the text is not a duration.
-    """
-    if isinstance(text, int | float):
-        return float(text)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d)?\s*", text)
-    if match is None:
-        raise SettingError(f"{text!r} is not a duration", fix="write it like '30s', '10m' or '1.5h'")
-    return float(match.group(1)) * _SECONDS[match.group(2) or "s"]
 
 
 def show_seconds(seconds: float) -> str:

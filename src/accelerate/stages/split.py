@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from torch import nn
 
@@ -212,13 +212,6 @@ def check_split_points(model: nn.Module, split_points: Sequence[str], stages: in
             fix=f'give {stages - 1} different module names, or split_points="auto"',
         )
     return list(split_points)
-
-
-def stage_sizes(chain: Sequence[ModelBlock], cuts: Sequence[int]) -> list[int]:
-    """Return the bytes of each stage."""
-    borders = [0, *cuts, len(chain)]
-    stages = [chain[a:b] for a, b in pairwise(borders)]
-    return [sum(dict(weight for block in stage for weight in block.weights).values()) for stage in stages]
 
 
 def stage_map(chain: Sequence[ModelBlock], cuts: Sequence[int]) -> dict[str, int]:

@@ -13,7 +13,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -449,8 +449,3 @@ def _refuse_twice(holder: nn.Module, part: str, name: str) -> None:
             f"the weight {name!r} cannot be an attribute of a module: {part!r} is something else already"
         )
         raise ModelSkeletonError(message, fix="a config.json beside the weights says which model to build")
-
-
-def pipeline_models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Return the models of a pipeline by their names; any other model under an empty name."""
-    yield from model.items() if type(model) is nn.ModuleDict else [("", model)]

@@ -7,7 +7,7 @@ Source: Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Da
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -404,8 +404,3 @@ def wrapped_model_of(model: Any) -> FSDP1WrappedModel | None:
 def is_wrapped(model: nn.Module) -> bool:
     """Return whether ``model`` is an object of torch's class."""
     return isinstance(model, FullyShardedDataParallel)
-
-
-def fsdp_modules(model: nn.Module) -> Iterator[FullyShardedDataParallel]:
-    """Yield torch's wrapper modules in a wrapped model."""
-    return (part for part in model.modules() if isinstance(part, FullyShardedDataParallel))

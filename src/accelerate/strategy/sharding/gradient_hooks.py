@@ -93,7 +93,7 @@ def call_late_hooks(model: nn.Module) -> None:
 
 
 class _LateHooks(OrderedDict[int, Callable[..., Any]]):
-    """The hooks of a sharded parameter; the first that is registered makes the unsharded one call them all."""
+    """The hooks of a sharded parameter; the first that is registered makes the unsharded one call all."""
 
     def __init__(self, whole: torch.Tensor) -> None:
         super().__init__()
