@@ -87,6 +87,80 @@ def test_the_prepared_model_is_the_users_own(ranks: RankServer) -> None:
     assert found[:5] == (True, "Net", "set", True, True)
 
 
+def trained_copy(kind: str, accumulate: int) -> list[float]:
+    """Weights of a copy of a prepared model that learns, while its original rests."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(gradient_accumulation_steps=accumulate)
+    net = nn.Linear(3, 1, bias=False)
+    nn.init.ones_(net.weight)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    if kind == "together":
+        model, optimizer, accelerator = copy.deepcopy((model, optimizer, accelerator))
+    else:
+        model = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if kind == "prepared":
+            optimizer = accelerator.prepare(optimizer)
+    for index in range(4):
+        with accelerator.accumulate(model):
+            x = torch.full((2, 3), 0.1 * (index + 3 * accelerator.process_index))
+            accelerator.backward(model(x).square().mean())
+            if accelerator.sync_gradients:
+                optimizer.step()
+                optimizer.zero_grad()
+    frozen = copy.deepcopy(accelerator.prepare(nn.Linear(1, 1))).requires_grad_(False)
+    if accelerator.is_main_process:
+        frozen(torch.ones(1, 1))  # such an average belongs to one rank
+    return model.weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", ["prepared", "raw", "together"])
+def test_a_deep_copy_that_trains_averages_its_gradients(
+    ranks: RankServer, kind: str, accumulate: int
+) -> None:
+    """As a deep copy of torch's wrapper does: its copies drifted apart without a word."""
+    weights = same_on_all(ranks(2, trained_copy, kind, accumulate))
+    weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    for first in range(0, 4, accumulate):
+        steps = [0.1 * (index + 3 * rank) for index in range(first, first + accumulate) for rank in (0, 1)]
+        sum((weight.sum() * x).square() for x in steps).div(len(steps)).backward()  # type: ignore[union-attr]
+        with torch.no_grad():
+            weight -= 0.1 * weight.grad
+        weight.grad = None
+    assert weights == pytest.approx(weight.tolist(), rel=1e-5)
+
+
+def pickled_after_training() -> tuple[bool, list[tuple[bool, bool]], bool]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    net = nn.Linear(1, 1)
+    model, optimizer, loader = accelerator.prepare(
+        net,
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        DataLoader(range(8), 1),  # type: ignore[arg-type]
+    )
+    for x in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x.float()).sum())
+            optimizer.step()
+    thawed, its_loader = pickle.loads(pickle.dumps((accelerator, loader)))
+    flags = []
+    for _ in its_loader:
+        with thawed.accumulate():
+            flags.append((thawed.sync_gradients, accelerator.gradient_state.end_of_dataloader))
+    return thawed._models[0] is not model, flags, thawed.gradient_state is accelerator.gradient_state
+
+
+def test_an_accelerator_is_pickled_after_it_has_trained(ranks: RankServer) -> None:
+    own_models, flags, same_state = same_on_all(ranks(2, pickled_after_training))
+    assert own_models
+    assert same_state
+    assert flags == [(False, False), (False, False), (True, False), (True, True)]
+
+
 class Owner(Net):
     """A model that has members of these names itself."""
 

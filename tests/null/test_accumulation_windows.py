@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -356,6 +358,35 @@ def test_a_loaded_checkpoint_ends_the_window_that_is_open(tmp_path: Path) -> Non
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.ones(1, 1)).sum())
     assert model.weight.grad.tolist() == [[0.5]]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("copied", ["accelerator", "loader", "optimizer"])
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_copy_leaves_the_windows_as_they_were(how: Callable[[Any], Any], copied: str) -> None:
+    """scikit-learn clones estimators that have an Accelerator; the last window was then never closed."""
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    optimizer, loader = accelerator.prepare(
+        torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1),
+        DataLoader(range(4), 1),  # type: ignore[arg-type]
+    )
+    objects = {"accelerator": accelerator, "loader": loader, "optimizer": optimizer}
+
+    def closings(loader: Any) -> list[bool]:
+        flags = []
+        for _ in loader:
+            with accelerator.accumulate():
+                flags.append(accelerator.sync_gradients)
+        return flags
+
+    assert closings(loader) == [False, False, True, True]
+    twin = how(objects[copied])
+    assert closings(loader) == [False, False, True, True]
+    if copied == "loader":
+        assert closings(twin) == [False, False, True, True]
+    assert twin is not objects[copied]
+    for _ in loader:
+        assert closings(how(loader)) == [False, False, True, True]
+        how(accelerator)
 
 
 def test_the_gradient_state_does_not_outlive_its_loader() -> None:

@@ -120,6 +120,15 @@ class DataLoaderStateMixin:
     _given: tuple[int, int] = 0, 0
     _pace: tuple[int, int, int] = 0, 1, 0  # steps, batches, samples; 0 samples: unknown
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is in no iteration; its own ones count for the Accelerator of the original.
+        return {name: value for name, value in vars(self).items() if name != "active"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self.gradient_state is not None:
+            self.active = self.gradient_state.loaders
+
     def reset(self) -> None:
         """Reset the attributes before an epoch."""
         self.end_of_dataloader = False

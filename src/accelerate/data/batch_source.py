@@ -112,6 +112,10 @@ class PresetIndexSampler(Sampler[Any]):
             raise AttributeError(name)
         return getattr(self.replaced_sampler, name)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of a loader begins an epoch of its own.
+        return {"replaced_sampler": self.replaced_sampler, "upcoming": None}
+
     def __iter__(self) -> Iterator[Any]:
         # Torch asks twice for one epoch when it has workers.
         return iter(self.replaced_sampler if self.upcoming is None else self.upcoming)

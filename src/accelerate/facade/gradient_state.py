@@ -92,6 +92,13 @@ class GradientState:
         cls._current = state
         return state
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientState:
+        # Copies of prepared objects count the micro-batches of the same Accelerator.
+        return self
+
+    def __reduce__(self) -> Any:
+        return GradientState, ()
+
     def __repr__(self) -> str:
         return (
             f"Sync Gradients: {self.sync_gradients}\nAt end of current dataloader: {self.end_of_dataloader}\n"

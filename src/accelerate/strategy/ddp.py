@@ -41,10 +41,12 @@ from accelerate.strategy.base import (
 from accelerate.strategy.protocol.replicated_module import (
     ReplicaProgress,
     ReplicatedModule,
+    reached_copies,
     replica_of,
     replicate,
     shorten,
 )
+from accelerate.world import collective
 from accelerate.world import world as worlds
 
 _PREFIX = "module."
@@ -166,6 +168,10 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
         self._unfinished: set[ReplicaProgress] = set()
         self._reported: set[str] = set()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies of replicated modules are not replicated, and those of parameters stand in no reducer.
+        return {**vars(self), "_progress": [], "_unfinished": set()}
+
     def check(self) -> None:
         """Refuse a torch whose ``DistributedDataParallel`` lacks what this file uses of it.
 
@@ -248,7 +254,10 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
     # --- the loop
 
     def backward(self, loss: torch.Tensor, *, sync_gradients: bool = True, **kwargs: Any) -> None:
-        """Run the backward; note the parameters that get a gradient which no reducer waits for."""
+        """Run the backward; note the parameters that get a gradient which no reducer waits for.
+
+        Gradients of deep copies of replicated modules are averaged here, as copies of torch's wrapper do it.
+        """
         for progress in self._progress:
             if progress.is_armed:
                 break
@@ -271,6 +280,18 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
             if progress in self._unfinished:
                 self._unfinished.remove(progress)
                 self._unreduced.difference_update(progress.params)
+        if reached_copies and sync_gradients:
+            self._average_copies()
+
+    @torch.no_grad()
+    def _average_copies(self) -> None:
+        reached = [reached_copies[key] for key in sorted(reached_copies)]
+        reached_copies.clear()
+        reduced = {p for progress in self._progress for p in progress.params}
+        gradients = [p.grad for p in reached if p.grad is not None and p not in reduced]
+        if gradients and not self.local_training:
+            for gradient, mean in zip(gradients, collective.reduce(gradients, "mean"), strict=True):
+                gradient.copy_(mean)
 
     def _note_unfinished(self, progress: ReplicaProgress) -> None:
         """Note a backward that reached some parameters only; the reducer stays armed for the others."""

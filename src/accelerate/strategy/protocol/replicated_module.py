@@ -8,7 +8,9 @@ that calls the model reduces gradients, and the user's own object stays a plain 
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
 import re
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,6 +24,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError
 from accelerate.core.user_warning import warn_user
+
+# Parameters of copies of replicated modules whose gradients a backward has changed since they were averaged
+# last, by the number of the copy and their place in it: an order that all ranks share.
+reached_copies: dict[tuple[int, int], torch.Tensor] = {}
+_copy_numbers = itertools.count()
 
 
 class ReplicaProgress:
@@ -118,6 +125,15 @@ class ReplicatedModule:
         if replica.require_backward_grad_sync and torch.is_grad_enabled():
             progress.is_armed = True
         return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Return a copy of the user's module; ``DDPStrategy.backward`` averages its gradients."""
+        module, number = copy.deepcopy(self._user_module, memo), next(_copy_numbers)
+        for index, parameter in enumerate(module.parameters()):
+            if parameter.requires_grad:
+                note = functools.partial(reached_copies.__setitem__, (number, index))
+                parameter.register_post_accumulate_grad_hook(note)
+        return module
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _return_module, (self._user_module,)
