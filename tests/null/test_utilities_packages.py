@@ -124,6 +124,14 @@ def test_questions_about_packages_answer_truly():
         assert getattr(imports, f"is_{name}_available")() is here
 
 
+def test_programs_find_us_by_the_home_page_in_the_metadata():
+    """sentence-transformers and others do not train if that of ``accelerate`` has no "huggingface" in it."""
+    metadata = importlib.metadata.metadata("accelerate")
+    assert metadata["Name"] == "accelerate"
+    assert "huggingface" in metadata["Home-page"]
+    assert "independent implementation" in metadata["Summary"]
+
+
 def test_asking_about_packages_and_versions_imports_no_torch():
     code = (
         "import sys; from accelerate import utils\n"
