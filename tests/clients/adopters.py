@@ -429,9 +429,49 @@ def lm_eval(folder: Path) -> Any:
     }
 
 
+def sentence_transformers(folder: Path) -> Any:
+    """An embedding model that learns pairs of sentences, negatives of one process and of all."""
+    import datasets
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+    )
+    from sentence_transformers.losses import MultipleNegativesRankingLoss
+    from sentence_transformers.models import Pooling, Transformer
+    from transformers import BertConfig, BertModel
+
+    from accelerate import PartialState
+
+    place = folder / "bert"
+    with PartialState(cpu=True).main_process_first():
+        if PartialState().is_main_process:
+            torch.manual_seed(0)
+            shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+            BertModel(BertConfig(vocab_size=VOCABULARY, intermediate_size=64, **shape)).save_pretrained(place)
+            tokenizer().save_pretrained(place)
+    sentences = [" ".join(WORDS[i * j % 15] for j in range(1, 6)) for i in range(1, 49)]
+    pairs = datasets.Dataset.from_dict({"anchor": sentences[::2], "positive": sentences[1::2]})
+    report = {}
+    for everywhere in (False, True):
+        torch.manual_seed(1)
+        model = SentenceTransformer(modules=[Transformer(str(place)), Pooling(32)], device="cpu")
+        arguments = SentenceTransformerTrainingArguments(
+            str(folder / "out"), per_device_train_batch_size=8 // PartialState().num_processes,
+            num_train_epochs=2, logging_steps=1, report_to=[], save_strategy="no", use_cpu=True,
+            disable_tqdm=True,
+        )  # fmt: skip
+        loss = MultipleNegativesRankingLoss(model, gather_across_devices=everywhere)
+        trainer = SentenceTransformerTrainer(model, arguments, train_dataset=pairs, loss=loss)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        report[f"everywhere={everywhere}"] = {"loss": losses, "weights": weights(model)}
+    return report
+
+
 _ALL = (
     fastai, lightly, ema_pytorch, pytorch_accelerated, pytorch_custom_utils, denoising_diffusion_pytorch,
-    diffusers, peft, lm_eval,
+    diffusers, peft, lm_eval, sentence_transformers,
 )  # fmt: skip
 JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {job.__name__: job for job in _ALL}
 
