@@ -56,7 +56,7 @@ def test_the_named_file_wins_over_the_one_here_and_that_over_the_default(
     assert (found.is_explicit, found.values["num_processes"]) == (True, 1)
 
 
-@pytest.mark.parametrize("text", ["services:\n  web: {}\n", "downcast_bf16: auto\n", "a: [1\n", "- 1\n"])
+@pytest.mark.parametrize("text", ["services:\n  web: {}\n", "debug: auto\n", "a: [1\n", "- 1\n"])
 def test_a_file_here_that_is_no_configuration_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
@@ -158,6 +158,12 @@ def test_a_typo_suggests_the_key_that_was_meant(config: Any) -> None:
         ("fsdp_config: {fsdp_mixed_precision: bf16}", "write mixed_precision at the top level"),
         ("fsdp_config: {zero_stage: 2}", "write zero_stage below deepspeed_config"),
         ("deepspeed_config: {num_processes: 2}", "write num_processes at the top level"),
+        ("zero_stage: 2", "write zero_stage below deepspeed_config"),
+        ("use_fsdp: true", "leave it out, and write distributed_type: FSDP"),
+        ("multi_gpu: true", "leave it out, and write distributed_type: MULTI_GPU"),
+        ("module: true", "leave it out, and add --module to the command"),
+        ("cpu: true", "did you mean 'use_cpu'?"),
+        ("master_addr: a", "did you mean 'main_process_ip'?"),
     ],
 )
 def test_an_option_in_another_place_is_told_where_it_belongs(config: Any, text: str, fix: str) -> None:
@@ -189,6 +195,10 @@ OLD_FILES = {
     "num_processes: 2\nipex_config:\n  ipex: true\n": "line 2: ipex_config has no effect: torch has",
     "distributed_type: DEEPSPEED\ndeepspeed_config:\n  overlap_comm: true\n": (
         "line 3: overlap_comm has no effect: it is a key of DeepSpeed's own configuration"
+    ),
+    "deepspeed_config: {offload_param_pin_memory: 1, fp32_reduce_scatter: 1}\n": (
+        "line 1: offload_param_pin_memory has no effect: it is a key of DeepSpeed's own configuration",
+        "line 1: fp32_reduce_scatter has no effect: deepspeed_config has no such option",
     ),
     "distributed_type: FSDP\nfsdp_config:\n  fsdp_limit_all_gathers: true\n  xla: false\n": (
         "line 3: fsdp_limit_all_gathers has no effect: only the script's code can give it",
@@ -305,6 +315,11 @@ def test_a_file_of_the_public_package_is_read_as_it_is(config: Any) -> None:
         ("dynamo_backend: 'NO'", "dynamo_backend", "NO"),
         ("dynamo_config: {backend: eager}", "dynamo_backend", "EAGER"),
         ("num_processes: -1", "num_processes", None),
+        ("downcast_bf16: 'auto'", "downcast_bf16", False),
+        ("tee: 3", "tee", "3"),
+        ("num_processes: ''\nmain_process_ip: ''", "num_processes", None),
+        ("mpirun_config: {mpirun_ccl: '1', mpirun_hostfile: ''}", "mpirun_hostfile", None),
+        ("deepspeed_config: {deepspeed_hostfile: ''}", "deepspeed_hostfile", None),
         ("mpirun_config: {mpirun_ccl: '1'}", "num_processes", None),
         ("gpu_ids: 0", "gpu_ids", 0),
         ("machine_rank: '0'", "machine_rank", 0),

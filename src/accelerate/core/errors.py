@@ -103,16 +103,19 @@ class UnknownNameError(SettingError):
         known: the names that exist; the nearest is suggested.
         where: the place of the name, ``"in config.yaml, line 3"``.
         why: replaces the list of known names.
+        fix: replaces the suggestion of the nearest one.
     """
 
-    def __init__(self, kind: str, name: str, known: Iterable[str], *, where: str = "", why: str = "") -> None:
+    def __init__(
+        self, kind: str, name: str, known: Iterable[str], *, where: str = "", why: str = "", fix: str = ""
+    ) -> None:
         choices = sorted(set(known))
         near = nearest(name, choices)
         listed = ", ".join(choices) if len(choices) <= 24 else ""
         super().__init__(
             f"unknown {kind} {name!r} {where}".rstrip(),
             why=why or (f"known: {listed}" if listed else ""),
-            fix=f"did you mean {near!r}?" if near else "",
+            fix=fix or (f"did you mean {near!r}?" if near else ""),
         )
         self.name, self.near = name, near
 

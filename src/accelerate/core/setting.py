@@ -379,7 +379,7 @@ class _ConfigSection:
         self.keys[name] = key
 
     def values(self) -> dict[str, Any]:
-        return {name: self.table[key] for name, key in self.keys.items()}
+        return {name: self.table[key] for name, key in self.keys.items() if self.table[key] != ""}
 
     def describe_origin(self, row: Setting) -> str:
         return f"{self._describe_line(self.keys[row.name])}: {row.path}"

@@ -235,10 +235,14 @@ def upgrade_keys(values: Mapping[Any, Any]) -> dict[str, Any]:
     """The keys of old formats as today's.
 
     ``fp16: true`` is ``mixed_precision: fp16``; ``dynamo_backend`` at the top level belongs to
-    ``dynamo_config``; of an old key and today's for the same, today's wins. ``num_processes: -1`` and empty
-    values say nothing.
+    ``dynamo_config``; of an old key and today's for the same, today's wins. ``num_processes: -1``,
+    ``downcast_bf16: auto`` and empty values say nothing.
     """
-    new = {str(key): value for key, value in values.items() if value is not None}
+    new = {str(key): value for key, value in values.items() if value is not None and value != ""}
+    if new.get("downcast_bf16") == "auto":
+        del new["downcast_bf16"]
+    if type(new.get("tee")) is int:  # a number for YAML, but "0:3,1:2" may stand there as well
+        new["tee"] = str(new["tee"])
     if new.get("num_processes") == -1:
         del new["num_processes"]
     if new.get("distributed_type") is False:  # a bare NO is YAML's word for false
@@ -341,22 +345,31 @@ def _unread_reason(
     section, key = path
     prefix = getattr(cls, "__prefix__", "")
     name, rows = key.removeprefix(prefix), [row for row in declared_settings(cls) if row.in_file]
-    fixes = {
-        row.name: f"write {row.name} " + (f"below {row.section}" if row.section else "at the top level")
-        for each in classes
-        for row in declared_settings(each)
-        if row.in_file
-    }
-    fixes.update({row.field: f"did you mean {row.name!r}?" for row in rows})
-    fix = fixes.get(name) or fixes.get(key)
-    if fix is not None:
+    renamed = {row.field: f"did you mean {row.name!r}?" for row in rows}
+    fix = renamed.get(name) or place_of_setting(name, classes) or place_of_setting(key, classes)
+    if fix:
         raise SettingError(f"unknown key of {section} {key!r} in {file.locate(*path)}", fix=fix)
     if name in {each.name for each in fields(cls)}:
         return {key: "only the script's code can give it, to its plugin"}
     options = [row.name.removeprefix(prefix) for row in rows]
-    if nearest(name, [*options, *getattr(cls, "__without_effect__", ())]):
+    if nearest(name, options):
         return {}
     return {key: f"{section} has no such option, and in Accelerate 1.x nothing reads it"}
+
+
+def place_of_setting(name: str, classes: Iterable[type[Any]]) -> str:
+    """Return where a setting is given, for one that stands elsewhere in a file; "" for no setting."""
+    for cls in classes:
+        for row in declared_settings(cls):
+            if row.name == name and row.in_file:
+                return f"write {name} " + (f"below {row.section}" if row.section else "at the top level")
+            if name in (row.name, *(flag.lstrip("-") for flag in row.flags)):
+                if row.in_file:
+                    return f"did you mean {row.name!r}?"
+                kind = getattr(cls, "__distributed_type__", "MULTI_GPU" if name == "multi_gpu" else "")
+                instead = f"write distributed_type: {kind}" if kind else f"add {row.flags[0]} to the command"
+                return f"leave it out, and {instead}"
+    return ""
 
 
 def _move_key(file: ConfigFile, old: tuple[str, str], new: tuple[str, ...]) -> ConfigFile:

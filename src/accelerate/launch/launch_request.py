@@ -540,4 +540,5 @@ def _check_keys(file: ConfigFile, script_settings: Sequence[type[Any]]) -> None:
             valid_keys -= _setting_names(cls)
     for key in file.values:
         if key not in valid_keys:
-            raise UnknownNameError("key", key, valid_keys, where=f"in {file.locate(key)}")
+            fix = config_files.place_of_setting(key, (*launcher_settings(), *script_settings))
+            raise UnknownNameError("key", key, valid_keys, where=f"in {file.locate(key)}", fix=fix)

@@ -24,8 +24,9 @@ DEVICES = ("none", "cpu", "nvme")
 LAUNCHERS = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "impi", "nossh", "slurm")
 
 
-# The keys of DeepSpeed's own configuration, of its top level and of zero_optimization. Configuration files in
-# use have some of them in the section deepspeed_config, where nobody reads them. Left out are those that are
+# The keys of DeepSpeed's own configuration, of its top level and of zero_optimization; those of the tables in
+# there with the table's name before. Configuration files in use have some of them in the section
+# deepspeed_config, where nobody reads them. Left out are those that are
 # near a setting and change the training, so that they are taken for slips: stage, offload_optimizer.
 # Source: https://www.deepspeed.ai/docs/config-json/
 _JSON_KEYS = """
@@ -34,7 +35,9 @@ checkpoint comet comms_logger communication_data_type compile compression_traini
 csv_monitor curriculum_learning data_efficiency data_types disable_allgather dump_state elastic_checkpoint
 elasticity flops_profiler fp16 grad_hooks gradient_predivide_factor graph_harvesting hybrid_engine
 ignore_unused_parameters load_from_fp32_weights memory_breakdown memory_efficient_linear
-mics_hierarchical_params_gather mics_shard_size nebula optimizer overlap_comm override_module_apply pipeline
+mics_hierarchical_params_gather mics_shard_size nebula offload_optimizer_buffer_count
+offload_optimizer_pin_memory offload_optimizer_ratio offload_param_buffer_count offload_param_buffer_size
+offload_param_max_in_cpu offload_param_pin_memory optimizer overlap_comm override_module_apply pipeline
 prescale_gradients reduce_bucket_size reduce_scatter round_robin_gradients scheduler
 seq_parallel_communication_data_type sparse_attention sparse_gradients
 stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
