@@ -305,6 +305,11 @@ def test_settings_of_another_kind_of_launch_have_no_effect(
         assert f"ACCELERATE_FAR_DISTANCE has no effect: {why}" in cli("train.py").err
 
 
+def test_a_setting_of_two_other_kinds_of_launch_names_both(cli: Run) -> None:
+    said = cli("--rdzv_conf", "join_timeout=30", "train.py").err
+    assert "--rdzv_conf has no effect: it is for launches of the kind 'several machines, restarts' or" in said
+
+
 def test_several_are_one_error(cli: Run) -> None:
     error = cli("--strict", "--machine_rank", "0", "--role", "x", "train.py").err
     assert "--machine_rank has no effect: there is one machine" in error

@@ -64,6 +64,7 @@ def where(request: LaunchRequest, machine: DeviceProbeHost) -> tuple[str, int, s
         ({"num_processes": "auto"}, ("cuda", 4, None)),
         ({"gpu_ids": "all"}, ("cuda", 4, None)),
         ({"gpu_ids": "0,2"}, ("cuda", 2, "0,2")),
+        ({"gpu_ids": "0,"}, ("cuda", 1, "0")),
         ({"gpu_ids": "3", "num_processes": "1"}, ("cuda", 1, "3")),
         ({"multi_gpu": True}, ("cuda", 4, None)),
         ({"multi_gpu": True, "file": "distributed_type: NO"}, ("cuda", 4, None)),

@@ -185,10 +185,13 @@ def requested_options(request: LaunchRequest, kind: Any, plan: LaunchPlan) -> tu
         each: {row.name for cls in each.settings for row in declared_settings(cls)} | set(each.reads)
         for each in (kind, *KINDS)
     }
+    readers: dict[str, list[str]] = {}
+    for other, names in names_by_kind.items():
+        for name in names - names_by_kind[kind]:
+            readers.setdefault(name, []).append(repr(other.name))
     unused = {
-        name: f"it is for launches of the kind {other.name!r}; this one is {kind.name!r}"
-        for other, names in names_by_kind.items()
-        for name in names - names_by_kind[kind]
+        name: f"it is for launches of the kind {' or '.join(others)}; this one is {kind.name!r}"
+        for name, others in readers.items()
     } | dict(plan.unused_settings)
     options: list[LaunchOptionOrigin] = []
     for cls, loaded in request.loaded.items():

@@ -125,7 +125,7 @@ def _parse_device_ids(request: LaunchRequest, device: Device, present: int) -> S
     origin = request.origin("gpu_ids")
     if origin.value is None or str(origin.value).strip().lower() == "all":
         return None
-    parts = [part.strip() for part in str(origin.value).split(",")]
+    parts = [part.strip() for part in str(origin.value).rstrip(", ").split(",")]
     uuids = [part for part in parts if _UUID.fullmatch(part)]
     try:
         ids = [] if uuids == parts else [int(part) for part in parts]
