@@ -313,8 +313,7 @@ def running(text: str, *flags: str) -> Running:
 )
 def test_giving_up_leaves_nothing(how: signal.Signals | str, code: int, text: str) -> None:
     """F8: the ranks, and what they started, are gone; the exit code is the shell's for that signal."""
-    # The default gives them 3 seconds.
-    job = running(text, *(() if how == "ctrl-c" else ("--stop_timeout", "1")))
+    job = running(text, "--stop_timeout", "1")
     job.interrupt() if how == "ctrl-c" else job.signal(how)  # type: ignore[arg-type]
     began = time.monotonic()
     result = job.wait()
@@ -345,7 +344,8 @@ def test_a_second_ctrl_c_does_not_wait() -> None:
     assert not result.survivors(1)
 
 
-def test_a_rank_may_use_the_time_it_is_given() -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_rank_may_use_the_time_it_is_given(number: signal.Signals, code: int) -> None:
     """By default as long as torchrun gives: a handler that saves needs more than a job that fails."""
     job = start(
         *TWO,
@@ -356,15 +356,18 @@ def save(*_):
     print("saved", rank)
     sys.exit(0)
 signal.signal(signal.SIGTERM, save)
+signal.signal(signal.SIGINT, save)
 print("ready", rank)
 time.sleep(600)
 """,
     )
     job.wait_for("ready 0")
     job.wait_for("ready 1")
-    job.signal(signal.SIGTERM)
+    job.signal(number)
     result = job.wait()
-    assert result.returncode == 143
+    assert result.returncode == code
+    hint = "waiting for ranks 0, 1 to end; Ctrl-C once more does not wait"
+    assert (hint in says(result.stderr)) == (number == signal.SIGINT)
     assert sorted(re.findall("saved .", result.stdout)) == ["saved 0", "saved 1"]
 
 

@@ -113,7 +113,7 @@ class JobSettings:
     stop_timeout: Seconds | None = setting(
         None,
         help="seconds that processes which are asked to stop have before they are killed; by default 30 when "
-        "a signal such as SIGTERM ends the job, as with torchrun, and 3 on Ctrl-C and when the job fails",
+        "Ctrl-C or a signal such as SIGTERM ends the job, as with torchrun, and 3 when the job fails",
     )
     preemption_grace: Seconds | None = setting(
         None,

@@ -37,8 +37,8 @@ from accelerate.launch.rank_reports import (
 
 LINGER_SECONDS = 1.0  # seconds that the others have to fail by themselves after the first failure
 POLL_SECONDS = 0.5  # seconds between looks for a rank that has raised and does not end
-STOP_SECONDS = 3.0  # that ranks have before they are killed, when the job fails or Ctrl-C is pressed
-SIGNAL_STOP_SECONDS = 30.0  # when a signal from outside ends it: ranks may save; torchrun waits so long
+STOP_SECONDS = 3.0  # that ranks have before they are killed, when the job fails
+SIGNAL_STOP_SECONDS = 30.0  # when a signal or Ctrl-C ends it: ranks may save; torchrun waits so long
 REPEAT_SECONDS = 2.0  # seconds in which another signal is the same one, sent by several ways
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -53,8 +53,8 @@ class WorkerSupervisor:
         logs: where their output goes.
         folder: where they leave tracebacks, and announce graceful stops; a rank that has left a traceback and
             does not exit counts as failed.
-        stop_timeout: seconds between asking to stop and killing; None: ``SIGNAL_STOP_SECONDS`` on a signal
-            from outside, ``STOP_SECONDS`` on one from the keyboard and on a failure.
+        stop_timeout: seconds between asking to stop and killing; None: ``SIGNAL_STOP_SECONDS`` on a signal,
+            ``STOP_SECONDS`` on a failure.
         grace_period: seconds for a graceful stop before ranks are killed; None for as long as they need.
         first_rank: the rank of the first process; lower ranks are on other machines.
         wake_fds: file descriptors that interrupt the wait.
@@ -86,6 +86,7 @@ class WorkerSupervisor:
         self.outcome = JobOutcome()
         self.stop_at: float | None = None
         self.kill_at: float | None = None
+        self.hint_at: float | None = None
         self.graceful_stop_at, self.is_aborting = 0.0, False
 
     def run(self) -> JobOutcome:
@@ -157,6 +158,10 @@ class WorkerSupervisor:
         is_ending = self.is_aborting or (self.kill_at is not None and not self.outcome.stopped_gracefully)
         if self.stop_at is not None and now >= self.stop_at and not is_ending:
             self._abort_job()
+        if self.hint_at is not None and now >= self.hint_at and self.alive:
+            self.hint_at, ranks = None, ", ".join(map(str, self.alive))
+            message = f"accelerate launch: waiting for ranks {ranks} to end; Ctrl-C once more does not wait"
+            print(message, file=sys.stderr, flush=True)
         if self.kill_at is not None and now >= self.kill_at:
             self.outcome.stopped_gracefully = self.outcome.stopped_gracefully and self.is_aborting
             _send_signal(os.killpg, self.alive.values(), signal.SIGKILL)
@@ -170,10 +175,8 @@ class WorkerSupervisor:
                 return
             # A terminal's Ctrl-C reaches a whole group; `kill` reaches one process.
             from_keyboard = number in (signal.SIGINT, signal.SIGQUIT)
-            if from_keyboard:
-                self._ask_to_stop(os.killpg, number, self.stop_timeout)
-            else:
-                self._ask_to_stop(os.kill, number, self.signal_timeout)
+            self._ask_to_stop(os.killpg if from_keyboard else os.kill, number, self.signal_timeout)
+            self.hint_at = time.monotonic() + STOP_SECONDS if number == signal.SIGINT else None
         elif number in STOP_SIGNALS and not (
             number == self.outcome.stopped_by and time.monotonic() - self.graceful_stop_at < REPEAT_SECONDS
         ):
