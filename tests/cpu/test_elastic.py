@@ -201,6 +201,19 @@ def test_two_machines_with_one_number_are_told() -> None:
         job.kill()
 
 
+def test_a_machine_0_that_does_not_come_is_told_in_a_sentence() -> None:
+    """torch itself writes forty lines of C++ frames."""
+    place = ("--main_process_ip", "127.0.0.1", "--main_process_port", free_port(), "--machine_rank", "1")
+    result = launch(
+        *("--cpu", "--num_machines", "2", "-n", "2", *place, "--rdzv_conf", "join_timeout=2"),
+        script_text=TELL,
+        env=ONE,
+    )
+    first, second, *_ = result.stderr.splitlines()
+    assert "waiting for the other machines" in first
+    assert "machine 0 does not answer" in second
+
+
 def test_a_signal_to_one_launcher_ends_the_job_on_all() -> None:
     """F8."""
     jobs = machines(f"{TELL}\ntime.sleep(60)", "--nproc_per_node", "1")

@@ -213,8 +213,9 @@ class ElasticAgentProcess:
         self.process = subprocess.Popen(
             [sys.executable, AGENT_FILE],
             # The library shares one store between attempts; what the last one left in it breaks the next.
+            # Its errors come with forty lines of C++ frames; the agent says each in a sentence.
             env=environ.make_child_environment(
-                {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+                {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1, "TORCH_CPP_LOG_LEVEL": "FATAL"}
             ),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
