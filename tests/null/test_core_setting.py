@@ -172,7 +172,7 @@ def test_a_section_may_omit_its_prefix_but_not_say_a_thing_twice() -> None:
         ("speed", 1.5, "give a whole number"),
         ("speed", True, "give a whole number"),
         ("speed", [1], "give a whole number"),
-        ("careful", 1, "give true or false"),
+        ("careful", 2, "give true or false"),
         ("careful", "perhaps", "give true or false"),
         ("count", "many", "give a whole number or 'auto'"),
         ("sizes", ["a"], "give a list (a whole number each)"),

@@ -317,6 +317,17 @@ def test_a_file_of_the_public_package_is_read_as_it_is(config: Any) -> None:
         ("num_processes: -1", "num_processes", None),
         ("downcast_bf16: 'auto'", "downcast_bf16", False),
         ("tee: 3", "tee", "3"),
+        ("use_cpu: 1", "use_cpu", True),
+        (
+            "distributed_type: FSDP\nfsdp_config: {fsdp_offload_params: 0}",
+            "fsdp_offload_params",
+            False,
+        ),
+        (
+            "distributed_type: FSDP\nfsdp_config: {fsdp_reshard_after_forward: 1}",
+            "fsdp_reshard_after_forward",
+            True,
+        ),
         ("num_processes: ''\nmain_process_ip: ''", "num_processes", None),
         ("mpirun_config: {mpirun_ccl: '1', mpirun_hostfile: ''}", "mpirun_hostfile", None),
         ("deepspeed_config: {deepspeed_hostfile: ''}", "deepspeed_hostfile", None),

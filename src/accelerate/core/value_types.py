@@ -85,8 +85,8 @@ def convert_to(kind: Any, value: Any, source: Source) -> tuple[bool, Any]:
         kind: the type, as annotated.
         value: the value of the source.
         source: ``"text"`` (a flag, a variable) knows only text, so ``"8"`` is a fine whole number there;
-            ``"file"`` may hold it between quotes; ``"code"`` may have a number of NumPy or torch, and 0 or 1
-            for a yes/no value.
+            ``"file"`` may hold it between quotes; ``"code"`` may have a number of NumPy or torch. Both may
+            have 0 or 1 for a yes/no value.
     """
     origin = get_origin(kind)
     if origin in UNIONS:
@@ -150,7 +150,7 @@ def _convert_number(kind: Any, value: Any, source: Source) -> tuple[bool, Any]:
         # Files in the wild hold 'no' and 'true' as words; a yes/no word is never ambiguous.
         if isinstance(value, str) and value.lower() in environ.TRUE | environ.FALSE:
             return True, value.lower() in environ.TRUE
-        if source == "code" and type(value) is int and value in (0, 1):
+        if type(value) is int and value in (0, 1):
             return True, bool(value)
         return isinstance(value, bool), value
     if isinstance(value, bool):
