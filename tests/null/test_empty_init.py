@@ -235,6 +235,12 @@ def test_every_use_of_a_tensor_gets_its_values() -> None:
     torch.testing.assert_close(kept, torch.ones(2, 2))
 
 
+def test_a_tensor_that_a_factory_writes_to_gets_its_values() -> None:
+    with init_empty_weights():
+        result = torch.ones(9, out=torch.empty(9))
+    assert result.tolist() == [1] * 9
+
+
 @pytest.mark.parametrize("options", [{}, {"weights_only": False}, {"mmap": True}])
 def test_tensors_are_read_from_files(options: dict[str, Any], tmp_path: Path) -> None:
     """torch makes an empty tensor, and gives it the storage that it has read."""

@@ -130,6 +130,7 @@ class _InitContext(TorchFunctionMode):
         extra_args = _fill_value(args, kwargs) if func is torch.full else ()
         waits = kwargs.keys() <= _SIMPLE_ARGUMENTS and _thread.contexts[-1] is self
         if extra_args is None or not waits or (device is not None and torch.device(device) == _META):
+            self._materialize_operands((*args, *kwargs.values()))
             return func(*args, **kwargs)
         kwargs["device"] = _META
         tensor = func(*args, **kwargs)
