@@ -98,6 +98,11 @@ def test_dtypes() -> None:
     with pytest.warns(UserWarning, match=r"weight stays torch.bfloat16: .* not truncated to torch.int8"):
         set_module_tensor_to_device(layer, "weight", "cpu", dtype=torch.int8)
     assert layer.weight.dtype == torch.bfloat16
+    with pytest.warns(UserWarning, match="not truncated to torch.int8"):
+        set_module_tensor_to_device(layer, "bias", "meta", dtype=torch.int8)  # it is trained
+    layer.requires_grad_(False)
+    set_module_tensor_to_device(layer, "bias", "meta", dtype=torch.int8)  # nothing to truncate
+    assert layer.bias.dtype == torch.int8
     layer.register_buffer("steps", torch.tensor(0))
     set_module_tensor_to_device(layer, "steps", "cpu", value=torch.tensor(3), dtype=torch.float16)
     assert layer.steps.dtype == torch.int64
@@ -161,6 +166,9 @@ def test_a_quantised_parameter_keeps_its_class_and_state() -> None:
     assert not layer.weight.requires_grad
     assert layer.weight.quant_state is not state
     assert torch.equal(layer.weight.SCB, scales)
+    set_module_tensor_to_device(layer, "weight", "cpu", value=Quantised(torch.ones(2, 2)))
+    assert type(layer.weight) is Quantised
+    assert not layer.weight.requires_grad
     set_module_tensor_to_device(layer, "weight", "meta")
     assert type(layer.weight) is Quantised
     assert (layer.weight.quant_state.device, state.device) == ("meta", "cpu")

@@ -114,7 +114,7 @@ def as_parameter(value: torch.Tensor, old: torch.Tensor, fp16_statistics: Any = 
     requires_grad = old.requires_grad
     if isinstance(value, nn.Parameter) and type(value) is kind and value.requires_grad == requires_grad:
         return value
-    of_its_own = type(value) not in (torch.Tensor, nn.Parameter) or not issubclass(kind, nn.Parameter)
+    of_its_own = type(value) not in (torch.Tensor, nn.Parameter, kind) or not issubclass(kind, nn.Parameter)
     if of_its_own or kind is nn.Parameter:
         parameter: torch.Tensor = nn.Parameter(value.detach(), requires_grad=requires_grad)
     else:
@@ -175,7 +175,8 @@ def set_module_tensor_to_device(
         device: where to; ``"meta"`` drops the values.
         value: other values.
         dtype: of the new tensor, if it is floating point; otherwise other values get that of the old one.
-            A weight that keeps its values and device is not converted to integers, and a warning says so.
+            A weight that keeps its values and device, or that is trained, is not converted to integers, and a
+            warning says so.
         fp16_statistics: the scales that go with 8-bit values.
         tied_params_map: address of a tensor -> device -> its copy there. A tied tensor is copied once.
         non_blocking: do not wait for the copy.
@@ -239,7 +240,8 @@ def _cast_own_values(
     name: str, value: torch.Tensor, target: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return floating point values of a tensor in another dtype; leave them where it would truncate them."""
-    if check_device_same(value.device, target) and not (dtype.is_floating_point or dtype.is_complex):
+    is_kept = value.requires_grad or (check_device_same(value.device, target) and not value.is_meta)
+    if is_kept and not (dtype.is_floating_point or dtype.is_complex):
         warn_user(f"{name} stays {value.dtype}: its values were not truncated to {dtype}; pass a value")
         return value
     return value.to(dtype)
