@@ -133,8 +133,13 @@ def test_names_that_the_model_does_not_have_are_listed(
     torch.save({**TiedNet().state_dict(), "extra": torch.ones(1)}, tmp_path / "pytorch_model.bin")
     assert load_checkpoint_in_model(TiedNet(), tmp_path).unexpected == ("extra",)
     assert "unused: extra" in caplog.text
-    with misfit(match="not in the model: extra"):
+    with misfit(match="not in the model: extra") as error:
         load_checkpoint_in_model(TiedNet(), tmp_path, strict=True)
+    assert str(error.value).endswith("strict=False")
+    torch.save({"extra": torch.ones(1)}, tmp_path / "pytorch_model.bin")
+    with misfit(match="missing: .*scale") as error:
+        load_checkpoint_in_model(TiedNet(), tmp_path, strict=True)
+    assert str(error.value).endswith("strict=False, allow_missing=True")
 
 
 @pytest.mark.parametrize("make", [TiedNet, hollow])

@@ -320,10 +320,14 @@ def _refuse_missing_keys(
         return
     lines = [_format_names("missing", (t.names[0] for t in (missing if strict else uninitialized)))]
     lines += [_format_names("not in the model", unexpected)] if unexpected else []
+    remedies = ["strict=False"] * strict + ["allow_missing=True"] * bool(uninitialized)
     raise WeightsMismatchError(
         f"{source} does not fit the model: " + "; ".join(line for line in lines if line),
-        why="what is missing would stay random or on the meta device",
-        fix="check that the file is this model's; to leave such weights as they are: allow_missing=True",
+        why="what is missing would stay random or on the meta device"
+        if uninitialized
+        else "strict=True asks for the names of the model, and no others",
+        fix="check that the file is this model's; to load what fits, and leave the rest as it is: "
+        + ", ".join(remedies),
     )
 
 
