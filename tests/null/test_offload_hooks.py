@@ -407,6 +407,18 @@ def test_what_is_here_already_is_not_loaded_nor_dropped() -> None:
     assert layer.weight is here
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_module_gets_its_weights() -> None:
+    """TorchScript's tables of tensors are no dicts."""
+    layer: Any = torch.jit.script(nn.Linear(2, 2))
+    x = torch.ones(1, 2)
+    expected = layer(x)
+    attach_align_device_hook(layer, "cpu", offload=True)
+    for _ in range(2):
+        assert layer.weight.device == META
+        torch.testing.assert_close(layer(x), expected)
+
+
 def test_tied_weights_come_in_once(net: Net) -> None:
     first: Any = nn.Linear(2, 2, bias=False)
     second: Any = nn.Linear(2, 2, bias=False)

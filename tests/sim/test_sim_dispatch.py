@@ -309,6 +309,22 @@ def test_inputs_are_brought_where_a_map_names_several_devices(device: Any, tmp_p
     torch.testing.assert_close(y, expected)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("compiled", [torch.jit.script, lambda layer: torch.jit.trace(layer, inputs())])
+@pytest.mark.parametrize("device", [1, "cpu", "disk"])
+def test_compiled_modules_have_their_weights_on_their_device(
+    compiled: Any, device: Any, tmp_path: Path
+) -> None:
+    """TorchScript runs no hooks of the modules inside."""
+    compiled_layers = compiled(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), compiled_layers), inputs()
+    expected = model(x)
+    dispatch_model(model, {"0": 0, "1": device}, offload_dir=tmp_path)
+    torch.testing.assert_close(model(x), expected)
+    remove_hook_from_submodules(model)
+    torch.testing.assert_close(model.to("cpu")(x), expected)
+
+
 def test_hooks_are_attached_if_asked_and_bring_the_inputs() -> None:
     model, x = built(), inputs()
     expected = model(x)

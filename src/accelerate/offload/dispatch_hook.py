@@ -20,7 +20,7 @@ from torch._compile import _disable_dynamo
 
 from accelerate.core.errors import OffloadError
 from accelerate.offload.align_hook import AlignDevicesHook
-from accelerate.offload.hooks import _hooked_forward, add_hook_to_module
+from accelerate.offload.hooks import _hooked_forward, add_hook_to_module, attributes_of
 from accelerate.offload.module_input_output import Keys, ModuleInputOutputMover
 from accelerate.offload.module_tensors import TiedMap, as_device, table_of, with_values
 from accelerate.offload.offloaded_tensor import MappingSource, OffloadedTensor
@@ -287,12 +287,12 @@ def attach_hook(module: nn.Module, hook: DispatchHook) -> None:
     """Run the hook around the forward of ``module``, outside of the hooks that it has already."""
     add_hook_to_module(module, hook, append=True)
     forward = functools.partial(_dispatched_forward, module)
-    module.forward = functools.update_wrapper(forward, vars(module)["_old_forward"])
+    module.forward = functools.update_wrapper(forward, attributes_of(module)["_old_forward"])
 
 
 def show_hook(module: Any, hook: DispatchHook) -> None:
     """Set the hook as ``_hf_hook``, and leave the forward as it is: a block fetches the weights."""
-    if "_hf_hook" in vars(module):
+    if "_hf_hook" in attributes_of(module):
         add_hook_to_module(module, hook, append=True)
         return
     hook.init_hook(module)
@@ -329,7 +329,7 @@ def transfer_hook(old: nn.Module, new: nn.Module | None) -> Any:
 
 def hook_of(module: nn.Module) -> DispatchHook | None:
     """Return the hook that a dispatch has added to a module, or None."""
-    attached = vars(module).get("_hf_hook")
+    attached = attributes_of(module).get("_hf_hook")
     for hook in getattr(attached, "hooks", (attached,)):
         if isinstance(hook, DispatchHook):
             return hook

@@ -207,7 +207,8 @@ def _resident_keys(
     """Return (id, device) of the tensors that stay on the device all the time.
 
     Buffers, unless they are to be offloaded and a state dict has them; what is tied to a tensor that is
-    there; what is trained beside frozen weights (adapters), as long as it is small; what is no plain array.
+    there; what is trained beside frozen weights (adapters), as long as it is small; what is no plain array;
+    what compiled code (TorchScript) holds, since it calls no hooks.
     """
     resident = {(id(p.tensor), p.device) for p in slots if isinstance(p.home, torch.device)}
     paged = [p for p in slots if p.home in ("cpu", "disk") and p.device.type != "cpu"]
@@ -216,7 +217,8 @@ def _resident_keys(
     if frozen and sum(p.tensor.nbytes for p in trained) <= BLOCK:
         resident |= {(id(p.tensor), p.device) for p in trained}
     for p in paged:
-        if _is_kept_buffer(p, options) or p.tensor.layout != torch.strided or p.tensor.is_quantized:
+        no_array = p.tensor.layout != torch.strided or p.tensor.is_quantized
+        if _is_kept_buffer(p, options) or no_array or isinstance(p.module, torch.jit.ScriptModule):
             resident.add((id(p.tensor), p.device))
     return resident
 

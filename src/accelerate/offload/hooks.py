@@ -137,6 +137,11 @@ def _forward_of_graph(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, *args, **kwargs)
 
 
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module; a traced one (TorchScript) keeps those that are set in another."""
+    return vars(vars(module).get("_actual_script_module", module))
+
+
 def add_hook_to_module(module: nn.Module, hook: Any, append: bool = False) -> nn.Module:
     """Call ``hook`` around every forward of ``module``.
 
@@ -149,13 +154,13 @@ def add_hook_to_module(module: nn.Module, hook: Any, append: bool = False) -> nn
     Returns:
         What ``hook.init_hook(module)`` returned, hooked.
     """
-    attributes = vars(module)
+    attributes = attributes_of(module)
     if append and "_hf_hook" in attributes:
         before = attributes["_hf_hook"]
         remove_hook_from_module(module)
         hook = SequentialHook(before, hook)
-    if "_hf_hook" in vars(module) and "_old_forward" in vars(module):
-        old_forward = vars(module)["_old_forward"]
+    if "_hf_hook" in attributes and "_old_forward" in attributes:
+        old_forward = attributes["_old_forward"]
     else:
         old_forward = module.forward
         if isinstance(module, GraphModule) and "forward" not in vars(module):
@@ -179,16 +184,16 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
     Returns:
         The module.
     """
-    attributes = vars(module)
+    attributes = attributes_of(module)
     if "_hf_hook" in attributes:
         attributes["_hf_hook"].detach_hook(module)
-        del module._hf_hook
+        del attributes["_hf_hook"]
     if "_old_forward" in attributes:
         old = attributes["_old_forward"]
         attributes.pop("forward", None)
         if not _is_own_forward(module, old):
             module.forward = old
-        del module._old_forward
+        del attributes["_old_forward"]
     for name in _accelerate_added_attributes:
         attributes.pop(name, None)
     if recurse:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from accelerate.offload.dispatch_hook import DispatchHook, _dispatched_forward, show_hook
+from accelerate.offload.hooks import attributes_of
 from accelerate.offload.weight_block import is_callable
 
 # Forward of a class -> the function that stands for it. It has no reference to its key.
@@ -29,7 +30,7 @@ def attach_inner_hook(module: Any, hook: DispatchHook) -> None:
     """
     hook.is_inner = True
     show_hook(module, hook)
-    if vars(module)["_hf_hook"] is not hook or not is_callable(module):
+    if attributes_of(module).get("_hf_hook") is not hook or not is_callable(module):
         return
     # Methods are compared by their functions, partials by identity: layers of a class share one graph.
     original = getattr(module._old_forward, "__func__", None)

@@ -314,7 +314,7 @@ class MaterializedTensor:
         is_replaced = True
         for owner, name in self.slots:
             table = table_of(owner, name)
-            if table.get(name) is self.tensor:
+            if name in table and table[name] is self.tensor:  # TorchScript's tables have no get()
                 table[name], is_replaced = self.stand_in, False
         source, values = self.stand_in.source, self.tensor.detach()
         if is_replaced or not (self._is_changed(source) or (compare and type(values) is torch.Tensor)):
