@@ -262,6 +262,17 @@ def test_offloaded_parameters_are_here_for_a_while() -> None:
     assert is_offloaded(layer.weight)
 
 
+def test_offloaded_buffers_are_here_for_a_while() -> None:
+    model = net()
+    attach_align_device_hook(model, "cpu", offload=True, offload_buffers=True)
+    norm = model[1]
+    with align_module_device(norm, "cpu"):
+        assert not is_offloaded(norm.running_mean)
+        norm.running_mean.data.fill_(2)
+    assert is_offloaded(norm.running_mean)
+    assert norm.running_mean.sum() == 2 * 3
+
+
 def test_a_change_of_a_weight_in_a_file_is_refused(tmp_path: Path) -> None:
     layer: Any = nn.Linear(2, 2)
     offload_state_dict(tmp_path, layer.state_dict())

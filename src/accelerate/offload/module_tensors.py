@@ -418,7 +418,7 @@ def has_offloaded_params(module: nn.Module) -> bool:
 def align_module_device(
     module: nn.Module, execution_device: DeviceLike | None = None
 ) -> Generator[None, None, None]:
-    """Align the module's own parameters on one device, for the length of a ``with`` block.
+    """Align the module's own parameters and offloaded buffers on one device in a ``with`` block.
 
     Offloaded ones are materialized, and dropped afterwards; values changed in place are written back.
 
@@ -435,7 +435,8 @@ def align_module_device(
     target = None if execution_device is None else as_device(execution_device)
     find_stand_in = getattr(_offloading_hook(module), "find_stand_in", None)
     try:
-        for name, tensor in list(module._parameters.items()):
+        buffers = {name: t for name, t in module._buffers.items() if isinstance(t, OffloadedTensor)}
+        for name, tensor in [*module._parameters.items(), *buffers.items()]:
             if isinstance(tensor, OffloadedTensor) or (
                 tensor is not None and tensor.is_meta and find_stand_in
             ):
