@@ -309,6 +309,14 @@ def test_inputs_are_brought_where_a_map_names_several_devices(device: Any, tmp_p
     torch.testing.assert_close(y, expected)
 
 
+def test_a_dispatch_takes_the_place_of_a_hook_that_moves_the_whole_model() -> None:
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), inputs()
+    expected = model(x)
+    cpu_offload_with_hook(model, 0)
+    dispatch_model(model, {"0": 0, "1": 1})
+    torch.testing.assert_close(model(x), expected)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("compiled", [torch.jit.script, lambda layer: torch.jit.trace(layer, inputs())])
 @pytest.mark.parametrize("device", [1, "cpu", "disk"])

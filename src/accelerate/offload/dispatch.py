@@ -226,7 +226,9 @@ def _place_and_hook(
 
 
 def remove_dispatch(model: nn.Module) -> None:
-    """Remove what an earlier dispatch has added to a model; hooks of others stay."""
+    """Remove what an earlier dispatch, or ``cpu_offload_with_hook``, has added; hooks of others stay."""
+    if type(vars(model).get("_hf_hook")) is CpuOffload:  # it would move the whole model to its device
+        remove_hook_from_module(model)
     if hook_of(model) is None:
         return
     foreign_hooks: list[tuple[nn.Module, list[Any]]] = []
