@@ -473,3 +473,28 @@ def test_a_loader_that_was_left_in_the_middle_does_not_hold_a_window_open() -> N
     for _ in batches:
         flags += synced(accelerator, model)
     assert flags == [False, False, False, True, False, False, True]
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["after the backward", "before the backward"])
+@pytest.mark.parametrize("leave", [False, True])
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_a_pass_inside_of_an_epoch_leaves_its_windows_alone(skipped: int, leave: bool, first: bool) -> None:
+    """A loader of ``skip_first_batches`` shows its batches on the other one: they closed windows there."""
+    accelerator, model, _ = line(gradient_accumulation_steps=4)
+    loader = accelerator.prepare(numbers(6))
+
+    def evaluate(place: int) -> None:
+        batches = zip(accelerator.skip_first_batches(loader, skipped), range(2 if leave else 9), strict=False)
+        assert place not in (0, 2, 5) or len(list(batches)) == (2 if leave else 6 - skipped)
+
+    for resumed, expected in (0, "FFFTFT"), (1, "FFFTT"):
+        flags = ""
+        for place, batch in enumerate(accelerator.skip_first_batches(loader, resumed)):
+            if first:
+                evaluate(place)
+            with accelerator.accumulate(model):
+                accelerator.backward(model(value(batch)).sum())
+                flags += "FT"[accelerator.sync_gradients]
+            if not first:
+                evaluate(place)
+        assert flags == expected

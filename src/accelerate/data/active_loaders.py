@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 from weakref import ReferenceType, WeakSet, ref
 
-from accelerate.data.position import FetchedBatch, LoaderPosition
+from accelerate.data.position import Epoch, FetchedBatch, LoaderPosition
 
 
 class ActiveLoaders:
@@ -113,6 +113,7 @@ class DataLoaderStateMixin:
     yielded_at: tuple[int, int] = 0, 0
     expected_micro_steps: int = 0
     active: ActiveLoaders = UNOWNED
+    position: LoaderPosition
     records_loader_state: bool = False  # see ``Epoch``
     keeps_torch_numbers: bool = False  # see ``Epoch``
     gradient_state: Any = None  # that of the Accelerator that prepared it
@@ -169,32 +170,46 @@ class DataLoaderStateMixin:
         return batches
 
     def begin(self) -> None:
-        """Begin an epoch; inside of a training epoch of this loader, keep its attributes for its rest."""
-        epoch, backwards = getattr(self, "position", _NO_POSITION).current, self._count_backwards()
+        """Begin an epoch; inside of another one of this loader, keep the attributes for the rest of that."""
+        epoch: Epoch | None = getattr(self, "position", _NO_POSITION).current
         if epoch is not None:
-            outer, epoch.backwards_before = epoch.outer, backwards
-            if outer is not None and backwards > outer.backwards_before:
-                outer.shown = {name: getattr(self, name) for name in _SHOWN}
+            epoch.loader, epoch.backwards_before = self, self._count_backwards()
+            if epoch.outer is not None:
+                _keep_shown(epoch.outer)
         self.reset()
         self.trains, self.begun_at = False, self.active.clock
         self.active.add(self)
 
-    def end(self) -> None:
+    def resume(self, epoch: Epoch) -> None:
+        """Go on with an epoch after another one of this loader, or of a twin, that began later."""
+        current = self.position.current
+        if current is not None and current.active:
+            _keep_shown(current)
+        self.position.current = epoch
+        for loader, shown in epoch.shown:
+            vars(loader).update(shown)
+        self.active.add(self)
+
+    def end(self, epoch: Epoch | None = None) -> None:
         """End an epoch, complete or broken off.
 
         A training epoch of this loader that it was inside of goes on. Only training tells an evaluation in
         the middle of an epoch from an iterator that was left after a look at the first batch, and is alive.
         """
-        self.active.remove(self)
-        position = getattr(self, "position", _NO_POSITION)
-        epoch = position.current
-        outer = None if epoch is None else epoch.outer
-        if epoch is None or outer is None or not (outer.active and outer.shown):
+        current: Epoch | None = getattr(self, "position", _NO_POSITION).current
+        goes_on = current is not None and current is not epoch and current.active
+        if not (goes_on and current.loader is self):  # type: ignore[union-attr]
+            self.active.remove(self)
+        if epoch is None:
             return
-        if self._count_backwards() == epoch.backwards_before:
-            position.current = outer
-            vars(self).update(outer.shown)
-            self.active.add(self)
+        outer, epoch.loader, epoch.shown = epoch.outer, None, []
+        if goes_on or outer is None or not outer.active:
+            return
+        for loader, shown in outer.shown:
+            if loader is not self:
+                vars(loader).update(shown)
+        if outer.backwards_before < epoch.backwards_before == self._count_backwards():
+            outer.loader.resume(outer)
 
     def _count_backwards(self) -> int:
         return getattr(self.gradient_state, "backward_count", 0)
@@ -213,4 +228,14 @@ _SHOWN = (
     "_given",
     "_pace",
 )
+
+
+def _keep_shown(epoch: Epoch) -> None:
+    """Keep in an epoch what its loader says of the batch in hand, and the one that a twin was made of."""
+    loaders = epoch.loader, getattr(epoch.loader, "_original", None)
+    epoch.shown = [
+        (each, {name: getattr(each, name) for name in _SHOWN}) for each in loaders if each is not None
+    ]
+
+
 _NO_POSITION = LoaderPosition()  # a class of a client may have none

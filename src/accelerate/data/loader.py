@@ -258,9 +258,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             epoch.complete = True
         finally:
             self.position.end(epoch)
-            self.end()
-        self.iteration += 1
-        self.skip_batches = 0
+            self.end(epoch)
+        self.iteration, self.skip_batches = self.iteration + 1, 0
 
     def begin(self) -> None:
         """Begin an epoch, and compute the real samples of its last step."""
@@ -294,6 +293,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             if self._original is not None:
                 self._original.show_batch(fetched)
             yield batch
+            if self.position.current is not epoch and self.position.current is not None:
+                self.resume(epoch)
             if self.active.on_request is not None:
                 self.active.on_request(self)
         if empty and not epoch.skip and self._drop_last and self._num_processes > 1:

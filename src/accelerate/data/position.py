@@ -139,7 +139,8 @@ class Epoch:
         output_multiples: that multiple of each output of a step, by its place in the order of their gathers.
         outputs: the last step in which outputs were gathered, and how many.
         outer: the iteration of the same loader that was not over when this one began;
-        shown: the attributes of the loader when an inner one began; and
+        loader: the loader that iterates, while it does;
+        shown: its attributes, and those of the one that it is a twin of, when an inner one began; and
         backwards_before: how many backwards there had been when this one began.
         inner_epochs: complete iterations inside of this one, before it was saved: they have numbers, too.
     """
@@ -170,7 +171,8 @@ class Epoch:
     output_multiples: dict[int, int] = field(default_factory=dict)
     outputs: tuple[int, int] = 0, 0
     outer: Epoch | None = None
-    shown: dict[str, Any] = field(default_factory=dict)
+    loader: Any = None
+    shown: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     backwards_before: int = 0
     inner_epochs: int = 0
 
