@@ -138,6 +138,19 @@ def test_a_loop_inside_a_window_changes_nothing() -> None:
         optimizer.step()
 
 
+def test_a_pass_over_the_loader_before_a_window_is_begun_does_not_close_it() -> None:
+    """An evaluation on the training data at step 0, as in nanoGPT, ends with the loader's last batch."""
+    accelerator, model, optimizer = line()
+    loader = accelerator.prepare(numbers(5))
+    sizes = []
+    for window in accelerator.windows(loader, 2):
+        if not sizes:
+            assert len(list(loader)) == 5
+        sizes.append(sum(accelerator.backward(model(value(batch)).sum()) is None for batch in window))
+        optimizer.zero_grad()
+    assert sizes == [2, 2, 1]
+
+
 def test_leaving_a_loop_after_a_whole_window_is_fine() -> None:
     accelerator, model, optimizer = line()
     loader = accelerator.prepare(numbers(9))

@@ -139,8 +139,9 @@ class DataLoaderStateMixin:
     def show_batch(self, fetched: FetchedBatch) -> None:
         """Set the attributes for the batch that is given to the loop next."""
         self.real, self.batch_samples, self.has_fillers = fetched.real, fetched.size, fetched.remainder != 0
+        self.end_of_dataloader = fetched.last
         if fetched.last:
-            self.end_of_dataloader, self.remainder = True, fetched.remainder
+            self.remainder = fetched.remainder
         if self.micro_steps:
             self._pace, self._given, self.micro_steps = (self.micro_steps, *self._given), (0, 0), 0
         # Batches of several ranks may differ in size, and their windows close together.

@@ -84,23 +84,23 @@ class GradientAccumulationWindows:
 
 
 class _LastBatchAwareIterator:
-    """The iterator over a loader that knows whether the current batch is the last."""
+    """The iterator over a loader that knows whether the current batch is the last.
+
+    Attributes:
+        is_last: the current batch is the last one; another pass over the loader does not change it.
+    """
 
     def __init__(self, loader: Any) -> None:
         self.loader, self.iterator, self.batch, self.count = loader, iter(loader), _END, 0
+        self.is_last = False
 
     def advance(self) -> bool:
         """Read the next batch; False at the end."""
         self.batch = next(self.iterator, _END)
         self.count += 1
+        prepared = isinstance(self.loader, DataLoaderStateMixin)
+        self.is_last = self.loader.end_of_dataloader if prepared else self.count >= len(self.loader)
         return self.batch is not _END
-
-    @property
-    def is_last(self) -> bool:
-        """Return whether the current batch is the last one."""
-        if isinstance(self.loader, DataLoaderStateMixin):
-            return self.loader.end_of_dataloader
-        return self.count >= len(self.loader)
 
 
 class GradientAccumulationWindow:
