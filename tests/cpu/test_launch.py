@@ -329,6 +329,15 @@ def test_a_program_that_is_no_python() -> None:
     assert "Traceback" not in result.stderr
 
 
+def test_a_shell_script_without_an_interpreter_line_is_told_to_name_one(tmp_path: Path) -> None:
+    program = tmp_path / "train.sh"
+    program.write_text("echo started\n")
+    program.chmod(0o755)
+    result = launch("--no_python", "--cpu", "-n", "2", str(program))
+    assert result.returncode == 2
+    assert "its first line name the program that reads it: #!/bin/sh" in result.stderr
+
+
 def test_the_first_rank_alone_reads_what_is_typed(tmp_path: Path) -> None:
     """Several readers of one terminal would each get some of the lines."""
     script = tmp_path / "reads.py"

@@ -248,8 +248,9 @@ def explain_start_error(program: str) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR):
             raise
+        fix = "with --no_python, name an executable file or a program on the PATH"
+        if error.errno == errno.ENOEXEC:
+            fix = "let its first line name the program that reads it: #!/bin/sh"
         raise LaunchError(
-            f"the program {program} cannot be started",
-            why=error.strerror or str(error),
-            fix="with --no_python, name an executable file or a program on the PATH",
+            f"the program {program} cannot be started", why=error.strerror or str(error), fix=fix
         ) from error
