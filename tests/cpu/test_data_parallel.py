@@ -558,6 +558,36 @@ def test_gradients_may_travel_in_half_precision(ranks: RankServer, kind: str) ->
     assert same_on_all(ranks(2, hooked, kind)) == pytest.approx([3.0] * 4, rel=1e-2)
 
 
+def methods_of_the_wrapper() -> list[float]:
+    """A hook that halves what is summed, a static graph, and a loop that is longer on rank 1."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+
+    def halve(state, bucket):  # type: ignore[no-untyped-def]  # torch reads the annotations, not as texts
+        summed = torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return summed.then(lambda done: done.value()[0] * state)
+
+    models: list[Any] = [accelerator.prepare(nn.Linear(1, 1, bias=False)) for _ in range(3)]
+    models[0].register_comm_hook(0.5, halve)
+    models[1]._set_static_graph()
+    gradients = []
+    for model in models[:2]:
+        accelerator.backward(model(torch.full((1, 1), 2.0 * rank + 2)).sum())
+        gradients.append(model.weight.grad.item())
+    assert models[1].static_graph
+    with models[2].join():
+        for _ in range(1 + rank):
+            accelerator.backward(models[2](torch.ones(1, 1)).sum())
+    return gradients
+
+
+def test_methods_of_torchs_wrapper_act_on_the_prepared_model(ranks: RankServer) -> None:
+    """Scripts of 1.x register their own communication hook after ``prepare``."""
+    assert same_on_all(ranks(2, methods_of_the_wrapper)) == [3.0, 3.0]
+
+
 class ModelWithPart(torch.nn.Module):
     """Calls a model that is prepared by itself, as a frozen encoder or a teacher is."""
 

@@ -175,12 +175,13 @@ def _replica_property(name: str) -> property:
     return property(lambda self: getattr(self._replica, name), doc=f"{name} of torch's wrapper.")
 
 
-# Facts that torch's wrapper has as attributes; programs read its device to place batches.
-_WRAPPER_FACTS = (
+# Attributes and methods of torch's wrapper; programs read its device to place batches.
+_FORWARDED_MEMBERS = (
     *("device", "device_type", "device_ids", "output_device", "process_group", "broadcast_buffers"),
     *("find_unused_parameters", "gradient_as_bucket_view", "static_graph"),
+    *("register_comm_hook", "join", "_set_static_graph"),
 )
-_WRAPPER_MEMBERS: dict[str, Any] = {name: _replica_property(name) for name in _WRAPPER_FACTS} | {
+_WRAPPER_MEMBERS: dict[str, Any] = {name: _replica_property(name) for name in _FORWARDED_MEMBERS} | {
     "no_sync": _no_sync,
     "module": property(_module),
     "require_backward_grad_sync": property(_require_backward_grad_sync, _set_require_backward_grad_sync),
