@@ -303,6 +303,9 @@ def test_skipping_in_a_stream_reads_on() -> None:
     assert [x.tolist() for x in loader] == [[2, 3], [4]]
     sampler = SkipBatchSampler(batches(7, 2), 2)
     assert (list(sampler), len(sampler), sampler.total_length) == ([[4, 5], [6]], 2, 4)
+    prepared = prepare_data_loader(DataLoader(Stream(7), batch_size=2), num_processes=1, process_index=0)
+    twice = skip_first_batches(skip_first_batches(prepared, 1), 2)
+    assert [x.tolist() for x in twice] == [[6]]
 
 
 def test_what_cannot_be_prepared_is_refused() -> None:

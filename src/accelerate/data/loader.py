@@ -503,7 +503,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int | None = 0)
     if not skip:
         return dataloader
     twin = copy.copy(dataloader)
-    twin._original = dataloader._original or dataloader
+    twin._original = dataloader if dataloader._original is None else dataloader._original
     twin._skip = EpochSkip(dataloader._skip.batches + skip.batches, skip.samples)
     if dataloader._skip:
         twin._skip = dataloader._skip.add(skip.batches, step)
