@@ -279,6 +279,23 @@ def test_a_seedable_order_is_a_function_of_seed_and_epoch() -> None:
     assert first[0] == list(RandomSampler(range(20), generator=torch.Generator().manual_seed(11)))
 
 
+def test_an_epoch_that_is_broken_off_keeps_its_number_whatever_workers_read_ahead() -> None:
+    """They ask for all indices of a short epoch before the first batch."""
+    for workers in (0, 2):
+        loader = prepare_data_loader(
+            DataLoader(range(6), batch_size=2, shuffle=True, num_workers=workers),
+            num_processes=1,
+            process_index=0,
+            use_seedable_sampler=True,
+            data_seed=11,
+        )
+        looked, whole = next(iter(loader)), list(loader)
+        assert looked.tolist() == whole[0].tolist()
+        loader.set_epoch(0)
+        assert [x.tolist() for x in loader] == [x.tolist() for x in whole]
+        assert loader.iteration == 1
+
+
 @pytest.mark.parametrize("skip", [0, 1, 3, 5, 9])
 def test_skipping_leaves_out_first_batches_without_reading_them(skip: int) -> None:
     read: list[int] = []

@@ -20,17 +20,13 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
-from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.data import sample_order as orders
-from accelerate.data.sample_order import END, SeedableRandomSampler
+from accelerate.data.sample_order import END, SeedableRandomSampler, known_epochs
 from accelerate.world import collective
 from accelerate.world.rng import derive
 
 T = TypeVar("T")
-
-# The epochs that samplers and data sets have by ``set_epochs``.
-_set_here: Any = WeakIdKeyDictionary()
 
 # The two functions that exchange its generator are public, and missing in its stubs.
 _numpy: Any = np.random
@@ -181,7 +177,7 @@ def set_epochs(loader: Any, dataset: Any, epoch: int) -> None:
             holders.append(holder)
             setter(epoch)
             if type(now := getattr(holder, "epoch", None)) is int and hasattr(holder, "__weakref__"):
-                _set_here[holder] = now
+                known_epochs[holder] = now
 
 
 def find_new_epoch(loader: Any, dataset: Any) -> int | None:
@@ -192,7 +188,7 @@ def find_new_epoch(loader: Any, dataset: Any) -> int | None:
     for item in (*sampler_chain(loader.batch_sampler), *sampler_chain(loader.sampler), dataset):
         holder = getattr(getattr(item, "set_epoch", None), "__self__", None)
         epoch = getattr(holder, "epoch", None)
-        if type(epoch) is int and hasattr(holder, "__weakref__") and epoch != _set_here.get(holder, 0):
+        if type(epoch) is int and hasattr(holder, "__weakref__") and epoch != known_epochs.get(holder, 0):
             return max(epoch, 0)
     return None
 

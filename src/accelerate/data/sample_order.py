@@ -16,8 +16,11 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.weak import WeakIdKeyDictionary
 
 END: Any = object()
+# The epochs of samplers and data sets that no script has set: those by loaders, and by the end of an order.
+known_epochs: Any = WeakIdKeyDictionary()
 # Samples converted to Python numbers at a time.
 _CHUNK = 4096
 
@@ -59,7 +62,7 @@ class SeedableRandomSampler(RandomSampler):
     def __iter__(self) -> Iterator[int]:
         generator = self.seed_generator(self.initial_seed)
         yield from _draw_indices(self, generator).tolist()
-        self.set_epoch(self.epoch + 1)
+        self.advance()
 
     def seed_generator(self, seed: int) -> torch.Generator:
         """Return the sampler's generator in the state from which ``seed`` draws the present epoch."""
@@ -69,6 +72,11 @@ class SeedableRandomSampler(RandomSampler):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration."""
         self.epoch = epoch
+
+    def advance(self) -> None:
+        """Go on to the next epoch, at the end of an order; a loader that is left early sets it back."""
+        self.set_epoch(self.epoch + 1)
+        known_epochs[self] = self.epoch
 
 
 def is_known(sampler: Any) -> bool:
@@ -127,7 +135,7 @@ def _draw_indices(sampler: RandomSampler, generator: torch.Generator | None) -> 
 def finish(sampler: Any, exhausted: bool = False) -> None:
     """Advance a known sampler as at its end; draw nothing if it is ``exhausted`` already."""
     if type(sampler) is SeedableRandomSampler:
-        sampler.set_epoch(sampler.epoch + 1)
+        sampler.advance()
     elif type(sampler) is RandomSampler and not exhausted and not sampler.replacement and sampler.generator:
         count = len(sampler.data_source)
         if sampler.num_samples % count == 0:  # torch's sampler draws once more and uses none of it
