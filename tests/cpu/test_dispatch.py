@@ -350,6 +350,31 @@ def test_empty_data_and_data_shorter_than_the_world(ranks: RankServer, options: 
     assert found == [[], [], [[0]], [[0]], [[0, 1]], [[0, 1]]]
 
 
+class TensorBatches(BatchSampler):
+    """Batches of indices that are tensors."""
+
+    def __init__(self) -> None: ...
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.arange(7).split(3))
+
+    def __len__(self) -> int:
+        return 3
+
+
+def dispatched_tensor_batches(options: dict[str, Any]) -> list[Any]:
+    accelerator = accelerator_of(dispatch_batches=True, **options)
+    loader = accelerator.prepare(DataLoader(range(7), batch_sampler=TensorBatches()))
+    return [accelerator.gather_for_metrics(batch).tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("options", [{}, {"split_batches": True}], ids=str)
+def test_batches_of_indices_may_be_tensors(ranks: RankServer, options: dict[str, Any]) -> None:
+    """Also the last step, which is divided anew."""
+    found = same_on_all(ranks(2, dispatched_tensor_batches, options))
+    assert [index for step in found for index in step] == list(range(7))
+
+
 def empty_on_one_rank() -> str:
     accelerator = accelerator_of(dispatch_batches=False)
     data = TensorDataset(torch.arange(4 * accelerator.process_index))

@@ -133,6 +133,23 @@ def test_batches_of_changing_size_stay_whole() -> None:
     assert BatchSamplerShard(Changing(), 3, 0).note == "mine"
 
 
+def test_batches_of_indices_may_be_tensors() -> None:
+    class Tensors(Changing):
+        def __iter__(self) -> Iterator[Any]:
+            return map(torch.tensor, super().__iter__())
+
+    loader = DataLoader(range(7), batch_sampler=Tensors(), collate_fn=list)
+    whole, parts = (
+        [
+            list(prepare_data_loader(loader, num_processes=2, process_index=rank, split_batches=split))
+            for rank in range(2)
+        ]
+        for split in (False, True)
+    )
+    assert whole == [[[0, 1, 2], [4, 5]], [[3], [6]]]
+    assert parts == [[[0, 1], [3], [4], [6]], [[2, 0], [0], [5], [0]]]
+
+
 def test_a_short_batch_in_the_middle_loses_nothing() -> None:
     class Ragged(BatchSampler):
         batch_size, drop_last = 2, False

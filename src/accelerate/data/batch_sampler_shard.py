@@ -230,7 +230,7 @@ class BatchSamplerShard(BatchSampler):
     ) -> Iterator[StepSampleIndices]:
         first: list[Any] = first_batches[0] if first_batches else []
         for batch in batches:
-            first = first or batch
+            first = first if len(first) else batch  # the batches of a sampler may be arrays
             real = len(batch)
             size = self.batch_size or real + -real % self.num_processes
             if real < size:
@@ -241,7 +241,7 @@ class BatchSamplerShard(BatchSampler):
             share = size // self.num_processes
             start = self.process_index * share
             part = batch[start : start + share]
-            if part:
+            if len(part):
                 yield StepSampleIndices(
                     part, False, real, real % size, _clamp(real - start, share), skipped + start
                 )

@@ -93,7 +93,7 @@ class AllRankBatchSteps:
             filled = real < sum(len(part) for part, _ in step)
             offset = taken
             for rank, (part, count) in enumerate(step):
-                if part:
+                if len(part):
                     self.ranks.append(rank)
                     indices = part[0] if self.single else part
                     yield StepSampleIndices(indices, False, real, real if filled else 0, count, offset)
@@ -143,7 +143,7 @@ class AllRankBatchSteps:
     ) -> Iterator[list[RankSamples]]:
         first: list[Any] = head[0] if head else []
         for batch in batches:
-            first = first or batch
+            first = first if len(first) else batch  # the batches of a sampler may be arrays
             if not (self.shard.drop_last and len(batch) < (self.shard.batch_size or 0)):
                 yield divide_step(batch, first if self.shard.even_batches else [], self.shard.num_processes)
 
