@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
@@ -340,6 +342,17 @@ def test_skipping_in_a_stream_reads_on() -> None:
     prepared = prepare_data_loader(DataLoader(Stream(7), batch_size=2), num_processes=1, process_index=0)
     twice = skip_first_batches(skip_first_batches(prepared, 1), 2)
     assert [x.tolist() for x in twice] == [[6]]
+
+
+@pytest.mark.parametrize("data", [range(6), Stream(6)])
+def test_a_loader_is_copied_inside_of_an_epoch_and_after_it(data: Any) -> None:
+    loader = prepare_data_loader(DataLoader(data, batch_size=2), num_processes=1, process_index=0)
+    batches = iter(loader)
+    next(batches)
+    assert [x.tolist() for x in copy.deepcopy(loader)] == [[0, 1], [2, 3], [4, 5]]
+    assert [x.tolist() for x in batches] == [[2, 3], [4, 5]]
+    again = pickle.loads(pickle.dumps(loader))
+    assert [x.tolist() for x in again] == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_what_cannot_be_prepared_is_refused() -> None:

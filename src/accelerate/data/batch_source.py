@@ -113,7 +113,7 @@ class PresetIndexSampler(Sampler[Any]):
         return getattr(self.replaced_sampler, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy of a loader begins an epoch of its own.
+        """Return the state of a copy, which takes no part in the epoch that this one is in."""
         return {"replaced_sampler": self.replaced_sampler, "upcoming": None}
 
     def __iter__(self) -> Iterator[Any]:
