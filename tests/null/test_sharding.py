@@ -344,6 +344,16 @@ def test_skipping_in_a_stream_reads_on() -> None:
     assert [x.tolist() for x in twice] == [[6]]
 
 
+@pytest.mark.parametrize("count", [-1, 2.0, torch.tensor(2)])
+def test_a_number_of_batches_to_skip_may_be_computed(count: Any) -> None:
+    """A script subtracts and divides numbers of steps; less than none is none, as in 1.x."""
+    rest = list(range(4 if count > 0 else 0, 7))
+    for data in (range(7), Stream(7)):
+        plain = DataLoader(data, batch_size=2)  # type: ignore[arg-type]
+        for loader in (plain, prepare_data_loader(plain, num_processes=1, process_index=0)):
+            assert [i for x in skip_first_batches(loader, count) for i in x.tolist()] == rest
+
+
 @pytest.mark.parametrize("data", [range(6), Stream(6)])
 def test_a_loader_is_copied_inside_of_an_epoch_and_after_it(data: Any) -> None:
     loader = prepare_data_loader(DataLoader(data, batch_size=2), num_processes=1, process_index=0)

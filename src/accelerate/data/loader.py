@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -487,15 +488,17 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int | None = 0)
 
     Args:
         dataloader: a prepared loader, or any other.
-        num_batches: how many to skip. After ``load_state``, the number after which the checkpoint was saved
-            continues at exactly the next sample of the recorded epoch, also with another world size; then the
-            number may be that of either world. None: the recorded number; the whole next epoch if the
-            checkpoint was saved after the loop over an epoch.
+        num_batches: how many to skip, none if negative. After ``load_state``, the number after which the
+            checkpoint was saved continues at exactly the next sample of the recorded epoch, also with another
+            world size; then the number may be that of either world. None: the recorded number; the whole
+            next epoch if the checkpoint was saved after the loop over an epoch.
 
     Returns:
         A twin that shares its progress with the loader: at its end the loader's next epoch follows. If there
         is nothing to skip, the loader itself.
     """
+    if num_batches is not None:  # a script may have divided numbers of steps
+        num_batches = max(0, math.ceil(num_batches))
     if not isinstance(dataloader, DataLoaderShard):
         return _skip_unprepared(dataloader, num_batches or 0)
     step = dataloader.total_batch_size
