@@ -29,10 +29,12 @@ from accelerate import PartialState
 from accelerate.core.errors import PrepareError
 from accelerate.data_loader import (
     BatchSamplerShard,
+    DataLoaderDispatcher,
     DataLoaderShard,
     IterableDatasetShard,
     SeedableRandomSampler,
     SkipBatchSampler,
+    SkipDataLoader,
     prepare_data_loader,
     skip_first_batches,
 )
@@ -352,6 +354,12 @@ def test_a_number_of_batches_to_skip_may_be_computed(count: Any) -> None:
         plain = DataLoader(data, batch_size=2)  # type: ignore[arg-type]
         for loader in (plain, prepare_data_loader(plain, num_processes=1, process_index=0)):
             assert [i for x in skip_first_batches(loader, count) for i in x.tolist()] == rest
+
+
+def test_a_loader_that_skips_does_so_in_every_epoch() -> None:
+    for kind in (SkipDataLoader, DataLoaderShard, DataLoaderDispatcher):
+        loader = kind(range(5), skip_batches=1, batch_size=2)
+        assert [[x.tolist() for x in loader] for _ in range(2)] == [[[2, 3], [4]]] * 2
 
 
 @pytest.mark.parametrize("data", [range(6), Stream(6)])

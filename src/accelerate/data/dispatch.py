@@ -50,7 +50,7 @@ class DataLoaderDispatcher(DataLoaderShard):
     Args:
         dataset, kwargs: those of ``torch.utils.data.DataLoader``.
         split_batches: the loader's batch size is that of all processes.
-        skip_batches: number of batches of the first epoch to skip.
+        skip_batches: number of batches to skip in every epoch.
         slice_fn: slices a collated batch: ``slice_fn(batch, slice, process_index=..., num_processes=...)``.
             The batches of a step are concatenated for it first, unless ``split_batches``.
         iteration: number of the next epoch.

@@ -114,7 +114,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         device: the device to move batches to; None leaves them.
         rng_types, synchronized_generator: random generators whose states are broadcast from rank 0 at the
             start of every epoch; the order of the samples does not need them.
-        skip_batches: number of batches of the first epoch to skip.
+        skip_batches: number of batches to skip in every epoch.
         iteration: number of the next epoch.
     """
 
@@ -260,7 +260,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         finally:
             self.position.end(epoch)
             self.end(epoch)
-        self.iteration, self.skip_batches = self.iteration + 1, 0
+        self.iteration += 1
 
     def begin(self) -> None:
         """Begin an epoch, and compute the real samples of its last step."""
