@@ -393,6 +393,38 @@ def test_workers_with_parts_of_different_length_resume_only_as_they_were() -> No
     traceback.clear_frames(error.tb)
 
 
+class Range(IterableDataset[Any]):
+    """A part of 0, 1, ..., 15; ``cut_for_worker`` says which, as in torch's documentation."""
+
+    start, end = 0, 16
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(self.start, self.end))
+
+
+def cut_for_worker(worker: int) -> None:
+    worker_info: Any = get_worker_info()
+    stream = worker_info.dataset
+    stream.start, stream.end = worker * 8, worker * 8 + 8
+
+
+def test_workers_that_an_init_function_cuts_resume_in_other_batches() -> None:
+    def new(batch_size: int, size: int) -> Any:
+        loader = DataLoader(Range(), batch_size, num_workers=2, worker_init_fn=cut_for_worker)
+        return prepare_data_loader(loader, num_processes=size, process_index=0)
+
+    for before, after in (((2, 1), (1, 1)), ((1, 2), (2, 1))):
+        begun = new(*before)
+        given = [next(iter(begun)).tolist()]
+        resumed = new(*after)
+        resumed.load_state_dict(json.loads(json.dumps(begun.state_dict())))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the processes are others
+            rest = [x.tolist() for x in skip_first_batches(resumed, None)]
+        given += [[1]] if before[1] == 2 else []  # of the other process
+        assert sorted(index for batch in given + rest for index in batch) == list(range(16))
+
+
 @given(
     count=st.integers(1, 60),
     batch=st.integers(1, 7),

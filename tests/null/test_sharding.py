@@ -198,6 +198,16 @@ def test_a_stream_is_cut_into_steps_in_order(count: int, batch: int, size: int, 
     assert drop or len(flat) >= count
 
 
+def test_what_is_assigned_to_a_shard_is_assigned_to_the_stream() -> None:
+    """A worker's init function does so, also with attributes that are new."""
+    stream = Stream(4)
+    shard: Any = IterableDatasetShard(stream, num_processes=2)
+    shard.new, shard.epoch = 3, 2
+    assert vars(stream)["new"] == shard.new == 3
+    assert shard.epoch == 2
+    assert "epoch" not in vars(stream)
+
+
 def test_a_loader_is_wrapped_and_keeps_its_class_and_attributes() -> None:
     """A12."""
 

@@ -139,10 +139,10 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # A worker's init function may shard the stream by assigning to it.
-        target = (
-            self if name in self._own or not hasattr(self.__dict__.get("dataset"), name) else self.dataset
-        )
-        object.__setattr__(target, name, value)
+        if name in self._own or "dataset" not in self.__dict__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.dataset, name, value)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, also of a stream that shuffles by epoch."""

@@ -260,16 +260,24 @@ class RemainingStream(IterableDataset[Any]):
         fetch_samples: samples of one fetch, of which only the last one of a worker may have had fewer.
     """
 
+    _own = ("stream", "skip_counts", "fetch_samples", "stream_iterator")
+
     def __init__(self, stream: Any, skip_counts: list[int], fetch_samples: int) -> None:
         self.stream, self.skip_counts, self.fetch_samples = stream, skip_counts, fetch_samples
         # The iterator of the stream, if it has been started already.
         self.stream_iterator: Iterator[Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
-        own = ("stream", "skip_counts", "fetch_samples", "stream_iterator", *STATE_METHODS)
-        if name in own or name.startswith("__"):
+        if name in self._own or name.startswith("__") or name in STATE_METHODS:
             raise AttributeError(name)
         return getattr(self.stream, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A worker's init function may shard the stream by assigning to it.
+        if name in self._own:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.stream, name, value)
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
