@@ -538,6 +538,26 @@ def test_nothing_is_skipped_in_the_epoch_after_the_last_batch(tmp_path: Path) ->
         assert [int(batch) for batch in accelerator.skip_first_batches(loader, 0)] == seen[16:]
 
 
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_a_seedable_order_between_two_epochs_goes_on_under_another_seed(epochs: int) -> None:
+    """Without a ``data_seed`` its seed is the one that the program had; one that is given counts."""
+
+    def new(seed: int, data_seed: int | None = None) -> Any:
+        set_seed(seed)
+        loader = DataLoader(range(8), shuffle=True)
+        options: Any = {"num_processes": 1, "process_index": 0, "data_seed": data_seed}
+        return prepare_data_loader(loader, use_seedable_sampler=True, **options)
+
+    whole = new(3)
+    for _ in range(epochs):
+        list(whole)
+    state = json.loads(json.dumps(whole.state_dict()))
+    following = [int(index) for index in whole]
+    for resumed, same in ((new(9), True), (new(9, data_seed=9), False)):
+        resumed.load_state_dict(state)
+        assert ([int(index) for index in resumed] == following) is same
+
+
 def test_a_batch_size_that_is_changed_later_counts() -> None:
     """That of a batch sampler of torch on several processes, too."""
     batches = BatchSampler(SequentialSampler(range(8)), 1, drop_last=False)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -409,7 +408,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         persistent = bool(getattr(base, "persistent_workers", False))
         split = base.dataset.split if isinstance(base.dataset, SourceShard) else None
         fetches = FetchLayout(base.num_workers, persistent, step // self._fetches_per_step, [], 0, split)
-        return self.position.state_dict(loader_generators(base), step, fetches)
+        return self.position.state_dict(loader_generators(base), outer_sampler(base), step, fetches)
 
     @property
     def dl_state_dict(self) -> dict[str, Any]:
@@ -437,7 +436,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
                 why=f"it has {', '.join(map(str, list(state_dict)[:4])) or 'nothing'}",
                 fix="of a loader of torchdata: DataLoaderConfiguration(use_stateful_dataloader=True)",
             )
-        self.position.load_state_dict(state_dict, loader_generators(self._full_base))
+        base = self._full_base
+        self.position.load_state_dict(state_dict, loader_generators(base), outer_sampler(base))
         set_epochs(self.base_dataloader, self.dataset, self.iteration)
 
     # For loaders of torchdata, whose state_dict has another form.
@@ -497,8 +497,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int | None = 0)
         A twin that shares its progress with the loader: at its end the loader's next epoch follows. If there
         is nothing to skip, the loader itself.
     """
-    if num_batches is not None:  # a script may have divided numbers of steps
-        num_batches = max(0, math.ceil(num_batches))
+    num_batches = None if num_batches is None else max(0, -int(-num_batches // 1))  # it may be a float
     if not isinstance(dataloader, DataLoaderShard):
         return _skip_unprepared(dataloader, num_batches or 0)
     step = dataloader.total_batch_size

@@ -11,7 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from accelerate.data.epoch_order import DataShard, OrderState, capture_generators, restore_generators
+from accelerate.data.epoch_order import (
+    DataShard,
+    OrderState,
+    capture_generators,
+    from_plain,
+    restore_generators,
+    sampler_chain,
+    to_plain,
+)
+from accelerate.data.sample_order import SeedableRandomSampler
 from accelerate.world import collective
 
 
@@ -265,11 +274,14 @@ class LoaderPosition:
         self.record, self.current = None, replace(record, active=False)
         self.iteration = record.number + 1
 
-    def state_dict(self, generators: list[Any], step: int, fetches: FetchLayout) -> dict[str, Any]:
+    def state_dict(
+        self, generators: list[Any], sampler: Any, step: int, fetches: FetchLayout
+    ) -> dict[str, Any]:
         """Return the position as JSON types.
 
         Args:
             generators: those of the loader and its samplers.
+            sampler: the loader's, of batches or of single indices.
             step: samples of a step.
             fetches: how the loader reads its batches; the number of fetches is filled in here.
         """
@@ -284,6 +296,8 @@ class LoaderPosition:
             "now": capture_generators(generators),
             "in_progress": None,
         }
+        if isinstance(inner := sampler_chain(sampler)[-1], SeedableRandomSampler):
+            state["seed"] = to_plain(inner.initial_seed)
         if current is not None:
             state["in_progress"] = {
                 "epoch": current.number,
@@ -308,8 +322,10 @@ class LoaderPosition:
             state["epoch"] = max(self.iteration, current.number + current.complete)
         return state
 
-    def load_state_dict(self, state: dict[str, Any], generators: list[Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], generators: list[Any], sampler: Any) -> None:
         """Restore the position of a ``state_dict`` of this or another process.
+
+        A seed that the sampler has from the program, and not from the user, is restored too.
 
         Raises:
             ValueError: the loader and its samplers hold other generators.
@@ -320,6 +336,9 @@ class LoaderPosition:
             return
         self._workers_started = state["warm"]
         restore_generators(generators, state["now"])
+        inner = sampler_chain(sampler)[-1]
+        if isinstance(inner, SeedableRandomSampler) and not inner.has_given_seed and "seed" in state:
+            inner.initial_seed = from_plain(state["seed"])
         saved = state["in_progress"]
         if saved is None or saved["start"] is None:
             return

@@ -56,6 +56,7 @@ class SeedableRandomSampler(RandomSampler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given_seed: int | None = kwargs.pop("data_seed", None)
         self.initial_seed: int = torch.initial_seed() if given_seed is None else given_seed
+        self.has_given_seed: bool = given_seed is not None
         self.epoch = 0
         super().__init__(*args, **kwargs)
 
