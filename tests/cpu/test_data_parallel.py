@@ -9,6 +9,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -720,3 +721,38 @@ def own_answer() -> list[Any]:
 def test_a_program_may_say_itself_whether_a_model_is_dispatched(ranks: RankServer) -> None:
     """ms-swift spreads the copies of DDP over devices, and has its own ``verify_device_map``."""
     assert same_on_all(ranks(2, own_answer))[0] == [[0.5, 0.5]]
+
+
+def names_in_files(folder: str) -> list[list[str]]:
+    from safetensors.torch import load_file, save_file
+
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    model = accelerator.prepare(nn.Linear(2, 1))
+    in_hook = list[str]()
+    accelerator.register_save_state_pre_hook(lambda models, weights, output_dir: in_hook.extend(weights[0]))
+    accelerator.save_state(f"{folder}/safe")
+    accelerator.save_state(f"{folder}/torch", safe_serialization=False)
+    in_file = load_file(f"{folder}/safe/model.safetensors")
+    of_torch = torch.load(f"{folder}/torch/pytorch_model.bin", weights_only=True)
+    if accelerator.is_main_process:  # as other versions have written it
+        save_file(
+            {f"module.{n}": 2 * value for n, value in in_file.items()}, f"{folder}/old/model.safetensors"
+        )
+    accelerator.wait_for_everyone()
+    before = model.bias.item()
+    accelerator.load_state(f"{folder}/old", strict=False)
+    assert model.bias.item() == 2 * before
+    wrapped = accelerator.get_state_dict(model, unwrap=False)
+    return [sorted(names) for names in (in_hook[:2], in_file, of_torch, wrapped)]
+
+
+def test_a_checkpoint_of_two_ranks_has_the_names_of_the_users_module(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    """1.15 writes these, and loads no others; files with the prefix of torch's wrapper load here too."""
+    (tmp_path / "old").mkdir()
+    plain = ["bias", "weight"]
+    names = same_on_all(ranks(2, names_in_files, str(tmp_path)))
+    assert names == [plain, plain, plain, ["module.bias", "module.weight"]]

@@ -97,7 +97,7 @@ class CheckpointManager:
         if self.strategy.shards_params:
             state = self.strategy.model_state(self.unwrap(model))
         else:
-            own = self.unwrap(model).state_dict() if unwrap else self.strategy.model_state(model)
+            own = self.unwrap(model).state_dict() if unwrap else self.strategy.wrapped_state(model)
             state = resolve_offloaded(own)
         is_compiled = unwrap and any("_orig_mod." in name for name in state)
         return strip_compile_prefix(state) if is_compiled else state

@@ -428,8 +428,12 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
             model._progress.buffers_differ = True
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return the state with the prefix ``module.``, as torch's wrapper saves it."""
-        return {f"{_PREFIX}{name}": value for name, value in self.unwrap(model).state_dict().items()}
+        """Return the state by the names of the user's module."""
+        return self.unwrap(model).state_dict()
+
+    def wrapped_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the state with the prefix ``module.``, as torch's wrapper names it."""
+        return {f"{_PREFIX}{name}": value for name, value in self.model_state(model).items()}
 
     def load_model(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         """Load a state with or without the prefix ``module.``."""
