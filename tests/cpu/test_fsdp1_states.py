@@ -322,23 +322,64 @@ class Average:
         self.shadow = state["shadow"]
 
 
-def resume_average(folder: str) -> bool:
-    accelerator = accelerator_of("2")
+def resume_average(kind: str, folder: str, action: str = "save load") -> bool:
+    accelerator = accelerator_of(kind.removesuffix("local"))
     torch.manual_seed(0)
     model = accelerator.prepare(torch.nn.Linear(3, 5))
     average = Average(model)
+    if kind == "2local":
+        average.shadow = [p.to_local() for p in average.shadow]  # type: ignore[attr-defined]
     accelerator.register_for_checkpointing(average)
     before: list[Any] = list(average.shadow)
-    accelerator.save_state(folder)
+    if "save" in action:
+        accelerator.save_state(folder)
     average.shadow = [torch.zeros_like(p) for p in average.shadow]
     accelerator.load_state(folder)
-    pairs = zip(average.shadow, before, strict=True)
-    return all(torch.equal(now.to_local(), old.to_local()) for now, old in pairs)
+    pairs = zip(map(local_part, average.shadow), map(local_part, before), strict=True)
+    return all(torch.equal(now, old) for now, old in pairs)
+
+
+def local_part(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def test_an_average_of_sharded_weights_is_saved_whole(ranks: RankServer, tmp_path: Path) -> None:
     """Each rank had rank 0's shards after the load."""
     folder = tmp_path / "state"
-    assert same_on_all(ranks(2, resume_average, str(folder)))
+    assert same_on_all(ranks(2, resume_average, "2", str(folder)))
     (file,) = folder.glob("custom_checkpoint_0.pkl")
     assert [tuple(p.shape) for p in torch.load(file, weights_only=True)["shadow"]] == [(5, 3), (5,)]
+
+
+@pytest.mark.parametrize("kind", ["1", "2local"])
+def test_an_average_in_plain_tensors_is_saved_by_rank(ranks: RankServer, tmp_path: Path, kind: str) -> None:
+    """Each rank had rank 0's shards after the load."""
+    folder = str(tmp_path / "state")
+    assert same_on_all(ranks(2, resume_average, kind, folder))
+    with pytest.raises(RanksError, match="has shards of 2 processes, and 1 load it"):
+        ranks(1, resume_average, "", folder, "load")
+
+
+def resume_registered_optimizer(kind: str, folder: str) -> bool:
+    accelerator = accelerator_of(kind)
+    torch.manual_seed(0)
+    model = accelerator.prepare(torch.nn.Linear(3, 5))
+    optimizer = torch.optim.AdamW(model.parameters())
+    accelerator.register_for_checkpointing(optimizer)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    before = [local_part(state["exp_avg"]).clone() for state in optimizer.state.values()]
+    accelerator.save_state(folder)
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+    accelerator.load_state(folder)
+    after = [local_part(state["exp_avg"]) for state in optimizer.state.values()]
+    return all(torch.equal(now, old) for now, old in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["1", "2"])
+def test_a_registered_optimizer_keeps_the_state_of_each_rank(
+    ranks: RankServer, tmp_path: Path, kind: str
+) -> None:
+    """FSDP2 put rank 0's moments on all ranks; FSDP1 could not load what it had saved."""
+    assert same_on_all(ranks(2, resume_registered_optimizer, kind, str(tmp_path / "state")))

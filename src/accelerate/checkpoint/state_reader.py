@@ -31,6 +31,7 @@ from accelerate.checkpoint.layout import (
     StatefulAdapter,
 )
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
+from accelerate.checkpoint.rank_shards import select_rank_shards
 from accelerate.checkpoint.state_dict_files import (
     converts_states,
     copy_state,
@@ -296,16 +297,18 @@ class TrainingStateReader:
             state, load = mapped.state, partial(mapped.load_into, item.load_state_dict, inner)
         else:
             state = torch_files.read(path, **kwargs)
+            if each.category == "custom":
+                state = select_rank_shards(state, self.ranks, f"{path} ({label})")
             load = partial(item.load_state_dict, state)
         if each.category == "schedulers" and (other := _describe_other_schedule(item, state)):
             self.notes.append(f"{label} takes the state of another kind of schedule: {other}")
         action = f"load {label} from {path}"
-        if each.category == "custom" and isinstance(item, StatefulAdapter):
+        if each.category == "custom" and isinstance(item, StatefulAdapter) and item.module is not None:
             item = item.module  # what a refused load gets back is its own state, which is not gathered
             each = dataclasses.replace(each, item=item)
         if each.category == "custom" and isinstance(item, nn.Module) and tree.is_mapping(state):
             self._add_model(each, path, state, item.state_dict(), load)
-        elif each.category == "optimizers" or isinstance(item, torch.optim.Optimizer):
+        elif each.category == "optimizers" or isinstance(item, torch.optim.Optimizer | StatefulAdapter):
             self._add_optimizer(each, path, state, load)
         elif each.category == "stateful_loaders":  # asking for its state may start its workers
             self.pending.append((action, load))

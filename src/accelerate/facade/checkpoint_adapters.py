@@ -67,25 +67,36 @@ def state_template(strategy: Strategy, model: nn.Module) -> Mapping[str, Any]:
     return {**dict.fromkeys(remote_names), **strategy.model_checkpoint_view(model).state_dict(keep_vars=True)}
 
 
-def registered_adapter(strategy: Strategy, item: Any, is_writer: bool) -> Any:
+def registered_adapter(strategy: Strategy, item: Any, is_writer: bool, models: Sequence[nn.Module]) -> Any:
     """Return what saves and loads an object of ``register_for_checkpointing``.
 
-    Where parameters are sharded, its state may have shards too: an average of the weights has. They are
-    gathered into the file, and distributed as those that the object has when it is loaded.
+    Where parameters are sharded, its state may have shards too: an average of the weights has. DTensors are
+    gathered into the file, and distributed as those that the object has when it is loaded. Shards in plain
+    tensors are saved by rank.
     """
-    if not strategy.shards_params or isinstance(item, torch.optim.Optimizer):
+    if not strategy.shards_params:
         return item
+    if isinstance(item, torch.optim.Optimizer):
+        from accelerate.facade.optimizer import AcceleratedOptimizer
+
+        inner = item.optimizer if isinstance(item, AcceleratedOptimizer) else item
+        return optimizer_adapter(strategy, inner, models, is_registered=True)
+    from torch.distributed.tensor import DTensor
+
+    from accelerate.checkpoint.rank_shards import gather_rank_shards
     from accelerate.strategy.sharding.full_state import distribute_leaves, gather_leaves
+
+    name = type(item).__name__
+
+    def state_dict() -> Any:
+        values = (each.detach() for model in models for each in model.parameters())
+        shapes = {(each.to_local() if isinstance(each, DTensor) else each).shape for each in values}
+        return gather_rank_shards(gather_leaves(item.state_dict(), is_writer), shapes, name)
 
     def load_state_dict(state: Any, **options: Any) -> Any:
         return item.load_state_dict(distribute_leaves(state, item.state_dict()), **options)
 
-    return StatefulAdapter(
-        type(item).__name__,
-        lambda: gather_leaves(item.state_dict(), is_writer),
-        load_state_dict,
-        module=item,
-    )
+    return StatefulAdapter(name, state_dict, load_state_dict, module=item)
 
 
 def resolve_offloaded(state: Any) -> Any:
@@ -102,15 +113,18 @@ def position_adapter(loader: Any) -> StatefulAdapter:
     return StatefulAdapter(type(loader).__name__, loader.position_state, loader.load_position)
 
 
-def optimizer_adapter(strategy: Strategy, optimizer: Any, models: Sequence[nn.Module]) -> Any:
+def optimizer_adapter(
+    strategy: Strategy, optimizer: Any, models: Sequence[nn.Module], *, is_registered: bool = False
+) -> Any:
     """Return the adapter of a prepared optimizer; one that is not torch's is saved as it is.
 
     Args:
         strategy: how it trains.
-        optimizer: the prepared optimizer.
+        optimizer: the prepared optimizer, or one of torch that the user has registered.
         models: all prepared models.
+        is_registered: the user has registered it; its state is saved full.
     """
-    inner = optimizer.optimizer
+    inner = optimizer if is_registered else optimizer.optimizer
     if not isinstance(inner, torch.optim.Optimizer):
         return optimizer
     return StatefulAdapter(
@@ -118,7 +132,7 @@ def optimizer_adapter(strategy: Strategy, optimizer: Any, models: Sequence[nn.Mo
         partial(strategy.optimizer_state, inner, models),
         partial(load_optimizer_state, strategy, inner, models),
         sharded_state=cache(partial(sharded_optimizer_state, strategy, inner, models))
-        if not isinstance(strategy, EngineStrategy)
+        if not (is_registered or isinstance(strategy, EngineStrategy))
         else None,
         compare=partial(compare_optimizer_state, strategy, inner, models),
         optimizer=inner,

@@ -252,7 +252,10 @@ class CheckpointManager:
             optimizers=[optimizer_adapter(strategy, each, models) for each in self.prepared.optimizers],
             schedulers=list(self.prepared.schedulers),
             scaler=self.precision.scaler,
-            custom=[registered_adapter(strategy, each, self.writes_exports) for each in self.custom_objects],
+            custom=[
+                registered_adapter(strategy, each, self.writes_exports, models)
+                for each in self.custom_objects
+            ],
             loaders=[
                 position_adapter(each) if each.use_stateful_dataloader else each
                 for each in self.prepared.loaders
