@@ -8,6 +8,7 @@ import logging
 import os
 import random
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -684,6 +685,56 @@ def test_the_others_are_taken_back_if_an_object_refuses_its_own_state_too(
     after = states()
     assert_same(after[1:], before[1:])
     assert ("could not take back: load registered object 1" in caplog.text) is isinstance(error, ValueError)
+
+
+class Recorder:
+    """An object that takes its state apart, adds to what it has, and may write into others."""
+
+    def __init__(self, write: Callable[[torch.Tensor], Any]) -> None:
+        self.write, self.losses = write, list[float]()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": [0.5], "weight": torch.full((1, 1), 3.0)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses += state.pop("losses")
+        self.write(state.pop("weight"))
+
+
+@pytest.mark.parametrize("kind", ["none", "read", "data", "parameter", "foreach", "assign", "options"])
+def test_a_registered_object_is_loaded_twice_only_where_it_writes_into_others(
+    tmp_path: Path, kind: str
+) -> None:
+    """What it writes is there after the load, as in 1.15; a second load adds its list again."""
+    accelerator = Accelerator(cpu=True)
+    model: Any = nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    @torch.no_grad()
+    def write(weight: torch.Tensor) -> None:
+        if kind == "read":
+            weight.copy_(model.weight)
+        elif kind == "data":
+            model.weight.data.copy_(weight)
+        elif kind == "parameter":
+            model.weight.mul_(0).add_(weight)
+        elif kind == "foreach":
+            torch._foreach_copy_([model.weight], [weight])
+        elif kind == "assign":
+            model.weight.data = weight.clone()
+        elif kind == "options":
+            optimizer.param_groups[0]["lr"] = weight.item()
+
+    recorder = Recorder(write)
+    accelerator.register_for_checkpointing(recorder)
+    accelerator.save_state(tmp_path / "c")
+    weight = model.weight.item()
+    accelerator.load_state(tmp_path / "c")
+    is_writer = kind not in ("none", "read")
+    assert recorder.losses == [0.5] * (1 + is_writer)
+    assert (model.weight.item() == 3.0) == (is_writer and kind != "options")
+    assert (model.weight.item() == weight) == (not is_writer or kind == "options")
+    assert optimizer.param_groups[0]["lr"] == (3.0 if kind == "options" else 0.1)
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -85,7 +85,7 @@ def load_accelerator_state(
     )
     reader.read(train_state)
     with reader.undone_on_error():
-        reader.try_to_apply()
+        reader.try_to_apply(train_state)
     reader.apply()
     reader.finish(train_state)
     return {} if reader.step is None else {"step": reader.step}

@@ -143,7 +143,7 @@ def load(
             reader.check_custom_count(contents)
             reader.read(contents)
         with reader.undone_on_error(), ranks.collective_section(action):
-            reader.try_to_apply()
+            reader.try_to_apply(contents)
         with ranks.collective_section(action):
             reader.apply()
         with ranks.collective_section(action):

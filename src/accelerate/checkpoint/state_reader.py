@@ -39,6 +39,7 @@ from accelerate.checkpoint.state_dict_files import (
     describe_optimizer,
     model_differences,
 )
+from accelerate.checkpoint.state_writes import load_copy, writes_into
 from accelerate.core import tree
 from accelerate.core.errors import CheckpointError
 from accelerate.core.progress import ProgressBar
@@ -81,7 +82,6 @@ class TrainingStateReader:
     missing: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     step: int | None = None
-    _stateful_count: int = field(default=0, init=False)
     _saved_ranks: int = field(default=0, init=False)
     _sources: dict[str, Path] = field(default_factory=dict, init=False)  # file or folder of an action
     _undo: list[tuple[str, Callable[[], Any]]] = field(default_factory=list, init=False)
@@ -93,7 +93,6 @@ class TrainingStateReader:
         Raises:
             CheckpointError: a file is missing or cannot be read.
         """
-        self._stateful_count = len(contents.stateful_loaders)
         public_files = self.folder.glob(f"{layout.RNG_STATE_NAME}_*.pkl")  # of each rank that saved
         self._saved_ranks = self.manifest.world_size if self.manifest else len(list(public_files))
         for each in contents.objects().values():
@@ -102,7 +101,7 @@ class TrainingStateReader:
             if each.category == "models":
                 self._read_model(each)
             elif each.category == "loaders":
-                self._read_position(each)
+                self._read_position(each, len(contents.stateful_loaders))
             elif each.category == "rng":
                 self._read_rng(contents.rng)
             elif each.category == "gradients":
@@ -127,16 +126,20 @@ class TrainingStateReader:
             raise
         self._undo.clear()
 
-    def try_to_apply(self) -> None:
+    def try_to_apply(self, contents: CheckpointContents) -> None:
         """Load the states that can be taken back: of schedules, the scaler, loaders, the user's objects.
 
         Raises:
             CheckpointError: an object refuses its state.
         """
+        registered, self._again = dict(self._again), []
         for action, function, item, copy_of in self.trials:
             undo = partial(item.load_state_dict, copy_of(item.state_dict()))
             self._undo.append((f"take back: {action}", undo))
-            _attempt(action, function)
+            if action not in registered:
+                _attempt(action, function)
+            elif writes_into(contents, partial(_attempt, action, function)):
+                self._again.append((action, function))
 
     def apply(self) -> None:
         """Load the other states that were read, except for own files, open gradients and random states.
@@ -297,9 +300,10 @@ class TrainingStateReader:
             state, load = mapped.state, partial(mapped.load_into, item.load_state_dict, inner)
         else:
             state = torch_files.read(path, **kwargs)
+            load = partial(item.load_state_dict, state)
             if each.category == "custom":
                 state = select_rank_shards(state, self.ranks, f"{path} ({label})")
-            load = partial(item.load_state_dict, state)
+                load = partial(load_copy, item.load_state_dict, state)
         if each.category == "schedulers" and (other := _describe_other_schedule(item, state)):
             self.notes.append(f"{label} takes the state of another kind of schedule: {other}")
         action = f"load {label} from {path}"
@@ -314,7 +318,7 @@ class TrainingStateReader:
             self.pending.append((action, load))
         else:
             self.trials.append((action, load, item, copy_state))
-            if each.category == "custom":  # it may write into a model, which is loaded in between
+            if each.category == "custom":  # it may write into a model, which is loaded after it
                 self._again.append((action, load))
 
     def _add_optimizer(
@@ -354,7 +358,7 @@ class TrainingStateReader:
                 "strict=False",
             )
 
-    def _read_position(self, each: CheckpointObject) -> None:
+    def _read_position(self, each: CheckpointObject, stateful_count: int) -> None:
         saved = self.manifest.loaders if self.manifest else []
         if each.index < len(saved):
             load = partial(each.item.load_state_dict, saved[each.index])
@@ -364,7 +368,7 @@ class TrainingStateReader:
             file = layout.file_name("stateful_loaders", each.index)
             if not (self.folder / file).is_file():
                 self.notes.append(f"the position of {each.label} is not saved: it starts anew")
-            elif each.index >= self._stateful_count:
+            elif each.index >= stateful_count:
                 self.notes.append(
                     f"{each.label} starts anew: its position is in {file}, which is loaded with "
                     "DataLoaderConfiguration(use_stateful_dataloader=True)"

@@ -261,7 +261,7 @@ INTERNALS = (
             "torch.storage": "_LegacyStorage",
             "torch": "UntypedStorage._new_with_weak_ptr UntypedStorage._cdata "
             "_C._storage_Use_Count _has_compatible_shallow_copy_type",
-            "torch.utils._python_dispatch": "is_traceable_wrapper_subclass",
+            "torch.utils._python_dispatch": "is_traceable_wrapper_subclass TorchDispatchMode",
             _MODULE: "_IncompatibleKeys Module._load_from_state_dict Module._save_to_state_dict "
             "Module._load_state_dict_pre_hooks Module._load_state_dict_post_hooks "
             "Module._state_dict_hooks Module._state_dict_pre_hooks Module._register_state_dict_hook",
