@@ -1051,3 +1051,34 @@ def test_the_manifest_lists_optimizers_by_their_index(tmp_path: Path) -> None:
     files = [entry["file"] for entry in manifest["parts"]["optimizers"]]
     assert len(files) == 2
     assert "optimizer_1" in files[1], files
+
+
+class Converting(nn.Module):
+    """A module whose first version has saved a tenth of its weight."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *more: Any) -> None:
+        if local_metadata.get("version", 1) < 2:
+            state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] * 10
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *more)
+
+
+@pytest.mark.parametrize("compiled", ["", "saved", "loaded"])
+def test_torch_files_keep_the_versions_of_modules(tmp_path: Path, compiled: str) -> None:
+    """Without them a module converts what it has saved itself, as if it were old."""
+    path = tmp_path / "c"
+    models: list[Any] = [nn.Sequential(Converting()) for _ in range(2)]
+    for model, when in zip(models, ("saved", "loaded"), strict=True):
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(torch.compile(model, backend="eager") if compiled == when else model)
+        if when == "saved":
+            accelerator.save_state(path, safe_serialization=False)
+        accelerator.load_state(path)
+        assert model[0].weight.tolist() == [1.0, 1.0]
+    saved: Any = torch.load(path / "pytorch_model.bin", weights_only=True)
+    assert saved._metadata["0"] == {"version": 2}

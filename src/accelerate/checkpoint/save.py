@@ -156,13 +156,19 @@ class WholeStateFile:
         if self.category != "models":
             torch_files.write(state, file, what=self.log_name)
             return
+        versions = getattr(state, "_metadata", None)
         state = state_dict_files.strip_compile_prefix(state)
         if self.safe:
             state, aliases = state_dict_files.untie(state)
             self.entry.aliases.update(aliases)
             state_dict_files.write_safetensors(state, aliases, file)
         else:
-            torch_files.write(OrderedDict(state), file)
+            content: Any = OrderedDict(state)
+            if versions is not None:  # modules convert what older versions of them have saved
+                content._metadata = {
+                    f"{path}.".replace("_orig_mod.", "")[:-1]: note for path, note in versions.items()
+                }
+            torch_files.write(content, file)
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 self.entry.tensors[name] = str(value.dtype).removeprefix("torch."), list(value.shape)

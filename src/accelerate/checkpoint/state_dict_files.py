@@ -11,6 +11,7 @@ import json
 import struct
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -264,15 +265,24 @@ def fit_names(state: State, aliases: Mapping[str, str], model_state: Mapping[str
     Returns:
         Names of ``model_state`` where they can be matched; other names stay, for the model to refuse.
     """
+    versions = getattr(state, "_metadata", None)  # of the modules
     state = {**state, **{alias: state[name] for alias, name in aliases.items() if name in state}}
     if state.keys() != model_state.keys():
+        names = state.keys()
         state = _rename_like(state, model_state)
+        if versions is not None and state.keys() != names:
+            own_paths = {canonical_name(f"{p}.")[:-1]: p for p in getattr(model_state, "_metadata", ())}
+            short = {canonical_name(f"{path}.")[:-1]: note for path, note in versions.items()}
+            versions = {own_paths.get(path, path): note for path, note in short.items()}
     owners = find_ties(model_state)
     for group in _group_ties(owners):
         saved_name = next((name for name in group if name in state), None)
         for name in group:
             if saved_name is not None:
                 state.setdefault(name, state[saved_name])
+    if versions is not None:
+        state = OrderedDict(state)
+        state._metadata = versions  # type: ignore[attr-defined]
     return state
 
 

@@ -441,9 +441,8 @@ class DDP(OpenGradients, Strategy, ReductionMonitor):
         module = self.unwrap(model)
         model_keys = module.state_dict().keys()
         # A model whose own names begin with the prefix keeps them.
-        return module.load_state_dict(
-            plain if plain.keys() & model_keys or not model_keys else state, strict=strict
-        )
+        is_prefixed = plain.keys() != state.keys() and (plain.keys() & model_keys or not model_keys)
+        return module.load_state_dict(plain if is_prefixed else state, strict=strict)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own module, also inside a wrapper that the user made."""
