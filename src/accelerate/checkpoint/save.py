@@ -165,9 +165,8 @@ class WholeStateFile:
         else:
             content: Any = OrderedDict(state)
             if versions is not None:  # modules convert what older versions of them have saved
-                content._metadata = {
-                    f"{path}.".replace("_orig_mod.", "")[:-1]: note for path, note in versions.items()
-                }
+                paths = {path: f"{path}.".replace("_orig_mod.", "")[:-1] for path in versions}
+                content._metadata = {paths[path]: note for path, note in versions.items()}
             torch_files.write(content, file)
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
