@@ -127,7 +127,7 @@ class ReplicatedModule:
         return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy of the user's module; ``DDPStrategy.backward`` averages its gradients."""
+        """Return a copy of the user's module; ``DDP.backward`` averages its gradients."""
         module, number = copy.deepcopy(self._user_module, memo), next(_copy_numbers)
         for index, parameter in enumerate(module.parameters()):
             if parameter.requires_grad:
