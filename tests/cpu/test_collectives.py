@@ -260,6 +260,51 @@ def test_reduce_sums_and_averages_without_touching_its_argument(ranks: RankServe
     assert same_on_all(ranks(2, reduced)) == ([3.0, 6.0], [1.5, 3.0], [1.5, 3.0], [0.5])
 
 
+def slopes(reduction: str, count: int) -> float:
+    """The gradient of a loss that has a reduced term, beside one of this rank alone."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    weight = torch.full((count,), 1.0 + accelerator.process_index, requires_grad=True)
+    reduced = accelerator.reduce({"loss": 2 * weight}, reduction, scale=0.5)["loss"]
+    reduced += 1  # a result may be changed in place
+    (weight + reduced).sum().backward()
+    assert weight.grad is not None
+    return weight.grad[0].item() - 1
+
+
+@pytest.mark.parametrize("count", [2, 300_000], ids=["inline", "large"])
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [
+        ("sum", [1.0, 1.0]),
+        ("mean", [0.5, 0.5]),
+        ("max", [0.0, 1.0]),
+        ("min", [1.0, 0.0]),
+        ("none", [1.0, 1.0]),
+    ],
+)
+def test_reduce_keeps_the_gradient_of_the_own_values(
+    ranks: RankServer, reduction: str, expected: list[float], count: int
+) -> None:
+    assert ranks(2, slopes, reduction, count) == expected
+    assert ranks(1, slopes, reduction, count) == [1.0]
+
+
+def padded_slopes() -> list[float]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    weight = torch.ones(1 + accelerator.process_index, requires_grad=True)
+    (weight.sum() + 3 * accelerator.pad_across_processes(weight).sum()).backward()
+    assert weight.grad is not None
+    return weight.grad.tolist()
+
+
+def test_padding_keeps_the_gradient(ranks: RankServer) -> None:
+    assert ranks(2, padded_slopes) == [[4.0], [4.0, 4.0]]
+
+
 def padded() -> list[object]:
     from accelerate import Accelerator
 

@@ -368,7 +368,7 @@ def reduce(tensor: T, reduction: str = "mean", scale: float = 1.0) -> T:
     Integers and bools are combined in int64, floats narrower than float32 in float32, so that nothing
     overflows on the way but a sum that int64 cannot hold. Results have the dtype of the tensor, but integers
     and bools give int64 sums, as in ``torch.sum``, and means of the default floating dtype, as a division
-    does.
+    does. A result can be differentiated with respect to the tensor of this rank alone.
 
     Args:
         tensor: a tensor or a tree of tensors with equal shapes on all ranks.
@@ -390,7 +390,7 @@ def reduce(tensor: T, reduction: str = "mean", scale: float = 1.0) -> T:
         return total.to_sparse()  # pyright: ignore[reportReturnType]
     if reduction == "none":
         return recursively_apply(
-            lambda leaf: scale_tensor(leaf.detach().clone(), scale), tensor, error_on_other_type=True
+            lambda leaf: scale_tensor(leaf.clone(), scale), tensor, error_on_other_type=True
         )
     if world_size() == 1:
 
@@ -407,7 +407,7 @@ def reduce(tensor: T, reduction: str = "mean", scale: float = 1.0) -> T:
             messages = packed.exchange(merge=functools.partial(_merge_values, packed, reduction))
             packed.check_agreement(messages)
         totals = _reduce_leaves(packed, messages, reduction)
-    leaves = zip(totals, packed.leaves, strict=True)
+    leaves = zip(totals, packed.sources, strict=True)
     return packed.rebuild(
         [finish_reduction(total, leaf, reduction, scale, world_size()) for total, leaf in leaves]
     )
@@ -498,7 +498,7 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: float = 0, pad_firs
             for i in range(len(packed.leaves))
         ]
     padded: list[torch.Tensor] = []
-    for leaf, shapes in zip(packed.leaves, shapes_by_leaf, strict=True):
+    for leaf, shapes in zip(packed.sources, shapes_by_leaf, strict=True):
         place = dim + leaf.dim() if dim < 0 else dim
         if not _note_nested(leaf).is_nested and 0 <= place < leaf.dim():
             longest = max(shape[place] if place < len(shape) else 0 for shape in shapes)

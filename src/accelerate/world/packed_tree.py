@@ -70,6 +70,7 @@ class PackedTree:
         operation: name of the collective.
         data: the tree.
         leaves: its tensors, detached.
+        sources: its tensors, with their graphs.
         structure: digest of keys, lengths and positions of tensors.
         problem: why the tree cannot be sent; raised after the other ranks have the message.
     """
@@ -78,6 +79,7 @@ class PackedTree:
     operation: str
     data: Any
     leaves: list[torch.Tensor]
+    sources: list[torch.Tensor]
     structure: int
     problem: PrepareError | None = None
 
@@ -95,7 +97,7 @@ class PackedTree:
         dense = [leaf for leaf in leaves if leaf.layout == torch.strided]
         leaves = [leaf.detach() if leaf.requires_grad else leaf for leaf in dense]
         problem = _unsupported_leaf_error(operation, others[0]) if others else None
-        return cls(control_channel.channel(), operation, data, leaves, structure, problem)
+        return cls(control_channel.channel(), operation, data, leaves, dense, structure, problem)
 
     def exchange(
         self,

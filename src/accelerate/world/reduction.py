@@ -1,4 +1,4 @@
-"""The arithmetic of ``reduce``: dtypes in which no sum over ranks overflows, means and totals of integers."""
+"""The arithmetic of ``reduce``: dtypes in which no sum over ranks overflows, means of integers, gradients."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def check_order(leaf: torch.Tensor, reduction: str) -> None:
 def finish_reduction(
     total: torch.Tensor, leaf: torch.Tensor, reduction: str, scale: float, world_size: int
 ) -> torch.Tensor:
-    """Divide for a mean, scale, and return to the dtype of the result."""
+    """Divide for a mean, scale, return to the dtype of the result, and keep the graph of the leaf."""
+    combined = total
     if reduction == "mean":
         total = total / world_size
     total = scale_tensor(total, scale)
@@ -72,7 +73,15 @@ def finish_reduction(
         return total.to(torch.get_default_dtype())
     if is_exact and (reduction == "sum" or scale != 1.0):
         return total
-    return total.to(leaf.dtype)
+    total = total.to(leaf.dtype)
+    if not (leaf.requires_grad and torch.is_grad_enabled()):
+        return total
+    slope = scale / world_size if reduction == "mean" else scale
+    if reduction in ("max", "min"):
+        slope = slope * (combined == leaf)
+    differentiable = leaf * slope
+    differentiable.detach().copy_(total)
+    return differentiable
 
 
 def scale_tensor(tensor: torch.Tensor, scale: float) -> torch.Tensor:
