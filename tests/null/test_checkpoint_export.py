@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import io
 import json
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from accelerate import checkpointing, utils
+from accelerate import Accelerator, checkpointing, utils
 from accelerate.core.errors import CheckpointError
 from tests.support.weights import write_weights
 
@@ -149,6 +151,42 @@ def test_load_takes_numpy_and_refuses_code(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"(?s)could run code.*torch.nn.modules.linear.Linear"):
         utils.load(tmp_path / "b.bin")
     assert utils.load(tmp_path / "b.bin", weights_only=False)["model"].in_features == 1
+
+
+def test_load_reads_a_safetensors_file(tmp_path: Path) -> None:
+    """torch.load does since 2.10."""
+    utils.save(weights(), tmp_path / "w.safetensors", safe_serialization=True)
+    assert_same(utils.load(tmp_path / "w.safetensors"), weights())
+    assert_same(utils.load(str(tmp_path / "w.safetensors"), torch.device("cpu")), weights())
+
+
+def test_errors_of_files_are_those_that_python_and_torch_raise(tmp_path: Path) -> None:
+    """Programs look for a FileNotFoundError; it is one after it has travelled to another process, too."""
+    with pytest.raises(FileNotFoundError) as caught:
+        utils.load(tmp_path / "gone.bin")
+    assert caught.value.errno == errno.ENOENT
+    copied = pickle.loads(pickle.dumps(caught.value))
+    assert (type(copied), str(copied)) == (type(caught.value), str(caught.value))
+    with pytest.raises(FileNotFoundError):
+        utils.load_state_dict(tmp_path / "gone.safetensors")
+    with pytest.raises(OSError, match="cannot read"):
+        utils.load(tmp_path)
+    for kind, folder in ((ValueError, tmp_path / "gone"), (FileNotFoundError, tmp_path)):
+        with pytest.raises(kind):
+            Accelerator(cpu=True).load_state(folder)
+    torch.save(nn.Linear(1, 1), tmp_path / "code.bin")
+    with pytest.raises(pickle.UnpicklingError):
+        utils.load(tmp_path / "code.bin")
+
+
+def test_a_damaged_file_is_not_called_one_to_trust(tmp_path: Path) -> None:
+    torch.save(weights(), tmp_path / "w.bin")
+    content = (tmp_path / "w.bin").read_bytes()
+    for part in (content[: len(content) // 2], b"hello world"):
+        (tmp_path / "w.bin").write_bytes(part)
+        with pytest.raises(CheckpointError, match="or a damaged one") as caught:
+            utils.load(tmp_path / "w.bin")
+        assert not caught.value.fix
 
 
 def test_a_save_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:

@@ -229,8 +229,16 @@ def test_the_entries_of_submodules() -> None:
 
 
 def test_nothing_to_read_from_is_an_error() -> None:
-    with offload_fails(match="nothing to read weights from"):
+    with pytest.raises(ValueError, match="nothing to read weights from"):
         OffloadedWeightsLoader()
+
+
+def test_a_missing_file_is_what_python_calls_it(tmp_path: Path) -> None:
+    index: dict[str, Any] = {"w": {"dtype": "float32", "shape": [2]}}
+    with pytest.raises(FileNotFoundError, match="index of the offload folder"):
+        OffloadedWeightsLoader(save_folder=tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"w\.dat are gone"):
+        OffloadedWeightsLoader(save_folder=tmp_path, index=index)["w"]
 
 
 def test_a_weight_without_values_is_not_written(tmp_path: Path) -> None:

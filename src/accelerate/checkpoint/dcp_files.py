@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.tensor import DTensor
 
 from accelerate.checkpoint import layout, torch_files
-from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
+from accelerate.checkpoint.errors import CheckpointNotFoundError, MissingFileError, file_errors
 from accelerate.checkpoint.file_reads import FileRangeReader, LazyTensor
 from accelerate.checkpoint.layout import ManifestEntry
 from accelerate.checkpoint.read_plan import ReadPlan, TensorLocation
@@ -327,7 +327,7 @@ class ShardFolderReader:
                 for file, offset, length in self.file_ranges(name):
                     path = self.folder / file
                     if file not in sizes and not path.is_file():
-                        raise CheckpointError(f"{path} is missing", why=f"a chunk of {name} was saved in it")
+                        raise MissingFileError(f"{path} is missing", why=f"a chunk of {name} was saved in it")
                     size = sizes.setdefault(file, path.stat().st_size)
                     if not 0 <= offset <= offset + length <= size:
                         raise CheckpointError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import pickle
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -25,12 +26,27 @@ _FIXES = {
 }
 
 
-class CheckpointNotFoundError(CheckpointError, ValueError):
-    """There is no checkpoint where one was looked for (a ValueError for users of the public package)."""
+class CheckpointNotFoundError(CheckpointError, ValueError, FileNotFoundError):
+    """There is no checkpoint where one was looked for.
+
+    Version 1.15 raises a ValueError where the folder is missing, a FileNotFoundError where it is empty.
+    """
 
 
 class CheckpointExistsError(CheckpointError, ValueError):
     """A checkpoint would be overwritten by automatic naming (a ValueError likewise)."""
+
+
+class MissingFileError(CheckpointError, FileNotFoundError):
+    """A file is not there (a FileNotFoundError, as torch and safetensors raise it)."""
+
+
+class FileAccessError(CheckpointError, OSError):
+    """The system refuses to read or write a file (an OSError likewise)."""
+
+
+class CodeInFileError(CheckpointError, pickle.UnpicklingError):
+    """A file would run code (an UnpicklingError, as ``torch.load`` raises it)."""
 
 
 @contextmanager
@@ -50,7 +66,10 @@ def file_errors(action: str, path: Path) -> Generator[None]:
         raise
     except OSError as error:
         reason = f"{error.strerror or error} (on {socket.gethostname()})"
-        raise CheckpointError(f"cannot {action} {path}", why=reason, fix=_fix(error.errno, path)) from error
+        kind = MissingFileError if isinstance(error, FileNotFoundError) else FileAccessError
+        refusal = kind(f"cannot {action} {path}", why=reason, fix=_fix(error.errno, path))
+        refusal.errno, refusal.filename = error.errno, error.filename
+        raise refusal from error
     except (SafetensorError, *DAMAGE_ERRORS) as error:
         raise CheckpointError(f"cannot {action} {path}", why=_first_line(error)) from error
 

@@ -26,7 +26,7 @@ from safetensors import safe_open
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from accelerate.checkpoint import layout, state_dict_files, torch_files
-from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
+from accelerate.checkpoint.errors import CheckpointNotFoundError, MissingFileError, file_errors
 from accelerate.checkpoint.file_reads import FileRegion, LazyTensor, SavedTensors
 from accelerate.core.errors import AccelerateError, CheckpointError
 from accelerate.world import collective
@@ -176,7 +176,7 @@ def _join_shards(shards: Mapping[Path, Iterable[str]]) -> LazyWeights:
     metadata: dict[str, Any] = {}
     for path, members in shards.items():
         if not path.is_file():
-            raise CheckpointError(f"{path} is missing", why="the index names it")
+            raise MissingFileError(f"{path} is missing", why="the index names it")
         if path.suffix == ".json":
             raise CheckpointError(f"{path} is no file of weights", why="an index names it as one")
         shard = open_weights(path)

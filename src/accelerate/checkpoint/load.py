@@ -22,7 +22,7 @@ import torch
 from accelerate.checkpoint import async_save, discovery, layout
 from accelerate.checkpoint.discovery import Address, ProjectConfiguration
 from accelerate.checkpoint.durable_file import file_digests
-from accelerate.checkpoint.errors import file_errors
+from accelerate.checkpoint.errors import MissingFileError, file_errors
 from accelerate.checkpoint.layout import CheckpointContents, Manifest
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.state_reader import TrainingStateReader
@@ -225,7 +225,7 @@ def verify_files(folder: Path, manifest: Manifest, ranks: CheckpointRankGroup) -
     local_share = {folder / name: record for name, record in by_size[ranks.local_rank :: ranks.local_size]}
     for path, record in local_share.items():
         if not path.is_file():
-            raise CheckpointError(
+            raise MissingFileError(
                 f"{path} is missing", why=f"it was saved by rank {record.rank} with {record.size} bytes"
             )
         size = path.stat().st_size

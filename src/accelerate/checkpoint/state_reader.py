@@ -20,7 +20,7 @@ from torch import nn
 from accelerate.checkpoint import file_reads, layout, mapped_state, state_dict_files, torch_files
 from accelerate.checkpoint.device_uploads import DeviceUploads
 from accelerate.checkpoint.durable_file import file_digest
-from accelerate.checkpoint.errors import file_errors
+from accelerate.checkpoint.errors import MissingFileError, file_errors
 from accelerate.checkpoint.layout import (
     KINDS,
     CheckpointContents,
@@ -176,7 +176,7 @@ class TrainingStateReader:
             self.missing.append(f"{file} ({what})")
             return
         present = ", ".join(sorted(p.name for p in self.folder.iterdir()))
-        raise CheckpointError(
+        raise MissingFileError(
             f"{self.folder / file} is missing",
             why=f"{what} was to be loaded from it; this checkpoint holds: {present}",
             fix="prepare the objects that were saved, or pass strict=False to leave this one as it is",

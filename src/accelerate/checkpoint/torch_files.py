@@ -31,10 +31,10 @@ import torch
 from torch import _utils as torch_utils
 from torch.storage import TypedStorage, _LegacyStorage
 
-from accelerate.checkpoint.errors import file_errors
+from accelerate.checkpoint.errors import CodeInFileError, file_errors
 from accelerate.checkpoint.file_reads import FileRangeReader
 from accelerate.core.errors import CheckpointError
-from accelerate.core.pickle_scan import RefusedPickleError, scan_torch_file
+from accelerate.core.pickle_scan import DamagedPickleError, RefusedPickleError, scan_torch_file
 
 logger = logging.getLogger(__name__)
 
@@ -211,15 +211,17 @@ def read(source: Path | IO[bytes], map_location: Any = None, trust: str = TRUST,
                     file, kwargs["mmap"] = cast(IO[bytes], parallel), False
                     return torch.load(file, map_location=map_location, **kwargs)
             return torch.load(source, map_location=map_location, **kwargs)
+        except DamagedPickleError as error:
+            raise CheckpointError(f"cannot read {path}", why=str(error)) from error
         except RefusedPickleError as error:
             fix = f"if you trust whoever wrote the file: {trust}"
-            raise CheckpointError(f"cannot read {path}", why=str(error), fix=fix) from error
+            raise CodeInFileError(f"cannot read {path}", why=str(error), fix=fix) from error
         except pickle.UnpicklingError as error:
             if not kwargs["weights_only"]:
                 raise
             names = _refused_names(source)
             allow = f"; to allow only these: torch.serialization.add_safe_globals([{names}])" if names else ""
-            raise CheckpointError(
+            raise CodeInFileError(
                 f"{path} holds more than data, and reading it could run code",
                 why=f"it names {names}" if names else _refusal_line(error),
                 fix=f"if you trust whoever wrote the file: {trust}{allow}",

@@ -17,6 +17,7 @@ from pathlib import Path, PurePath
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, cast
 
 import torch
+from safetensors.torch import load_file as load_safetensors
 
 from accelerate.checkpoint import checkpoint_maintenance, layout, lazy_weights, state_dict_files, torch_files
 from accelerate.checkpoint.discovery import CheckpointCandidate
@@ -105,7 +106,7 @@ def load(f: str | PurePath | IO[bytes], map_location: Any = None, **kwargs: Any)
     """Load an object by ``torch.load`` with ``weights_only=True``, which also accepts numpy data.
 
     Args:
-        f: path, or file open for reading bytes.
+        f: path, or file open for reading bytes; a path that ends in ``.safetensors`` gives its tensors.
         map_location: as ``torch.load`` takes it.
         kwargs: more arguments of ``torch.load``.
 
@@ -113,6 +114,9 @@ def load(f: str | PurePath | IO[bytes], map_location: Any = None, **kwargs: Any)
         CheckpointError: the file is missing, damaged, or would run code.
     """
     source = Path(f).expanduser() if isinstance(f, str | PurePath) else f
+    if isinstance(source, Path) and source.suffix == ".safetensors":
+        with file_errors("read", source):
+            return load_safetensors(source, str(map_location or "cpu"))
     return torch_files.read(source, map_location, "load(..., weights_only=False)", **kwargs)
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
+from typing import Any
 
 UNKNOWN_RANK = -1
 _PACKAGE_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
@@ -85,7 +86,9 @@ def find_consequence(error: BaseException) -> AccelerateError | None:
 
 
 def _rebuild(kind: type[AccelerateError], what: str, why: str, fix: str) -> AccelerateError:
-    error = kind.__new__(kind)
+    # RuntimeError.__new__, which is the first in the MRO, refuses a kind that is an OSError too.
+    base: Any = kind.__base__
+    error = base.__new__(kind)
     AccelerateError.__init__(error, what, why=why, fix=fix)
     return error
 

@@ -94,6 +94,10 @@ class RefusedPickleError(pickle.UnpicklingError):
     """A pickle is not data: building it would take too much, or change what it did not make."""
 
 
+class DamagedPickleError(RefusedPickleError):
+    """A pickle cannot be built by anything: it is damaged, or none at all."""
+
+
 def scan_pickle(data: bytes | mmap.mmap, start: int = 0, *, opcodes: int | None) -> int:
     """Refuse a pickle that could exhaust time or memory, or change objects of the process.
 
@@ -113,7 +117,7 @@ def scan_pickle(data: bytes | mmap.mmap, start: int = 0, *, opcodes: int | None)
         with paused_gc():
             machine.run(opcodes or len(data))
     except (IndexError, KeyError, ValueError, TypeError) as error:
-        raise RefusedPickleError(f"it is damaged, at byte {machine.at} of its pickle") from error
+        raise DamagedPickleError(f"it is damaged, at byte {machine.at} of its pickle") from error
     return machine.at
 
 
@@ -142,6 +146,8 @@ def scan_torch_file(source: Path | IO[bytes]) -> None:
             file.seek(at)
             is_path = isinstance(source, Path)
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if is_path else file.read()
+            if data[:1] != pickle.PROTO:
+                raise DamagedPickleError("it is no file of torch.save, or a damaged one")
             position = 0
             for _ in range(_LEGACY_PICKLES):
                 if position < len(data):

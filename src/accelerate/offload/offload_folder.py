@@ -36,6 +36,10 @@ INDEX = "index.json"
 Folder: TypeAlias = "str | os.PathLike[str]"
 
 
+class MissingWeightFileError(OffloadError, FileNotFoundError):
+    """Offloaded weights, or their index, have no file (a FileNotFoundError, as under 1.15)."""
+
+
 # ------------------------------------------------------------------------------------------------ writing
 
 
@@ -135,7 +139,8 @@ def _read_index(path: Path) -> dict[str, Any]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise OffloadError(
+        kind = MissingWeightFileError if isinstance(error, FileNotFoundError) else OffloadError
+        raise kind(
             f"the index of the offload folder {path.parent} cannot be read",
             why=f"{type(error).__name__}: {error}",
             fix="offload the weights again",
@@ -183,7 +188,7 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -
 
 
 def _missing_file_error(file: Folder) -> OffloadError:
-    return OffloadError(
+    return MissingWeightFileError(
         f"the offloaded weights in {file} are gone",
         why="the index names this file, and it does not exist",
         fix="put it back, or offload the weights again",
@@ -260,7 +265,8 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         has_survived: it was not freed by a garbage collection.
 
     Raises:
-        OffloadError: none of the three is given, or a file that the index names does not exist.
+        PrepareError: none of the three is given.
+        OffloadError: a file that the index names does not exist.
     """
 
     def __init__(
@@ -271,7 +277,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         device: Any = None,
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
-            raise OffloadError(
+            raise PrepareError(
                 "there is nothing to read weights from", fix="give a state_dict, a save_folder or an index"
             )
         self.state_dict = {} if state_dict is None else state_dict
