@@ -332,8 +332,9 @@ def objects() -> tuple[object, ...]:
 
     accelerator = Accelerator()
     rank = accelerator.process_index
-    sent = ["x", {"rank": rank}]
+    sent = ["x", local := {"rank": rank}]
     broadcast_object_list(sent, from_process=1)
+    assert (sent[1] is local) == (rank == 1)
     with pytest.raises(CollectiveError, match="a tuple cannot be changed"):
         broadcast_object_list(("x", rank))  # type: ignore[arg-type]
     tensor = torch.full((2, 2), float(rank)).t()

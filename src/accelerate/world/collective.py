@@ -306,7 +306,7 @@ def broadcast_from(data: T, src: int = 0) -> T:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Broadcast the items of ``object_list`` from rank ``from_process``, in place.
+    """Broadcast the items of ``object_list`` from rank ``from_process``, in place; that rank keeps its objects.
 
     Raises:
         CollectiveError: it is a tuple.
@@ -323,13 +323,13 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def broadcast_object(value: Any, from_process: int = 0, operation: str = "broadcast_object") -> Any:
-    """Broadcast one picklable value from rank ``from_process``."""
+    """Broadcast one picklable value from rank ``from_process``, which gets that very object."""
     if world_size() == 1:
         return value
     channel = control_channel.channel()
     with channel.lock:
         messages = _send_object(channel, operation, value, source=from_process)
-        return pickle.loads(messages.body(from_process))
+        return value if channel.rank == from_process else pickle.loads(messages.body(from_process))
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
