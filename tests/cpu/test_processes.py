@@ -166,13 +166,15 @@ def _split() -> dict[str, Any]:
         "table": part(Table([1, 2, 3])).rows,
         "padded table": part(Table([1, 2, 3]), apply_padding=True).rows,
         "dict": part({"prompt": ["a", "b", "c"], "style": "short"}),
+        "nested": part({"ids": [1, 2, 3], "more": {"mask": (4, 5, 6)}}),
         "padded tuple": part((1, 2, 3), apply_padding=True),
         "nothing": part([], apply_padding=True),
     }
     with pytest.raises(PrepareError, match="int cannot be split"):
         part(5)
-    with pytest.raises(PrepareError, match=r"different lengths: \[1, 2\]"):
-        part({"a": [1], "b": [1, 2]})
+    for values in ({"a": [1], "b": [1, 2]}, {"a": {"b": [1]}, "c": [1, 2]}):
+        with pytest.raises(PrepareError, match=r"different lengths: \[1, 2\]"):
+            part(values)
     return found
 
 
@@ -185,6 +187,7 @@ def test_what_can_be_split_and_what_cannot(ranks: RankServer) -> None:
     assert second["padded table"] == [3, 3]
     assert first["dict"] == {"prompt": ["a", "b"], "style": "short"}
     assert second["dict"] == {"prompt": ["c"], "style": "short"}
+    assert first["nested"] == {"ids": [1, 2], "more": {"mask": (4, 5)}}
     assert second["padded tuple"] == (3, 3)
     assert first["nothing"] == second["nothing"] == []
 

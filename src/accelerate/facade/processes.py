@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -197,7 +197,7 @@ def _split(items: Any, *, apply_padding: bool = False) -> Any:
     if size == 1 or isinstance(items, str | bytes):
         return items
     if tree.is_mapping(items):
-        lengths = {_split_length(value) for value in items.values() if not isinstance(value, str | bytes)}
+        lengths = set(_value_lengths(items))
         if len(lengths) > 1:
             raise PrepareError(
                 f"the values of the dict to split have different lengths: {sorted(lengths)}",
@@ -211,6 +211,15 @@ def _split(items: Any, *, apply_padding: bool = False) -> Any:
     stop = start + share + (rank < rest)
     missing = share + (rest > 0) - (stop - start) if apply_padding and length else 0
     return _take(items, start, stop, missing)
+
+
+def _value_lengths(items: Mapping[Any, Any]) -> Iterator[int]:
+    """Yield the length of each value, and of each value of nested mappings; texts have none."""
+    for value in items.values():
+        if tree.is_mapping(value):
+            yield from _value_lengths(value)
+        elif not isinstance(value, str | bytes):
+            yield _split_length(value)
 
 
 def _take(items: Any, start: int, stop: int, missing: int) -> Any:
