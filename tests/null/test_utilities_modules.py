@@ -104,6 +104,12 @@ def test_only_options_that_differ_travel_on():
     assert options.tags == ["a"]
     assert Options().to_kwargs() == {}
 
+    class Plain(KwargsHandler):
+        def __init__(self, size: int = 1) -> None:
+            self.size = size
+
+    assert (Plain(2).to_kwargs(), Plain().to_kwargs(), KwargsHandler().to_kwargs()) == ({"size": 2}, {}, {})
+
 
 def test_enumerations_equal_their_text():
     assert PrecisionType.FP16 == "fp16"

@@ -1,16 +1,15 @@
-"""The base of kwargs handlers: dataclasses that carry options to one component."""
+"""The base of kwargs handlers: objects that carry options to one component."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 from typing import Any
 
 
 class KwargsHandler:
     """The options of one component, passed in ``Accelerator(kwargs_handlers=[...])``.
 
-    Subclasses are dataclasses of which every field has a default.
+    Every argument of a subclass has a default; most subclasses are dataclasses.
     """
 
     def to_dict(self) -> dict[str, Any]:
@@ -22,6 +21,5 @@ class KwargsHandler:
 
         The others are left out, so that the component's own defaults stay in force.
         """
-        assert dataclasses.is_dataclass(self), f"{type(self).__name__} must be a dataclass"
         defaults = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if value != defaults[name]}
