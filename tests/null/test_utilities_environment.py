@@ -49,7 +49,9 @@ def test_variables_are_read_with_their_defaults(monkeypatch):
     assert utils.parse_choice_from_env("TOY_UNSET") == "no"
     assert utils.parse_choice_from_env("TOY_EMPTY") == ""
     assert utils.get_int_from_env(["TOY_UNSET", "TOY_MINUS", "TOY_FIVE"], 7) == 5
-    assert utils.get_int_from_env(["TOY_UNSET"], 7) == 7
+    assert utils.get_int_from_env(["TOY_UNSET", "TOY_EMPTY"], 7) == 7
+    with pytest.raises(ValueError, match="TOY_FLAG is 'yes'"):
+        utils.get_int_from_env(["TOY_FLAG", "TOY_FIVE"], 7)
 
 
 def test_the_place_of_a_process_comes_from_its_launcher(monkeypatch):

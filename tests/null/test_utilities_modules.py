@@ -165,6 +165,8 @@ def test_torch_dtypes_by_name():
 def test_an_unknown_dtype_is_refused():
     with pytest.raises(ValueError, match="float17"):
         utils.dtype_byte_size("float17")
+    with pytest.raises(ValueError, match="None is no dtype"):
+        utils.dtype_byte_size(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

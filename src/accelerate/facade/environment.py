@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from accelerate import device as devices
 from accelerate.core import environ
+from accelerate.core.errors import SettingError
 from accelerate.world import clusters
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -78,11 +79,19 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Return the first of these variables that holds a non-negative number; else ``default``."""
+    """Return the first of these variables that holds a non-negative number; else ``default``.
+
+    Raises:
+        SettingError: one before it holds no whole number; an empty one counts as unset.
+    """
     for key in env_keys:
-        text = environ.get(key, "") or ""
-        if text.strip().isdigit():
-            return int(text)
+        text = (environ.get(key, "") or "").strip()
+        try:
+            number = int(text or -1)
+        except ValueError as error:
+            raise SettingError(f"{key} is {text!r}, but it is a whole number") from error
+        if number >= 0:
+            return number
     return default
 
 

@@ -33,7 +33,9 @@ def dtype_byte_size(dtype: Dtype) -> int | float:
     bits = getattr(dtype, "bits", None)
     if isinstance(bits, int):
         return bits // 8 if bits % 8 == 0 else bits / 8
-    torch_dtype: torch.dtype = _get_proper_dtype(dtype)
+    torch_dtype = _get_proper_dtype(dtype)
+    if not isinstance(torch_dtype, torch.dtype):
+        raise PrepareError(f"{dtype!r} is no dtype", fix="give one like torch.float16")
     return 1 / 8 if torch_dtype == torch.bool else torch_dtype.itemsize
 
 
