@@ -626,6 +626,21 @@ def test_a_configuration_may_be_a_namespace_or_hold_dataclasses() -> None:
     assert base.flatten_config(given)["part.width"] == 3
 
 
+def test_a_configuration_may_be_any_object_with_attributes(tmp_path: Path) -> None:
+    class Args:
+        def __init__(self) -> None:
+            self.lr = 0.5
+
+    tracker = JSONLTracker("run", tmp_path)
+    tracker.start()
+    tracker.store_init_configuration(Args())  # type: ignore[arg-type]
+    tracker.finish()
+    assert '"config":{"lr":0.5}' in tracker.tracker.read_text()
+    assert base.flatten_config(Args()) == {"lr": 0.5}
+    with pytest.raises(TypeError, match=r"(?s)for the trackers is a str.*vars\(args\)"):
+        base.flatten_config("lr=0.5")
+
+
 def test_only_what_holds_one_number_is_a_number() -> None:
     assert base.unwrap_scalars({"a": torch.tensor(2), "b": {"c": np.array([[3.5]])}}) == {
         "a": 2,

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar
 
-from accelerate.track.base import GeneralTracker, on_main_process, to_json_types
+from accelerate.track.base import GeneralTracker, on_main_process, to_json_config
 from accelerate.track.protocol.media import is_own_object, join_name, to_images, to_pil
 from accelerate.track.protocol.values import flatten_mappings
 
@@ -58,7 +58,7 @@ class AimTracker(GeneralTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration as ``hparams``; what the library cannot store is stored as text."""
-        self.writer["hparams"] = to_json_types(values)
+        self.writer["hparams"] = to_json_config(values)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

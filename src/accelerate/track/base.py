@@ -17,7 +17,13 @@ from accelerate.core import packages
 from accelerate.core.errors import MissingExtraError, SettingError
 from accelerate.core.user_warning import warn_user
 from accelerate.track.protocol.media import render_figure
-from accelerate.track.protocol.values import flatten_config, to_json_types, unwrap_scalar, unwrap_scalars
+from accelerate.track.protocol.values import (
+    flatten_config,
+    to_json_config,
+    to_json_types,
+    unwrap_scalar,
+    unwrap_scalars,
+)
 from accelerate.world.world import current, get_rank_info
 
 __all__ = [
@@ -31,6 +37,7 @@ __all__ = [
     "missing_attributes",
     "on_main_process",
     "runs_here",
+    "to_json_config",
     "to_json_types",
     "unwrap_scalar",
     "unwrap_scalars",
@@ -351,7 +358,7 @@ class ProjectTracker(GeneralTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration with its nesting."""
-        self.run.config.update(to_json_types(values))
+        self.run.config.update(to_json_config(values))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

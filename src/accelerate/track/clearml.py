@@ -10,7 +10,7 @@ from accelerate.track.base import (
     GeneralTracker,
     explain_missing_account,
     on_main_process,
-    to_json_types,
+    to_json_config,
     unwrap_scalars,
 )
 from accelerate.track.protocol.media import join_name, to_images, to_table
@@ -78,7 +78,7 @@ class ClearMLTracker(GeneralTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration, nested as it is."""
-        self.task.connect_configuration(to_json_types(values))
+        self.task.connect_configuration(to_json_config(values))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

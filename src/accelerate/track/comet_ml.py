@@ -6,7 +6,7 @@ import functools
 from typing import Any, ClassVar
 
 from accelerate.core import environ
-from accelerate.track.base import GeneralTracker, explain_missing_account, on_main_process, to_json_types
+from accelerate.track.base import GeneralTracker, explain_missing_account, on_main_process, to_json_config
 from accelerate.track.protocol.media import join_name, to_images, to_pil, to_table
 
 
@@ -60,7 +60,7 @@ class CometMLTracker(GeneralTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration; the library removes its nesting."""
-        self.writer.log_parameters(to_json_types(values))
+        self.writer.log_parameters(to_json_config(values))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -7,7 +7,7 @@ import os
 import re
 from typing import Any, ClassVar
 
-from accelerate.track.base import GeneralTracker, on_main_process, to_json_types
+from accelerate.track.base import GeneralTracker, on_main_process, to_json_config
 from accelerate.track.protocol.media import join_name, to_images
 from accelerate.track.protocol.values import flatten_mappings
 
@@ -52,7 +52,7 @@ class DVCLiveTracker(GeneralTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Write the configuration, nested as it is."""
-        self.tracker.log_params(to_json_types(values))
+        self.tracker.log_params(to_json_config(values))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from accelerate.track.base import GeneralTracker, on_main_process, runs_here, to_json_types
+from accelerate.track.base import GeneralTracker, on_main_process, runs_here, to_json_config
 from accelerate.track.protocol.json_lines import JSONLinesFile
 from accelerate.track.protocol.media import to_table
 
@@ -70,7 +70,7 @@ class JSONLTracker(GeneralTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Write the configuration; what JSON has no type for is written as text."""
-        self._file.write(config=to_json_types(values))
+        self._file.write(config=to_json_config(values))
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write one line.

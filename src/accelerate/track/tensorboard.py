@@ -12,7 +12,7 @@ import numpy as np
 import yaml
 
 from accelerate.core import packages
-from accelerate.track.base import GeneralTracker, flatten_config, on_main_process, to_json_types
+from accelerate.track.base import GeneralTracker, flatten_config, on_main_process, to_json_config
 from accelerate.track.protocol.media import to_array, to_images, to_markdown, to_table
 
 
@@ -60,11 +60,12 @@ class TensorBoardTracker(GeneralTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration as hyperparameters, without nesting, and as it is in ``hparams.yml``."""
-        nested = yaml.safe_dump(to_json_types(values))
+        flat = flatten_config(values)
+        nested = yaml.safe_dump(to_json_config(values))
         path = Path(self.logging_dir, str(time.time()), "hparams.yml")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(nested, encoding="utf-8")
-        self.writer.add_hparams(flatten_config(values), metric_dict={})
+        self.writer.add_hparams(flat, metric_dict={})
         self.writer.flush()
 
     @on_main_process

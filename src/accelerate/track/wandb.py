@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, ClassVar
 
-from accelerate.track.base import ProjectTracker, on_main_process, to_json_types
+from accelerate.track.base import ProjectTracker, on_main_process, to_json_config
 from accelerate.track.protocol.media import join_name, to_images, to_table
 
 
@@ -34,7 +34,7 @@ class WandBTracker(ProjectTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration, nested as it is."""
-        self.run.config.update(to_json_types(values), allow_val_change=True)
+        self.run.config.update(to_json_config(values), allow_val_change=True)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

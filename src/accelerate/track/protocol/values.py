@@ -9,6 +9,8 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+from accelerate.core.errors import PrepareError
+
 
 def unwrap_scalar(value: Any) -> Any:
     """Return the number of a one-element tensor or array; any other value unchanged."""
@@ -52,10 +54,28 @@ def to_json_types(value: Any) -> Any:
     return next((kind(value) for kind in (int, float) if isinstance(value, kind)), str(value))
 
 
+def to_json_config(values: Any) -> Any:
+    """Convert a configuration by ``to_json_types``; an object of another class counts as its attributes."""
+    plain = to_json_types(values)
+    is_object = isinstance(plain, str) and not isinstance(values, str) and hasattr(values, "__dict__")
+    return to_json_types(vars(values)) if is_object else plain
+
+
 def flatten_config(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten a configuration: ``{"a": {"b": 1}}`` becomes ``{"a.b": 1}``; lists become text."""
+    """Flatten a configuration: ``{"a": {"b": 1}}`` becomes ``{"a.b": 1}``; lists become text.
+
+    Raises:
+        PrepareError: the configuration has no keys.
+    """
     flat: dict[str, Any] = {}
-    for key, value in to_json_types(values).items():
+    plain = to_json_config(values)
+    if not isinstance(plain, dict):
+        raise PrepareError(
+            f"the configuration for the trackers is a {type(values).__name__}",
+            why="values are stored under names",
+            fix="pass a dict, such as vars(args)",
+        )
+    for key, value in plain.items():
         if isinstance(value, dict) and value:
             flat |= flatten_config(value, f"{prefix}{key}.")
         else:
