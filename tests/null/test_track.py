@@ -157,6 +157,8 @@ def test_an_object_is_used_as_it_is() -> None:
     assert acc.get_tracker("own") is own
     assert acc.get_tracker("own", unwrap=True) is own.asked
     acc.end_training()
+    acc.end_training()
+    assert acc.get_tracker("own") is own
     config = {"lr": 1, "path": Path("a")}
     assert own.asked == ["start", config, ({"loss": 0.5}, 3, {"k": 2}), ({"loss": 0.25}, None, {}), "finish"]
 

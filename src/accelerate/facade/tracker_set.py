@@ -42,6 +42,7 @@ class TrackerSet:
         chosen = [] if log_with is None else track.choose_trackers(log_with, logging_dir, self.missing)
         self.log_with = [_logger_type(each) if isinstance(each, str) else each for each in chosen]
         self.trackers: list[GeneralTracker] = []
+        self._ended: list[GeneralTracker] = []  # a script asks the run for its id or address after its end
         self._logging_dir, self._is_main = logging_dir, is_main_process
         self._uses_all = track.ALL in (log_with if isinstance(log_with, list | tuple) else [log_with])
         self.recorder: RunRecorder | None = None
@@ -70,7 +71,7 @@ class TrackerSet:
         if self.recorder is not None and config is not None:
             self.recorder.store_init_configuration(config)
         track.finish_runs(tracker for tracker in self.trackers if not self._is_users_tracker(tracker))
-        self.trackers = []
+        self.trackers, self._ended = [], []
         if self._uses_all:
             print(
                 f'log_with="{track.ALL}": {", ".join(_tracker_names(self.log_with)) or "none"}',
@@ -138,7 +139,7 @@ class TrackerSet:
             raise UnknownNameError("tracker", str(name), names, why=f"log_with asked for: {', '.join(names)}")
         if not names or not self._is_main:
             return BlankTracker()
-        for tracker in self.trackers:
+        for tracker in (*self.trackers, *self._ended):
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
         raise SettingError(f"the tracker {str(name)!r} has not started", fix="call init_trackers() first")
@@ -146,6 +147,7 @@ class TrackerSet:
     def finish(self) -> None:
         """End every run, also when one of them raises."""
         ended, self.trackers = self.trackers, []
+        self._ended = ended or self._ended
         for tracker, count in self._failures.items():
             warn_user(f"{tracker.name} has lost what {count} call{'s' * (count > 1)} of log() gave it")
         self._failures.clear()
