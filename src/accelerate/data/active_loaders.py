@@ -175,6 +175,8 @@ class DataLoaderStateMixin:
         epoch: Epoch | None = getattr(self, "position", _NO_POSITION).current
         if epoch is not None:
             epoch.loader, epoch.backwards_before = self, self._count_backwards()
+            epoch.records_loader_state = self.records_loader_state
+            epoch.keeps_torch_numbers = self.keeps_torch_numbers
             if epoch.outer is not None:
                 _keep_shown(epoch.outer)
         self.reset()

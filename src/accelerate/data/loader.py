@@ -49,6 +49,7 @@ class DataLoaderAdapter(DataLoader[Any]):
     """A loader that wraps another one and delegates unknown attributes to it."""
 
     base_dataloader: Any
+    use_stateful_dataloader: bool = False
 
     def __init__(
         self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
@@ -136,7 +137,6 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     ) -> None:
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
         self._initialize(device, _drop_last, _non_blocking, iteration, skip_batches)
-        self.use_stateful_dataloader = use_stateful_dataloader
         self.rng_types, self.synchronized_generator = rng_types, synchronized_generator
 
     def _initialize(
@@ -168,7 +168,6 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self.comparison: Callable[[], None] | None = None
         self._num_processes = 1
         self._is_accelerate_prepared = True
-        self.use_stateful_dataloader = False
 
     @property
     def synchronized_generator(self) -> Any:
@@ -245,8 +244,6 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             skip, inside = EpochSkip(record.batches, record.samples), True
         skip = skip or EpochSkip(self.position.counted_batches)
         epoch = self.position.begin(skip, isolated=inside)
-        epoch.records_loader_state = self.records_loader_state
-        epoch.keeps_torch_numbers = self.keeps_torch_numbers
         set_epochs(self.base_dataloader, self.dataset, epoch.number)
         self.begin()
         if self.rng_types is not None and not (inside and epoch.is_resumed):
