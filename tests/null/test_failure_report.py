@@ -70,6 +70,15 @@ def test_who_waits_in_a_group_that_is_not_counted_waits_for_those_in_no_collecti
     assert split_by_progress(0, 3, {0: computing, 1: WORKING, 2: computing}) == ([], [2])
 
 
+def test_ranks_in_different_collectives_of_torch_wait_for_each_other() -> None:
+    """One rank left out a clip_grad_norm_ under FSDP: all had begun as many, and none was named."""
+    clips = RankStatus(letters=2, inside="all_reduce at train.py:10", calls=9, waits=True)
+    goes_on = RankStatus(letters=2, inside="a forward of the model at train.py:9", calls=9, waits=True)
+    assert split_by_progress(0, 3, {0: clips, 1: goes_on, 2: clips}) == ([1], [2])
+    assert split_by_progress(1, 3, {0: clips, 1: goes_on, 2: clips}) == ([0, 2], [])
+    assert split_by_progress(0, 2, {0: clips, 1: clips}) == ([], [1])
+
+
 def test_a_rank_that_has_ended_is_named_where_collectives_are_not_counted() -> None:
     """G11: the connections of the stages of a pipeline break when one of them ends."""
     waiting = RankStatus(letters=2, inside="all_gather at train.py:10", calls=2, waits=True)

@@ -17,7 +17,6 @@ from pathlib import Path, PurePath
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, cast
 
 import torch
-from safetensors.torch import load_file as load_safetensors
 
 from accelerate.checkpoint import checkpoint_maintenance, layout, lazy_weights, state_dict_files, torch_files
 from accelerate.checkpoint.discovery import CheckpointCandidate
@@ -115,8 +114,10 @@ def load(f: str | PurePath | IO[bytes], map_location: Any = None, **kwargs: Any)
     """
     source = Path(f).expanduser() if isinstance(f, str | PurePath) else f
     if isinstance(source, Path) and source.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
         with file_errors("read", source):
-            return load_safetensors(source, str(map_location or "cpu"))
+            return load_file(source, str(map_location or "cpu"))
     return torch_files.read(source, map_location, "load(..., weights_only=False)", **kwargs)
 
 

@@ -197,6 +197,7 @@ def log_wait(processes: PeerProcesses, peers: PeerStatuses, own: RankStatus, wai
         return
     missing = missing[:MAX_RANKS]
     shown = peers.describe(missing)
+    waiting += [rank for rank in missing if rank in statuses and statuses[rank].waits]
     is_first = peers.rank < min(waiting, default=peers.size)
     details = processes.ask(missing, f"{peers.rank}.{question}", ANSWER_TIMEOUT) if is_first else []
     logger.warning(

@@ -184,6 +184,9 @@ def split_by_progress(me: int, size: int, positions: Mapping[int, RankStatus]) -
     if not missing and positions[me].waits:
         # In a group whose collectives are not counted, since stages of a pipeline make different numbers.
         missing = [r for r in others if not positions[r].place]
+    if not missing and positions[me].waits:
+        # They have begun as many collectives as this one, and others: each waits for the other.
+        missing = [r for r in others if positions[r].waits and positions[r].inside != positions[me].inside]
     return missing, [r for r in others if r not in missing and positions[r].place]
 
 
