@@ -153,6 +153,14 @@ def test_load_takes_numpy_and_refuses_code(tmp_path: Path) -> None:
     assert utils.load(tmp_path / "b.bin", weights_only=False)["model"].in_features == 1
 
 
+@pytest.mark.parametrize("value", [torch.ones(1), [torch.ones(1)], {"a": 1}])
+def test_what_safetensors_cannot_hold_is_refused(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(ValueError, match="tensor") as error:
+        utils.save(value, tmp_path / "w.safetensors", safe_serialization=True)
+    assert "safe_serialization=False" in str(error.value)
+    assert not any(tmp_path.iterdir())
+
+
 def test_load_reads_a_safetensors_file(tmp_path: Path) -> None:
     """torch.load does since 2.10."""
     utils.save(weights(), tmp_path / "w.safetensors", safe_serialization=True)

@@ -86,6 +86,13 @@ def test_what_is_no_size(text: str) -> None:
         units.parse_bytes(text)
 
 
+def test_a_number_is_bytes() -> None:
+    assert units.parse_bytes(5e9) == 5 * 10**9
+    for wrong in (float("nan"), float("inf"), None):
+        with pytest.raises(errors.SettingError, match="is not a size"):
+            units.parse_bytes(wrong)  # type: ignore[arg-type]
+
+
 def test_for_people() -> None:
     assert [units.show_bytes(n) for n in (10, 1536, 1610612736)] == ["10 bytes", "1.50 KB", "1.50 GB"]
     sizes = {1024: "1.0 KB", 1.5: "1.5 bytes", 1610612736: "1.5 GB", 10**18: "888.18 PB"}

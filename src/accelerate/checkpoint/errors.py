@@ -45,6 +45,10 @@ class FileAccessError(CheckpointError, OSError):
     """The system refuses to read or write a file (an OSError likewise)."""
 
 
+class NoTensorsError(CheckpointError, ValueError):
+    """Something else than a dict of tensors was to be saved as safetensors (a ValueError, as there)."""
+
+
 class CodeInFileError(CheckpointError, pickle.UnpicklingError):
     """A file would run code (an UnpicklingError, as ``torch.load`` raises it)."""
 

@@ -21,6 +21,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from accelerate.checkpoint.errors import NoTensorsError
 from accelerate.core import tree
 from accelerate.core.errors import CheckpointError, SettingError
 
@@ -75,8 +76,14 @@ def untie(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, 
     """Return (contiguous tensors that share no memory, as safetensors needs them; aliases).
 
     Raises:
-        CheckpointError: a value is no tensor, or has no data.
+        NoTensorsError: a value is no tensor.
+        CheckpointError: a tensor has no data.
     """
+    if not isinstance(state, Mapping):
+        raise NoTensorsError(
+            f"a {type(state).__name__} is no dict of tensors, which is what safetensors files hold",
+            fix="save with safe_serialization=False",
+        )
     aliases = find_ties(state)
     tensors: dict[str, torch.Tensor] = {}
     seen: set[tuple[torch.device, int]] = set()
@@ -84,7 +91,7 @@ def untie(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, 
         if name in aliases:
             continue
         if not isinstance(value, torch.Tensor):
-            raise CheckpointError(
+            raise NoTensorsError(
                 f"{name} in a model's state is a {type(value).__name__}, not a tensor",
                 why="safetensors files hold tensors only",
                 fix="save with safe_serialization=False",

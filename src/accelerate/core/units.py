@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from accelerate.core.errors import SettingError
@@ -11,17 +12,17 @@ _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d{1,2}(?=\s*[a-zA-Z]))?)\s*([kmgtKMGT]?)([iI]?)([bB]?)\s*")
 
 
-def parse_bytes(text: str | int) -> int:
-    """Parse a size in bytes: ``"5GB"`` is 5 x 10^9, ``"5GiB"`` 5 x 2^30, ``"4Gb"`` gigabits; an int is bytes.
+def parse_bytes(text: str | float) -> int:
+    """Parse a size: ``"5GB"`` is 5 x 10^9 bytes, ``"5GiB"`` 5 x 2^30, ``"4Gb"`` gigabits; a number is bytes.
 
     A number with a unit may have an exponent: ``"1e3MB"``.
 
     Raises:
         SettingError: the text is not a size.
     """
-    if isinstance(text, int):
-        return text
-    match = _SIZE.fullmatch(text)
+    if isinstance(text, int | float) and math.isfinite(text):
+        return int(text)
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise SettingError(f"{text!r} is not a size", fix="write it like '5GB', '5GiB' or a number of bytes")
     number, prefix, binary, unit = match.groups()

@@ -306,7 +306,7 @@ def broadcast_from(data: T, src: int = 0) -> T:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Broadcast the items of ``object_list`` from rank ``from_process``, in place; that rank keeps its objects.
+    """Broadcast the items of ``object_list`` from ``from_process``, in place; that rank keeps its objects.
 
     Raises:
         CollectiveError: it is a tuple.
