@@ -13,6 +13,7 @@ from accelerate.strategy.base import (
     ReductionMonitor,
     Strategy,
     StrategyRequest,
+    WrapperNames,
 )
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 from accelerate.strategy.single import SingleProcessStrategy
@@ -59,6 +60,7 @@ def test_capabilities_are_found_by_type() -> None:
         "deepspeed",
         "fsdp1",
     }
+    assert {name for name, kind in kinds.items() if issubclass(kind, WrapperNames)} == {"ddp"}
     assert {name for name, kind in kinds.items() if issubclass(kind, BatchPlacement)} == {"xla", "xla_spmd"}
     assert all(kind.owns_step is issubclass(kind, EngineStrategy) for kind in kinds.values())
 

@@ -193,18 +193,20 @@ class DataLoaderStateMixin:
             vars(loader).update(shown)
         self.active.add(self)
 
-    def end(self, epoch: Epoch | None = None) -> None:
+    def end(self) -> None:
+        """Take the loader out of those in iteration."""
+        self.active.remove(self)
+
+    def end_epoch(self, epoch: Epoch) -> None:
         """End an epoch, complete or broken off.
 
         A training epoch of this loader that it was inside of goes on. Only training tells an evaluation in
         the middle of an epoch from an iterator that was left after a look at the first batch, and is alive.
         """
-        current: Epoch | None = getattr(self, "position", _NO_POSITION).current
+        current = self.position.current
         goes_on = current is not None and current is not epoch and current.active
         if not (goes_on and current.loader is self):  # type: ignore[union-attr]
-            self.active.remove(self)
-        if epoch is None:
-            return
+            self.end()
         outer, epoch.loader, epoch.shown = epoch.outer, None, []
         if goes_on or outer is None or not outer.active:
             return

@@ -255,7 +255,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             epoch.complete = True
         finally:
             self.position.end(epoch)
-            self.end(epoch)
+            self.end_epoch(epoch)
         self.iteration += 1
 
     def begin(self) -> None:

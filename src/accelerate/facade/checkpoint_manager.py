@@ -37,6 +37,7 @@ from accelerate.facade.module_queries import extract_model_from_parallel
 from accelerate.facade.preparer import PreparedObjects
 from accelerate.facade.replica_agreement import check_replicas
 from accelerate.facade.runtime import Runtime
+from accelerate.strategy.base import WrapperNames
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 from accelerate.world import collective, rng
 
@@ -97,7 +98,12 @@ class CheckpointManager:
         if self.strategy.shards_params:
             state = self.strategy.model_state(self.unwrap(model))
         else:
-            own = self.unwrap(model).state_dict() if unwrap else self.strategy.wrapped_state(model)
+            if unwrap:
+                own = self.unwrap(model).state_dict()
+            elif isinstance(self.strategy, WrapperNames):
+                own = self.strategy.wrapped_state(model)
+            else:
+                own = self.strategy.model_state(model)
             state = resolve_offloaded(own)
         is_compiled = unwrap and any("_orig_mod." in name for name in state)
         return strip_compile_prefix(state) if is_compiled else state

@@ -327,10 +327,6 @@ class Strategy(GradientSync, ABC):
         """Return the model's full state dict, by the names that checkpoints use."""
         return model.state_dict()
 
-    def wrapped_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return the full state dict by the names of the class that torch wraps around the model, if any."""
-        return self.model_state(model)
-
     def load_model(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         """Load what ``model_state`` returned; the result lists missing and unexpected names."""
         return model.load_state_dict(state, strict=strict)
@@ -405,6 +401,14 @@ class ModuleWrapping:
     @staticmethod
     def inner_module(model: Any) -> Any:
         """Return the module inside such a wrapper; any other model as it is."""
+        raise NotImplementedError
+
+
+class WrapperNames:
+    """A capability: torch's class around a model has other names in its state than the user's module."""
+
+    def wrapped_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the full state dict by the names of the class that torch wraps around a model."""
         raise NotImplementedError
 
 

@@ -35,6 +35,7 @@ from accelerate.strategy.base import (
     Strategy,
     StrategyRequest,
     StrategySelection,
+    WrapperNames,
     ZeroBackward,
     graph_leaves,
 )
@@ -151,7 +152,7 @@ def _bf16_wrapper(hook: Callable[..., Any]) -> Callable[..., Any]:
     return compress_and_call
 
 
-class DDP(OpenGradients, Strategy, ReductionMonitor):
+class DDP(OpenGradients, Strategy, ReductionMonitor, WrapperNames):
     """Data parallel training with replicas, by torch's reducer."""
 
     name: ClassVar[str] = "ddp"
