@@ -2,6 +2,6 @@
 
 from setuptools import setup
 
-# sentence-transformers and others train only if the Home-page of a package named accelerate has "huggingface" in it.
-# This is where the API is documented that this package implements.
+# sentence-transformers and others train only if the Home-page of a package named accelerate has
+# "huggingface" in it. The API that this package implements is documented there.
 setup(url="https://huggingface.co/docs/accelerate")
