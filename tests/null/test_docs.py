@@ -112,7 +112,9 @@ def wrong_script(words: Any) -> Iterator[str]:
 def wrong_pip(words: list[str]) -> Iterator[str]:
     assert words[0] in ("install", "uninstall")
     for word in words[1:]:
-        if word not in ("torch", ".", "accelerate"):
+        extra = re.fullmatch(r"\.\[(\w+)\]", word)
+        is_extra = extra is not None and f"\n{extra[1]} = [" in text("pyproject.toml")
+        if word not in ("torch", ".", "accelerate") and not is_extra:
             yield f"is {word} to be installed?"
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import shutil
 import subprocess
 import sys
 import types
+import zipfile
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from accelerate.core import packages
 from accelerate.core.errors import MissingExtraError, SettingError
 from accelerate.facade import device_availability
 from accelerate.utils import compare_versions, imports, is_torch_version
+from tests.support.environment import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +133,30 @@ def test_programs_find_us_by_the_home_page_in_the_metadata():
     assert metadata["Name"] == "accelerate"
     assert "huggingface" in metadata["Home-page"]
     assert "independent implementation" in metadata["Summary"]
+
+
+def test_a_wheel_has_no_file_of_an_earlier_version(tmp_path):
+    """setuptools keeps what it copies to build/, and a command is whatever file there is in cli/."""
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    package = tmp_path / "src" / "accelerate"
+    package.mkdir(parents=True)
+    names = [package / "__init__.py", package / "names.pyi", package / "old.py"]
+    wheels = []
+    for removed in (None, names[-1]):
+        for path in names:
+            path.touch()
+        if removed:
+            removed.unlink()
+        code = "from setuptools import build_meta; build_meta.build_wheel('dist')"
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        (wheel,) = (tmp_path / "dist").glob("*.whl")
+        with zipfile.ZipFile(wheel) as file:
+            wheels.append({name for name in file.namelist() if name.startswith("accelerate/")})
+            assert b"Home-page: " in file.read("accelerate-2.0.0.dist-info/METADATA")
+    assert wheels[0] == {"accelerate/__init__.py", "accelerate/names.pyi", "accelerate/old.py"}
+    assert wheels[1] == {"accelerate/__init__.py", "accelerate/names.pyi"}
 
 
 def test_asking_about_packages_and_versions_imports_no_torch():

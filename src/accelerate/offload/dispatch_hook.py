@@ -112,7 +112,7 @@ class DispatchHook(AlignDevicesHook):
 
     @property
     def weights_map(self) -> Mapping[str, Any] | None:
-        """Where the offloaded weights are, by name; one that a client sets has their values from then on."""
+        """Sources of the offloaded weights, by name; one that a client sets has their values from then on."""
         return vars(self)["weights_map"]  # under its name, for clients that give the hook another class
 
     @weights_map.setter
