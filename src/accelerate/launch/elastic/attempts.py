@@ -39,7 +39,7 @@ from accelerate.launch.supervisor import (
 
 AGENT_FILE = str(Path(__file__).with_name("rendezvous_agent.py"))
 FAREWELL_SECONDS = 6.0  # seconds that the agent has to tell the others and end; a little more than its limit
-QUIET_WAIT_SECONDS = 10.0  # seconds of waiting for other machines before it is said
+QUIET_WAIT_SECONDS = 10.0  # of waiting for other machines before it is said (half of a shorter join_timeout)
 RENDEZVOUS_MARGIN = 60.0  # seconds that a rendezvous may take longer than the machines wait for each other
 MAX_TRACEBACK = 16_000  # characters of a traceback that go to the other machines: its last ones
 
@@ -360,7 +360,7 @@ class MultiMachineAttemptRunner:
             waits = time.monotonic() - began
             if not watched and waits > self.join + RENDEZVOUS_MARGIN:
                 raise self._lost_contact_error()
-            if not watched and not has_announced and waits > QUIET_WAIT_SECONDS:
+            if not watched and not has_announced and waits > min(QUIET_WAIT_SECONDS, self.join / 2):
                 has_announced = True
                 self.print_line(
                     f"waiting for the other machines at {self.endpoint}, for {self.join:g} s at most"
