@@ -120,7 +120,7 @@ def value_of(loaded: Callable[[CheckpointContents], load.CheckpointLoadResult]) 
 
 
 def scenarios() -> Iterator[Any]:
-    for name in ("fresh", "replaced", "numbered", "limited"):
+    for name in ("fresh", "replaced", "inside", "numbered", "limited"):
         for dies in (True, False):
             yield pytest.param(name, dies, id=f"{name}-{'killed' if dies else 'failed'}")
 
@@ -137,15 +137,17 @@ class Scenario:
     def __init__(self, name: str, root: Path) -> None:
         self.name, self.root = name, root
         self.limit = 1 if name == "limited" else None
-        if name in ("fresh", "replaced"):
+        if name in ("fresh", "replaced", "inside"):
             save.save(box(1), root / "old" if name == "fresh" else root / "run")
-            if name == "replaced":
+            if name != "fresh":
                 (root / "run" / "notes.txt").write_text("mine")
+            if name == "inside":  # the current directory is not renamed
+                os.chdir(root / "run")
         else:
             save.save(box(1), project=project(root, self.limit))
 
     def save(self, store: Callable[[Path], Any] = LocalCheckpointStorage) -> None:
-        if self.name in ("fresh", "replaced"):
+        if self.name in ("fresh", "replaced", "inside"):
             save.save(box(2), self.root / "run", store=store)
         else:
             save.save(box(2), project=project(self.root, self.limit, iteration=1), store=store)
@@ -156,20 +158,22 @@ class Scenario:
                 return value_of(lambda parts: load.load(parts, self.root / "run"))
             except CheckpointNotFoundError:
                 return value_of(lambda parts: load.load(parts, self.root / "old"))
-        if self.name == "replaced":
+        if self.name in ("replaced", "inside"):
             return value_of(lambda parts: load.load(parts, self.root / "run"))
         return value_of(lambda parts: load.load(parts, project=project(self.root, self.limit)))
 
     def leftovers(self) -> list[str]:
         folder = self.root / "checkpoints" if self.name in ("numbered", "limited") else self.root
+        folder = self.root / "run" if self.name == "inside" else folder
         return [name for name in os.listdir(folder) if name.startswith(".")]
 
 
 @pytest.mark.parametrize(("name", "dies"), list(scenarios()))
 def test_a_save_that_stops_at_any_write_leaves_the_old_or_the_new_checkpoint(
-    tmp_path: Path, name: str, dies: bool
+    tmp_path: Path, name: str, dies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """D1: at every operation of a save; then the next save succeeds and leaves nothing behind."""
+    monkeypatch.chdir(tmp_path)
     seen: set[float] = set()
     for at in range(1, 1000):
         root = tmp_path / str(at)
@@ -197,14 +201,14 @@ def test_a_save_that_stops_at_any_write_leaves_the_old_or_the_new_checkpoint(
         if stopped and not dies:
             assert value == 1, "an error means that nothing has changed"
             assert scenario.leftovers() == []
-        if name == "replaced":
+        if name in ("replaced", "inside"):
             assert (root / "run" / "notes.txt").read_text() == "mine"
         if faulty.count < at:
             break
         if value == 1:
             scenario.save()
             assert scenario.load() == 2
-        if name in ("fresh", "replaced"):
+        if name in ("fresh", "replaced", "inside"):
             scenario.save()
         else:
             save.save(box(3), project=project(root, scenario.limit, iteration=2))
@@ -438,7 +442,7 @@ def nodes(size: int) -> list[CheckpointRankGroup]:
 
 def test_machines_that_share_a_folder_may_not_each_commit_it(tmp_path: Path) -> None:
     stages = [
-        save.CommitTransaction(LocalCheckpointStorage(tmp_path), "c", "aa", ranks, each_node=True)
+        save.CommitTransaction(LocalCheckpointStorage(tmp_path), "c", ".c.tmp-", "aa", ranks, each_node=True)
         for ranks in nodes(2)
     ]
     for stage in stages:
@@ -452,7 +456,8 @@ def test_machines_that_share_a_folder_may_not_each_commit_it(tmp_path: Path) -> 
 
 def test_a_file_that_another_machine_wrote_elsewhere_is_named(tmp_path: Path) -> None:
     here, there = (
-        save.CommitTransaction(LocalCheckpointStorage(tmp_path / str(r.rank)), "c", "aa", r) for r in nodes(2)
+        save.CommitTransaction(LocalCheckpointStorage(tmp_path / str(r.rank)), "c", ".c.tmp-", "aa", r)
+        for r in nodes(2)
     )
     for stage in (here, there):
         stage.open()

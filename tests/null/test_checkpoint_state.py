@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import subprocess
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -417,15 +418,59 @@ def test_an_existing_empty_folder_a_link_and_a_tilde_are_fine(
     assert load.load(training(), "here").path == tmp_path / "here"
 
 
-def test_folders_that_cannot_be_replaced_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match=r"(?s)current directory.*checkpoint"):
-        save.save(training(), ".")
+def test_the_current_directory_is_saved_to_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run" / "below").mkdir(parents=True)
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    monkeypatch.chdir(tmp_path / "run" / "below")
+    before = os.stat(tmp_path / "run").st_ino
+    save.save(training(steps=1), "..", safe_serialization=False)
+    save.save(training(steps=2), "..")
+    assert os.stat(tmp_path / "run").st_ino == before
+    assert os.listdir(tmp_path) == ["run"]
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+    names = os.listdir(tmp_path / "run")
+    assert "model.safetensors" in names
+    assert "pytorch_model.bin" not in names
+    assert not [name for name in names if name.startswith(".")]
+    assert load.load(training(), "..").step == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root mounts file systems")
+def test_a_mounted_volume_is_saved_to_in_place(tmp_path: Path) -> None:
+    """The folder above, in which a rename would be made, belongs to the container."""
+    (tmp_path / "volume").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(tmp_path / "volume")]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this container may not mount")
+    try:
+        for steps in (1, 2):
+            save.save(training(steps=steps), tmp_path / "volume")
+            assert load.load(training(), tmp_path / "volume").step == steps
+        assert os.listdir(tmp_path) == ["volume"]
+        assert not [name for name in os.listdir(tmp_path / "volume") if name.startswith(".")]
+    finally:
+        subprocess.run(["umount", str(tmp_path / "volume")], check=True)
+
+
+def test_a_folder_in_one_that_cannot_be_written_is_saved_to_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``/scratch/me`` belongs to the user, ``/scratch`` does not."""
+    (tmp_path / "mine").mkdir()
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path and access(path, mode))
+    before = os.stat(tmp_path / "mine").st_ino
+    save.save(training(), tmp_path / "mine")
+    assert os.stat(tmp_path / "mine").st_ino == before
+    assert load.load(training(), tmp_path / "mine").step == 0
+
+
+def test_a_file_and_the_root_of_the_file_system_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(CheckpointError, match="it is a file"):
         save.save(training(), tmp_path / "file")
-    with pytest.raises(CheckpointError, match="root of a file system"):
-        save.save(training(), "/proc")
+    with pytest.raises(CheckpointError, match="root of the file system"):
+        save.save(training(), "/")
     assert (tmp_path / "file").read_text() == "mine"
     assert os.listdir(tmp_path) == ["file"]
 

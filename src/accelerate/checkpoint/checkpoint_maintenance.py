@@ -213,10 +213,10 @@ def plan_removal(
         for candidate in complete[: max(0, len(complete) - keep)]
     ]
     kept_reasons: list[str] = []
-    folders = {leftover.folder: leftover.role for leftover in folder_of_checkpoints.store.leftovers()}
-    for folder, role in sorted(folders.items()):
+    folders = {leftover.folder: leftover.is_removable for leftover in folder_of_checkpoints.store.leftovers()}
+    for folder, is_removable in sorted(folders.items()):
         changed = _last_write(folder_of_checkpoints.store, folder)
-        if role == "old":
+        if not is_removable:
             kept_reasons.append(f"{folder}: the next save or load of it decides")
         elif not complete or changed >= complete[-1].saved_at:
             kept_reasons.append(f"{folder}: nothing was committed since, so a save may be going on")

@@ -147,7 +147,12 @@ def inspect_folder(store: CheckpointStorage, name: str) -> CheckpointCandidate |
                 problem = f"{file} has {sizes[file]} bytes, expected {record.size}"
                 return replace(candidate, problem=problem)
         return candidate
-    if any(is_checkpoint_name(entry) for entry in store.entries(name)):
+    entries = store.entries(name)
+    if any((parsed := parse_working_name(entry)) and parsed[1] == "new" for entry in entries):
+        return CheckpointCandidate(
+            store, name, None, "its save was committed, and load_state of it finishes it"
+        )
+    if any(is_checkpoint_name(entry) for entry in entries):
         return CheckpointCandidate(store, name, None, _find_damage(store, name))
     if automatic_number(name) is not None:
         unfinished = any(leftover.folder.startswith(f"{name}/") for leftover in store.leftovers(name))

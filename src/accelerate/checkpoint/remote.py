@@ -213,11 +213,8 @@ class RemoteCheckpointStorage:
 
     # ------------------------------------------------------------ commits
 
-    def temp(self, name: str, id: str) -> str:
-        return f"{name}/files-{id}"
-
-    def refuse_target(self, name: str) -> None:
-        """Accept any place below a bucket."""
+    def temp_prefix(self, name: str) -> str:
+        return f"{name}/files-"
 
     def publish(self, temp: str, name: str, id: str) -> None:
         written = read_manifest(self, temp)

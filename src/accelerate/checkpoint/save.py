@@ -1,8 +1,8 @@
 """Saving: from the objects' states to a committed checkpoint, which is whole and on the disk, or not there.
 
     0. the rank that commits takes the lock of the place, and gives it back at the end.
-    1. rank 0 draws an id; all ranks write into a folder of that id (``CheckpointStorage.temp``), which is no
-       checkpoint yet. Every file is made durable and its digest taken as soon as it is written.
+    1. rank 0 draws an id; all ranks write into a folder of that id, which is no checkpoint yet. Every file is
+       made durable and its digest taken as soon as it is written.
     2. rank 0 gathers the ranks' reports. If one failed, all raise the same error and the folder is removed.
     3. rank 0 checks that it sees all files, and writes the manifest, last.
     4. all agree; then one step of the store makes the folder the checkpoint.
@@ -111,12 +111,12 @@ def save(
             root, name = split_address(address)
             if numbered and ranks.is_writer(each_node):
                 discovery.refuse_existing_number(store(root), name)
-            section.value = address, root, name, new_id(), project.iteration
-    address, root, name, *_ = section.values[ranks.rank if each_node else 0]
+            section.value = address, root, name, store(root).temp_prefix(name), new_id(), project.iteration
+    address, root, name, prefix, *_ = section.values[ranks.rank if each_node else 0]
     *_, id_, iteration = section.values[0]
     ranks.log("accelerator", "saving a checkpoint in %s", address)
     lock_name = AUTOMATIC_NAME if numbered else name
-    transaction = CommitTransaction(store(root), name, id_, ranks, each_node, lock_name)
+    transaction = CommitTransaction(store(root), name, prefix, id_, ranks, each_node, lock_name)
     run = _SaveRun(transaction, contents, action, iteration if numbered else None, project.total_limit)
     channel = ranks.open_channel(id_, transaction.target) if in_background else None
     copy_states = run.in_background = in_background and (channel is not None or ranks.size == 1)
@@ -397,7 +397,7 @@ class _SaveRun:
                         )
             for leftover in store.leftovers():
                 number = automatic_number(leftover.name)
-                if number is not None and number <= newest and leftover.role != "old":
+                if number is not None and number <= newest and leftover.is_removable:
                     store.remove(leftover.folder)
         except CheckpointError as error:
             logger.warning(
@@ -410,6 +410,7 @@ class CommitTransaction:
 
     Args:
         store, name: the target.
+        prefix: how the folder that is written to begins, see ``CheckpointStorage.temp_prefix``.
         id: the same on all ranks.
         ranks: those that save together.
         each_node: every machine has a target of its own.
@@ -427,13 +428,14 @@ class CommitTransaction:
         self,
         store: CheckpointStorage,
         name: str,
+        prefix: str,
         id: str,
         ranks: CheckpointRankGroup,
         each_node: bool = False,
         lock_name: str = "",
     ) -> None:
         self.store, self.name, self.id, self.ranks, self.each_node = store, name, id, ranks, each_node
-        self.temp = store.temp(name, id) + (f"-n{ranks.node}" if each_node else "")
+        self.temp = f"{prefix}{id}" + (f"-n{ranks.node}" if each_node else "")
         self.target = store.label(name)
         self.is_committer = ranks.is_writer(each_node)
         self.records: dict[str, FileRecord] = {}
@@ -462,12 +464,11 @@ class CommitTransaction:
                         "removes it",
                         fix="choose another name",
                     )
-            store.refuse_target(self.name)
             store.make_folder(self.temp)  # and the folders above, which it flushes
             self.lock.acquire()
             store.recover(self.name)
             for leftover in store.leftovers(self.name):
-                if leftover.role != "old" and leftover.id != self.id:
+                if leftover.id != self.id and leftover.is_removable:
                     store.remove(leftover.folder)
         store.make_folder(self.temp)
 

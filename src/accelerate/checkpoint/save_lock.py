@@ -1,8 +1,8 @@
 """The lock on a place while it is saved to: the second of two trainings that save there is refused by name.
 
-In a folder it is a file beside the checkpoint, ``.<name>.lock``, which exists while a save is going on: a
-hard link, or exclusive creation where there are none, lets one process win, on network file systems too. Its
-owner touches it every few seconds.
+In a folder it is a file beside the checkpoint (in a mounted volume, inside of it), ``.<name>.lock``, which
+exists while a save is going on: a hard link, or exclusive creation where there are none, lets one process
+win, on network file systems too. Its owner touches it every few seconds.
 
 Remote stores have neither. There each save puts an object of its own, ``.<name>.lock-<save>``, and only then
 looks for others: of two that begin at once, at least one sees the other. Who sees one gives way, and tries
@@ -202,11 +202,12 @@ class LocalSaveLock(SaveLock):
         folder: the folder above, which exists.
         name: what is saved.
         save: the id of the save.
+        inside: the lock is in the folder that is saved, not beside it.
     """
 
-    def __init__(self, folder: Path, name: str, save: str) -> None:
+    def __init__(self, folder: Path, name: str, save: str, *, inside: bool = False) -> None:
         self.target, self.owner = str(folder / name), LockOwner.current(save)
-        self.path = folder / f".{name}.lock"
+        self.path = (folder / name if inside else folder) / f".{name}.lock"
 
     def _take(self) -> bool:
         while not self._create():

@@ -10,6 +10,11 @@ load or save: forward if the new folder has its manifest, which it has, backward
 keeps in the target folder besides the checkpoint moves along.
 
 Working folders of a save lie beside its target and are hidden: ``.checkpoint_3.tmp-<id of the save>``.
+
+A folder that cannot be renamed (a mounted volume, one in a folder that is not writable, one that holds the
+current directory) has them inside: ``/output/.output.tmp-<id>``. A rename to ``.output.new-<id>`` commits
+there; then its files are moved into ``/output``, the manifest last. A crash in between is mended by the next
+load or save, which goes on with moving.
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ INTERRUPTED = "a save that was interrupted before it was committed"
 ROLES = {
     "tmp": INTERRUPTED,
     "old": "an older state that a newer one was replacing",
+    "new": "committed, and being moved into the folder that holds it",
     "gone": "being removed",
 }
 _HIDDEN = re.compile(rf"\.(?P<name>.+)\.(?P<role>{'|'.join(ROLES)})-(?P<id>[0-9a-f]+)(-n\d+)?")
@@ -71,6 +77,11 @@ class WorkingFolder(NamedTuple):
     role: str
     id: str
     folder: str
+
+    @property
+    def is_removable(self) -> bool:
+        """True unless a load or save of the place still needs what it holds."""
+        return self.role in ("tmp", "gone")
 
 
 class CheckpointStorage(Protocol):
@@ -142,12 +153,12 @@ class CheckpointStorage(Protocol):
         """Remove a file, or a folder with all it holds."""
         ...
 
-    def temp(self, name: str, id: str) -> str:
-        """Return the folder that a save of ``name`` writes to."""
-        ...
+    def temp_prefix(self, name: str) -> str:
+        """Return how the folder that a save of ``name`` writes to begins; its id follows.
 
-    def refuse_target(self, name: str) -> None:
-        """Refuse a target that cannot be replaced in one step."""
+        Raises:
+            CheckpointError: nothing can be saved there.
+        """
         ...
 
     def publish(self, temp: str, name: str, id: str) -> None:
@@ -284,27 +295,27 @@ class LocalCheckpointStorage:
             else:
                 path.unlink(missing_ok=True)
 
-    def temp(self, name: str, id: str) -> str:
-        return f".{name}.tmp-{id}"  # a ``working_name``
-
-    def refuse_target(self, name: str) -> None:
-        """Refuse what no rename can replace: a file, a mount point, what holds the current directory."""
-        target = self.root / name
+    def temp_prefix(self, name: str) -> str:
+        target, prefix = self.root / name, f".{name}.tmp-"  # of a ``working_name``
         if not target.exists():
-            return
-        reason = ""
-        if not target.is_dir():
-            reason = "it is a file"
-        elif os.path.ismount(target):
-            reason = "it is the root of a file system, which cannot be renamed"
-        elif target in (Path.cwd(), *Path.cwd().parents):
-            reason = "it holds the current directory, which would vanish under this process"
-        if reason:
+            return prefix
+        if not target.is_dir() or not name:
             raise CheckpointError(
-                f"{target} cannot be replaced by a new checkpoint in one step",
-                why=reason,
-                fix=f"save into a folder of its own, for example {target / 'checkpoint'}",
+                f"{target} cannot be a checkpoint",
+                why="it is a file" if name else "it is the root of the file system",
+                fix="save into a folder of its own",
             )
+        try:
+            holds_current = target in (Path.cwd(), *Path.cwd().parents)
+        except FileNotFoundError:  # somebody has removed it
+            holds_current = False
+        # Under a renamed current directory, relative paths of this process would lead nowhere.
+        return f"{name}/{prefix}" if holds_current or self._is_fixed(name) else prefix
+
+    def _is_fixed(self, name: str) -> bool:
+        """Return True for a folder that no process can rename, but that can be written to."""
+        target = self.root / name
+        return os.path.ismount(target) or (target.is_dir() and not os.access(self.root, os.W_OK))
 
     def publish(self, temp: str, name: str, id: str) -> None:
         """Rename ``temp`` to ``name``; of a folder that exists, only the user's own files stay.
@@ -312,8 +323,11 @@ class LocalCheckpointStorage:
         Raises:
             CheckpointError: a rename failed, or cannot be made durable; everything is where it was.
         """
-        steps, aside = [(temp, name)], ""
-        if self.entries(name):
+        steps, aside, inside = [(temp, name)], "", temp.startswith(f"{name}/")
+        if inside:
+            committed = temp.replace(working_name(name, "tmp", ""), working_name(name, "new", ""), 1)
+            steps = [(temp, committed)]
+        elif self.entries(name):
             aside = working_name(name, "old", id)
             steps.insert(0, (name, aside))
         done: list[tuple[str, str]] = []
@@ -321,17 +335,37 @@ class LocalCheckpointStorage:
             for source, target in steps:
                 self.rename(source, target)
                 done.append((source, target))
-            self.sync("")
+            self.sync(name if inside else "")
         except CheckpointError:
             for source, target in reversed(done):
                 self.rename(target, source)
             raise
-        if not aside:
-            return
         try:
-            self._finish_replace(name, aside)
+            if inside:
+                self._move_into(name, steps[0][1])
+            elif aside:
+                self._finish_replace(name, aside)
         except CheckpointError as error:  # the checkpoint is committed; the next load or save tries again
-            logger.warning("%s is committed, but what it replaced is still in %s: %s", name, aside, error)
+            unfinished = f"its files are still in {steps[0][1]}" if inside else f"{aside} is still there"
+            logger.warning("%s is committed, but %s: %s", self.root / name, unfinished, error)
+
+    def _move_into(self, name: str, committed: str) -> None:
+        """Move a committed checkpoint into the folder around it; what a crash has stopped goes on."""
+        new, old = read_manifest(self, committed), self._manifest_if_whole(name)
+        if new is not None:  # the manifest goes last
+            waiting = set(self.entries(committed))
+            moved = {file.partition("/")[0] for file in new.files} - waiting
+            owned = {file.partition("/")[0] for file in old.files} if old else set[str]()
+            # The old manifest goes after its files: until then it says which are the user's own.
+            for entry in sorted(set(self.entries(name)) - moved, key=lambda entry: entry == MANIFEST_NAME):
+                if entry in owned or entry in waiting or is_checkpoint_name(entry):
+                    self.remove(f"{name}/{entry}")
+            for entry in sorted(waiting - {MANIFEST_NAME}):
+                self.rename(f"{committed}/{entry}", f"{name}/{entry}")
+            self.sync(name)
+            self.rename(f"{committed}/{MANIFEST_NAME}", f"{name}/{MANIFEST_NAME}")
+        self.remove(committed)
+        self.sync(name)
 
     def _finish_replace(self, name: str, aside: str) -> None:
         """Move the user's own files from the replaced folder to the new one, and remove the rest."""
@@ -357,6 +391,9 @@ class LocalCheckpointStorage:
         """Finish or undo a replacement of ``name`` that a crash interrupted; otherwise do nothing."""
         working_folders = self.leftovers(name)
         for _, role, id, aside in working_folders:
+            if role == "new":
+                logger.warning("the save of %s was interrupted; it is finished now", self.root / name)
+                self._move_into(name, aside)
             if role != "old":
                 continue
             if not self.is_folder(name):
@@ -370,14 +407,15 @@ class LocalCheckpointStorage:
                 self._finish_replace(name, aside)
 
     def leftovers(self, name: str | None = None) -> list[WorkingFolder]:
+        inside = [f"{name}/{entry}" for entry in self.entries(name)] if name else []
         return [
             WorkingFolder(*parts, entry)
-            for entry in self.entries()
-            if (parts := parse_working_name(entry)) and name in (None, parts[0])
+            for entry in [*self.entries(), *inside]
+            if (parts := parse_working_name(entry.rpartition("/")[2])) and name in (None, parts[0])
         ]
 
     def lock(self, name: str, save: str) -> SaveLock:
-        return LocalSaveLock(self.root, name, save)
+        return LocalSaveLock(self.root, name, save, inside=self._is_fixed(name))
 
     def retire(self, name: str, id: str) -> None:
         # It vanishes by one rename before its files are deleted.
