@@ -385,8 +385,9 @@ def test_damage_is_the_same_error_on_all_ranks(
     if how == "remove":
         (folder / name).unlink()
     text, unchanged = same_on_all(ranks(2, load_damaged, str(folder)))
-    if (name, how) == ("manifest.json", "remove"):
-        assert text == "fine"  # what is left is a folder of the public format
+    if how == "remove" and name in ("manifest.json", "random_states_1.pkl"):
+        # What is left is a folder of the public format, or lacks what training can go on without.
+        assert text == "fine"
         return
     assert text.startswith(("CheckpointError: rank 0 of 2: ", "CheckpointError: rank 1 of 2: "))
     assert name in text

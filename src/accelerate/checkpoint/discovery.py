@@ -26,6 +26,7 @@ from accelerate.checkpoint.layout import (
     AUTOMATIC_FOLDER,
     AUTOMATIC_NAME,
     MANIFEST_NAME,
+    RNG_STATE_NAME,
     Manifest,
     file_name,
     is_checkpoint_name,
@@ -142,6 +143,8 @@ def inspect_folder(store: CheckpointStorage, name: str) -> CheckpointCandidate |
         sizes = store.files(candidate.folder)
         for file, record in manifest.files.items():
             if file not in sizes:
+                if file.startswith(f"{RNG_STATE_NAME}_"):
+                    continue  # the training goes on without; each rank says so
                 return replace(candidate, problem=f"{file} is missing")
             if sizes[file] != record.size:
                 problem = f"{file} has {sizes[file]} bytes, expected {record.size}"

@@ -219,9 +219,15 @@ def verify_files(folder: Path, manifest: Manifest, ranks: CheckpointRankGroup) -
     The ranks of one machine share the work: each machine reads a checkpoint once, whatever disk it is on.
 
     Raises:
-        CheckpointError: a file is missing or differs; names it and what was expected.
+        CheckpointError: a file differs, or one other than random states is missing; names it and what was
+            expected.
     """
-    by_size = sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0]))
+    files = {
+        name: record
+        for name, record in manifest.files.items()
+        if not name.startswith(f"{layout.RNG_STATE_NAME}_") or (folder / name).exists()
+    }
+    by_size = sorted(files.items(), key=lambda item: (-item[1].size, item[0]))
     local_share = {folder / name: record for name, record in by_size[ranks.local_rank :: ranks.local_size]}
     for path, record in local_share.items():
         if not path.is_file():

@@ -388,9 +388,8 @@ class TrainingStateReader:
 
     def _read_rng(self, rng: RNGStates | None) -> None:
         assert rng is not None
-        rank = self.ranks.rank
+        rank, count = self.ranks.rank, self._saved_ranks
         path = self.folder / layout.file_name("rng", rank=rank)
-        count = self._saved_ranks
         if path.is_file():
             # Generators take their states from the host, whatever device they are of.
             state = dict(torch_files.read(path, **{**self.load_kwargs, "map_location": "cpu"}))
@@ -398,10 +397,12 @@ class TrainingStateReader:
             self.pending_last.append(
                 (f"restore the random states of {path}", partial(self._restore_rng, rng, state))
             )
-        elif rank >= count > 0:
+        elif rank >= count > 0 and (self.folder / layout.file_name("rng", rank=0)).is_file():
             self.pending_last.append((f"seed rank {rank}", partial(rng.set_seed, self._derive_seed(rank))))
         else:
-            self._report_missing(path.name, f"{KINDS['rng'].label} {rank}")
+            self.missing.append(f"{path.name} ({KINDS['rng'].label} {rank})")
+            if rank:  # rank 0 logs what is missing when all is loaded
+                logger.warning("%s is missing: the random states of rank %d stay as they are", path, rank)
         if self.ranks.size != count > 0:
             self.notes.append(_describe_world_size(count, self.ranks.size))
 
