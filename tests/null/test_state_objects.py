@@ -64,6 +64,19 @@ def test_only_plug_ins_in_use_are_attributes() -> None:
     assert state.debug is False
 
 
+def test_the_attributes_of_a_state_are_what_scripts_log() -> None:
+    """As ``{str(k): str(v) for k, v in accelerator.state.__dict__.items()}``."""
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    logged = {str(key): str(value) for key, value in accelerator.state.__dict__.items()}
+    names = "device backend debug num_processes process_index local_process_index _mixed_precision".split()
+    assert [logged[name] for name in names] == ["cpu", "None", "False", "1", "0", "0", "bf16"]
+    assert logged["distributed_type"] == "DistributedType.NO"
+    accelerator.state.device = "meta"
+    assert str(vars(accelerator.state)["device"]) == str(accelerator.state.device) == "meta"
+    assert vars(PartialState()) == PartialState._shared_state
+    assert vars(PartialState())["num_processes"] == 1
+
+
 def test_the_shared_state_shows_the_facts() -> None:
     assert PartialState._shared_state == {}
     state = PartialState(cpu=True)

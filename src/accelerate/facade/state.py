@@ -150,6 +150,11 @@ class PartialState(ProcessMixin):
             f"Local process index: {self.local_process_index}\nDevice: {self.device}\n"
         )
 
+    @property
+    def __dict__(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The names and values that scripts log; an instance has no attributes of its own."""
+        return self._shared_state
+
     @staticmethod
     def _reset_state() -> None:
         """Reset the world; its process group stays for the next one."""
@@ -310,6 +315,11 @@ class AcceleratorState(ProcessMixin):
         state._partial, opened = PartialState(cpu=cpu, **kwargs), worlds.current()
         assert opened is not None
         state._world = opened
+        # Scripts log ``accelerator.state.__dict__``. The properties of these names do not read it.
+        vars(state).update(
+            backend=opened.backend, debug=opened.debug, device=opened.device, num_processes=opened.size,
+            process_index=opened.rank, local_process_index=opened.local_rank,
+        )  # fmt: skip
         loaded = load_settings(PrecisionSettings, code={"mixed_precision": mixed_precision})
         state._mixed_precision = loaded.value.mixed_precision or "no"
         state.dynamo_plugin, state.parallelism_config = dynamo_plugin, parallelism_config
@@ -354,6 +364,7 @@ class AcceleratorState(ProcessMixin):
     @device.setter
     def device(self, device: torch.device | str | int) -> None:
         _set_device(self.world, device)
+        vars(self)["device"] = self.world.device
 
     @property
     def initialized(self) -> bool:
