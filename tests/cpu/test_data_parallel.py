@@ -561,6 +561,8 @@ def test_gradients_may_travel_in_half_precision(ranks: RankServer, kind: str) ->
 
 def methods_of_the_wrapper() -> list[float]:
     """A hook that halves what is summed, a static graph, and a loop that is longer on rank 1."""
+    from torch.distributed.algorithms import Join
+
     from accelerate import Accelerator
 
     accelerator = Accelerator()
@@ -578,9 +580,10 @@ def methods_of_the_wrapper() -> list[float]:
         accelerator.backward(model(torch.full((1, 1), 2.0 * rank + 2)).sum())
         gradients.append(model.weight.grad.item())
     assert models[1].static_graph
-    with models[2].join():
-        for _ in range(1 + rank):
-            accelerator.backward(models[2](torch.ones(1, 1)).sum())
+    for context in (models[2].join(), Join([models[2]])):
+        with context:
+            for _ in range(1 + rank):
+                accelerator.backward(models[2](torch.ones(1, 1)).sum())
     return gradients
 
 

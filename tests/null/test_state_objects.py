@@ -68,7 +68,15 @@ def test_the_attributes_of_a_state_are_what_scripts_log() -> None:
     """As ``{str(k): str(v) for k, v in accelerator.state.__dict__.items()}``."""
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     logged = {str(key): str(value) for key, value in accelerator.state.__dict__.items()}
-    names = "device backend debug num_processes process_index local_process_index _mixed_precision".split()
+    names = [
+        "device",
+        "backend",
+        "debug",
+        "num_processes",
+        "process_index",
+        "local_process_index",
+        "_mixed_precision",
+    ]
     assert [logged[name] for name in names] == ["cpu", "None", "False", "1", "0", "0", "bf16"]
     assert logged["distributed_type"] == "DistributedType.NO"
     accelerator.state.device = "meta"

@@ -162,29 +162,24 @@ def _note_module(name: str) -> None:
     )
 
 
-def _require_backward_grad_sync(self: ReplicatedModule) -> bool:
-    """Return True when the next backward all-reduces gradients."""
-    return self._replica.require_backward_grad_sync
-
-
-def _set_require_backward_grad_sync(self: ReplicatedModule, value: bool) -> None:
-    self._replica.require_backward_grad_sync = value
-
-
 def _replica_property(name: str) -> property:
-    return property(lambda self: getattr(self._replica, name), doc=f"{name} of torch's wrapper.")
+    def assign(self: ReplicatedModule, value: Any) -> None:
+        setattr(self._replica, name, value)
+
+    return property(lambda self: getattr(self._replica, name), assign, doc=f"{name} of torch's wrapper.")
 
 
 # Attributes and methods of torch's wrapper; programs read its device to place batches.
 _FORWARDED_MEMBERS = (
     *("device", "device_type", "device_ids", "output_device", "process_group", "broadcast_buffers"),
-    *("find_unused_parameters", "gradient_as_bucket_view", "static_graph"),
+    *("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "require_backward_grad_sync"),
     *("register_comm_hook", "join", "_set_static_graph"),
+    # Of torch.distributed.algorithms.Join.
+    *("join_hook", "join_device", "join_process_group", "_join_config"),
 )
 _WRAPPER_MEMBERS: dict[str, Any] = {name: _replica_property(name) for name in _FORWARDED_MEMBERS} | {
     "no_sync": _no_sync,
     "module": property(_module),
-    "require_backward_grad_sync": property(_require_backward_grad_sync, _set_require_backward_grad_sync),
 }
 
 
