@@ -453,6 +453,27 @@ def stand_ins() -> None:
     assert rates[0] < rates[-1] == 0.01
 
 
+def total_of_a_schedule() -> None:
+    """``total_num_steps`` counts as for a schedule of torch, which two processes advance twice in a step."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.utils import DataLoaderConfiguration, DummyScheduler, GradientAccumulationPlugin
+
+    decay = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}}
+    options: list[tuple[dict[str, Any], int]] = [
+        ({}, 6),
+        ({"dataloader_config": DataLoaderConfiguration(split_batches=True)}, 11),
+        ({"gradient_accumulation_plugin": GradientAccumulationPlugin(step_scheduler_once=True)}, 11),
+    ]
+    for option, total in options:
+        plugin = DeepSpeedPlugin(hf_ds_config={**ASKED["2"], "scheduler": decay})
+        accelerator, model = Accelerator(cpu=True, deepspeed_plugin=plugin, **option), tiny()
+        optimizer = adamw(model)
+        dummy = DummyScheduler(optimizer, total_num_steps=11, warmup_num_steps=3)
+        accelerator.prepare(model, optimizer, dummy)
+        params = plugin.deepspeed_config["scheduler"]["params"]
+        assert params == {"warmup_num_steps": 3, "total_num_steps": total}
+
+
 def refused_case() -> None:
     """Mistakes that are said on every process, before anything is changed."""
     from accelerate import Accelerator, DeepSpeedPlugin
@@ -514,7 +535,7 @@ def refused_case() -> None:
 
 USES = (
     *(bf16, windows, drop_gradients, two_models, two_accelerators, reference_model, apart, prepare_again),
-    *(stand_ins, refused_case),
+    *(stand_ins, total_of_a_schedule, refused_case),
 )
 
 

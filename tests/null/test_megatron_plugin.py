@@ -414,19 +414,23 @@ def test_a_model_with_more_than_megatron_has_is_refused() -> None:
     ],
 )
 def test_a_stand_in_becomes_a_warm_up_and_a_decay(style: str, expected: list[float]) -> None:
-    """Two copies of the model: the schedule advances twice in a step, and counts steps."""
+    """Two copies of the model: a step advances the schedule twice, and its lengths are counted alike."""
     optimizer = torch.optim.SGD([torch.ones(1)], lr=1.0)
-    dummy = MegatronLMDummyScheduler(optimizer, total_num_steps=4, warmup_num_steps=2)
+    dummy = MegatronLMDummyScheduler(optimizer, total_num_steps=8, warmup_num_steps=4)
     with pytest.raises(PrepareError, match="only stands for a schedule"):
         dummy.step()
-    schedule = build_lr_schedule(dummy, MegatronLMPlugin(lr_decay_style=style, min_lr=0.1), 2)
-    rates = []
-    for _ in expected:
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-        schedule.step()
-    assert rates == pytest.approx(expected)
+    of_plugin = {"lr_decay_iters": 4, "lr_warmup_iters": 2, "lr_decay_style": style, "min_lr": 0.1}
+    for lengths in (dummy, MegatronLMDummyScheduler(optimizer)):  # its own; the plugin's, in optimizer steps
+        optimizer.param_groups[0]["lr"] = 1.0
+        optimizer.param_groups[0].pop("initial_lr", None)
+        schedule = build_lr_schedule(lengths, MegatronLMPlugin(**of_plugin), 2)
+        rates = []
+        for _ in expected:
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+            schedule.step()
+        assert rates == pytest.approx(expected)
 
 
 def test_an_unknown_style_is_named() -> None:

@@ -180,6 +180,7 @@ class Preparer:
             [default if wish is None else wish for wish in place or [None] * len(objects)],
             self.runtime.gradients.num_steps,
             self.options.dataloader.split_batches,
+            self.runtime.gradients.plugin_kwargs.get("step_scheduler_once", False),
         )
 
     def prepare(

@@ -80,6 +80,7 @@ class PrepareBundle:
         place_on_device: per object, whether it is moved to the device.
         accumulation_steps: micro-batches per optimizer step.
         split_batches: a batch of a loader is that of all ranks together.
+        step_scheduler_once: an optimizer step advances a schedule once, also without ``split_batches``.
     """
 
     objects: list[Any]
@@ -88,6 +89,11 @@ class PrepareBundle:
     place_on_device: list[bool] = field(default_factory=list)
     accumulation_steps: int = 1
     split_batches: bool = False
+    step_scheduler_once: bool = False
+
+    def schedule_advances(self, data_shards: int) -> int:
+        """Return how often an optimizer step advances a schedule: once, or once for each data shard."""
+        return 1 if self.split_batches or self.step_scheduler_once else data_shards
 
     def positions(self, kind: ObjectKind) -> list[int]:
         """Return the indices of the objects of one kind."""

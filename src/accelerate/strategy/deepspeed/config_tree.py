@@ -206,7 +206,9 @@ class DummyScheduler:
 
     Args:
         optimizer: what it belongs to, a ``DummyOptim`` or an optimizer.
-        total_num_steps, warmup_num_steps: for ``"auto"`` values of the configuration.
+        total_num_steps: for an ``"auto"`` value of the configuration, counted as for a schedule of torch,
+            which an optimizer step advances once for each process: DeepSpeed gets its share of them.
+        warmup_num_steps: for an ``"auto"`` value; optimizer steps.
         lr_scheduler_callable: makes the schedule of DeepSpeed's optimizer, where the configuration has none.
         kwargs: kept.
     """

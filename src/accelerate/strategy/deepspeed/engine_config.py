@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,8 @@ class DeepSpeedConfigInputs:
         batches: samples per rank of the loaders of the same ``prepare``; None where unknown.
         optimizer: of torch, or a ``DummyOptim``; None for a model that is not trained.
         scheduler: a ``DummyScheduler``, or None.
+        schedule_advances: how often an optimizer step advances a schedule of torch; the steps of a
+            ``DummyScheduler`` are counted like those, while DeepSpeed advances its own once.
     """
 
     model: nn.Module
@@ -45,6 +48,7 @@ class DeepSpeedConfigInputs:
     batches: Sequence[int | None] = ()
     optimizer: Any = None
     scheduler: Any = None
+    schedule_advances: int = 1
 
 
 @dataclass
@@ -239,7 +243,8 @@ def _fill_scheduler(engine_config: EngineConfig, inputs: DeepSpeedConfigInputs) 
     engine_config.fill_auto(f"{params}.warmup_max_lr", rate, "the optimizer's lr")
     engine_config.fill_auto(f"{params}.warmup_num_steps", max(1, scheduler.warmup_num_steps), source)
     if scheduler.total_num_steps is not None:
-        engine_config.fill_auto(f"{params}.total_num_steps", scheduler.total_num_steps, source)
+        total = math.ceil(scheduler.total_num_steps / inputs.schedule_advances)
+        engine_config.fill_auto(f"{params}.total_num_steps", total, source)
 
 
 def _learning_rate(optimizer: Any) -> Any:

@@ -48,6 +48,7 @@ class DeepSpeedPrepareContext:
         processes: the world size.
         host: whether the device is the CPU.
         shared: whether a loader's batch is that of all ranks (``split_batches``).
+        schedule_advances: how often an optimizer step advances a schedule of torch.
     """
 
     engines: DeepSpeedEngineRegistry
@@ -57,6 +58,7 @@ class DeepSpeedPrepareContext:
     processes: int
     host: bool
     shared: bool
+    schedule_advances: int
 
 
 def engine_specs(context: DeepSpeedPrepareContext, bundle: PrepareBundle) -> Iterator[EngineSpec]:
@@ -119,6 +121,7 @@ def _make_spec(
         [_micro_batch_size(context, loader) for loader in bundle.objects_of("loader")],
         optimizer,
         scheduler,
+        context.schedule_advances,
     )
     engine_config = build_config(context.plugin, inputs)
     _refuse_unsupported_params(inputs.model, optimizer, engine_config.config)

@@ -207,6 +207,7 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, Modul
             processes=self.world.size,
             host=self.world.device.type == "cpu",
             shared=bundle.split_batches,
+            schedule_advances=bundle.schedule_advances(self.data_shard.count),
         )
 
     def _make_engine(self, bundle: PrepareBundle, job: EngineSpec) -> None:

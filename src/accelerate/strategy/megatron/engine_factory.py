@@ -101,8 +101,8 @@ def build_stepper(
     return MegatronOptimizerStepper(optimizer, engine, groups)
 
 
-def replace_dummy_scheduler(scheduler: Any, plugin: MegatronLMPlugin, copies: int) -> Any:
+def replace_dummy_scheduler(scheduler: Any, plugin: MegatronLMPlugin, advances: int) -> Any:
     """Return a torch schedule in place of a ``MegatronLMDummyScheduler``; others stay."""
     if isinstance(scheduler, MegatronLMDummyScheduler):
-        return build_lr_schedule(scheduler, plugin, copies)
+        return build_lr_schedule(scheduler, plugin, advances)
     return scheduler

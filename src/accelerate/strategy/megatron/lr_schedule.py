@@ -20,8 +20,9 @@ class MegatronLMDummyScheduler:
 
     Args:
         optimizer: whose learning rates.
-        total_num_steps: optimizer steps until the end of the decay.
-        warmup_num_steps: optimizer steps from 0 to the full rate.
+        total_num_steps: steps until the end of the decay, counted as for a schedule of torch, which an
+            optimizer step advances once for each data parallel rank.
+        warmup_num_steps: steps from 0 to the full rate, counted alike.
         kwargs: kept.
     """
 
@@ -57,13 +58,13 @@ def _not_prepared_error() -> PrepareError:
     )
 
 
-def build_lr_schedule(dummy: MegatronLMDummyScheduler, plugin: MegatronLMPlugin, copies: int) -> LambdaLR:
+def build_lr_schedule(dummy: MegatronLMDummyScheduler, plugin: MegatronLMPlugin, advances: int) -> LambdaLR:
     """Build the schedule that a ``MegatronLMDummyScheduler`` stands for.
 
     Args:
         dummy: the placeholder.
-        plugin: its ``lr_decay_style``, ``min_lr`` and lengths.
-        copies: how often the schedule advances in an optimizer step: once for each data parallel replica.
+        plugin: its ``lr_decay_style``, ``min_lr``, and lengths in optimizer steps.
+        advances: how often an optimizer step advances the schedule.
 
     Raises:
         UnknownNameError: there is no such style.
@@ -71,14 +72,14 @@ def build_lr_schedule(dummy: MegatronLMDummyScheduler, plugin: MegatronLMPlugin,
     style = plugin.lr_decay_style
     if style not in STYLES:
         raise UnknownNameError("lr_decay_style", str(style), STYLES)
-    total = dummy.total_num_steps or plugin.lr_decay_iters or plugin.train_iters or 0
-    warmup = dummy.warmup_num_steps or plugin.lr_warmup_iters or int((plugin.lr_warmup_fraction or 0) * total)
+    total = dummy.total_num_steps or advances * (plugin.lr_decay_iters or plugin.train_iters or 0)
+    warmup = dummy.warmup_num_steps or advances * (plugin.lr_warmup_iters or 0)
+    warmup = warmup or int((plugin.lr_warmup_fraction or 0) * total)
     optimizer: Any = getattr(dummy.optimizer, "optimizer", dummy.optimizer)
     peak = max(group["lr"] for group in optimizer.param_groups)
     floor = plugin.min_lr / peak if peak else 0.0
 
-    def factor(tick: int) -> float:
-        step = tick / copies
+    def factor(step: int) -> float:
         if step < warmup:
             return step / warmup
         return floor + (1.0 - floor) * _decay_factor(style, step, warmup, total)
@@ -86,7 +87,7 @@ def build_lr_schedule(dummy: MegatronLMDummyScheduler, plugin: MegatronLMPlugin,
     return LambdaLR(optimizer, factor)
 
 
-def _decay_factor(style: str, step: float, warmup: int, total: int) -> float:
+def _decay_factor(style: str, step: int, warmup: int, total: int) -> float:
     """Return the fraction of the way from the lowest rate to the full one after ``step`` steps, 0 to 1."""
     if style == "constant" or total <= warmup:
         return 1.0

@@ -143,8 +143,9 @@ class Megatron(MegatronOpenGradients, EngineStrategy):
         self._engines.append(engine)
         self._converters[id(engine)] = whole
         bundle.replace("model", lambda _: engine)
+        advances = bundle.schedule_advances(self.data_shard.count)
         bundle.replace(
-            "scheduler", lambda scheduler: replace_dummy_scheduler(scheduler, self.plugin, self.layout.dp)
+            "scheduler", lambda scheduler: replace_dummy_scheduler(scheduler, self.plugin, advances)
         )
 
     def forget(self) -> None:
