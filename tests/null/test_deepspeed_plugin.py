@@ -84,7 +84,7 @@ def test_a_configuration_comes_as_dict_file_text_and_object(
     text = json.dumps(CONFIG)
     file.write_text(text)
     coded = base64.urlsafe_b64encode(text.encode()).decode()
-    for given in (CONFIG, str(file), file, coded, HfDeepSpeedConfig(CONFIG)):
+    for given in (CONFIG, str(file), file, text, coded, HfDeepSpeedConfig(CONFIG)):
         plugin = DeepSpeedPlugin(hf_ds_config=given)
         assert plugin.deepspeed_config == {**CONFIG, "steps_per_print": float("inf")}
         assert (plugin.zero_stage, plugin.zero3_init_flag) == (3, True)
@@ -96,8 +96,9 @@ def test_a_configuration_comes_as_dict_file_text_and_object(
     for wrong in ("nowhere.json", 5):
         with pytest.raises(ValueError, match="no path of a file"):
             DeepSpeedPlugin(hf_ds_config=wrong)
-    with pytest.raises(ValueError, match="zero_optimization"):
-        DeepSpeedPlugin(hf_ds_config={"train_batch_size": 8})
+    for without_table in ({"train_batch_size": 8}, {"zero_optimization": True}):
+        with pytest.raises(ValueError, match="no table zero_optimization"):
+            DeepSpeedPlugin(hf_ds_config=without_table)
     assert DeepSpeedPlugin(hf_ds_config={"zero_optimization": {}}).gradient_accumulation_steps == 1
 
 
@@ -111,6 +112,35 @@ def test_what_is_said_twice_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.5")
     with pytest.raises(SettingError, match=r"ACCELERATE_GRADIENT_CLIPPING is 0.5"):
         DeepSpeedPlugin(hf_ds_config={**CONFIG, "gradient_clipping": 1.0})
+
+
+def test_auto_takes_the_field_or_its_default() -> None:
+    zero = {"stage": "auto", "offload_optimizer": {"device": "auto"}}
+    plugin = DeepSpeedPlugin(
+        hf_ds_config={"zero_optimization": zero}, zero_stage=3, offload_optimizer_device="cpu"
+    )
+    assert plugin.hf_ds_config.is_zero3()
+    assert plugin.hf_ds_config.is_offload()
+    plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": zero})
+    assert plugin.deepspeed_config["zero_optimization"] == {
+        "stage": 2,
+        "offload_optimizer": {"device": "none"},
+    }
+    assert (plugin.zero_stage, plugin.hf_ds_config.is_zero2()) == (2, True)
+
+
+def test_steps_of_accumulation_that_the_configuration_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Accelerator's count; 1.15 takes 1, without a word."""
+    silent = {"zero_optimization": {"stage": 2}}
+    plugin = DeepSpeedPlugin(hf_ds_config=silent, gradient_accumulation_steps=4)
+    assert plugin.deepspeed_config["gradient_accumulation_steps"] == 4
+    plugin = DeepSpeedPlugin(hf_ds_config=silent)
+    assert Accelerator(cpu=True, deepspeed_plugin=plugin).gradient_accumulation_steps == 1
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=4)
+    assert accelerator.gradient_accumulation_steps == 4
+    assert build_config(plugin, wanted(steps=4)).config["gradient_accumulation_steps"] == 4
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
+    assert Accelerator(cpu=True, deepspeed_plugin=plugin).gradient_accumulation_steps == 2
 
 
 def test_what_clients_ask_of_it() -> None:

@@ -20,7 +20,7 @@ _ABSENT: Any = object()
 
 
 def read_config(source: Any) -> dict[str, Any]:
-    """Return a copy of the configuration in a dict, a path, JSON in base 64, or an ``HfDeepSpeedConfig``.
+    """Return a copy of the configuration in a dict, a path, JSON, or an ``HfDeepSpeedConfig``.
 
     Raises:
         SettingError: it is none of these, or not valid JSON.
@@ -34,7 +34,7 @@ def read_config(source: Any) -> dict[str, Any]:
     except (TypeError, FileNotFoundError, IsADirectoryError) as error:
         raise SettingError(
             f"the DeepSpeed configuration is {source!r}",
-            why="it is no path of a file that is there, no dict, and no JSON in base 64",
+            why="it is no path of a file that is there, no dict, and no JSON as text or in base 64",
             fix='hf_ds_config="ds_config.json", or hf_ds_config={"zero_optimization": {"stage": 2}}',
         ) from error
     except json.JSONDecodeError as error:
@@ -47,12 +47,14 @@ def read_config(source: Any) -> dict[str, Any]:
 
 
 def read_text(source: str | os.PathLike[str]) -> str:
-    """Return the text of a file, or of JSON in base 64, which begins with an encoded brace.
+    """Return JSON that is given as it is or in base 64 (from an encoded brace on); else the text of a file.
 
     Raises:
         FileNotFoundError: there is no such file, and it is not base 64.
         OSError, UnicodeDecodeError: the file cannot be read.
     """
+    if str(source).lstrip().startswith("{"):
+        return str(source)
     if str(source).startswith(("ey", "ew")) and not os.path.exists(source):
         try:
             return base64.b64decode(str(source), altchars=b"-_", validate=True).decode("utf-8")
@@ -117,7 +119,7 @@ class HfDeepSpeedConfig:
     """The DeepSpeed configuration by dotted paths; transformers derives its own class from this one.
 
     Args:
-        config_file_or_dict: a dict, the path of a JSON file, or its content in base 64.
+        config_file_or_dict: a dict, the path of a JSON file, or its content, as it is or in base 64.
 
     Attributes:
         config: the tree of keys, as a plain dict.

@@ -133,6 +133,9 @@ def build_config(plugin: DeepSpeedPlugin, inputs: DeepSpeedConfigInputs) -> Engi
 
 def _fill_batch(engine_config: EngineConfig, plugin: DeepSpeedPlugin, inputs: DeepSpeedConfigInputs) -> None:
     configured = config_tree.get_key(engine_config.config, "gradient_accumulation_steps")
+    if plugin.assumes_steps and configured == 1:
+        configured = None
+        config_tree.delete_key(engine_config.config, "gradient_accumulation_steps")
     # A library that counts micro-batches by itself has written its number there.
     if inputs.steps != 1 or configured in (None, AUTO):
         engine_config.set_owned(

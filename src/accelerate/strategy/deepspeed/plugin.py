@@ -33,7 +33,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
     With a configuration of DeepSpeed, the fields are what it says, and one that is given too must agree.
 
     Attributes:
-        hf_ds_config: also DeepSpeed's configuration itself: a dict, JSON in base 64, or an
+        hf_ds_config: also DeepSpeed's configuration itself: a dict, JSON as text or in base 64, or an
             ``HfDeepSpeedConfig``.
         gradient_accumulation_steps: micro-batches per step; ``"auto"`` takes the ``Accelerator``'s.
         is_train_batch_min: of several loaders, the smallest batch is that of the training.
@@ -50,6 +50,8 @@ class DeepSpeedPlugin(DeepSpeedOptions):
     def __post_init__(self) -> None:
         self._selected = False
         self.dschf: Any = None
+        # Nobody gave gradient_accumulation_steps; 1 in the configuration is then no wish.
+        self.assumes_steps = False
         # (the dict, its content since an engine was made, its content before)
         self._shown_config: tuple[dict[str, Any], dict[str, Any], dict[str, Any]] | None = None
         self._settings = load_fields(self, objects={"hf_ds_config": Any})
@@ -112,20 +114,23 @@ class DeepSpeedPlugin(DeepSpeedOptions):
             source = HfDeepSpeedConfig(source)
         self.hf_ds_config: Any = source
         config = source.config
-        if "zero_optimization" not in config:
+        if not isinstance(config.get("zero_optimization"), Mapping):
             raise SettingError(
-                "the DeepSpeed configuration (hf_ds_config) says nothing about zero_optimization",
+                "the DeepSpeed configuration (hf_ds_config) has no table zero_optimization",
                 why="its stage decides what is partitioned over the processes",
                 fix='add "zero_optimization": {"stage": 2}, or stage 0 for none',
             )
-        config.setdefault("gradient_accumulation_steps", 1)
+        self._check_counterpart("gradient_accumulation_steps", "gradient_accumulation_steps")
+        self.assumes_steps = "gradient_accumulation_steps" not in config
+        self.gradient_accumulation_steps = config.setdefault("gradient_accumulation_steps", 1)
         for row in self._configured_rows():
             self._check_counterpart(row.name, row.details["key"])
-        self._check_counterpart("gradient_accumulation_steps", "gradient_accumulation_steps")
-        self.gradient_accumulation_steps = config["gradient_accumulation_steps"]
-        for row in self._configured_rows():
             value = config_tree.get_key(config, row.details["key"], row.details["absent"])
+            if value == AUTO and row.choices:
+                value = row.fallback
+                config_tree.set_key(config, row.details["key"], value)
             setattr(self, row.field, row.fallback if value is None else value)
+        source.set_stage_and_offload()
         if config_tree.has_key(config, _GATHER) and config_tree.get_key(config, _GATHER) != AUTO:
             self._may_gather = bool(config_tree.get_key(config, _GATHER))
         self.zero3_save_16bit_model: bool | None = bool(self._may_gather)

@@ -181,7 +181,7 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, Modul
     def accumulation_steps(self) -> int | None:
         """The micro-batches per step of the plugin or DeepSpeed's file."""
         steps = self.plugin.get_value("gradient_accumulation_steps")
-        return None if steps in (None, "auto") else int(steps)
+        return None if steps in (None, "auto", *((1,) if self.plugin.assumes_steps else ())) else int(steps)
 
     # --- prepare
 
