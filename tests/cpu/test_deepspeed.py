@@ -194,7 +194,10 @@ def resumes(folder: str) -> None:
     for stage, source in (("2", "own2"), ("3", "own3"), ("3", "whole2"), ("2", "whole3"), ("0", "whole3")):
         numbers, weights = torch.load(f"{folder}/end{source[-1]}.pt")
         accelerator, model, optimizer = engine(ASKED[stage], seed=5)
+        offered: list[int] = []
+        accelerator.register_load_state_pre_hook(lambda models, _, seen=offered: seen.append(len(models)))
         accelerator.load_state(f"{folder}/{source}")
+        assert offered == [0 if source.startswith("own") else 1]  # DeepSpeed loads its own by itself
         ours = loop(accelerator, model, optimizer, steps=3)
         torch.testing.assert_close(
             torch.tensor(ours["losses"]), torch.tensor(numbers["losses"]), rtol=0, atol=1e-5

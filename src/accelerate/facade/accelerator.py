@@ -1072,7 +1072,10 @@ class Accelerator(ProcessMixin):
         return register_hook(self._checkpoints.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook(models, input_dir)`` before ``load_state`` reads."""
+        """Call ``hook(models, input_dir)`` before ``load_state`` reads.
+
+        A model that is taken out of ``models`` is not loaded. What DeepSpeed loads by itself is not in it.
+        """
         return register_hook(self._checkpoints.load_hooks, hook)
 
     @property
