@@ -382,6 +382,22 @@ def reference_model() -> None:
         optimizer.step()
 
 
+def engine_of_the_accelerator() -> None:
+    from accelerate.utils import DeepSpeedEngineWrapper
+
+    accelerator, model, optimizer = engine(ASKED["2"])
+    wrapped = accelerator.deepspeed_engine_wrapped
+    assert isinstance(wrapped, DeepSpeedEngineWrapper)
+    assert wrapped.engine is model
+    assert accelerator.deepspeed_config["zero_optimization"]["stage"] == 2
+    accelerator.backward(loss_of(model, next(batches(1))))
+    optimizer.step()
+    assert wrapped.get_global_grad_norm() > 0
+    accelerator.free_memory()
+    assert accelerator.deepspeed_engine_wrapped is None
+    assert not hasattr(accelerator, "deepspeed_config")
+
+
 def apart() -> None:
     """A model alone, then its optimizer; both stay the objects that the script has."""
     for stage in ("2", "3"):
@@ -538,7 +554,7 @@ def refused_case() -> None:
 
 USES = (
     *(bf16, windows, drop_gradients, two_models, two_accelerators, reference_model, apart, prepare_again),
-    *(stand_ins, total_of_a_schedule, refused_case),
+    *(engine_of_the_accelerator, stand_ins, total_of_a_schedule, refused_case),
 )
 
 

@@ -514,6 +514,28 @@ class Accelerator(ProcessMixin):
         """The selected DeepSpeed plugin; None without DeepSpeed."""
         return self.state.deepspeed_plugin
 
+    @property
+    def deepspeed_engine_wrapped(self) -> Any:
+        """The wrapper of the first DeepSpeed engine (``.engine``); None before ``prepare``.
+
+        Raises:
+            AttributeError: this ``Accelerator`` does not use DeepSpeed.
+        """
+        from accelerate.facade.deepspeed_wrappers import wrap_first_engine
+
+        return wrap_first_engine(self.strategy)
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """The configuration that the newest DeepSpeed engine was made with.
+
+        Raises:
+            AttributeError: there is no engine.
+        """
+        if getattr(self, "deepspeed_engine_wrapped", None) is None:
+            raise AttributeError("deepspeed_config: no model is prepared with DeepSpeed")
+        return self.state.deepspeed_plugin.deepspeed_config
+
     # --- 8-bit floats
 
     @property

@@ -52,7 +52,8 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
 class DeepSpeedEngineWrapper:
     """The wrapper of a DeepSpeed engine made by hand: backward, and the step when gradients are complete.
 
-    An ``Accelerator`` does not use it: there the step is taken in ``optimizer.step()``.
+    An ``Accelerator`` shows it as ``deepspeed_engine_wrapped``, and does not use it: there the step is taken
+    in ``optimizer.step()``.
 
     Args:
         engine: the DeepSpeed engine.
@@ -72,6 +73,17 @@ class DeepSpeedEngineWrapper:
         """Return the gradient norm of the last step; None before the first."""
         norm = self.engine.get_global_grad_norm()
         return norm.item() if hasattr(norm, "item") else norm
+
+
+def wrap_first_engine(strategy: Any) -> DeepSpeedEngineWrapper | None:
+    """Return a wrapper of the first engine of the strategy ``DeepSpeed``, None if it has made none yet.
+
+    Raises:
+        AttributeError: it is another strategy.
+    """
+    if strategy.name != "deepspeed":
+        raise AttributeError("deepspeed_engine_wrapped: this Accelerator does not use DeepSpeed")
+    return next((DeepSpeedEngineWrapper(handle.engine) for handle in strategy.engines), None)
 
 
 def get_active_deepspeed_plugin(state: Any) -> Any:
