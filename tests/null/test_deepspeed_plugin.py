@@ -249,6 +249,10 @@ def test_optimizer_and_schedule_of_deepspeed() -> None:
             "optimizer"
         ]["params"]
     )
+    momentum = {"optimizer": {"type": "SGD", "params": {"lr": "auto", "momentum": "auto"}}}
+    sgd = wanted(optimizer=DummyOptim(model.parameters(), momentum=0.9))
+    filled = build_config(DeepSpeedPlugin(hf_ds_config={**CONFIG, **momentum}), sgd).config
+    assert filled["optimizer"]["params"] == {"lr": 0.001, "momentum": 0.9}
     with pytest.raises(SettingError, match=r"weight_decay of the DummyOptim says 0.1.*weight_decay: 0.5"):
         build_config(plugin, wanted(optimizer=DummyOptim(model.parameters(), lr=0.02, weight_decay=0.1)))
     with pytest.raises(SettingError, match="no optimizer"):

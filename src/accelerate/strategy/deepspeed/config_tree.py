@@ -189,7 +189,7 @@ class DummyOptim:
     Args:
         params: parameters, or groups of them.
         lr, weight_decay: for ``"auto"`` values of the configuration.
-        kwargs: more of them: ``betas``, ``eps``.
+        kwargs: more of them: ``betas``, ``eps``, ``momentum``, ...
     """
 
     prepared_as: ClassVar[str] = "optimizer"

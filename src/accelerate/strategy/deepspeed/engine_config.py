@@ -209,9 +209,7 @@ def _fill_dummy(engine_config: EngineConfig, optimizer: DummyOptim) -> None:
             engine_config.fill_auto(f"{params}.{name}", value, "the DummyOptim")
         elif config_tree.has_key(engine_config.config, f"{params}.{name}"):
             engine_config.set_owned(f"{params}.{name}", value, f"{name} of the DummyOptim")
-    defaults = {"betas": [0.9, 0.999], "eps": 1e-8}
-    for name, default in defaults.items():
-        value = optimizer.kwargs.get(name, default)
+    for name, value in {"betas": [0.9, 0.999], "eps": 1e-8, **optimizer.kwargs}.items():
         engine_config.fill_auto(
             f"{params}.{name}", list(value) if isinstance(value, tuple) else value, "the DummyOptim"
         )
