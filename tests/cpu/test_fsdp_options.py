@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.cpu.test_fsdp2 import LAYERS, prepared
-from tests.support.numbers import close
+from tests.support.numbers import close, same
 from tests.support.ranks import RanksError, RankServer, same_on_all
 from tests.support.sharded_models import Block, adamw, batches, gathered_groups, loss_of, plain, share, tiny
 
@@ -311,3 +311,30 @@ def test_a_batch_norm_that_is_recomputed_counts_a_batch_once(ranks: RankServer, 
     plain, recomputed = (ranks(2, statistics, version, each)[0] for each in (False, True))
     assert plain[-1] == 2
     assert recomputed == pytest.approx(plain, rel=1e-5)
+
+
+def train_convolution(version: int) -> dict[str, Any]:
+    """Weights after one step of a model in float64 and channels_last."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(), nn.Linear(64, 1)).double()
+    model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    images = torch.randn(4, 3, 4, 4, dtype=torch.float64)
+    backward, clip, state = torch.Tensor.backward, nn.utils.clip_grad_norm_, model.state_dict
+    if version:
+        from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+        accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=version))
+        model, optimizer = accelerator.prepare(model, optimizer)
+        backward, clip = accelerator.backward, accelerator.clip_grad_norm_
+        state = lambda: accelerator.get_state_dict(model)  # noqa: E731
+    backward(model(images).square().mean())
+    clip(model.parameters(), 1.0)
+    optimizer.step()
+    return {name: value.clone() for name, value in state().items()}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_parameters_that_are_not_contiguous_keep_their_elements(ranks: RankServer, version: int) -> None:
+    """FSDP1 has written them to state dicts in the order of their memory; FSDP2 of torch refuses them."""
+    same(ranks(2, train_convolution, version)[0], train_convolution(0), 1e-5)

@@ -171,7 +171,13 @@ def _grad_norm(
 
 def _sum_of_powers(gradients: Iterable[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
     """Return the sum of p-th powers, the maximum for ``inf``."""
-    norms = [torch.linalg.vector_norm(g, p, dtype=torch.float32).to(device) for g in gradients if g.numel()]
+    norms = [
+        torch.linalg.vector_norm(g, p, dtype=torch.promote_types(g.dtype, torch.float32)).to(
+            device, torch.float32
+        )
+        for g in gradients
+        if g.numel()
+    ]
     stacked_norms = torch.stack(norms) if norms else torch.zeros(1, device=device)
     return stacked_norms.max() if p == float("inf") else (stacked_norms**p).sum()
 

@@ -58,14 +58,19 @@ class FSDPShardingPlan:
         """Return a parameter or buffer on ``device`` in its stored dtype: the same object, where possible.
 
         A meta tensor gets memory. Some devices cannot swap a tensor's data: a new tensor replaces it there.
+        A parameter that is sharded becomes contiguous: FSDP2 of torch refuses others, and FSDP1 would store
+        them in the order of their memory, not of their elements.
         """
         dtype = self.storage_dtype(old)
+        contiguous = old.is_contiguous() or not isinstance(old, nn.Parameter) or old in self.ignored
         if old.is_meta:
             data = torch.empty_like(old.data, dtype=dtype, device=device)
-        elif (old.device, old.dtype) == (device, dtype):
+        elif contiguous and (old.device, old.dtype) == (device, dtype):
             return old
         else:
             data = old.data.to(device, dtype)
+        if not contiguous:
+            data = data.contiguous()
         if data.device == old.device and not isinstance(old, DTensor):
             old.data = data
             return old

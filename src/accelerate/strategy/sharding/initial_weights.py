@@ -267,7 +267,8 @@ class InitialWeights:
             return None
         like: Any = old.detach()
         make = torch.zeros_like if whole else torch.empty_like
-        placeholder: Any = make(like, dtype=layout.storage_dtype(old), device=device if whole else "meta")
+        dtype, place = layout.storage_dtype(old), device if whole else "meta"
+        placeholder: Any = make(like, dtype=dtype, device=place, memory_format=torch.contiguous_format)
         if isinstance(old, nn.Parameter):
             placeholder = nn.Parameter(placeholder, requires_grad=old.requires_grad)
             if whole:
