@@ -33,7 +33,9 @@ def made(window: int = 1, sizes: dict[str, int] | None = None, **options: Any) -
 
     handlers: dict[str, Any] = {"pp_handler": PipelineParallelConfig(**options)}
     if sizes and "tp_size" in sizes:
-        handlers["tp_handler"] = TorchTensorParallelConfig(plan=parity.PLAN)
+        # The weight of both is on the first and on the last stage.
+        tied = {"embed": "rowwise", "head": "colwise_rep"}
+        handlers["tp_handler"] = TorchTensorParallelConfig(plan={**parity.PLAN, **tied})
     config = ParallelismConfig(**(sizes or {"pp_size": 2}), **handlers)
     return Accelerator(cpu=True, parallelism_config=config, gradient_accumulation_steps=window)
 

@@ -112,6 +112,21 @@ class ModuleSharder:
             dist.scatter(shard, [p.to(self.device).contiguous() for p in pieces] or None, source, group)
         return shard
 
+    def replace_tied(self, part: TPPlanEntry) -> None:
+        """Give a module of another pipeline stage the sharded parameters that are tied to those here.
+
+        Raises:
+            PrepareError: a tied parameter is sharded in two ways.
+        """
+        for name, old in part.module._parameters.items():
+            if old is None:
+                continue
+            new = self.replaced.get(id(old), (old, old))[1]
+            here = new.placements[0] if isinstance(new, DTensor) else "whole"
+            if here == "whole" or here != part.placements.get(name, here):
+                raise _tie_error(f"{part.name}.{name}", part.placements.get(name, "cut"), here)
+            part.module._parameters[name] = new
+
     def check_ties(self, model: nn.Module) -> None:
         """Refuse a sharded parameter that is tied to one that stays replicated.
 

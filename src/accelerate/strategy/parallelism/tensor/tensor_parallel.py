@@ -26,7 +26,7 @@ from accelerate.world import watchdog
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accelerate.strategy.parallelism.tensor.tp_plan import ResolvedTPPlan
+    from accelerate.strategy.parallelism.tensor.tp_plan import ResolvedTPPlan, TPPlanEntry
 
 
 class TensorParallel(MeshDimension):
@@ -103,9 +103,14 @@ class TensorParallel(MeshDimension):
         together = plane[tuple(name for name in plane.mesh_dim_names or () if name != "pp")]
         _, values = exchange_model_info(model, None, together)
         sharder = ModuleSharder(plane[self.name], sharing, self.world.device, values)
+        on_other_stages: list[TPPlanEntry] = []
         for part in plan.modules:
-            if not vars(part.module).get("_on_another_stage"):
+            if vars(part.module).get("_on_another_stage"):
+                on_other_stages.append(part)
+            else:
                 sharder.shard_module(part)
+        for part in on_other_stages:
+            sharder.replace_tied(part)
         sharder.check_ties(model)
         # Parameters that will be sharded get their values then.
         sharder.materialize_rest(model, equal=not bundle.training)
