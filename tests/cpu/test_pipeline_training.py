@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,12 @@ def made(window: int = 1, sizes: dict[str, int] | None = None, **options: Any) -
 
 
 def trained(window: int, sizes: dict[str, int], options: dict[str, Any]) -> tuple[Numbers, list[str], int]:
+    from accelerate import init_empty_weights
+
     accelerator = made(window, sizes, **options)
-    model = parity.decoder()
+    # It is enough if rank 0 has read the weights.
+    with init_empty_weights() if accelerator.process_index else nullcontext():
+        model = parity.decoder()
     optimizer = parity.adamw(model)
     rows = parity.ROWS // accelerator.strategy.data_shard.count
     model, optimizer, loader = accelerator.prepare(model, optimizer, parity.loader(rows))

@@ -168,11 +168,11 @@ def _tensors_outside_blocks(model: nn.Module, cut: StageAssignment) -> set[int]:
     return {id(t) for table in tables for t in table.values() if t is not None}
 
 
-def check_same_model(model: nn.Module) -> bool:
-    """Refuse models whose structure differs between processes, and those without values.
+def check_same_model(model: nn.Module) -> list[bool]:
+    """Refuse models whose structure differs between processes, and those without values on rank 0.
 
     Returns:
-        Whether there are other processes: not in a dry run.
+        Whether the model of each rank has all its values; empty in a dry run, which has no other processes.
 
     Raises:
         PrepareError: on all ranks.
@@ -184,7 +184,7 @@ def check_same_model(model: nn.Module) -> bool:
         (hashlib.sha256(repr(rows).encode()).hexdigest(), empty), "prepare(model)"
     )
     if len(digests) == 1:
-        return False
+        return []
     other = [rank for rank, digest in enumerate(digests) if digest[0] != digests[0][0]]
     if other:
         raise PrepareError(
@@ -198,7 +198,7 @@ def check_same_model(model: nn.Module) -> bool:
             why="the weights of rank 0 are those that the stages begin with",
             fix="load the weights on rank 0",
         )
-    return True
+    return [not empty for _, empty in digests]
 
 
 @torch.no_grad()
@@ -212,7 +212,8 @@ def keep_local_stages(
     Args:
         model: whole.
         names: which process has what.
-        group: the processes; None if they are not there.
+        group: the processes; None if they are not there, or if the first has no values: sharding will
+            broadcast those of the first pipeline.
         rank: this one's place among them.
         device: where its weights go.
 
