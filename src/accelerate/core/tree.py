@@ -44,6 +44,12 @@ def _is_dataclass_value(value: object) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
+def dataclass_items(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass object by name, but for those that are not set (``init=False``)."""
+    names = (item.name for item in dataclasses.fields(value))
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
 def map_tree(function: Leaf, tree: Any) -> Any:
     """Replace every leaf of ``tree`` by ``function(leaf)``; containers keep their type and order."""
     if is_sequence(tree):
@@ -52,9 +58,9 @@ def map_tree(function: Leaf, tree: Any) -> Any:
         return make_mapping_like(tree, {key: map_tree(function, value) for key, value in tree.items()})
     if _is_dataclass_value(tree):
         duplicate = copy(tree)
-        for item in dataclasses.fields(tree):
+        for name, value in dataclass_items(tree).items():
             # object.__setattr__ also fills frozen dataclasses; the copy is ours alone.
-            object.__setattr__(duplicate, item.name, map_tree(function, getattr(tree, item.name)))
+            object.__setattr__(duplicate, name, map_tree(function, value))
         return duplicate
     return function(tree)
 
@@ -82,8 +88,8 @@ def iterate_leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         for index, value in enumerate(tree):
             yield from iterate_leaves(value, f"{path}.{names[index]}" if names else f"{path}[{index}]")
     elif _is_dataclass_value(tree):
-        for item in dataclasses.fields(tree):
-            yield from iterate_leaves(getattr(tree, item.name), f"{path}.{item.name}")
+        for name, value in dataclass_items(tree).items():
+            yield from iterate_leaves(value, f"{path}.{name}")
     else:
         yield path, tree
 

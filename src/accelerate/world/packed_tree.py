@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
 import struct
@@ -326,8 +325,8 @@ def _structure(value: Any, leaves: list[torch.Tensor], others: list[Any]) -> str
             f"{{{','.join([f'{key!r}:{_structure(item, leaves, others)}' for key, item in value.items()])}}}"
         )
     if tree.is_container(value):
-        named = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
-        return f"<{','.join([f'{name}:{_structure(item, leaves, others)}' for name, item in named])}>"
+        named = tree.dataclass_items(value)
+        return f"<{','.join([f'{name}:{_structure(item, leaves, others)}' for name, item in named.items()])}>"
     others.append(value)
     return type(value).__name__
 
