@@ -323,6 +323,11 @@ def test_autocast_is_left_when_the_forward_raises() -> None:
         assert not torch.is_autocast_enabled("cpu")
 
 
+def test_options_of_autocast_do_not_turn_it_on_without_mixed_precision() -> None:
+    with Accelerator().autocast(AutocastKwargs(cache_enabled=False)):
+        assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == torch.float32
+
+
 def test_an_output_with_a_field_that_is_not_set_comes_out() -> None:
     @dataclass
     class Output:

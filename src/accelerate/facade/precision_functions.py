@@ -13,7 +13,7 @@ from accelerate.core.errors import FeatureNotBuiltError, PrepareError
 from accelerate.facade.enums import DistributedType
 from accelerate.facade.state import AcceleratorState
 from accelerate.precision import PRECISIONS
-from accelerate.precision.autocast import AutocastKwargs
+from accelerate.precision.autocast import AutocastKwargs, autocast
 from accelerate.precision.fp16 import LossScaling
 from accelerate.strategy.base import Strategy
 from accelerate.world import world as worlds
@@ -35,6 +35,8 @@ def get_mixed_precision_context_manager(
     if not native_amp:
         return nullcontext()
     hardware = devices.get(state.device.type)
+    if state.mixed_precision == "no" and autocast_kwargs is not None:
+        return autocast(hardware, None, autocast_kwargs)
     return PRECISIONS.get(state.mixed_precision)(hardware).forward_context(autocast_kwargs)
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from accelerate.precision.autocast import AutocastKwargs, autocast, detach_autocast, get_attached_autocast
+from accelerate.precision.autocast import AutocastKwargs, detach_autocast, get_attached_autocast
 from accelerate.precision.base import Precision, no_context
 
 
@@ -17,10 +17,8 @@ class NoMixedPrecision(Precision):
     name: ClassVar[str] = "no"
 
     def forward_context(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return an empty context, or autocast when ``options`` enable it."""
-        if options is None or not options.enabled:
-            return no_context()
-        return autocast(self.device, None, options)
+        """Return an empty context, whatever ``options`` say of autocast in other formats."""
+        return no_context()
 
     def replaces_attached(self, model: nn.Module) -> bool:
         """Return True when the model has computed in another format so far."""
