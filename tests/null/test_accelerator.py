@@ -323,6 +323,45 @@ def test_autocast_is_left_when_the_forward_raises() -> None:
         assert not torch.is_autocast_enabled("cpu")
 
 
+def test_autocast_ends_after_a_forward_that_ctrl_c_interrupts() -> None:
+    """Torch calls no hook then, and the process would compute in bfloat16 from there on."""
+
+    class Stopped(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if is_interrupted:
+                raise KeyboardInterrupt
+            return super().forward(x)
+
+    accelerator = Accelerator(mixed_precision="bf16")
+    model, x = accelerator.prepare(Stopped(2, 2)), torch.ones(1, 2)
+    outer = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), model))
+
+    def again() -> None:
+        nonlocal is_interrupted
+        is_interrupted = False
+        assert model(x).dtype == torch.float32
+
+    for go_on in (again, lambda: accelerator.unwrap_model(model), lambda: Accelerator()):
+        is_interrupted = True
+        with pytest.raises(KeyboardInterrupt):
+            outer(x)
+        go_on()
+        assert not torch.is_autocast_enabled("cpu")
+        assert nn.Linear(2, 2)(x).dtype == torch.float32
+
+
+def test_autocast_goes_on_in_a_forward_that_makes_an_accelerator() -> None:
+    class Gathers(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            Accelerator()
+            seen.append(super().forward(x).dtype)
+            return x
+
+    seen: list[torch.dtype] = []
+    Accelerator(mixed_precision="bf16").prepare(Gathers(2, 2))(torch.ones(1, 2))
+    assert seen == [torch.bfloat16]
+
+
 def test_options_of_autocast_do_not_turn_it_on_without_mixed_precision() -> None:
     with Accelerator().autocast(AutocastKwargs(cache_enabled=False)):
         assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == torch.float32

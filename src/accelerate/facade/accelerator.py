@@ -54,7 +54,7 @@ from accelerate.facade.tracker_set import TrackerSet
 from accelerate.facade.train_loop import AccumulationContext, TrainLoop
 from accelerate.facade.watched_train_loop import WatchedTrainLoop
 from accelerate.precision.autocast import AutocastKwargs, detach_autocast
-from accelerate.precision.base import Precision
+from accelerate.precision.base import FORWARD_CONTEXTS, Precision
 from accelerate.precision.fp16 import GradScalerKwargs
 from accelerate.strategy import STRATEGIES
 from accelerate.strategy.base import CustomSharding, DataSharding, ObjectKind, Strategy
@@ -729,6 +729,8 @@ class Accelerator(ProcessMixin):
                 can be copied, pickled and saved as it is.
             keep_torch_compile: False also takes the model out of what ``torch.compile(model)`` made.
         """
+        if FORWARD_CONTEXTS.entered:
+            FORWARD_CONTEXTS.exit_interrupted()
         inner = self._checkpoints.unwrap(model, keep_torch_compile)
         if not keep_fp32_wrapper:
             for part in (inner, self._checkpoints.unwrap(model, keep_torch_compile=False)):

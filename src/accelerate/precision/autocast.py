@@ -5,6 +5,7 @@ Source: torch.amp (https://pytorch.org/docs/stable/amp.html).
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -22,7 +23,7 @@ from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.lazy_names import get_override
 from accelerate.core.torch_internals import is_available
 from accelerate.device.base import Device
-from accelerate.precision.base import Precision
+from accelerate.precision.base import FORWARD_CONTEXTS, Precision
 from accelerate.world.local_tensor_trees import convert_to_fp32
 
 
@@ -52,12 +53,11 @@ def autocast(
     return torch.autocast(device.type, dtype=dtype, enabled=options.enabled, cache_enabled=cache)
 
 
-class _AutocastContextStack(threading.local):
-    """The entered contexts of a thread and unused ones to reuse: making a context is slow."""
+class _UnusedContexts(threading.local):
+    """The contexts that a thread has made and exited, to reuse: making a context is slow."""
 
     def __init__(self) -> None:
-        self.entered: list[Any] = []
-        self.unused: list[Any] = []
+        self.items: list[Any] = []
 
 
 class _AutocastScope:
@@ -69,7 +69,7 @@ class _AutocastScope:
 
     def __init__(self, device: Device, dtype: torch.dtype, options: AutocastKwargs | None) -> None:
         self.device, self.dtype, self.options = device, dtype, options
-        self.contexts = _AutocastContextStack()
+        self.unused = _UnusedContexts()
         options = options or AutocastKwargs()
         # What ``torch.autocast`` takes.
         self.arguments = device.type, dtype, options.enabled, options.cache_enabled
@@ -156,10 +156,12 @@ class _AutocastPreHook:
             if not (scope.around_compiled_call or _enter_in_graph(*scope.arguments)):
                 _call_untraced(self, module, args)
             return
-        local = scope.contexts
-        context = local.unused.pop() if local.unused else autocast(scope.device, scope.dtype, scope.options)
-        context.__enter__()
-        local.entered.append(context)
+        unused = scope.unused.items
+        context = unused.pop() if unused else autocast(scope.device, scope.dtype, scope.options)
+        caller = sys._getframe(1)
+        # One that the compiler calls has returned when the forward begins.
+        is_untraced = caller.f_code is _call_hook.__code__
+        FORWARD_CONTEXTS.enter(context, scope, None if is_untraced else caller)
 
 
 class _AutocastExitHook:
@@ -175,12 +177,8 @@ class _AutocastExitHook:
         if is_dynamo_compiling():
             if not (scope.around_compiled_call or _exit_in_graph()):
                 _call_untraced(self, module, args, None)
-        else:
-            local = scope.contexts
-            if local.entered:
-                context = local.entered.pop()
-                context.__exit__(None, None, None)
-                local.unused.append(context)
+        elif (context := FORWARD_CONTEXTS.exit(scope)) is not None:
+            scope.unused.items.append(context)
         return self.convert(output) if self.upcast else None
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -13,6 +16,50 @@ from torch import nn
 from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.device.base import Device
+
+
+class ForwardContexts(threading.local):
+    """The contexts that forward pre-hooks of this thread have entered, the innermost last.
+
+    Torch calls no hook when a forward ends by a KeyboardInterrupt, as in a notebook, or by another exception
+    that is no ``Exception``: autocast would stay on for all that follows. So each context is kept with the
+    frame that called its pre-hook; one whose frame is no longer in the stack is exited at the next occasion.
+
+    Attributes:
+        entered: (frame, owner, context) of each; the frame is None where it says nothing.
+    """
+
+    def __init__(self) -> None:
+        self.entered: list[tuple[FrameType | None, object, AbstractContextManager[Any]]] = []
+
+    def enter(self, context: AbstractContextManager[Any], owner: object, frame: FrameType | None) -> None:
+        """Enter the context of a forward."""
+        if self.entered:
+            self.exit_interrupted()
+        context.__enter__()
+        self.entered.append((frame, owner, context))
+
+    def exit(self, owner: object) -> AbstractContextManager[Any] | None:
+        """Exit and return the innermost context of ``owner``; None if it has entered none."""
+        for place in reversed(range(len(self.entered))):
+            if self.entered[place][1] is owner:
+                context = self.entered.pop(place)[2]
+                context.__exit__(None, None, None)
+                return context
+        return None
+
+    def exit_interrupted(self) -> None:
+        """Exit the contexts of forwards that have ended without a call of their hooks."""
+        while self.entered and (frame := self.entered[-1][0]) is not None:
+            caller: FrameType | None = sys._getframe(1)
+            while caller is not None and caller is not frame:
+                caller = caller.f_back
+            if caller is not None:
+                return
+            self.entered.pop()[2].__exit__(None, None, None)
+
+
+FORWARD_CONTEXTS = ForwardContexts()
 
 
 class LossScalingProtocol(Protocol):
@@ -73,6 +120,8 @@ class Precision(ABC):
     def __init__(self, device: Device, handlers: Mapping[type, KwargsHandler] | None = None) -> None:
         self.device = device
         self.handlers = dict(handlers or {})
+        if FORWARD_CONTEXTS.entered:
+            FORWARD_CONTEXTS.exit_interrupted()
 
     def check(self) -> None:
         """Refuse a format that the device does not support.

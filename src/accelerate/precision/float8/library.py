@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -10,9 +11,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from accelerate.core.errors import DeviceError, PrepareError
 from accelerate.device.base import Device
+from accelerate.precision.base import FORWARD_CONTEXTS
 from accelerate.precision.recipes.fp8 import require_library
 
 # The sides of a matrix that the units for 8-bit floats take.
@@ -182,16 +185,13 @@ class _ContextEntry:
 
     def __init__(self, library: Float8Library) -> None:
         self.library = library
-        self.entered: list[AbstractContextManager[Any]] = []
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         context = self.library.forward_context(module.training)
-        context.__enter__()
-        self.entered.append(context)
+        FORWARD_CONTEXTS.enter(context, self, None if is_dynamo_compiling() else sys._getframe(1))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.entered:
-            self.entered.pop().__exit__(None, None, None)
+        FORWARD_CONTEXTS.exit(self)
 
 
 def tied_parameters(model: nn.Module) -> set[int]:
