@@ -405,6 +405,53 @@ def test_a_skipped_step_is_seen_and_the_schedule_waits() -> None:
     assert schedule.get_last_lr() == [0.1 / 3]
 
 
+@pytest.mark.parametrize("clear", ["optimizer", "optimizer, to zeros", "model"])
+def test_gradients_are_unscaled_anew_after_a_step_that_the_loop_leaves_out(clear: str) -> None:
+    """A loop that clips, and leaves a step with a large norm out."""
+    handlers: list[Any] = [GradScalerKwargs(init_scale=1024.0)]
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=handlers)
+    model, optimizer = accelerator.prepare(*cast("list[Any]", parts()[:2]))
+    norms = []
+    for factor in (1.0, float("inf"), 1.0):
+        accelerator.backward(model(torch.ones(2, 3)).square().mean() * factor)
+        norms.append(accelerator.clip_grad_norm_(model.parameters(), 1e9).item())
+        if clear == "model":
+            model.zero_grad()
+        else:
+            optimizer.zero_grad(set_to_none=clear == "optimizer")
+    assert norms[2] == norms[0] < 100
+    assert accelerator.scaler is not None
+    assert accelerator.scaler.get_scale() == 512.0, "the overflow lowers the scale"
+
+
+def test_reading_the_loss_scale_between_two_steps_changes_no_step() -> None:
+    accelerator = Accelerator(mixed_precision="fp16")
+    prepared: list[Any] = [accelerator.prepare(*cast("list[Any]", parts()[:2])) for _ in range(2)]
+    (first, first_optimizer), (second, second_optimizer) = prepared
+    first.load_state_dict(second.state_dict())
+    accelerator.backward(sum(model(torch.ones(2, 3)).square().mean() for model in (first, second)))
+    accelerator.clip_grad_norm_([*first.parameters(), *second.parameters()], 1e9)
+    first_optimizer.step()
+    assert accelerator.scaler is not None
+    assert accelerator.scaler.get_scale() == 65536.0
+    second_optimizer.step()
+    assert torch.equal(first.weight, second.weight)
+
+
+def test_a_scaler_that_the_program_keeps_has_the_scale_after_each_step() -> None:
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
+    model, optimizer = accelerator.prepare(*cast("list[Any]", parts()[:2]))
+    scaler, scales = accelerator.scaler, []
+    assert scaler is not None
+    for factor in (1.0, float("inf"), 1.0):
+        scaler.scale(model(torch.ones(2, 3)).square().mean() * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    assert scales == [1024.0, 512.0, 512.0]
+    assert accelerator.scaler.get_scale() == 512.0
+
+
 def test_two_optimizers_share_one_scaler() -> None:
     """Gradients of the second must not be unscaled twice, whatever the order of clips and steps."""
     torch.manual_seed(0)

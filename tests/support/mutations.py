@@ -171,11 +171,13 @@ MUTATIONS = (
     Mutation(
         name="scaler",
         room="precision: fp16",
-        mistake="gradients are unscaled in the first step only",
+        mistake="the loss scale is updated between the steps of two optimizers",
         file="precision/fp16.py",
-        old="        self._unscaled.discard(id(optimizer))\n",
-        new="",
-        tests=("tests/cpu/test_gradients.py::test_weights_go_with_every_way_of_reducing_and_computing",),
+        old="is_update_due = not self._unscaled",
+        new="is_update_due = True",
+        tests=(
+            "tests/null/test_accelerator.py::test_reading_the_loss_scale_between_two_steps_changes_no_step",
+        ),
     ),
     Mutation(
         name="commit",

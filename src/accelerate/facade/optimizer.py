@@ -255,6 +255,8 @@ class AcceleratedOptimizer(Optimizer):
             self._strategy.zero_grad(self.optimizer, zero)
         else:
             zero()
+        if self._precision is not None and self._precision.loss_scaling is not None:
+            self._precision.loss_scaling.note_cleared(self.optimizer)
         gradients.has_unweighted_grads = False
         if gradients.abandoned_window:
             gradients.abandoned_window = ""

@@ -91,6 +91,9 @@ class LossScalingProtocol(Protocol):
         """Step unless a gradient is not finite."""
         raise NotImplementedError
 
+    def note_cleared(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take a step that will not come as done: its gradients were unscaled, and then cleared."""
+
     def update_scale(self) -> None:
         """Update the scale after the steps taken since the last update."""
 

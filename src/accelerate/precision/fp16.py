@@ -34,11 +34,40 @@ class GradScalerKwargs(KwargsHandler):
 
 
 class _SyncedGradScaler(torch.amp.GradScaler):
-    """Torch's scaler for ranks that hold parts of the gradients: an overflow on one rank counts on all."""
+    """Torch's scaler for ranks that hold parts of the gradients: an overflow on one rank counts on all.
+
+    Programs keep it, and read or scale by it: then it makes an update that is due.
+    """
 
     overflow_sync: Callable[[torch.Tensor], None] | None = None
     # The flags of the last step as the host has read them; None: a fused optimizer reads them on the device.
     has_overflowed: bool | None = None
+    is_update_due = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # The optimizers whose gradients are unscaled and wait for their step, by id.
+        self.unscaled: dict[int, torch.optim.Optimizer] = {}
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        self.is_update_due = False
+        self.unscaled.clear()
+        super().update(new_scale)
+
+    def scale(self, outputs: Any) -> Any:
+        if self.is_update_due:
+            self.update()
+        return super().scale(outputs)
+
+    def get_scale(self) -> float:
+        if self.is_update_due:
+            self.update()
+        return super().get_scale()
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.is_update_due:
+            self.update()
+        return super().state_dict()
 
     def _unscale_grads_(
         self,
@@ -82,7 +111,7 @@ class LossScaling:
     ) -> None:
         self._scaler, self._updates_at_once = scaler, updates_at_once
         self._overflow_sync: Callable[[torch.Tensor], None] | None = None
-        self._unscaled: set[int] = set()
+        self._unscaled: dict[int, torch.optim.Optimizer] = getattr(scaler, "unscaled", {})
         self._stepped = False
 
     @property
@@ -105,21 +134,39 @@ class LossScaling:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiply the loss by the loss scale."""
+        for optimizer in [*self._unscaled.values()]:
+            if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+                self.note_cleared(optimizer)
         return self.scaler.scale(loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale once per optimizer and step, however often it is called."""
         if id(optimizer) in self._unscaled or not self.is_enabled:
             return
+        if isinstance(self._scaler, _SyncedGradScaler):
+            self._scaler.is_update_due = False  # an update would forget that this optimizer is unscaled
         # The user may have called ``unscale_`` of a scaler of his own.
         if isinstance(self._scaler, _SyncedGradScaler) or not self._scaler._found_inf_per_device(optimizer):
             try:
                 self._scaler.unscale_(optimizer)
             except (AssertionError, ValueError) as error:
                 raise _explain_error(error, optimizer) from error
-        self._unscaled.add(id(optimizer))
+        self._unscaled[id(optimizer)] = optimizer
         if self._overflow_sync is not None:
             self._sync_overflow(optimizer, self._overflow_sync)
+
+    def note_cleared(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take a step that will not come as done: its gradients were unscaled, and then cleared.
+
+        Those of the next backward have a scale again; an overflow of the ones before lowers it all the same.
+        """
+        if self._unscaled.pop(id(optimizer), None) is not None:
+            self._note_done()
+
+    def _note_done(self) -> None:
+        self._stepped = True
+        if isinstance(self._scaler, _SyncedGradScaler):
+            self._scaler.is_update_due = not self._unscaled
 
     def _sync_overflow(
         self, optimizer: torch.optim.Optimizer, all_reduce: Callable[[torch.Tensor], None]
@@ -159,8 +206,8 @@ class LossScaling:
             result = self._scaler.step(optimizer)
         except (AssertionError, ValueError) as error:
             raise _explain_error(error, optimizer) from error
-        self._unscaled.discard(id(optimizer))
-        self._stepped = True
+        self._unscaled.pop(id(optimizer), None)
+        self._note_done()
         if own is not None and own.has_overflowed is not None:
             stepped: bool | torch.Tensor = not own.has_overflowed
         else:
@@ -173,9 +220,11 @@ class LossScaling:
         return stepped, result
 
     def update_scale(self) -> None:
-        """Update the scale after the steps taken since the last update."""
-        if self._stepped:
-            self._stepped = False
+        """Update the scale after the steps taken since the last update, unless more of them are to come."""
+        if not self._stepped or self._unscaled:
+            return
+        self._stepped = False
+        if not isinstance(self._scaler, _SyncedGradScaler) or self._scaler.is_update_due:
             self._scaler.update()
 
 
