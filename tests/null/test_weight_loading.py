@@ -84,6 +84,27 @@ def test_names_of_wrappers_do_not_matter(tmp_path: Path) -> None:
     torch.testing.assert_close(dict(fresh.state_dict()), dict(model.state_dict()))
 
 
+@pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod."])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_child_called_module_is_no_wrapper(tmp_path: Path, prefix: str, compiled: bool) -> None:
+    """Its weight, and one that the model itself has by the same name."""
+    model = nn.Linear(2, 2)
+    model.module = nn.Linear(2, 2)
+    weights = {"weight": 1.0, "bias": 2.0, "module.weight": 3.0, "module.bias": 4.0}
+    full = {name: torch.full_like(model.state_dict()[name], value) for name, value in weights.items()}
+    state_dict = {f"{prefix}{name}": value for name, value in full.items()}
+    utils.save(state_dict, tmp_path / "model.safetensors", safe_serialization=True)
+    target = torch.compile(model) if compiled else model
+    assert load_checkpoint_in_model(target, tmp_path) == ((), ())
+    assert {name: value.unique().item() for name, value in model.state_dict().items()} == weights
+    with torch.no_grad():
+        model.module.weight.zero_()
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(target)
+    accelerator.load_state(tmp_path, strict=False)  # there are weights alone
+    assert {name: value.unique().item() for name, value in model.state_dict().items()} == weights
+
+
 @pytest.mark.parametrize("make", [TiedNet, hollow])
 def test_a_missing_weight_is_an_error_that_names_it(tmp_path: Path, make: Any) -> None:
     """E2: it would be random, or stay without data; the model is unchanged."""

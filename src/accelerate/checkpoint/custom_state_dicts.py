@@ -133,13 +133,14 @@ def find_custom_modules(
             sharded tensors, which get their part of a value as it is in the file.
     """
     saved = saved_tensors if isinstance(saved_tensors, SavedTensors) else SavedTensors(saved_tensors)
-    model_names = {canonical_name(name): name for target in targets for name in target.names}
-    file_names = [*saved, *saved.objects]
-    names = dict(zip(canonical_names(file_names), file_names, strict=True))
+    file_names, own_names = [*saved, *saved.objects], [name for target in targets for name in target.names]
+    names = dict(zip(canonical_names(file_names, own_names), file_names, strict=True))
+    canonical = dict(zip(own_names, canonical_names(own_names, file_names), strict=True))
+    model_names = {short: name for name, short in canonical.items()}
     absent = [
         name
         for target in targets
-        if target.is_parameter and names.keys().isdisjoint(canonical_names(target.names))
+        if target.is_parameter and names.keys().isdisjoint(canonical[name] for name in target.names)
         for name in target.names
     ]
     by_hooks = by_hooks and not any(is_distributed(target.tensor) for target in targets)

@@ -443,12 +443,11 @@ def entries_by_model_name(shards: ShardFolderReader, state: Mapping[str, Any]) -
     entries: dict[str, list[str]] = {}
     for name, path in shards.paths.items():
         entries.setdefault(str(path[1 if below else 0]), []).append(name)
-    model_names = {state_dict_files.canonical_name(_clean_name(name)): name for name in state}
-    saved_names = {state_dict_files.canonical_name(name) for name in entries}
-    if len(saved_names) < len(entries) or len(model_names) < len(state):
-        return entries
-    canonical = state_dict_files.canonical_name
-    return {model_names.get(canonical(name), name): group for name, group in entries.items()}
+    canonical_names = state_dict_files.canonical_names
+    clean_names = [_clean_name(name) for name in state]
+    model_names = dict(zip(canonical_names(clean_names, entries), state, strict=True))
+    short_names = zip(canonical_names(entries, clean_names), entries.items(), strict=True)
+    return {model_names.get(short, name): group for short, (name, group) in short_names}
 
 
 def _describe_differences(missing: Sequence[str], surplus: Sequence[str]) -> Iterable[str]:

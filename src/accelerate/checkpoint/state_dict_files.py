@@ -12,7 +12,7 @@ import struct
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -246,11 +246,28 @@ def canonical_name(name: str) -> str:
     return name
 
 
-def canonical_names(names: Iterable[str]) -> list[str]:
-    """Return the names without wrappers; unchanged where two would become one."""
-    full_names = list(names)
-    short = [canonical_name(name) for name in full_names]
-    return short if len(set(short)) == len(full_names) else full_names
+def canonical_names(names: Iterable[str], others: Iterable[str] = ()) -> list[str]:
+    """Return the names without wrappers; unchanged where two of them, or two of ``others``, would become one.
+
+    A model may have a child ``module`` of its own: where a name without that is another name, only the
+    prefix goes that all names have. Two sides that are compared give each other's names as ``others``.
+    """
+    sides = list(names), list(others)
+    for strip in (_strip_each, _strip_common):
+        if all(len(set(strip(side))) == len(side) for side in sides):
+            return strip(sides[0])
+    return sides[0]
+
+
+def _strip_each(names: Iterable[str]) -> list[str]:
+    return [canonical_name(name) for name in names]
+
+
+def _strip_common(names: Iterable[str]) -> list[str]:
+    names = [name.replace("_orig_mod.", "") for name in names]
+    while names and all(name.startswith("module.") for name in names):
+        names = [name.removeprefix("module.") for name in names]
+    return names
 
 
 def strip_compile_prefix(state: Mapping[str, Any]) -> State:
@@ -293,15 +310,12 @@ def fit_names(state: State, aliases: Mapping[str, str], model_state: Mapping[str
     return state
 
 
-def _rename_like(state: State, model_names: Iterable[str]) -> State:
+def _rename_like(state: State, model_names: Collection[str]) -> State:
     """Return ``state`` with the equivalent names of ``model_names``; unchanged if that is ambiguous."""
-    model_name_of = {canonical_name(name): name for name in model_names}
-    canonical_names = [canonical_name(name) for name in state]
-    if len(set(canonical_names)) < len(canonical_names) or len(model_name_of) < len(list(model_names)):
-        return state
+    model_name_of = dict(zip(canonical_names(model_names, state), model_names, strict=True))
     return {
         model_name_of.get(short, name): value
-        for short, (name, value) in zip(canonical_names, state.items(), strict=True)
+        for short, (name, value) in zip(canonical_names(state, model_names), state.items(), strict=True)
     }
 
 
@@ -315,17 +329,20 @@ def _group_ties(owners: Mapping[str, str]) -> list[list[str]]:
 def find_untied(aliases: Mapping[str, str], model_state: Mapping[str, Any]) -> dict[str, str]:
     """Return those ``aliases`` of a file that are tensors of their own in the model."""
     # A name without a tensor is held by another rank, which knows whether it is tied.
-    names = {canonical_name(name): name for name, value in model_state.items() if value is not None}
+    held = [name for name, value in model_state.items() if value is not None]
+    saved = [*dict.fromkeys((*aliases, *aliases.values()))]
+    own_names = dict(zip(canonical_names(held, saved), held, strict=True))
+    names = dict(zip(saved, map(own_names.get, canonical_names(saved, held)), strict=True))
     owners = find_ties(model_state)
 
-    def root(name: str) -> str:
-        model_key = names.get(canonical_name(name), name)
-        return owners.get(model_key, model_key)
+    def root(name: str) -> str | None:
+        model_key = names[name]
+        return None if model_key is None else owners.get(model_key, model_key)
 
     return {
         alias: name
         for alias, name in aliases.items()
-        if canonical_name(alias) in names and canonical_name(name) in names and root(alias) != root(name)
+        if None not in (root(alias), root(name)) and root(alias) != root(name)
     }
 
 

@@ -284,12 +284,15 @@ def _match_tensors(
     fp32_modules: Sequence[str],
 ) -> tuple[list[TensorMatch], list[ModelTensor], tuple[str, ...]]:
     """Return (matches, tensors that the files lack, names that the model lacks)."""
-    file_names = dict(zip(canonical_names(saved_tensors), saved_tensors, strict=True))
+    own_names = [name for target in targets for name in target.names]
+    file_names = dict(zip(canonical_names(saved_tensors, own_names), saved_tensors, strict=True))
+    canonical = dict(zip(own_names, canonical_names(own_names, saved_tensors), strict=True))
     pairs: list[TensorMatch] = []
     missing: list[ModelTensor] = []
     used: set[str] = set()
     for target in targets:
-        matches = list(dict.fromkeys(file_names[n] for n in canonical_names(target.names) if n in file_names))
+        short_names = [canonical[name] for name in target.names]
+        matches = list(dict.fromkeys(file_names[name] for name in short_names if name in file_names))
         used.update(matches)
         if matches:
             first, *others = matches
