@@ -194,6 +194,17 @@ def test_dtypes(tmp_path: Path, make: Any, wanted: Any) -> None:
     torch.testing.assert_close(model.scale, half["scale"].to(expected))
 
 
+@pytest.mark.parametrize("wanted", ["int8", torch.int8, torch.bool])
+def test_a_dtype_of_whole_numbers_is_refused(tmp_path: Path, wanted: Any) -> None:
+    """It would make zeros of weights."""
+    write_weights(TiedNet().state_dict(), tmp_path)
+    for device_map in (None, {"": "cpu"}):
+        with pytest.raises(SettingError, match="no floating point dtype"):
+            load_checkpoint_in_model(hollow(), tmp_path, device_map=device_map, dtype=wanted)
+    model = load_checkpoint_and_dispatch(hollow(), tmp_path, device_map="auto", dtype="bf16")
+    assert model.embed.weight.dtype is torch.bfloat16
+
+
 def test_devices_of_a_map(tmp_path: Path) -> None:
     write_weights(TiedNet().state_dict(), tmp_path)
     model = hollow()

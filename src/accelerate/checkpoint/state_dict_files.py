@@ -350,15 +350,19 @@ def as_dtype(text: str | torch.dtype | None) -> torch.dtype | None:
     """Return the dtype of that name: ``"bf16"``, ``"bfloat16"``, ``"torch.bfloat16"``.
 
     Raises:
-        SettingError: there is no floating point dtype of that name.
+        SettingError: there is no floating point dtype of that name, or it is one of whole numbers, which
+            would make zeros of weights.
     """
-    if text is None or isinstance(text, torch.dtype):
+    if text is None or (isinstance(text, torch.dtype) and (text.is_floating_point or text.is_complex)):
         return text
-    name = text.removeprefix("torch.")
+    name = str(text).removeprefix("torch.")
     dtype = getattr(torch, _SHORT.get(name, name), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         choices = ", ".join(sorted({*_SHORT, *_SHORT.values(), "float64"}))
-        raise SettingError(f"{text!r} is no floating point dtype", fix=f"one of {choices}")
+        raise SettingError(
+            f"{text!r} is no floating point dtype",
+            fix=f"one of {choices}; for 8 or 4 bits, load_and_quantize_model",
+        )
     return dtype
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from accelerate.checkpoint.device_uploads import DeviceUploads
 from accelerate.checkpoint.file_reads import FileRegion, LazyTensor, MappedFiles
 from accelerate.checkpoint.lazy_weights import open_weights, weights_from_rank0
-from accelerate.checkpoint.state_dict_files import is_distributed
+from accelerate.checkpoint.state_dict_files import as_dtype, is_distributed
 from accelerate.checkpoint.weight_loading import (
     CurrentDeviceWeightPlacer,
     MismatchedKeys,
@@ -178,6 +178,7 @@ def load_checkpoint_and_dispatch(
     """
     refuse_dispatched(model)
     path, weights = find_weights(checkpoint, broadcast_from_rank0)
+    dtype = as_dtype(dtype)
     if isinstance(device_map, str):
         device_map = make_device_map(
             model, device_map, max_memory, no_split_module_classes, dtype=dtype, buffers=offload_buffers
