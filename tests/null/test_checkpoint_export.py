@@ -79,6 +79,17 @@ def test_what_an_earlier_save_left_is_removed_and_the_rest_stays(tmp_path: Path,
     assert sorted(os.listdir(tmp_path)) == sorted([*again, index, *keep])
 
 
+def test_torch_files_beside_older_safetensors_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both formats may be wanted; loading the folder takes safetensors."""
+    write_weights(weights(), tmp_path, safe_serialization=False)
+    write_weights(weights(), tmp_path, max_shard_size="2KB")
+    assert not caplog.records
+    write_weights(weights(), tmp_path, safe_serialization=False)
+    assert f"{tmp_path} holds model.safetensors.index.json of another save too" in caplog.text
+
+
 def test_tied_weights_are_counted_and_written_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """D6: in shards too, the alias is told beside its tensor, and in the log."""
     state = weights()

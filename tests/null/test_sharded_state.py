@@ -546,6 +546,10 @@ def test_merging_into_shards_with_an_index(tmp_path: Path) -> None:
         for file in written:
             read |= load_file(out / file) if safe else torch.load(out / file, weights_only=True)
         assert all(torch.equal(read[name], value) for name, value in model.state_dict().items())
+        whole = weight_files.write_merged(lazy_tensors(folder), out, safe=safe)
+        assert [p.name for p in out.iterdir()] == whole  # nothing is left that would be loaded in its place
+        weight_files.write_merged(lazy_tensors(folder), out, safe=safe, limit=2 * 8 * 8 * 4)
+        assert {p.name for p in out.iterdir()} == {*written, index.name}
 
 
 def test_merging_reads_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

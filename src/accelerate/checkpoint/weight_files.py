@@ -278,6 +278,7 @@ def _replace_files(
     index: bytes,
     size: int,
     on_file: Callable[[str], object] | None = None,
+    action: str = "saving",
 ) -> None:
     """Replace all weights of one format in a folder by new ones, of about ``size`` bytes together.
 
@@ -289,8 +290,16 @@ def _replace_files(
     id = new_id()
     with LocalSaveLock(folder, "weights", id):
         _replace_locked(
-            folder, id, _name_pattern(pattern, index_name), index_name, fills, index, size, on_file
+            folder, id, _name_pattern(pattern, index_name), index_name, fills, index, size, on_file, action
         )
+    safe_names = layout.file_name("models"), layout.SAFE_WEIGHTS_INDEX_NAME
+    for name in safe_names if index_name == layout.WEIGHTS_INDEX_NAME else ():
+        if (folder / name).exists():
+            logger.warning(
+                "%s holds %s of another save too, which loading takes first: remove it, or name the file",
+                folder,
+                name,
+            )
 
 
 def _replace_locked(
@@ -302,13 +311,14 @@ def _replace_locked(
     index: bytes,
     size: int,
     on_file: Callable[[str], object] | None,
+    action: str,
 ) -> None:
     _remove(
         p for p in folder.iterdir() if (h := parse_working_name(p.name)) and pattern_of_names.fullmatch(h[0])
     )
     temps = {file: folder / working_name(file, "tmp", id) for file in fills}
     try:
-        with ProgressBar("saving weights", size) as progress:
+        with ProgressBar(f"{action} weights", size) as progress:
             for file, fill in fills.items():
                 with file_errors("write", folder / file), temps[file].open("xb") as handle:
                     progress.count_fill(fill)(handle)
@@ -410,31 +420,27 @@ def write_merged(
         safe: as safetensors, otherwise as torch files.
         limit: of one file, in bytes or as text.
     """
-    with file_errors("make the folder", folder):
-        folder.mkdir(parents=True, exist_ok=True)
     shards = _split_shards(lazy_tensors, _parse_shard_size(limit))
     pattern = layout.SAFE_WEIGHTS_PATTERN_NAME if safe else layout.WEIGHTS_PATTERN_NAME
+    fills: dict[str, Callable[[BinaryIO], object]] = {}
     file_of_tensor: dict[str, str] = {}
     total = sum(tensor.nbytes for tensor in lazy_tensors.values())
-    with ProgressBar("merging weights", total) as progress:
-        for number, shard in enumerate(shards, 1):
-            suffix = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-            file = pattern.format(suffix=suffix)
-            file_of_tensor.update(dict.fromkeys(shard, file))
-            # The writer asks a tensor for its size and then, once, for its data: a lazy one is read there.
-            shard_tensors = cast("Mapping[str, torch.Tensor]", shard)
-            write = (
-                partial(state_dict_files.write_safetensors, shard_tensors, {})
-                if safe
-                else partial(_write_torch, shard)
-            )
-            replace_file(folder / file, progress.count_fill(write))
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": file_of_tensor}
-        text = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
-        index_name = layout.SAFE_WEIGHTS_INDEX_NAME if safe else layout.WEIGHTS_INDEX_NAME
-        replace_file(folder / index_name, lambda file: file.write(text))
-    return sorted(set(file_of_tensor.values()))
+    for number, shard in enumerate(shards, 1):
+        suffix = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+        file = pattern.format(suffix=suffix)
+        file_of_tensor.update(dict.fromkeys(shard, file))
+        # The writer asks a tensor for its size and then, once, for its data: a lazy one is read there.
+        shard_tensors = cast("Mapping[str, torch.Tensor]", shard)
+        fills[file] = (
+            partial(state_dict_files.write_safetensors, shard_tensors, {})
+            if safe
+            else partial(_write_torch, shard)
+        )
+    body = {"metadata": {"total_size": total}, "weight_map": file_of_tensor}
+    index = (json.dumps(body, indent=2, sort_keys=True) + "\n").encode() if len(shards) > 1 else b""
+    index_name = layout.SAFE_WEIGHTS_INDEX_NAME if safe else layout.WEIGHTS_INDEX_NAME
+    _replace_files(folder, pattern, index_name, fills, index, total, action="merging")
+    return sorted(fills)
 
 
 def _split_shards(lazy_tensors: Mapping[str, LazyTensor], limit: int) -> list[dict[str, LazyTensor]]:
