@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pickle
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,23 @@ def test_save_and_load_a_path_and_a_stream(tmp_path: Path, safe: bool) -> None:
         assert_same(utils.load(path), weights())
         assert_same(utils.load(stream), weights())
         assert utils.load(str(path), map_location="meta")["layer.0.weight"].is_meta
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("through", [utils.save, write_weights])
+def test_a_write_that_the_system_refuses_is_told_in_its_words(
+    tmp_path: Path, safe: bool, through: Any
+) -> None:
+    """torch closes its archive after a failed write, and raises another error."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"cannot write .*\n.*File too large") as error:
+            through(weights(20), tmp_path / "w", safe_serialization=safe)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error.value.errno == errno.EFBIG
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_load_takes_numpy_and_refuses_code(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import pickle
 import socket
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,18 +65,22 @@ def file_errors(action: str, path: Path) -> Generator[None]:
         raise CheckpointError(f"cannot {action} {str(path)!r}", why="no path may have a NUL character")
     if action == "read":
         refuse_special_file(path)
+    handled = sys.exc_info()[1]
     try:
         yield
     except CheckpointError:
         raise
-    except OSError as error:
-        reason = f"{error.strerror or error} (on {socket.gethostname()})"
-        kind = MissingFileError if isinstance(error, FileNotFoundError) else FileAccessError
-        refusal = kind(f"cannot {action} {path}", why=reason, fix=_fix(error.errno, path))
-        refusal.errno, refusal.filename = error.errno, error.filename
+    except (OSError, SafetensorError, *DAMAGE_ERRORS) as error:
+        # After a failed write torch closes its archive, which raises another error.
+        first = error if error.__context__ in (None, handled) else error.__context__
+        failure = error if isinstance(error, OSError) else first
+        if not isinstance(failure, OSError):
+            raise CheckpointError(f"cannot {action} {path}", why=_first_line(error)) from error
+        reason = f"{failure.strerror or failure} (on {socket.gethostname()})"
+        kind = MissingFileError if isinstance(failure, FileNotFoundError) else FileAccessError
+        refusal = kind(f"cannot {action} {path}", why=reason, fix=_fix(failure.errno, path))
+        refusal.errno, refusal.filename = failure.errno, failure.filename
         raise refusal from error
-    except (SafetensorError, *DAMAGE_ERRORS) as error:
-        raise CheckpointError(f"cannot {action} {path}", why=_first_line(error)) from error
 
 
 @contextmanager
