@@ -649,6 +649,16 @@ def test_a_checkpoint_keeps_plain_values_of_the_script(tmp_path: Path) -> None:
     assert accelerator.load_state(tmp_path / "a").metadata == {"epoch": 3, "best": 0.5}
 
 
+def test_an_argument_that_no_loading_takes_is_refused(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    accelerator.save_state(tmp_path / "a", safe_serialization=False)
+    with pytest.raises(SettingError, match="load_state was given assign, which the strategy 'single' does"):
+        accelerator.load_state(tmp_path / "a", assign=True)
+    assert accelerator.load_state(tmp_path / "a", strict=False, map_location="cpu").missing == ()
+    assert not model.weight.is_meta
+
+
 def test_save_hooks_may_keep_models_out(tmp_path: Path) -> None:
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Linear(1, 1))

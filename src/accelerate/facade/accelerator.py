@@ -1184,7 +1184,7 @@ class Accelerator(ProcessMixin):
         Args:
             input_dir: the checkpoint's folder or URL; None is the newest complete one (automatic naming).
             load_kwargs: more arguments of ``torch.load``.
-            load_model_func_kwargs: ``map_location``, ``strict``, and arguments of ``load_state_dict``.
+            load_model_func_kwargs: ``map_location``, ``strict``; with DeepSpeed also those of its loading.
 
         Returns:
             Path, step and metadata of the checkpoint, and what was ignored or missing.

@@ -223,6 +223,12 @@ class CheckpointManager:
         engine_files: list[Any] = []
         if isinstance(self.strategy, EngineStrategy):
             engine_files = self.strategy.engine_files(self.prepared.models, options)
+        elif options:
+            raise SettingError(
+                f"load_state was given {', '.join(sorted(options))}, "
+                f"which the strategy {self.strategy.name!r} does not know",
+                fix="it takes strict and map_location; options of torch.load go into load_kwargs",
+            )
 
         def run_load_hooks(folder: Path, manifest: Manifest | None) -> None:
             present = [each for each in engine_files if each.present(folder)]
