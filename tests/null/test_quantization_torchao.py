@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,18 @@ def test_a_quantized_model_is_saved_and_loaded(scheme: str, tmp_path: Path) -> N
         other = load_and_quantize_model(type(net())().eval(), config(scheme))
         other.load_state_dict(model.state_dict())
         assert torch.equal(other(inputs()), expected)
+
+
+def test_a_model_that_torchao_has_quantized_itself_goes_into_torch_files(tmp_path: Path) -> None:
+    torchao = library("torchao.quantization")
+    accelerator, model = Accelerator(cpu=True), net()
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    accelerator.prepare(model)
+    for save in (accelerator.save_state, partial(accelerator.save_model, model)):
+        with pytest.raises(CheckpointError, match=r"weight is a \w+, which .*\n.*safe_serialization=False"):
+            save(tmp_path / "weights")
+    accelerator.save_model(model, tmp_path / "weights", safe_serialization=False)
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["pytorch_model.bin"]
 
 
 def test_a_processor_with_wrong_products_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

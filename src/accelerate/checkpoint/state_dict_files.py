@@ -171,7 +171,8 @@ def write_safetensors(
     so that each is aligned.
 
     Raises:
-        CheckpointError: the format has no name for a tensor's dtype.
+        CheckpointError: the format has no name for a tensor's dtype, or the tensor is of a class of its own
+            that has no bytes (a quantised one).
     """
     order = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {"__metadata__": {**aliases, "format": "pt"}}
@@ -192,8 +193,19 @@ def write_safetensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     file.write(struct.pack("<Q", len(text)) + text)
-    for _, tensor in order:
-        file.write(raw_bytes(tensor))
+    for name, tensor in order:
+        whole = tensor.detach()
+        try:
+            content = raw_bytes(whole)
+        except (RuntimeError, TypeError) as error:
+            if type(whole) is torch.Tensor:
+                raise
+            raise CheckpointError(
+                f"{name} is a {type(whole).__name__}, which safetensors files do not hold",
+                fix="save with safe_serialization=False",
+            ) from error
+        file.write(content)
+        del whole, content  # before the next one is read
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
