@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import resource
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,39 @@ def test_save_and_load_a_path_and_a_stream(tmp_path: Path, safe: bool) -> None:
         assert_same(utils.load(path), weights())
         assert_same(utils.load(stream), weights())
         assert utils.load(str(path), map_location="meta")["layer.0.weight"].is_meta
+
+
+class NamedPlace:
+    """An ``os.PathLike`` that is no path of pathlib."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_any_path_of_a_file_is_written_as_torch_writes_it(tmp_path: Path, safe: bool) -> None:
+    """Links are followed, modes stay, and a device or pipe is never replaced by a file."""
+    for name in ("w", "y" * 255):
+        utils.save(weights(), NamedPlace(tmp_path / name), safe_serialization=safe)
+    assert sorted(os.listdir(tmp_path)) == ["w", "y" * 255]
+    if not safe:
+        assert_same(utils.load(NamedPlace(tmp_path / "w")), weights())
+    (tmp_path / "w").chmod(0o600)
+    (tmp_path / "link").symlink_to("w")
+    utils.save(weights(5), tmp_path / "link", safe_serialization=safe)
+    assert (tmp_path / "link").is_symlink() is not safe
+    assert (tmp_path / "link").stat().st_mode & 0o777 == 0o600
+    os.mkfifo(tmp_path / "pipe")
+    reader = threading.Thread(target=(tmp_path / "pipe").read_bytes)
+    reader.start()
+    utils.save({"a": torch.ones(1)}, tmp_path / "pipe", safe_serialization=safe)
+    reader.join()
+    assert (tmp_path / "pipe").is_fifo()
+    with pytest.raises(OSError, match="Is a directory"):
+        utils.save(weights(), tmp_path, safe_serialization=safe)
 
 
 @pytest.mark.parametrize("safe", [True, False])

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, cast
 
 import torch
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from huggingface_hub import StateDictSplit
 
 LIMIT = "10GB"
+_SHOWN = 50  # characters of a file's name that its working file's name has: the system limits these
 
 __all__ = [
     "TORCH_SAFE_GLOBALS",
@@ -68,7 +69,7 @@ logger = logging.getLogger(__name__)
 
 def save(
     obj: Any,
-    f: str | PurePath | IO[bytes],
+    f: str | os.PathLike[str] | IO[bytes],
     save_on_each_node: bool = False,
     safe_serialization: bool = False,
 ) -> None:
@@ -86,7 +87,7 @@ def save(
     world = worlds.current() or worlds.open()
     if not (world.is_local_main if save_on_each_node else world.is_main):
         return
-    if not isinstance(f, str | PurePath):
+    if not isinstance(f, str | os.PathLike):
         if safe_serialization:
             separate, aliases = state_dict_files.untie(obj)
             state_dict_files.write_safetensors(separate, aliases, cast(BinaryIO, f))
@@ -98,10 +99,11 @@ def save(
         separate, aliases = state_dict_files.untie(obj)
         replace_file(path, partial(state_dict_files.write_safetensors, separate, aliases))
     else:
+        path = path.resolve() if path.is_symlink() else path  # as torch.save does
         replace_file(path, partial(torch_files.write, obj))
 
 
-def load(f: str | PurePath | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
+def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
     """Load an object by ``torch.load`` with ``weights_only=True``, which also accepts numpy data.
 
     Args:
@@ -112,7 +114,7 @@ def load(f: str | PurePath | IO[bytes], map_location: Any = None, **kwargs: Any)
     Raises:
         CheckpointError: the file is missing, damaged, or would run code.
     """
-    source = Path(f).expanduser() if isinstance(f, str | PurePath) else f
+    source = Path(f).expanduser() if isinstance(f, str | os.PathLike) else f
     if isinstance(source, Path) and source.suffix == ".safetensors":
         from safetensors.torch import load_file
 
@@ -122,7 +124,7 @@ def load(f: str | PurePath | IO[bytes], map_location: Any = None, **kwargs: Any)
 
 
 def load_state_dict(
-    checkpoint_file: str | PurePath, device_map: Mapping[str, Any] | None = None
+    checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the tensors of one file of weights.
 
@@ -152,14 +154,23 @@ def _place_tensor(name: str, value: Any, device_map: Mapping[str, Any]) -> Any:
 
 
 def replace_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
-    """Write one file so that its name has the old content or the new one, never a part."""
-    temp = path.with_name(working_name(path.name, "tmp", new_id()))
+    """Write one file so that its name has the old content or the new one, never a part.
+
+    A file that exists keeps its mode, and a pipe or a device is written to, not replaced.
+    """
+    temp = path.parent / working_name(path.name[:_SHOWN], "tmp", new_id())
     with file_errors("write", path):
+        if path.exists() and not path.is_file():
+            with path.open("wb") as file:
+                fill(file)
+            return
         try:
             with temp.open("wb") as file:
                 fill(file)
                 file.flush()
                 os.fsync(file.fileno())
+            if path.exists():
+                shutil.copymode(path, temp)
             temp.replace(path)
             sync_file(path.parent)
         except BaseException:
