@@ -181,10 +181,10 @@ def test_any_path_of_a_file_is_written_as_torch_writes_it(tmp_path: Path, safe: 
     assert (tmp_path / "link").is_symlink() is not safe
     assert (tmp_path / "link").stat().st_mode & 0o777 == 0o600
     os.mkfifo(tmp_path / "pipe")
-    reader = threading.Thread(target=(tmp_path / "pipe").read_bytes)
+    reader = threading.Thread(target=(tmp_path / "pipe").read_bytes, daemon=True)
     reader.start()
     utils.save({"a": torch.ones(1)}, tmp_path / "pipe", safe_serialization=safe)
-    reader.join()
+    reader.join(timeout=60)
     assert (tmp_path / "pipe").is_fifo()
     with pytest.raises(OSError, match="Is a directory"):
         utils.save(weights(), tmp_path, safe_serialization=safe)

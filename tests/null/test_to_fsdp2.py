@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,19 @@ def test_the_new_file_has_the_new_keys_and_launches(old: Path, tmp_path: Path) -
     request = request_of_file(new)
     assert request.get("fsdp_version") == 2
     assert request.get("fsdp_reshard_after_forward") is True
+
+
+def test_a_pipe_is_written_to_and_not_replaced(old: Path, tmp_path: Path) -> None:
+    """As root, the same goes for /dev/null."""
+    os.mkfifo(tmp_path / "pipe")
+    texts: list[str] = []
+    reader = threading.Thread(target=lambda: texts.append((tmp_path / "pipe").read_text()), daemon=True)
+    reader.start()
+    arguments = ["--config-file", str(old), "--output-file", str(tmp_path / "pipe"), "--overwrite"]
+    assert run(["to-fsdp2", *arguments]) == 0
+    reader.join(timeout=60)
+    assert "fsdp_version: 2" in texts[0]
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_what_is_left_out_is_said(old: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,12 +18,17 @@ KeyPath = tuple[str, ...]
 def write_file(path: Path, text: str) -> None:
     """Puts ``text`` into a file: a reader sees the old file or the new one, never a part.
 
+    A pipe or a device, such as ``/dev/stdout``, is written to.
+
     Raises:
         SettingError: it cannot be written; what was there is still there.
     """
     # A link stays one: what it points to is what is written.
     target = path.resolve()
     try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
         target.parent.mkdir(parents=True, exist_ok=True)
         number, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
