@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accelerate.checkpoint import save, weight_files
-from accelerate.checkpoint.layout import CheckpointContents, StatefulAdapter
+from accelerate.checkpoint.layout import CheckpointContents, StatefulAdapter, _manifest_digest
 from accelerate.checkpoint.lazy_weights import open_weights
 from accelerate.cli.main import run
 from accelerate.core.errors import CheckpointError
@@ -271,8 +271,6 @@ def test_prune_leaves_a_save_that_may_be_going_on(cli: Run, project: Path, when:
         body = json.loads(path.read_text())
         body.pop("digest")
         body["saved"] = "2020-01-01T00:00:00.000+00:00"
-        from accelerate.checkpoint.layout import _manifest_digest
-
         path.write_text(json.dumps({"digest": _manifest_digest(body), **body}))
         old(folder)
     result = cli("prune", project, "--keep", "4", "--yes")
@@ -327,17 +325,11 @@ class WrappedNet(nn.Module):
         return {f"{prefix}{name}": value for name, value in self.state_dict().items()}
 
 
-def save_wrapped(path: Path, model: WrappedNet, *, safe: bool, world: int = 2) -> Path:
+def save_wrapped(path: Path, model: WrappedNet, *, safe: bool) -> Path:
+    """Save as older versions of 1.x did on several processes: names have a prefix, there is no manifest."""
     part = StatefulAdapter("Wrapped", model.state_as_saved, lambda state: None)
     path = Path(save.save(CheckpointContents([part], rng=rng, strategy="ddp"), path, safe_serialization=safe))
-    manifest = path / "manifest.json"
-    text = manifest.read_text()
-    if world > 1:
-        from accelerate.checkpoint.layout import _manifest_digest
-
-        body = {**json.loads(text), "world_size": world}
-        body.pop("digest")
-        manifest.write_text(json.dumps({"digest": _manifest_digest(body), **body}))
+    (path / "manifest.json").unlink()
     return path
 
 
@@ -379,11 +371,15 @@ def test_export_casts_floating_point_weights_only(cli: Run, tmp_path: Path) -> N
     assert "no floating point dtype" in result.err
 
 
-def test_export_keeps_a_module_of_that_name(cli: Run, tmp_path: Path) -> None:
-    """One process puts no prefix in front: ``module.`` is the user's own."""
+@pytest.mark.parametrize("world", [1, 2])
+def test_export_keeps_a_module_of_that_name(cli: Run, tmp_path: Path, world: int) -> None:
+    """No number of processes puts a prefix in front: ``module.`` is the user's own."""
     model = nn.Module()
     model.module = nn.Linear(1, 1)
     path = Path(save.save(CheckpointContents([model], rng=rng), tmp_path / "c"))
+    body = {**json.loads((path / "manifest.json").read_text()), "world_size": world}
+    body.pop("digest")
+    (path / "manifest.json").write_text(json.dumps({"digest": _manifest_digest(body), **body}))
     cli("export", path, tmp_path / "out")
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"module.weight", "module.bias"}
 

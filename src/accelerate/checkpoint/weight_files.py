@@ -534,9 +534,8 @@ def export_weights(
         count = _verify_files(checkpoint, {p.relative_to(folder).as_posix() for p in files_of(source)})
         if on_progress is not None:
             on_progress(f"{count} file(s) of model {model} in {checkpoint.name} are as they were saved")
-    multi_process = checkpoint.manifest is None or checkpoint.manifest.world_size > 1
     read = open_weights(source) if engine_weights is None else group_ties(engine_weights[1])
-    weights = strip_wrappers(read, multi_process=multi_process)
+    weights = strip_wrappers(read, has_prefix=checkpoint.manifest is None)
     files = write_weights(
         weights, out, max_shard_size=max_shard_size, dtype=target_dtype, on_file=on_progress
     )
@@ -558,15 +557,15 @@ def _verify_files(checkpoint: CheckpointCandidate, file_names: set[str]) -> int:
     return len(file_names)
 
 
-def strip_wrappers(weights: LazyWeights, *, multi_process: bool) -> LazyWeights:
+def strip_wrappers(weights: LazyWeights, *, has_prefix: bool) -> LazyWeights:
     """Rename the weights to the names of the user's module.
 
     Args:
         weights: as they were saved.
-        multi_process: several processes may have trained: one ``module.`` that all names begin with goes.
+        has_prefix: older versions of 1.x may have saved them: one ``module.`` that all names begin with goes.
     """
     weights = weights.rename(lambda name: name.replace("_orig_mod.", ""))
     weight_names = [*weights.tensors, *weights.aliases]
-    if multi_process and weight_names and all(name.startswith("module.") for name in weight_names):
+    if has_prefix and weight_names and all(name.startswith("module.") for name in weight_names):
         weights = weights.rename(lambda name: name.removeprefix("module."))
     return weights
