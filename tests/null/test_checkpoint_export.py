@@ -250,6 +250,14 @@ def test_errors_of_files_are_those_that_python_and_torch_raise(tmp_path: Path) -
         utils.load(tmp_path / "code.bin")
 
 
+def test_a_file_that_this_user_may_not_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Safetensors calls it missing; the advice is not about writing."""
+    monkeypatch.setattr(os, "access", lambda *args: False)
+    with pytest.raises(OSError, match=r"Permission denied .*\n.*let this user read it") as error:
+        utils.load(tmp_path)
+    assert error.value.errno == errno.EACCES
+
+
 def test_a_damaged_file_is_not_called_one_to_trust(tmp_path: Path) -> None:
     torch.save(weights(), tmp_path / "w.bin")
     content = (tmp_path / "w.bin").read_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import pickle
 import socket
 import sys
@@ -71,14 +72,21 @@ def file_errors(action: str, path: Path) -> Generator[None]:
     except CheckpointError:
         raise
     except (OSError, SafetensorError, *DAMAGE_ERRORS) as error:
-        # After a failed write torch closes its archive, which raises another error.
-        first = error if error.__context__ in (None, handled) else error.__context__
-        failure = error if isinstance(error, OSError) else first
+        failure: BaseException | None = error
+        if action == "write" and not isinstance(error, OSError) and error.__context__ is not handled:
+            failure = error.__context__  # torch closes its archive after a failed write: another error
         if not isinstance(failure, OSError):
             raise CheckpointError(f"cannot {action} {path}", why=_first_line(error)) from error
-        reason = f"{failure.strerror or failure} (on {socket.gethostname()})"
+        if action == "read" and path.exists() and not os.access(path, os.R_OK):
+            # Safetensors says of such a file that it is not there.
+            failure = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        place = failure.filename if isinstance(failure.filename, str) else str(path)
+        inner = f": {place}" if place.startswith(f"{path}{os.sep}") else ""  # of a folder
+        reason = f"{failure.strerror or failure}{inner} (on {socket.gethostname()})"
         kind = MissingFileError if isinstance(failure, FileNotFoundError) else FileAccessError
-        refusal = kind(f"cannot {action} {path}", why=reason, fix=_fix(failure.errno, path))
+        is_forbidden = action == "read" and failure.errno in (errno.EACCES, errno.EPERM)
+        fix = "let this user read it" if is_forbidden else _fix(failure.errno, path)
+        refusal = kind(f"cannot {action} {path}", why=reason, fix=fix)
         refusal.errno, refusal.filename = failure.errno, failure.filename
         raise refusal from error
 
