@@ -443,11 +443,16 @@ def entries_by_model_name(shards: ShardFolderReader, state: Mapping[str, Any]) -
     entries: dict[str, list[str]] = {}
     for name, path in shards.paths.items():
         entries.setdefault(str(path[1 if below else 0]), []).append(name)
+    own_names = {_clean_name(name): name for name in state}
+    if entries.keys() <= own_names.keys():
+        return {own_names[name]: group for name, group in entries.items()}
     canonical_names = state_dict_files.canonical_names
-    clean_names = [_clean_name(name) for name in state]
-    model_names = dict(zip(canonical_names(clean_names, entries), state, strict=True))
-    short_names = zip(canonical_names(entries, clean_names), entries.items(), strict=True)
-    return {model_names.get(short, name): group for short, (name, group) in short_names}
+    short_names = canonical_names(entries, own_names)
+    model_names = dict(zip(canonical_names(own_names, entries), own_names.values(), strict=True))
+    return {
+        model_names.get(short, name): group
+        for short, (name, group) in zip(short_names, entries.items(), strict=True)
+    }
 
 
 def _describe_differences(missing: Sequence[str], surplus: Sequence[str]) -> Iterable[str]:

@@ -340,6 +340,8 @@ def _group_ties(owners: Mapping[str, str]) -> list[list[str]]:
 
 def find_untied(aliases: Mapping[str, str], model_state: Mapping[str, Any]) -> dict[str, str]:
     """Return those ``aliases`` of a file that are tensors of their own in the model."""
+    if not aliases:
+        return {}
     # A name without a tensor is held by another rank, which knows whether it is tied.
     held = [name for name, value in model_state.items() if value is not None]
     saved = [*dict.fromkeys((*aliases, *aliases.values()))]
