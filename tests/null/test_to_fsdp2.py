@@ -109,6 +109,8 @@ def test_what_is_left_out_is_said(old: Path, capsys: pytest.CaptureFixture[str])
         ("full_shard", True),
         (1, True),
         (3, False),
+        ("4", True),
+        ("5", False),
         (True, True),
         ("false", False),
     ],
@@ -125,6 +127,8 @@ def test_hsdp_replicas_stay(old: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert new["fsdp_replicate_size"] == 4
     assert new["fsdp_state_dict_type"] == "SHARDED_STATE_DICT"
     assert "fsdp_replicate_size" not in convert_config_to_fsdp2({**given, "num_machines": 1})["fsdp_config"]
+    numbered = {**config(fsdp_sharding_strategy="4"), "num_machines": 4}
+    assert convert_config_to_fsdp2(numbered)["fsdp_config"]["fsdp_replicate_size"] == 4
     more = config(sharding_strategy=5, replicate_size=2)
     assert convert_config_to_fsdp2({**more, "num_machines": 4})["fsdp_config"]["fsdp_replicate_size"] == 2
     old.write_text(yaml.safe_dump({**given, "num_machines": 4}))

@@ -102,8 +102,13 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
 
 def _is_hybrid(table: Mapping[str, Any]) -> bool:
     """Return whether the sharding is HSDP: shards are replicated across machines."""
-    value = table.get("fsdp_sharding_strategy")
-    return "HYBRID" in str(_NUMBERS.get(value, value) if isinstance(value, int) else value).upper()
+    return "HYBRID" in _strategy_name(table.get("fsdp_sharding_strategy"))
+
+
+def _strategy_name(value: Any) -> str:
+    """Return the name of a sharding strategy that a file gives by its name or its number, also in quotes."""
+    text = str(value)
+    return _NUMBERS.get(int(text), text) if text.isdecimal() else text.upper()
 
 
 def _fsdp_options(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,7 +133,7 @@ def _convert_value(key: str, value: Any) -> Any:
     choices = ARGUMENT_VALUE_MAPPING.get(key)
     if choices is None or isinstance(value, bool):
         return value
-    text = str(_NUMBERS.get(value, value) if isinstance(value, int) else value).upper()
+    text = _strategy_name(value)
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     if text not in choices:
