@@ -222,6 +222,8 @@ def test_what_safetensors_cannot_hold_is_refused(tmp_path: Path, value: Any) -> 
         utils.save(value, tmp_path / "w.safetensors", safe_serialization=True)
     assert "safe_serialization=False" in str(error.value)
     assert not any(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match="a tensor has the name __metadata__"):
+        utils.save({"__metadata__": torch.ones(1)}, tmp_path / "w.safetensors", safe_serialization=True)
 
 
 def test_load_reads_a_safetensors_file(tmp_path: Path) -> None:

@@ -185,6 +185,11 @@ def write_safetensors(
                 f"{name} is {kind}, which safetensors files do not hold",
                 fix="save with safe_serialization=False",
             )
+        if name in header:
+            raise CheckpointError(
+                f"a tensor has the name {name}, by which safetensors files call something else",
+                fix="save with safe_serialization=False",
+            )
         start, end = end, end + tensor.numel() * tensor.element_size()
         code, shape = _CODES[tensor.dtype], list(tensor.shape)
         if code == "F4":
