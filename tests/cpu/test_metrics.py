@@ -664,3 +664,23 @@ def test_gather_for_metrics_calls_a_gather_that_a_program_has_put_in_place(ranks
     assert kept == [[0, 1], [4, 5]]
     assert names == [["0", "1", "2", "3"], ["4", "5", "6"]]
     assert calls == 2
+
+
+def own_loaders(n: int) -> list[Any]:
+    """The batches and rows of loaders that a program makes itself: prepared by the function, and by hand."""
+    from accelerate import Accelerator
+    from accelerate.data_loader import DataLoaderShard, prepare_data_loader
+
+    accelerator, data = Accelerator(cpu=True), torch.arange(n)
+    sharded = prepare_data_loader(DataLoader(data, batch_size=2))  # type: ignore[arg-type]
+    by_hand = DataLoaderShard(data, batch_size=2)
+    seen = [[accelerator.gather_for_metrics(rows).tolist() for rows in each] for each in (sharded, by_hand)]
+    prepared = accelerator.prepare(DataLoaderShard(data, batch_size=2))
+    return [*seen, [accelerator.gather_for_metrics(rows).tolist() for rows in prepared]]
+
+
+def test_loaders_that_a_program_makes_itself_count_as_in_their_own_iteration(ranks: RankServer) -> None:
+    """A ``DataLoaderShard`` made by hand is read whole by each process, and shared out by ``prepare``."""
+    sharded, by_hand, prepared = same_on_all(ranks(2, own_loaders, 6))
+    assert sharded == prepared == [[0, 1, 2, 3], [4, 5]]
+    assert by_hand == [[0, 1, 0, 1], [2, 3, 2, 3], [4, 5, 4, 5]]

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.core.errors import PrepareError
+from accelerate.data_loader import DataLoaderStateMixin, prepare_data_loader
 from accelerate.utils import GradientAccumulationPlugin
 
 
@@ -465,6 +466,36 @@ def test_batches_that_are_fetched_ahead_close_the_last_window(at_once: int) -> N
         flags += synced(accelerator, model, len(window))
         left -= count
     assert flags == [False, False, False, True, False, True]
+
+
+class OwnLoop(DataLoaderStateMixin):
+    """A loader of a program, of the class that prepared loaders have in common."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.dataset, self._drop_last = loader, loader.dataset, False
+        self.total_batch_size = loader.batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begin()
+        for index, batch in enumerate(self.loader):
+            self.end_of_dataloader = index == len(self.loader) - 1
+            yield batch
+        self.end()
+
+
+@pytest.mark.parametrize("make", [prepare_data_loader, OwnLoop])
+def test_a_loader_that_no_accelerator_prepared_closes_the_last_window(make: Callable[[Any], Any]) -> None:
+    """It counts for the newest one, as ``GradientState()`` does."""
+    loader = make(DataLoader(torch.arange(6.0), batch_size=4))
+    accelerator, model, _ = line(gradient_accumulation_steps=4)
+    state, seen = accelerator.gradient_state, []
+    for batch in loader:
+        flag = synced(accelerator, model)[0]
+        seen.append(
+            (flag, state.end_of_dataloader, state.remainder, accelerator.gather_for_metrics(batch).tolist())
+        )
+    assert seen == [(False, False, 2, [0, 1, 2, 3]), (True, True, 2, [4, 5])]
+    assert not state.in_dataloader
 
 
 def test_loaders_that_train_in_turn_close_one_window_at_their_end() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, ClassVar
 from weakref import ReferenceType, WeakSet, ref
 
@@ -17,6 +18,7 @@ class ActiveLoaders:
     """
 
     _living: ClassVar[WeakSet[ActiveLoaders]] = WeakSet()
+    newest: ClassVar[ActiveLoaders]  # that of the newest ``GradientState``
 
     def __init__(self) -> None:
         self._living.add(self)
@@ -80,8 +82,15 @@ class ActiveLoaders:
         return [None, *(item() for item in self._stack)]
 
 
-# The stack of loaders that no Accelerator prepared.
-UNOWNED = ActiveLoaders()
+# The stack before there is an Accelerator.
+UNOWNED = ActiveLoaders.newest = ActiveLoaders()
+
+
+class _NewestActiveLoaders:
+    """The stack of a loader that no ``Accelerator`` prepared: it counts for the newest one."""
+
+    def __get__(self, loader: Any, owner: type | None = None) -> ActiveLoaders:
+        return ActiveLoaders.newest
 
 
 class DataLoaderStateMixin:
@@ -112,7 +121,7 @@ class DataLoaderStateMixin:
     begun_at: int = 0
     yielded_at: tuple[int, int] = 0, 0
     expected_micro_steps: int = 0
-    active: ActiveLoaders = UNOWNED
+    active: ActiveLoaders = _NewestActiveLoaders()  # type: ignore[assignment]
     position: LoaderPosition
     records_loader_state: bool = False  # see ``Epoch``
     keeps_torch_numbers: bool = False  # see ``Epoch``
@@ -171,7 +180,10 @@ class DataLoaderStateMixin:
         return batches
 
     def begin(self) -> None:
-        """Begin an epoch; inside of another one of this loader, keep the attributes for the rest of that."""
+        """Begin an epoch, and compute the real samples of its last step.
+
+        Inside of another epoch of this loader, the attributes are kept for the rest of that.
+        """
         epoch: Epoch | None = getattr(self, "position", _NO_POSITION).current
         if epoch is not None:
             epoch.loader, epoch.backwards_before = self, self._count_backwards()
@@ -180,6 +192,11 @@ class DataLoaderStateMixin:
             if epoch.outer is not None:
                 _keep_shown(epoch.outer)
         self.reset()
+        if not getattr(self, "_drop_last", True):
+            own: Any = self
+            with suppress(AttributeError, TypeError):  # a stream without a length
+                samples = getattr(own, "total_dataset_length", None)
+                self.remainder = (len(own.dataset) if samples is None else samples) % own.total_batch_size
         self.trains, self.begun_at = False, self.active.clock
         self.active.add(self)
 

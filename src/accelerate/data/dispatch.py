@@ -89,7 +89,7 @@ class DataLoaderDispatcher(DataLoaderShard):
     def _initialize_dispatch(
         self, count: int, index: int, split: bool, even: bool, slice_fn: Slice | None
     ) -> None:
-        self._num_processes, self._index = count, index
+        self._num_processes, self._index, self._is_accelerate_prepared = count, index, True
         self.split_batches, self.even_batches, self.slice_fn = split, even, slice_fn
         base = self.base_dataloader
         kind = f"{type(self.dataset).__module__}.{type(self.dataset).__qualname__}"

@@ -167,7 +167,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self.before_first_use: Callable[[], None] | None = None
         self.comparison: Callable[[], None] | None = None
         self._num_processes = 1
-        self._is_accelerate_prepared = True
+        self._is_accelerate_prepared = False
 
     @property
     def synchronized_generator(self) -> Any:
@@ -205,7 +205,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         shard = cls.__new__(cls)
         shard.base_dataloader = base
         shard._initialize(device, bool(getattr(base, "drop_last", False)), non_blocking)
-        shard._num_processes = num_processes
+        shard._num_processes, shard._is_accelerate_prepared = num_processes, True
         return shard
 
     def set_data_shard(self, num_shards: int, index: int) -> None:
@@ -259,18 +259,13 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self.iteration += 1
 
     def begin(self) -> None:
-        """Begin an epoch, and compute the real samples of its last step."""
+        """Begin an epoch, after the check of the first one."""
         if self.before_first_use is not None:
             check, self.before_first_use = self.before_first_use, None
             check()
         super().begin()
         if self._original is not None:
             self._original.reset()
-        if not self._drop_last:
-            try:
-                self.remainder: int = self.total_dataset_length % self.total_batch_size
-            except TypeError:  # a stream without a length
-                self.remainder = -1
 
     def _batches(self, epoch: Epoch) -> Iterator[Any]:
         """Yield each batch on the device."""

@@ -66,7 +66,9 @@ def prepare_data_loader(
     data_shard = world if torch_device_mesh is None else mesh_data_shard(torch_device_mesh)
     count = data_shard[0] if num_processes is None else num_processes
     index = data_shard[1] if process_index is None else process_index
-    batch_device = device if put_on_device else None
+    batch_device, skipped = device if put_on_device else None, 0
+    if count > 1 and isinstance(dataloader, DataLoaderShard) and not dataloader._is_accelerate_prepared:
+        dataloader, skipped = dataloader.base_dataloader, dataloader.skip_batches  # each rank reads all
     base = _with_seedable_sampler(dataloader, data_seed) if use_seedable_sampler else dataloader
     if legacy_random_numbers and count > 1:
         base = _with_seeded_generator(base)
@@ -110,7 +112,7 @@ def prepare_data_loader(
         )
     if count > 1 and count == collective.world_size() and shard == "auto":
         prepared.before_first_use = prepared.comparison
-    prepared.rng_types = rng_types
+    prepared.rng_types, prepared.skip_batches = rng_types, skipped
     prepared.keeps_torch_numbers = legacy_random_numbers and collective.world_size() == 1
     prepared.use_stateful_dataloader = use_stateful_dataloader
     if use_stateful_dataloader:

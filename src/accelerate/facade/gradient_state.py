@@ -89,7 +89,7 @@ class GradientState:
         state.window, state.abandoned_window, state.resumed_window = None, "", None
         state.loss_weighting, state.has_unweighted_grads = None, False
         state._xla_gradients_synced = False
-        cls._current = state
+        cls._current, ActiveLoaders.newest = state, state.loaders
         return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientState:

@@ -48,13 +48,16 @@ def gather_for_metrics(
     Raises:
         PrepareError: the step has fillers, and which rows are theirs is not known.
     """
+    left = loader.remainder if loader is not None and loader.end_of_dataloader else 0
+    is_clients = loader is not None and not hasattr(loader, "position")  # it tells no more than its remainder
+    if is_clients and gather is None:
+        gather = collective.gather
     if (
         gather is not None
         and not as_objects
         and all(isinstance(leaf, torch.Tensor) for _, leaf in tree.iterate_leaves(data))
     ):
         gathered = gather(data)
-        left = loader.remainder if loader is not None and loader.end_of_dataloader else 0
         return tree.map_tree(lambda rows: rows[:left], gathered) if left > 0 else gathered
     share, world_size = getattr(loader, "data_shard", None) or strategy.data_shard, strategy.world.size
     several_read_alike = share.count == strategy.data_shard.count < world_size
@@ -67,7 +70,8 @@ def gather_for_metrics(
         keep = _no_rows
     elif loader is not None and loader.batch_samples:
         keep = _RealRowCounter(loader, rows_per_sample)
-    return _SampleGatherer(filled, keep).gather(data, as_objects)
+    gathered = _SampleGatherer(filled, keep).gather(data, as_objects)
+    return gathered[:left] if is_clients and as_objects and left > 0 else gathered
 
 
 _RowCounter = Callable[[Sequence[int], Any], int]
@@ -144,7 +148,11 @@ class _RealRowCounter:
         It is padded, or ``loss.repeat(batch_size)``: several rows of each sample where batches are split. In
         the first step of an epoch it may have several rows of each sample, unless all are alike.
         """
-        repeats, rest = divmod(rows * self.loader.data_shard.count, self.loader.total_batch_size or rows)
+        share = self.loader.data_shard
+        count = (
+            self.loader._num_processes if share is None else share.count
+        )  # None: no Accelerator prepared it
+        repeats, rest = divmod(rows * count, self.loader.total_batch_size or rows)
         if rows <= self.size or rest or not (repeats == 1 or self._is_known(repeats)):
             return 0
         if self.epoch.batches - self.epoch.skip.batches > 1:

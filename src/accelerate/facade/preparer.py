@@ -415,7 +415,7 @@ class Preparer:
         """
         runtime, config = self.runtime, self.options.dataloader
         world, strategy = runtime.world, runtime.strategy
-        if isinstance(loader, DataLoaderShard) and loader.active is runtime.gradients.loaders:
+        if isinstance(loader, DataLoaderShard) and loader.gradient_state is runtime.gradients:
             return loader
         more: dict[str, Any] = {"shard": config.shard} if config.shard != "auto" else {}
         if config.legacy_random_numbers:
