@@ -12,6 +12,10 @@ from accelerate.data.loader import DataLoaderShard as DataLoaderShard
 from accelerate.data.loader import SkipDataLoader as SkipDataLoader
 from accelerate.data.loader import get_sampler as get_sampler
 from accelerate.data.loader import skip_first_batches as skip_first_batches
+from accelerate.data.prepare import BatchSampler as BatchSampler
+from accelerate.data.prepare import DataLoader as DataLoader
+from accelerate.data.prepare import IterableDataset as IterableDataset
+from accelerate.data.prepare import RandomSampler as RandomSampler
 from accelerate.data.prepare import prepare_data_loader as prepare_data_loader
 from typing import Any
 

@@ -36,7 +36,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     )
     | {"_PYTORCH_DATALOADER_KWARGS": LazyCall("data.prepare:default_loader_options")}
     | exports("data.active_loaders: DataLoaderStateMixin")
-    | exports("data.prepare: prepare_data_loader")
+    | exports("data.prepare: prepare_data_loader BatchSampler DataLoader IterableDataset RandomSampler")
     | exports("data.dispatch: DataLoaderDispatcher")
     | exports("data.batch_sampler_shard: BatchSamplerShard SeedableRandomSampler SkipBatchSampler")
     | exports("data.iterable_dataset: IterableDatasetShard"),

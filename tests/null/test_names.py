@@ -472,3 +472,9 @@ def test_the_stubs_show_the_table():
         if not path.is_file() or path.read_text() != text
     ]
     assert not stale, f"run: {pyi_stub_writer.COMMAND}"
+
+
+@pytest.mark.parametrize("name", ["BatchSampler", "DataLoader", "IterableDataset", "RandomSampler"])
+def test_programs_find_torchs_classes_of_data_where_1_15_has_them_too(name: str) -> None:
+    """finetrainers 0.2 imports ``DataLoader`` from there."""
+    assert getattr(import_module("accelerate.data_loader"), name) is getattr(torch.utils.data, name)
