@@ -737,6 +737,29 @@ def test_the_others_are_taken_back_if_an_object_refuses_its_own_state_too(
     assert ("could not take back: load registered object 1" in caplog.text) is isinstance(error, ValueError)
 
 
+class Progress:
+    """An object whose attributes are set when it is loaded, or when a training begins."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
+def test_a_registered_object_needs_no_state_before_it_is_loaded(tmp_path: Path) -> None:
+    """accel-hydra's ``Trainer`` registers itself, and has a step only then."""
+    saved, fresh = Progress(), Progress()
+    saved.step = 3
+    for each in (saved, fresh):
+        accelerator = Accelerator()
+        accelerator.register_for_checkpointing(each)
+        if each is saved:
+            accelerator.save_state(str(tmp_path / "c"))
+    accelerator.load_state(str(tmp_path / "c"))
+    assert fresh.step == 3
+
+
 class Recorder:
     """An object that takes its state apart, adds to what it has, and may write into others."""
 

@@ -8,7 +8,7 @@ import hashlib
 import logging
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -134,8 +134,9 @@ class TrainingStateReader:
         """
         registered, self._again = dict(self._again), []
         for action, function, item, copy_of in self.trials:
-            undo = partial(item.load_state_dict, copy_of(item.state_dict()))
-            self._undo.append((f"take back: {action}", undo))
+            with suppress(Exception):  # an object of the user may have no state before it is loaded
+                undo = partial(item.load_state_dict, copy_of(item.state_dict()))
+                self._undo.append((f"take back: {action}", undo))
             if action not in registered:
                 _attempt(action, function)
             elif writes_into(contents, partial(_attempt, action, function)):

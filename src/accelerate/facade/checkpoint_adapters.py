@@ -8,6 +8,7 @@ the rest of the window adds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,10 @@ def registered_adapter(strategy: Strategy, item: Any, is_writer: bool, models: S
         return gather_rank_shards(gather_leaves(item.state_dict(), is_writer), shapes, name)
 
     def load_state_dict(state: Any, **options: Any) -> Any:
-        return item.load_state_dict(distribute_leaves(state, item.state_dict()), **options)
+        own: Any = {}
+        with suppress(Exception):  # it may have no state before it is loaded
+            own = item.state_dict()
+        return item.load_state_dict(distribute_leaves(state, own), **options)
 
     return StatefulAdapter(name, state_dict, load_state_dict, module=item)
 
