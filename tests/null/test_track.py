@@ -628,6 +628,33 @@ def test_a_configuration_may_be_a_namespace_or_hold_dataclasses() -> None:
     assert base.flatten_config(given)["part.width"] == 3
 
 
+def test_arrays_tensors_and_ranges_of_a_configuration_are_lists(tmp_path: Path) -> None:
+    tracker = JSONLTracker("run", tmp_path)
+    tracker.start()
+    config = {
+        "weights": torch.tensor([0.5, 2.0], dtype=torch.bfloat16),
+        "classes": np.array([[0, 1], [2, 3]]),
+        "epochs": range(2),
+        "large": torch.zeros(1001),
+        "meta": torch.zeros(2, device="meta"),
+    }
+    tracker.store_init_configuration(config)
+    tracker.log({"recall": torch.tensor([0.25, 0.5])})
+    tracker.finish()
+    _, stored, logged, _ = lines(tracker.tracker)
+    assert stored["config"] | {"large": "", "meta": ""} == {
+        "weights": [0.5, 2.0],
+        "classes": [[0, 1], [2, 3]],
+        "epochs": [0, 1],
+        "large": "",
+        "meta": "",
+    }
+    assert stored["config"]["large"].startswith("tensor([")
+    assert stored["config"]["meta"].startswith("tensor(")
+    assert logged["values"] == {"recall": [0.25, 0.5]}
+    assert base.flatten_config(config)["weights"] == "[0.5, 2.0]"
+
+
 def test_a_configuration_may_be_any_object_with_attributes(tmp_path: Path) -> None:
     class Args:
         def __init__(self) -> None:

@@ -11,6 +11,9 @@ from typing import Any
 
 from accelerate.core.errors import PrepareError
 
+# Arrays and tensors of more elements are text: numpy and torch print as many without leaving some out.
+MAX_ELEMENTS = 1000
+
 
 def unwrap_scalar(value: Any) -> Any:
     """Return the number of a one-element tensor or array; any other value unchanged."""
@@ -38,20 +41,32 @@ def flatten_mappings(values: Mapping[str, Any], prefix: str = "") -> dict[str, A
 def to_json_types(value: Any) -> Any:
     """Convert a configuration to the types of JSON: other values, such as paths and dtypes, become text.
 
-    Namespaces and dataclasses become dicts of their fields.
+    Namespaces and dataclasses become dicts of their fields; ranges, arrays and tensors that are not large
+    become lists.
     """
-    value = unwrap_scalar(value)
+    value = _list_elements(unwrap_scalar(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
         value = vars(value)
     if isinstance(value, Mapping):
         return {str(key): to_json_types(each) for key, each in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, list | tuple | set | frozenset | range):
         return [to_json_types(each) for each in value]
     if value is None or type(value) in (bool, int, float, str):
         return value
     return next((kind(value) for kind in (int, float) if isinstance(value, kind)), str(value))
+
+
+def _list_elements(value: Any) -> Any:
+    """Return the elements of an array or a tensor as lists; any other value, and a large one, unchanged."""
+    elements = getattr(value, "tolist", None)
+    if not callable(elements) or math.prod(getattr(value, "shape", (math.inf,))) > MAX_ELEMENTS:
+        return value
+    try:
+        return elements()
+    except RuntimeError:  # on the meta device, or sparse
+        return value
 
 
 def to_json_config(values: Any) -> Any:
