@@ -524,6 +524,25 @@ def test_the_check_of_the_map_is_replaced(monkeypatch: pytest.MonkeyPatch) -> No
     assert same(model)
 
 
+def test_the_function_that_attaches_hooks_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ms-swift, by one that does nothing: the weights stay where they were loaded."""
+    places, calls = {"first": "cpu", "middle": "cpu", "last": "disk"}, list[dict[str, Any]]()
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            accelerate.big_modeling,
+            "attach_align_device_hook_on_blocks",
+            lambda model, **options: calls.append(options),
+        )
+        model = dispatch_model(net(), places, main_device="cpu", offload_dir=tmp_path)
+    assert [call["offload"] for call in calls] == [{"first": False, "middle": False, "last": True}]
+    assert not any(hasattr(module, "_hf_hook") for module in model.modules())
+    assert model.hf_device_map == places
+    assert same(model)
+    assert hasattr(dispatch_model(net(), places, main_device="cpu", offload_dir=tmp_path), "_hf_hook")
+
+
 def test_all_weights_of_an_offloaded_model(tmp_path: Path) -> None:
     """llmcompressor takes this name from ``accelerate.accelerator``."""
     from accelerate.accelerator import get_state_dict_offloaded_model

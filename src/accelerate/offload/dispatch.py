@@ -24,6 +24,7 @@ from accelerate import device as devices
 from accelerate.core import lazy_names
 from accelerate.core.errors import DeviceError, OffloadError, SettingError
 from accelerate.offload import device_maps
+from accelerate.offload.align_hook import attach_align_device_hook_on_blocks
 from accelerate.offload.dispatch_hook import hook_of
 from accelerate.offload.dispatch_steps import (
     CPU,
@@ -46,7 +47,7 @@ from accelerate.offload.hooks import (
 )
 from accelerate.offload.module_input_output import move_arguments
 from accelerate.offload.module_tensors import DeviceLike, as_device
-from accelerate.offload.offload_folder import Folder, WeightStore
+from accelerate.offload.offload_folder import Folder, OffloadedWeightsLoader, WeightStore
 from accelerate.offload.offloaded_tensor import OffloadedTensor, cast_source, make_stand_in
 from accelerate.offload.pager import Pager, PagerStats
 
@@ -174,6 +175,28 @@ def dispatch_model(
     main = _main_device(homes, main_device)
     _check_values(model, values := WeightStore(state_dict, offload_dir, offload_index))
     remove_dispatch(model)
+    attach = lazy_names.get_override(
+        "accelerate.big_modeling", "attach_align_device_hook_on_blocks", attach_align_device_hook_on_blocks
+    )
+    if attach is not attach_align_device_hook_on_blocks and (force_hooks or len(set(homes.values())) > 1):
+        # Some programs replace it, by one that does nothing: the weights are to stay where they are.
+        whole = model.state_dict() if state_dict is None else state_dict
+        state = {name: value for name, value in whole.items() if not value.is_meta}
+        folder = None if len(state) == len(whole) else offload_dir
+        attach(
+            model,
+            execution_device={
+                n: each if isinstance(each, torch.device) else main for n, each in homes.items()
+            },
+            offload={name: each == "disk" or (each == "cpu" != main.type) for name, each in homes.items()},
+            offload_buffers=offload_buffers,
+            weights_map=OffloadedWeightsLoader(state, folder, offload_index),
+            skip_keys=skip_keys,
+            preload_module_classes=preload_module_classes,
+            tied_params_map={},
+        )
+        model.hf_device_map = dict(device_map)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+        return model
     options = DispatchOptions(
         main,
         offload_buffers,
