@@ -444,15 +444,9 @@ def entries_by_model_name(shards: ShardFolderReader, state: Mapping[str, Any]) -
     for name, path in shards.paths.items():
         entries.setdefault(str(path[1 if below else 0]), []).append(name)
     own_names = {_clean_name(name): name for name in state}
-    if entries.keys() <= own_names.keys():
-        return {own_names[name]: group for name, group in entries.items()}
-    canonical_names = state_dict_files.canonical_names
-    short_names = canonical_names(entries, own_names)
-    model_names = dict(zip(canonical_names(own_names, entries), own_names.values(), strict=True))
-    return {
-        model_names.get(short, name): group
-        for short, (name, group) in zip(short_names, entries.items(), strict=True)
-    }
+    equal = entries.keys() <= own_names.keys()
+    names = {} if equal else state_dict_files.match_names(entries, own_names)
+    return {own_names.get(names.get(name, name), name): group for name, group in entries.items()}
 
 
 def _describe_differences(missing: Sequence[str], surplus: Sequence[str]) -> Iterable[str]:

@@ -309,9 +309,9 @@ def fit_names(state: State, aliases: Mapping[str, str], model_state: Mapping[str
     versions = getattr(state, "_metadata", None)  # of the modules
     state = {**state, **{alias: state[name] for alias, name in aliases.items() if name in state}}
     if state.keys() != model_state.keys():
-        names = state.keys()
-        state = _rename_like(state, model_state)
-        if versions is not None and state.keys() != names:
+        file_names, names = state.keys(), match_names(state, model_state)
+        state = {names.get(name, name): value for name, value in state.items()}
+        if versions is not None and state.keys() != file_names:
             own_paths = {canonical_name(f"{p}.")[:-1]: p for p in getattr(model_state, "_metadata", ())}
             short = {canonical_name(f"{path}.")[:-1]: note for path, note in versions.items()}
             versions = {own_paths.get(path, path): note for path, note in short.items()}
@@ -327,13 +327,11 @@ def fit_names(state: State, aliases: Mapping[str, str], model_state: Mapping[str
     return state
 
 
-def _rename_like(state: State, model_names: Collection[str]) -> State:
-    """Return ``state`` with the equivalent names of ``model_names``; unchanged if that is ambiguous."""
-    model_name_of = dict(zip(canonical_names(model_names, state), model_names, strict=True))
-    return {
-        model_name_of.get(short, name): value
-        for short, (name, value) in zip(canonical_names(state, model_names), state.items(), strict=True)
-    }
+def match_names(saved: Collection[str], own: Collection[str]) -> dict[str, str]:
+    """Return the equivalent names of a model for those names of a file that have one."""
+    own_names = dict(zip(canonical_names(own, saved), own, strict=True))
+    short_names = zip(saved, canonical_names(saved, own), strict=True)
+    return {name: own_names[short] for name, short in short_names if short in own_names}
 
 
 def _group_ties(owners: Mapping[str, str]) -> list[list[str]]:
@@ -349,14 +347,11 @@ def find_untied(aliases: Mapping[str, str], model_state: Mapping[str, Any]) -> d
         return {}
     # A name without a tensor is held by another rank, which knows whether it is tied.
     held = [name for name, value in model_state.items() if value is not None]
-    saved = [*dict.fromkeys((*aliases, *aliases.values()))]
-    own_names = dict(zip(canonical_names(held, saved), held, strict=True))
-    names = dict(zip(saved, map(own_names.get, canonical_names(saved, held)), strict=True))
+    names = match_names(dict.fromkeys((*aliases, *aliases.values())), held)
     owners = find_ties(model_state)
 
     def root(name: str) -> str | None:
-        model_key = names[name]
-        return None if model_key is None else owners.get(model_key, model_key)
+        return owners.get(names[name], names[name]) if name in names else None
 
     return {
         alias: name

@@ -135,8 +135,8 @@ class TrainingStateReader:
         registered, self._again = dict(self._again), []
         for action, function, item, copy_of in self.trials:
             with suppress(Exception):  # an object of the user may have no state before it is loaded
-                undo = partial(item.load_state_dict, copy_of(item.state_dict()))
-                self._undo.append((f"take back: {action}", undo))
+                before = copy_of(item.state_dict())
+                self._undo.append((f"take back: {action}", partial(item.load_state_dict, before)))
             if action not in registered:
                 _attempt(action, function)
             elif writes_into(contents, partial(_attempt, action, function)):
@@ -291,11 +291,8 @@ class TrainingStateReader:
                 self._report_missing(file, label)
             return
         kwargs = {"map_location": self.map_location, **self.load_kwargs}
-        if (
-            each.category == "optimizers"
-            and "mmap" not in kwargs
-            and mapped_state.can_map(path, kwargs["map_location"])
-        ):
+        may_map = each.category == "optimizers" and "mmap" not in kwargs
+        if may_map and mapped_state.can_map(path, kwargs["map_location"]):
             mapped = mapped_state.MappedOptimizerState(path, **{**kwargs, "map_location": "cpu"})
             inner = item.optimizer if isinstance(item, StatefulAdapter) else None
             state, load = mapped.state, partial(mapped.load_into, item.load_state_dict, inner)
