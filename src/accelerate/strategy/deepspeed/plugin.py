@@ -405,17 +405,23 @@ def _accumulation_steps(source: int | Literal["auto"] | None) -> int | Literal["
     return int(text)
 
 
-def plugin_table(source: Any) -> dict[str, DeepSpeedPlugin]:
-    """Return one plugin, or several by name, as a dict; the first is selected.
+def plugin_table(*given: Any) -> dict[str, DeepSpeedPlugin]:
+    """Return one plugin, or several by name, as a dict; the first is selected. Without any, one of defaults.
 
     Raises:
-        SettingError: it is neither.
+        SettingError: it is neither, or given twice.
     """
     table = dict(source) if isinstance(source, Mapping) else {"default": source}
     wrong = [name for name, plugin in table.items() if not isinstance(plugin, DeepSpeedPlugin)]
     if wrong or not table:
         raise SettingError(
             f"deepspeed_plugins is {source!r}",
+    if len(given) > 1:
+        raise SettingError(
+            "deepspeed_plugin and deepspeed_plugins are both given",
+            fix="give one of them: both names mean the same argument",
+        )
+    source = given[0] if given else DeepSpeedPlugin()
             fix='give a DeepSpeedPlugin, or {"name": DeepSpeedPlugin(...), ...}',
         )
     return table

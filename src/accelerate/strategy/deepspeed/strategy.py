@@ -86,11 +86,8 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, Modul
         from accelerate.strategy.deepspeed.engine_handle import DeepSpeedEngineRegistry
         from accelerate.strategy.deepspeed.plugin import DeepSpeedPlugin, plugin_table
 
-        plugins = self.selection.plugins(request)
-        tables = [dict(p) for p in request.plugins if isinstance(p, Mapping)]
-        self.table: dict[str, DeepSpeedPlugin] = plugin_table(
-            tables[0] if tables else plugins[0] if plugins else DeepSpeedPlugin()
-        )
+        given = [each for each in request.plugins if isinstance(each, Mapping | DeepSpeedPlugin)]
+        self.table: dict[str, DeepSpeedPlugin] = plugin_table(*given)
         self.engines: DeepSpeedEngineRegistry = DeepSpeedEngineRegistry()
         self._no_sync_engines: set[int] = set()
 
