@@ -143,6 +143,23 @@ def test_steps_of_accumulation_that_the_configuration_leaves_out(monkeypatch: py
     assert Accelerator(cpu=True, deepspeed_plugin=plugin).gradient_accumulation_steps == 2
 
 
+def test_a_precision_that_the_configuration_disables_is_refused() -> None:
+    """1.15 trains in float32, without a word."""
+    plugin = DeepSpeedPlugin(hf_ds_config={**CONFIG, "bf16": {"enabled": False}})
+    with pytest.raises(SettingError, match=r"mixed_precision is bf16, but .*bf16.enabled: false"):
+        Accelerator(cpu=True, deepspeed_plugin=plugin, mixed_precision="bf16")
+    Accelerator(cpu=True, deepspeed_plugin=plugin, mixed_precision="no")
+    plugin = DeepSpeedPlugin(hf_ds_config=CONFIG)
+    plugin.set_mixed_precision("no")  # this is no wish of the configuration
+    plugin.set_mixed_precision("bf16")
+    assert plugin.precision == "bf16"
+
+
+def test_two_names_of_one_argument() -> None:
+    with pytest.raises(ValueError, match="both given"):
+        Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(), deepspeed_plugins={"a": DeepSpeedPlugin()})
+
+
 def test_what_clients_ask_of_it() -> None:
     plugin = DeepSpeedPlugin(hf_ds_config=CONFIG)
     assert plugin.is_auto("bf16.enabled")

@@ -52,6 +52,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         self.dschf: Any = None
         # Nobody gave gradient_accumulation_steps; 1 in the configuration is then no wish.
         self.assumes_steps = False
+        self._disabled_precisions: list[str] = []  # by the user's configuration
         # (the dict, its content since an engine was made, its content before)
         self._shown_config: tuple[dict[str, Any], dict[str, Any], dict[str, Any]] | None = None
         self._settings = load_fields(self, objects={"hf_ds_config": Any})
@@ -114,6 +115,8 @@ class DeepSpeedPlugin(DeepSpeedOptions):
             source = HfDeepSpeedConfig(source)
         self.hf_ds_config: Any = source
         config = source.config
+        disabled = (kind for kind in _PRECISIONS if config_tree.get_key(config, f"{kind}.enabled") is False)
+        self._disabled_precisions = list(disabled)
         if not isinstance(config.get("zero_optimization"), Mapping):
             raise SettingError(
                 "the DeepSpeed configuration (hf_ds_config) has no table zero_optimization",
@@ -248,15 +251,17 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         """Set the mixed precision in the configuration, where it is ``"auto"`` or missing.
 
         Raises:
-            SettingError: the configuration enables another one.
+            SettingError: the configuration enables another one, or disables this one.
         """
         config = self.deepspeed_config
         for kind in _PRECISIONS:
             enabled = config_tree.get_key(config, f"{kind}.enabled")
-            if enabled is True and mixed_precision in _PRECISIONS and mixed_precision != kind:
+            other = enabled is True and mixed_precision in _PRECISIONS and mixed_precision != kind
+            is_disabled = enabled is False and mixed_precision == kind and kind in self._disabled_precisions
+            if other or is_disabled:
                 raise SettingError(
                     f"mixed_precision is {mixed_precision}, but the DeepSpeed configuration says "
-                    f"{kind}.enabled: true",
+                    f"{kind}.enabled: {str(enabled).lower()}",
                     why="one model computes in one format",
                     fix=f'keep one of them, or write "auto" for {kind}.enabled',
                 )
@@ -411,17 +416,17 @@ def plugin_table(*given: Any) -> dict[str, DeepSpeedPlugin]:
     Raises:
         SettingError: it is neither, or given twice.
     """
-    table = dict(source) if isinstance(source, Mapping) else {"default": source}
-    wrong = [name for name, plugin in table.items() if not isinstance(plugin, DeepSpeedPlugin)]
-    if wrong or not table:
-        raise SettingError(
-            f"deepspeed_plugins is {source!r}",
     if len(given) > 1:
         raise SettingError(
             "deepspeed_plugin and deepspeed_plugins are both given",
             fix="give one of them: both names mean the same argument",
         )
     source = given[0] if given else DeepSpeedPlugin()
+    table = dict(source) if isinstance(source, Mapping) else {"default": source}
+    wrong = [name for name, plugin in table.items() if not isinstance(plugin, DeepSpeedPlugin)]
+    if wrong or not table:
+        raise SettingError(
+            f"deepspeed_plugins is {source!r}",
             fix='give a DeepSpeedPlugin, or {"name": DeepSpeedPlugin(...), ...}',
         )
     return table
