@@ -89,6 +89,15 @@ def test_a_prepared_model_is_compiled_later(how: str, backend: str, options: dic
         assert computes_in_half(call, model)
 
 
+@pytest.mark.parametrize("how", WAYS)
+def test_a_model_that_was_never_called_compiles_as_one_graph(how: str) -> None:
+    torch._dynamo.reset()
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.prepare(nn.Sequential(nn.Linear(4, 4)))
+    call = compiled(how, accelerator, model, backend="eager", fullgraph=True)
+    assert call(torch.ones(2, 4)).dtype == torch.float32
+
+
 def test_a_model_with_a_dict_of_outputs_is_compiled_later() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:

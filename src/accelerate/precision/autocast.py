@@ -48,7 +48,8 @@ def autocast(
     device: Device, dtype: torch.dtype | None, options: AutocastKwargs | None = None
 ) -> AbstractContextManager[Any]:
     """Return ``torch.autocast`` on ``device``; ``dtype`` None takes torch's default there."""
-    options = options or AutocastKwargs()
+    if options is None:  # no AutocastKwargs() here: the compiler may trace this
+        return torch.autocast(device.type, dtype=dtype)
     cache = options.cache_enabled
     return torch.autocast(device.type, dtype=dtype, enabled=options.enabled, cache_enabled=cache)
 
@@ -156,12 +157,15 @@ class _AutocastPreHook:
             if not (scope.around_compiled_call or _enter_in_graph(*scope.arguments)):
                 _call_untraced(self, module, args)
             return
-        unused = scope.unused.items
-        context = unused.pop() if unused else autocast(scope.device, scope.dtype, scope.options)
+        # No function of this package is called: where the compiler runs the hook as it is, it traces these.
+        unused, entered = scope.unused.items, FORWARD_CONTEXTS.entered
+        context = unused.pop() if unused else torch.autocast(*scope.arguments)
         caller = sys._getframe(1)
+        if entered:
+            FORWARD_CONTEXTS.exit_interrupted()
+        context.__enter__()
         # One that the compiler calls has returned when the forward begins.
-        is_untraced = caller.f_code is _call_hook.__code__
-        FORWARD_CONTEXTS.enter(context, scope, None if is_untraced else caller)
+        entered.append((None if caller.f_code is _call_hook.__code__ else caller, scope, context))
 
 
 class _AutocastExitHook:
@@ -177,8 +181,14 @@ class _AutocastExitHook:
         if is_dynamo_compiling():
             if not (scope.around_compiled_call or _exit_in_graph()):
                 _call_untraced(self, module, args, None)
-        elif (context := FORWARD_CONTEXTS.exit(scope)) is not None:
-            scope.unused.items.append(context)
+        else:
+            entered = FORWARD_CONTEXTS.entered
+            for place in reversed(range(len(entered))):
+                if entered[place][1] is scope:
+                    context = entered.pop(place)[2]
+                    context.__exit__(None, None, None)
+                    scope.unused.items.append(context)
+                    break
         return self.convert(output) if self.upcast else None
 
 

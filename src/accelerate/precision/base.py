@@ -39,14 +39,12 @@ class ForwardContexts(threading.local):
         context.__enter__()
         self.entered.append((frame, owner, context))
 
-    def exit(self, owner: object) -> AbstractContextManager[Any] | None:
-        """Exit and return the innermost context of ``owner``; None if it has entered none."""
+    def exit(self, owner: object) -> None:
+        """Exit the innermost context of ``owner``, if it has entered one."""
         for place in reversed(range(len(self.entered))):
             if self.entered[place][1] is owner:
-                context = self.entered.pop(place)[2]
-                context.__exit__(None, None, None)
-                return context
-        return None
+                self.entered.pop(place)[2].__exit__(None, None, None)
+                return
 
     def exit_interrupted(self) -> None:
         """Exit the contexts of forwards that have ended without a call of their hooks."""
