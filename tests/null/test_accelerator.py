@@ -350,6 +350,17 @@ def test_autocast_ends_after_a_forward_that_ctrl_c_interrupts() -> None:
         assert nn.Linear(2, 2)(x).dtype == torch.float32
 
 
+def test_hooks_from_before_prepare_run_outside_of_autocast() -> None:
+    seen: list[Any] = []
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    model.register_forward_hook(
+        lambda module, args, output: seen.extend((output.dtype, torch.is_autocast_enabled("cpu")))
+    )
+    Accelerator(mixed_precision="bf16").prepare(model)(torch.ones(1, 2))
+    assert seen == [False, torch.float32, False]
+
+
 def test_autocast_goes_on_in_a_forward_that_makes_an_accelerator() -> None:
     class Gathers(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -211,9 +211,10 @@ def attach_autocast(
     """
     detach_autocast(module)
     scope = _AutocastScope(device, dtype, options)
-    module.register_forward_pre_hook(_AutocastPreHook(scope), prepend=True)
+    # Next to the forward: hooks of the user run outside of autocast, and see the float32 outputs.
+    module.register_forward_pre_hook(_AutocastPreHook(scope))
     # always_call: autocast must be exited also when the forward raises.
-    module.register_forward_hook(_AutocastExitHook(scope, upcast), always_call=True)
+    module.register_forward_hook(_AutocastExitHook(scope, upcast), prepend=True, always_call=True)
 
 
 def attach_around_compiled_call(module: nn.Module) -> None:
