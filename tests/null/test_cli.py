@@ -308,6 +308,26 @@ def test_the_parser_of_other_launchers_gives_flags_and_an_untouched_script() -> 
     assert launch_command_parser().parse_args(["--", "--odd.py"]).training_script == "--odd.py"
 
 
+@pytest.mark.parametrize(
+    ("typed", "script_args"),
+    [
+        (["train.py", "--", "--lr", "1"], ["--lr", "1"]),
+        (["-m", "train", "--", "--", "x"], ["--", "x"]),
+        (["train.py", "x", "--", "--lr"], ["x", "--", "--lr"]),
+        (["--", "train.py", "--", "--lr"], ["--", "--lr"]),
+        (["train.py", "--"], []),
+    ],
+)
+def test_a_double_dash_right_behind_the_script_is_not_the_scripts(
+    typed: list[str], script_args: list[str], cli: Run
+) -> None:
+    assert launch_command_parser().parse_args(["--cpu", *typed]).training_script_args == script_args
+    Path("train.py").touch()
+    result = cli("launch", "--cpu", "--dry-run", *typed)
+    script = "train" if "-m" in typed else "train.py"
+    assert ["script", script, *script_args] in [line.split() for line in result.out.splitlines()]
+
+
 def test_the_parser_gives_the_types_and_defaults_of_1_x() -> None:
     """Programs read its namespace: numbers are numbers, switches are False, and a wrong number stays text."""
     defaults = launch_command_parser().parse_args(["x.py"])

@@ -17,7 +17,7 @@ accelerate launch train.py --epochs 3   one process per device
 accelerate launch -n 4 --cpu train.py   four processes on the CPU
 accelerate launch -m package.train      a module
 accelerate launch --dry-run train.py    what this would start, and why
-Everything after the script is its own, untouched. Every --a_b is also --a-b.
+What follows the script, or a -- behind it, is its own. --a_b is also --a-b.
 The order of precedence: the script's own code, flag, environment, file.
 """
 

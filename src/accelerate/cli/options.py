@@ -117,9 +117,17 @@ class GroupedOptionsCommand(click.Command):
         self.shows_common = shows_common
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Keeps what was typed, for the help, which comes before everything else is parsed."""
-        ctx.meta[_TYPED_FLAGS] = {arg.partition("=")[0] for arg in args}
-        return super().parse_args(ctx, args)
+        """Keep what was typed, for the help; drop the ``--`` between a script and its arguments.
+
+        1.x and torchrun drop it too, unless another one stands before the script.
+        """
+        typed = list(args)  # click empties the list
+        ctx.meta[_TYPED_FLAGS] = {arg.partition("=")[0] for arg in typed}
+        rest = super().parse_args(ctx, args)
+        program = ctx.params.get("program") or ()
+        if program[1:2] == ("--",) and typed[: -len(program)][-1:] != ["--"]:
+            ctx.params["program"] = (program[0], *program[2:])
+        return rest
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Its parameters, those of the help last."""

@@ -220,11 +220,13 @@ class LaunchParser(CustomArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parses the flags; the script and what follows it are kept as they are, also ``--`` and flags."""
+        """Parse the flags; what follows the script is kept as it is, but for a ``--`` right behind it."""
         args = list(sys.argv[1:] if args is None else args)
         split = self._first_positional(args)
         parsed, unknown = super().parse_known_args(args[:split], namespace or argparse.Namespace())
         program = args[split:]
+        if program[1:2] == ["--"] and args[max(split - 1, 0) : split] != ["--"]:
+            del program[1]
         parsed.training_script = program[0] if program else None
         parsed.training_script_args = program[1:]
         return parsed, unknown
