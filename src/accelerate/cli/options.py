@@ -124,7 +124,7 @@ class GroupedOptionsCommand(click.Command):
         typed = list(args)  # click empties the list
         ctx.meta[_TYPED_FLAGS] = {arg.partition("=")[0] for arg in typed}
         rest = super().parse_args(ctx, args)
-        program = ctx.params.get("program") or ()
+        program: tuple[str, ...] = ctx.params.get("program") or ()
         if program[1:2] == ("--",) and typed[: -len(program)][-1:] != ["--"]:
             ctx.params["program"] = (program[0], *program[2:])
         return rest

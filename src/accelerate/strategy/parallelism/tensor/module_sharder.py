@@ -121,7 +121,7 @@ class ModuleSharder:
         for name, old in part.module._parameters.items():
             if old is None:
                 continue
-            new = self.replaced.get(id(old), (old, old))[1]
+            new: Any = self.replaced.get(id(old), (old, old))[1]
             here = new.placements[0] if isinstance(new, DTensor) else "whole"
             if here == "whole" or here != part.placements.get(name, here):
                 raise _tie_error(f"{part.name}.{name}", part.placements.get(name, "cut"), here)
