@@ -126,7 +126,7 @@ class GroupedOptionsCommand(click.Command):
         rest = super().parse_args(ctx, args)
         program: tuple[str, ...] = ctx.params.get("program") or ()
         if program[1:2] == ("--",) and typed[: -len(program)][-1:] != ["--"]:
-            ctx.params["program"] = (program[0], *program[2:])
+            ctx.params["program"] = (*program[:1], *program[2:])
         return rest
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:

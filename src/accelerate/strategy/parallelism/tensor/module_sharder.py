@@ -118,14 +118,15 @@ class ModuleSharder:
         Raises:
             PrepareError: a tied parameter is sharded in two ways.
         """
-        for name, old in part.module._parameters.items():
+        parameters: dict[str, Any] = part.module._parameters
+        for name, old in parameters.items():
             if old is None:
                 continue
-            new: Any = self.replaced.get(id(old), (old, old))[1]
+            new = self.replaced.get(id(old), (old, old))[1]
             here = new.placements[0] if isinstance(new, DTensor) else "whole"
             if here == "whole" or here != part.placements.get(name, here):
                 raise _tie_error(f"{part.name}.{name}", part.placements.get(name, "cut"), here)
-            part.module._parameters[name] = new
+            parameters[name] = new
 
     def check_ties(self, model: nn.Module) -> None:
         """Refuse a sharded parameter that is tied to one that stays replicated.
