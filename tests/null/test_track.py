@@ -151,8 +151,9 @@ def test_an_object_is_used_as_it_is() -> None:
     acc = accelerator(own)
     assert own.asked == []
     acc.init_trackers("ignored", config={"lr": 1, "path": Path("a")})
-    acc.log({"loss": 0.5}, step=3, log_kwargs={"own": {"k": 2}})
+    acc.log({"loss": 0.5}, step=torch.tensor(3), log_kwargs={"own": {"k": 2}})
     acc.log({"loss": 0.25})
+    assert type(own.asked[2][1]) is int, "no library takes a tensor as a step"
     assert acc.trackers == [own]
     assert acc.get_tracker("own") is own
     assert acc.get_tracker("own", unwrap=True) is own.asked

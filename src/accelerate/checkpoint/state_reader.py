@@ -134,7 +134,7 @@ class TrainingStateReader:
         """
         registered, self._again = dict(self._again), []
         for action, function, item, copy_of in self.trials:
-            with suppress(Exception):  # an object of the user may have no state before it is loaded
+            with suppress(AttributeError, LookupError):  # it may have no state before it is loaded
                 before = copy_of(item.state_dict())
                 self._undo.append((f"take back: {action}", partial(item.load_state_dict, before)))
             if action not in registered:

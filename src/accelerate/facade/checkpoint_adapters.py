@@ -96,7 +96,7 @@ def registered_adapter(strategy: Strategy, item: Any, is_writer: bool, models: S
 
     def load_state_dict(state: Any, **options: Any) -> Any:
         own: Any = {}
-        with suppress(Exception):  # it may have no state before it is loaded
+        with suppress(AttributeError, LookupError):  # it may have no state before it is loaded
             own = item.state_dict()
         return item.load_state_dict(distribute_leaves(state, own), **options)
 

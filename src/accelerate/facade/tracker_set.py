@@ -14,7 +14,7 @@ from accelerate.core.user_warning import warn_user
 from accelerate.core.value_types import refuse_nul
 from accelerate.facade.enums import LoggerType
 from accelerate.facade.run_recorder import RunRecorder
-from accelerate.track.base import BlankTracker, GeneralTracker
+from accelerate.track.base import BlankTracker, GeneralTracker, unwrap_scalar
 
 Options = Mapping[str, Mapping[str, Any]]
 
@@ -105,6 +105,7 @@ class TrackerSet:
         """Log to every tracker; see ``Accelerator.log``."""
         if options:
             self._check_options(options, "log_kwargs")
+        step = unwrap_scalar(step)
         if self.recorder is not None and self._is_main:
             self.recorder.log(values, step)
         if self.log_with and not self.trackers and self._is_main and not self._has_warned_log:
