@@ -240,6 +240,9 @@ def test_a_replaced_distributed_type_is_read_until_it_is_put_back() -> None:
     with mock.patch.object(PartialState(), "distributed_type", "MULTI_GPU"):
         assert PartialState().distributed_type == "MULTI_GPU"
     assert PartialState().distributed_type == "NO"
+    PartialState().distributed_type = "MULTI_GPU"  # type: ignore[assignment]
+    PartialState().destroy_process_group()
+    assert PartialState(cpu=True).distributed_type == "NO", "of the world that is gone"
 
 
 def test_the_assigned_device_is_used() -> None:

@@ -388,7 +388,7 @@ class TrainingStateReader:
         assert rng is not None
         rank, count = self.ranks.rank, self._saved_ranks
         path = self.folder / layout.file_name("rng", rank=rank)
-        if path.is_file():
+        if path.exists():  # what is no file is refused
             # Generators take their states from the host, whatever device they are of.
             state = dict(torch_files.read(path, **{**self.load_kwargs, "map_location": "cpu"}))
             self.step = state.pop("step", None)

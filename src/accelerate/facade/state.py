@@ -126,7 +126,6 @@ class PartialState(ProcessMixin):
     """
 
     _shared_state = _PartialStateDictDescriptor()
-    _overrides: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         kwargs.pop("_use_sagemaker_dp", None)
@@ -158,7 +157,6 @@ class PartialState(ProcessMixin):
     @staticmethod
     def _reset_state() -> None:
         """Reset the world; its process group stays for the next one."""
-        PartialState._overrides.clear()
         worlds.forget()
 
     @property
@@ -209,18 +207,18 @@ class PartialState(ProcessMixin):
     @property
     def distributed_type(self) -> DistributedType:
         """The kind of distributed training."""
-        if "distributed_type" in PartialState._overrides:
-            return PartialState._overrides["distributed_type"]
         world = self.world
+        if (assigned := world.reported.get("distributed_type")) is not None:
+            return assigned
         return DistributedType("NO" if world.size == 1 else world.hardware.distributed_type)
 
     @distributed_type.setter
     def distributed_type(self, value: str) -> None:
-        PartialState._overrides["distributed_type"] = DistributedType(value)
+        self.world.reported["distributed_type"] = DistributedType(value)
 
     @distributed_type.deleter
     def distributed_type(self) -> None:
-        PartialState._overrides.pop("distributed_type", None)
+        self.world.reported.pop("distributed_type", None)
 
     @property
     def fork_launched(self) -> bool:

@@ -63,7 +63,8 @@ class World:
         timeout: longest a collective may wait, None for torch's default.
         debug: collectives check shapes first.
         owns_group: the process group was opened here and is destroyed by ``close``.
-        reported: ranks and world size that a program has assigned to the states: what they say, and no more.
+        reported: ranks, world size and type that a program has assigned to the states: what they say, and no
+            more.
     """
 
     rank: int
@@ -79,7 +80,7 @@ class World:
     timeout: timedelta | None = None
     debug: bool = False
     owns_group: bool = False
-    reported: dict[str, int] = field(default_factory=dict[str, int], init=False, compare=False, repr=False)
+    reported: dict[str, Any] = field(default_factory=dict[str, Any], init=False, compare=False, repr=False)
 
     @property
     def is_main(self) -> bool:
