@@ -327,11 +327,11 @@ def fit_names(state: State, aliases: Mapping[str, str], model_state: Mapping[str
     return state
 
 
-def match_names(saved: Collection[str], own: Collection[str]) -> dict[str, str]:
-    """Return the equivalent names of a model for those names of a file that have one."""
-    own_names = dict(zip(canonical_names(own, saved), own, strict=True))
-    short_names = zip(saved, canonical_names(saved, own), strict=True)
-    return {name: own_names[short] for name, short in short_names if short in own_names}
+def match_names(names: Collection[str], others: Collection[str]) -> dict[str, str]:
+    """Return the equivalent among ``others`` of those names that have one, of a model and a file."""
+    full_names = dict(zip(canonical_names(others, names), others, strict=True))
+    short_names = zip(names, canonical_names(names, others), strict=True)
+    return {name: full_names[short] for name, short in short_names if short in full_names}
 
 
 def _group_ties(owners: Mapping[str, str]) -> list[list[str]]:

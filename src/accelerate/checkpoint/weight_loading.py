@@ -33,7 +33,7 @@ from accelerate.checkpoint.model_tensors import (
     assign_tensor,
     list_model_tensors,
 )
-from accelerate.checkpoint.state_dict_files import as_dtype, canonical_names, is_distributed
+from accelerate.checkpoint.state_dict_files import as_dtype, is_distributed, match_names
 from accelerate.core.progress import ProgressBar
 
 logger = logging.getLogger(__name__)
@@ -285,14 +285,12 @@ def _match_tensors(
 ) -> tuple[list[TensorMatch], list[ModelTensor], tuple[str, ...]]:
     """Return (matches, tensors that the files lack, names that the model lacks)."""
     own_names = [name for target in targets for name in target.names]
-    file_names = dict(zip(canonical_names(saved_tensors, own_names), saved_tensors, strict=True))
-    canonical = dict(zip(own_names, canonical_names(own_names, saved_tensors), strict=True))
+    file_names = match_names(own_names, saved_tensors)
     pairs: list[TensorMatch] = []
     missing: list[ModelTensor] = []
     used: set[str] = set()
     for target in targets:
-        short_names = [canonical[name] for name in target.names]
-        matches = list(dict.fromkeys(file_names[name] for name in short_names if name in file_names))
+        matches = list(dict.fromkeys(file_names[name] for name in target.names if name in file_names))
         used.update(matches)
         if matches:
             first, *others = matches

@@ -86,8 +86,8 @@ class ActiveLoaders:
 UNOWNED = ActiveLoaders.newest = ActiveLoaders()
 
 
-class _NewestActiveLoaders:
-    """The stack of a loader that no ``Accelerator`` prepared: it counts for the newest one."""
+class _NewestActiveLoadersDescriptor:
+    """The descriptor ``active`` of a loader that no ``Accelerator`` prepared: it is that of the newest."""
 
     def __get__(self, loader: Any, owner: type | None = None) -> ActiveLoaders:
         return ActiveLoaders.newest
@@ -121,7 +121,7 @@ class DataLoaderStateMixin:
     begun_at: int = 0
     yielded_at: tuple[int, int] = 0, 0
     expected_micro_steps: int = 0
-    active: ActiveLoaders = _NewestActiveLoaders()  # type: ignore[assignment]
+    active: ActiveLoaders = _NewestActiveLoadersDescriptor()  # type: ignore[assignment]
     position: LoaderPosition
     records_loader_state: bool = False  # see ``Epoch``
     keeps_torch_numbers: bool = False  # see ``Epoch``

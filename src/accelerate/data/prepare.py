@@ -96,8 +96,7 @@ def prepare_data_loader(
         shared = 1 if keeps_own else count
         if shared > 1:
             # Where all ranks take part, the first batch of indices is compared before it is used.
-            compares = shard == "auto" and count == collective.world_size()
-            unverified = dataloader if compares else None
+            unverified = dataloader if shard == "auto" and count == collective.world_size() else None
             base = _shard(base, shared, index, split_batches, even_batches, unverified)
         prepared = DataLoaderShard.wrap(
             base, device=batch_device, non_blocking=non_blocking, num_processes=shared

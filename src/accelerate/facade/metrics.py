@@ -49,8 +49,10 @@ def gather_for_metrics(
         PrepareError: the step has fillers, and which rows are theirs is not known.
     """
     left = loader.remainder if loader is not None and loader.end_of_dataloader else 0
-    is_clients = loader is not None and not hasattr(loader, "position")  # it tells no more than its remainder
-    if is_clients and gather is None:
+    is_custom_loader = loader is not None and not hasattr(
+        loader, "position"
+    )  # it tells no more than its remainder
+    if is_custom_loader and gather is None:
         gather = collective.gather
     if (
         gather is not None
@@ -71,7 +73,7 @@ def gather_for_metrics(
     elif loader is not None and loader.batch_samples:
         keep = _RealRowCounter(loader, rows_per_sample)
     gathered = _SampleGatherer(filled, keep).gather(data, as_objects)
-    return gathered[:left] if is_clients and as_objects and left > 0 else gathered
+    return gathered[:left] if is_custom_loader and as_objects and left > 0 else gathered
 
 
 _RowCounter = Callable[[Sequence[int], Any], int]
@@ -149,9 +151,7 @@ class _RealRowCounter:
         the first step of an epoch it may have several rows of each sample, unless all are alike.
         """
         share = self.loader.data_shard
-        count = (
-            self.loader._num_processes if share is None else share.count
-        )  # None: no Accelerator prepared it
+        count = self.loader._num_processes if share is None else share.count  # None: it was made by hand
         repeats, rest = divmod(rows * count, self.loader.total_batch_size or rows)
         if rows <= self.size or rest or not (repeats == 1 or self._is_known(repeats)):
             return 0

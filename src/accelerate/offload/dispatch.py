@@ -175,28 +175,6 @@ def dispatch_model(
     main = _main_device(homes, main_device)
     _check_values(model, values := WeightStore(state_dict, offload_dir, offload_index))
     remove_dispatch(model)
-    attach = lazy_names.get_override(
-        "accelerate.big_modeling", "attach_align_device_hook_on_blocks", attach_align_device_hook_on_blocks
-    )
-    if attach is not attach_align_device_hook_on_blocks and (force_hooks or len(set(homes.values())) > 1):
-        # Some programs replace it, by one that does nothing: the weights are to stay where they are.
-        whole = model.state_dict() if state_dict is None else state_dict
-        state = {name: value for name, value in whole.items() if not value.is_meta}
-        folder = None if len(state) == len(whole) else offload_dir
-        attach(
-            model,
-            execution_device={
-                n: each if isinstance(each, torch.device) else main for n, each in homes.items()
-            },
-            offload={name: each == "disk" or (each == "cpu" != main.type) for name, each in homes.items()},
-            offload_buffers=offload_buffers,
-            weights_map=OffloadedWeightsLoader(state, folder, offload_index),
-            skip_keys=skip_keys,
-            preload_module_classes=preload_module_classes,
-            tied_params_map={},
-        )
-        model.hf_device_map = dict(device_map)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-        return model
     options = DispatchOptions(
         main,
         offload_buffers,
@@ -206,9 +184,45 @@ def dispatch_model(
         force_hooks or (main.type != "cpu" and len(set(homes.values())) > 1),
         {name: home if isinstance(home, torch.device) else main for name, home in homes.items()},
     )
-    _place_and_hook(model, lambda name: device_maps.device_of(name, homes), values, options)
+    attach = lazy_names.get_override(
+        "accelerate.big_modeling", "attach_align_device_hook_on_blocks", attach_align_device_hook_on_blocks
+    )
+    hooks = force_hooks or len(set(homes.values())) > 1
+    if attach is attach_align_device_hook_on_blocks or not hooks:
+        _place_and_hook(model, lambda name: device_maps.device_of(name, homes), values, options)
+    else:
+        whole = model.state_dict() if state_dict is None else state_dict
+        state = {name: value for name, value in whole.items() if not value.is_meta}
+        folder = None if len(state) == len(whole) else offload_dir
+        _attach_replaced(attach, model, homes, OffloadedWeightsLoader(state, folder, offload_index), options)
     model.hf_device_map = dict(device_map)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
     return model
+
+
+def _attach_replaced(
+    attach: Callable[..., None],
+    model: nn.Module,
+    homes: Mapping[str, Home],
+    weights: OffloadedWeightsLoader,
+    options: DispatchOptions,
+) -> None:
+    """Call the ``attach_align_device_hook_on_blocks`` that a program has put in place, with 1.x's arguments.
+
+    The one of ms-swift does nothing, so that the weights stay where they are.
+    """
+    attach(
+        model,
+        execution_device=options.named_devices,
+        offload={
+            name: home == "disk" or (home == "cpu" != options.main_device.type)
+            for name, home in homes.items()
+        },
+        offload_buffers=options.offload_buffers,
+        weights_map=weights,
+        skip_keys=options.skip_keys,
+        preload_module_classes=options.preload_classes or None,
+        tied_params_map={},
+    )
 
 
 def _check_values(model: nn.Module, values: WeightStore) -> None:
