@@ -455,6 +455,56 @@ def test_adapters_are_trained_on_a_quantized_base(name: str) -> None:
     torch.testing.assert_close(frozen, before, rtol=0, atol=0)
 
 
+def adapted(base: Any, *, is_ours: bool = True) -> tuple[Accelerator, Any, Any]:
+    """An Accelerator, and a quantized base with adapters and their optimizer, prepared."""
+    hooks = [module._load_state_dict_pre_hooks for module in base.modules() if not is_ours]
+    for each in hooks:  # transformers makes layers of the library, without this package's hooks
+        ours = [
+            key for key, value in each.items() if "accelerate" in getattr(value, "hook", value).__module__
+        ]
+        assert not each or ours
+        for key in ours:
+            del each[key]
+    accelerator, model = Accelerator(cpu=True), lora(base).train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    return accelerator, *accelerator.prepare(model, optimizer)
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+@pytest.mark.parametrize("name", ["int8", "nf4", "nf4, double"])
+def test_a_training_is_saved_and_goes_on(name: str, is_ours: bool, tmp_path: Path) -> None:
+    """Weights and scales come back: in the run that saved, and in one whose base had other weights."""
+
+    def losses(accelerator: Accelerator, model: Any, optimizer: Any) -> list[float]:
+        values = []
+        for _ in range(2):
+            loss = nn.functional.cross_entropy(model(inputs()).flatten(0, 1), inputs().flatten())
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            values.append(loss.item())
+        return values
+
+    first = adapted(load_and_quantize_model(net(), config(name)), is_ours=is_ours)
+    losses(*first)
+    first[0].save_state(tmp_path / "state")
+    expected = losses(*first)
+    first[0].load_state(tmp_path / "state")
+    assert losses(*first) == expected
+    other = adapted(load_and_quantize_model(Net(), config(name)), is_ours=is_ours)
+    assert losses(*other) != expected
+    other[0].load_state(tmp_path / "state")
+    assert losses(*other) == expected
+
+
+def test_a_training_in_another_format_is_refused(tmp_path: Path) -> None:
+    accelerator, *_ = adapted(load_and_quantize_model(net(), config("nf4")))
+    accelerator.save_state(tmp_path / "state")
+    accelerator, *_ = adapted(load_and_quantize_model(net(), config("fp4")))
+    with pytest.raises(CheckpointError, match=r"was quantized to nf4 of \(128, 64\), the model has fp4"):
+        accelerator.load_state(tmp_path / "state")
+
+
 @pytest.mark.parametrize("name", ["int8", "nf4", "nf4, double"])
 def test_a_quantized_base_trains_compiled(name: str) -> None:
     """B9: with its adapters, in one graph without breaks, to the losses of the model that is not compiled."""

@@ -7,6 +7,7 @@ the rest of the window adds.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -37,6 +38,10 @@ def model_adapter(strategy: Strategy, model: nn.Module) -> StatefulAdapter:
     else:
         full_state = strategy.model_state
         sharded_state = cache(partial(sharded_model_state, strategy, model))
+    if "bitsandbytes" in sys.modules:
+        from accelerate.offload.quantization.bitsandbytes import accept_saved_states
+
+        accept_saved_states(model)
     return StatefulAdapter(
         type(model).__name__,
         lambda: resolve_offloaded(full_state(model)),

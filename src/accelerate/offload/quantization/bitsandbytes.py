@@ -157,6 +157,7 @@ class Bnb8bitQuantizer(BnbQuantizer):
         )  # fmt: skip
         layer.weight = self.nn.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)
         layer.bias = linear.bias
+        accept_saved_states(layer)
         return layer.requires_grad_(False)
 
     def quantize(self, layer: nn.Module, weight: torch.Tensor, device: torch.device) -> nn.Parameter:
@@ -218,6 +219,7 @@ class Bnb4bitQuantizer(BnbQuantizer):
         )  # fmt: skip
         layer.weight = self._parameter(layer, linear.weight.data)
         layer.bias = linear.bias
+        accept_saved_states(layer)
         return layer.requires_grad_(False)
 
     def _parameter(self, layer: nn.Module, weight: torch.Tensor, **state: Any) -> Any:
@@ -265,6 +267,61 @@ class Bnb4bitQuantizer(BnbQuantizer):
         return self.nn.Params4bit.from_prequantized(
             data=weight, quantized_stats=parts, requires_grad=False, device=device, module=layer
         )
+
+
+def accept_saved_states(model: nn.Module) -> None:
+    """Let the layers of a model load the state dicts that they save, as those of bitsandbytes 0.50 do not.
+
+    A 4-bit layer calls the scales that it saves unexpected. An 8-bit one does not find its own scales after
+    the first forward.
+
+    Args:
+        model: a model with layers of bitsandbytes, whoever has made them. A second call changes nothing.
+    """
+    library = _import_bitsandbytes().nn
+    for module in model.modules():
+        load = (
+            _load_scales_4bit
+            if isinstance(module, library.Linear4bit)
+            else _find_scales_8bit
+            if isinstance(module, library.Linear8bitLt)
+            else None
+        )
+        hooks = module._load_state_dict_pre_hooks.values()
+        if load is not None and all(getattr(each, "hook", each) is not load for each in hooks):
+            module.register_load_state_dict_pre_hook(load)
+
+
+def _load_scales_4bit(
+    layer: Any, state: dict[str, Any], prefix: str, metadata: Any, strict: bool,
+    missing: list[str], unexpected: list[str], errors: list[str],
+) -> None:  # fmt: skip
+    """Take from a state dict what belongs to a packed 4-bit weight, which torch itself then copies."""
+    start = f"{prefix}weight."
+    parts = {name.removeprefix(start): state.pop(name) for name in [*state] if name.startswith(start)}
+    if not parts or f"{prefix}weight" not in state:
+        return
+    own = layer.weight.quant_state
+    if own is None:
+        errors.append(
+            f"{prefix}weight is quantized in the file, and not yet in the model: load it after .to(device)"
+        )
+        return
+    saved = type(own).from_dict(qs_dict=parts, device=layer.weight.device)
+    if (saved.quant_type, saved.shape) != (own.quant_type, own.shape):
+        errors.append(
+            f"{prefix}weight was quantized to {saved.quant_type} of {tuple(saved.shape)}, the model has "
+            f"{own.quant_type} of {tuple(own.shape)}"
+        )
+        state.pop(f"{prefix}weight")
+        return
+    layer.weight.quant_state = layer.quant_state = saved
+
+
+def _find_scales_8bit(layer: Any, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    """Give the weight of an 8-bit layer the scales that its first forward has moved away."""
+    if f"{prefix}SCB" in state and layer.weight.SCB is None:
+        layer.weight.SCB = layer.state.SCB
 
 
 def find_8bit_layers(model: nn.Module) -> tuple[Quantizer, dict[str, nn.Module]]:
