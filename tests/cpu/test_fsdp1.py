@@ -641,6 +641,33 @@ def unwrapped() -> None:
     assert extract_model_from_parallel(nn.ModuleList([model]), recursive=True)[0] is inner
 
 
+def adapters_of_all() -> tuple[list[str], list[str], list[str]]:
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+    inner = get_peft_model(tiny(), LoraConfig(target_modules=["up"]))
+    names = [*get_peft_model_state_dict(inner)]
+    accelerator = accelerator_of(LAYERS)
+    model, _ = accelerator.prepare(inner, adamw(inner))
+    state = accelerator.get_state_dict(model)
+    modules = {name for name, _ in model.named_modules()}
+    assert modules == {name for name, _ in accelerator.unwrap_model(model).named_modules()}
+    assert all(model.get_submodule(name) is not None for name in modules)
+    parameters = [name for name, _ in model.named_parameters()]
+    assert len(parameters) == len({*parameters})
+    assert not [name for name in (*modules, *parameters) if "_fsdp_wrapped_module" in name]
+    # Rank 0 has the state.
+    saved = [*get_peft_model_state_dict(accelerator.unwrap_model(model), state_dict=state)]
+    return names, saved, [*get_peft_model_state_dict(model, state_dict=state)]
+
+
+def test_names_are_those_of_the_user(ranks: RankServer) -> None:
+    """peft chooses adapters by names of modules: those of torch's wrapper gave a file without weights."""
+    pytest.importorskip("peft")
+    names, saved, of_wrapped = ranks(2, adapters_of_all)[0]
+    assert names
+    assert saved == of_wrapped == names
+
+
 def test_the_module_inside_is_found_without_an_accelerator(ranks: RankServer) -> None:
     """trl asks ``is_peft_model`` of the wrapped model, and took it for one without adapters."""
     pytest.importorskip("peft")

@@ -7,7 +7,7 @@ Source: Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Da
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,14 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffload,
-    FlatParameter,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    ShardingStrategy,
-)
+from torch.distributed.fsdp import CPUOffload, FlatParameter, MixedPrecision, ShardingStrategy
 
 from accelerate.core.errors import PrepareError
 from accelerate.core.user_warning import warn_user
@@ -47,6 +42,25 @@ from accelerate.world import collective
 # The attribute of torch's root wrapper that holds the ``FSDP1WrappedModel``.
 _RECORD = "_accelerate_record"
 InitFunction = Callable[[nn.Module], None]
+
+
+class FullyShardedDataParallel(fsdp.FullyShardedDataParallel):
+    """The wrapper of torch, without a name of its own in the names of modules and parameters.
+
+    peft 0.21 chooses adapters by comparing names of modules with those of state dicts, which torch gives
+    without the wrappers: where they differ, it saves a file without any weight.
+    """
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Generator[tuple[str, nn.Module]]:
+        """Yield this wrapper, the module in it under the same name, and all modules in that."""
+        memo = set() if memo is None else memo
+        if self not in memo:
+            if remove_duplicate:
+                memo.add(self)
+            yield prefix, self
+            yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
 
 @dataclass(frozen=True)
@@ -403,4 +417,4 @@ def wrapped_model_of(model: Any) -> FSDP1WrappedModel | None:
 
 def is_wrapped(model: nn.Module) -> bool:
     """Return whether ``model`` is an object of torch's class."""
-    return isinstance(model, FullyShardedDataParallel)
+    return isinstance(model, fsdp.FullyShardedDataParallel)
