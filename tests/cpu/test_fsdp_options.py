@@ -338,3 +338,55 @@ def train_convolution(version: int) -> dict[str, Any]:
 def test_parameters_that_are_not_contiguous_keep_their_elements(ranks: RankServer, version: int) -> None:
     """FSDP1 has written them to state dicts in the order of their memory; FSDP2 of torch refuses them."""
     same(ranks(2, train_convolution, version)[0], train_convolution(0), 1e-5)
+
+
+def train_norms(version: int) -> tuple[list[float], dict[str, Any]]:
+    """Losses and statistics of batch norms, alone and in units, in bfloat16; version 0: by torch itself."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(
+        nn.Linear(4, 4), NormBlock(), nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 1)
+    )
+    if version:
+        from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=version, auto_wrap_policy=ModuleWrapPolicy({NormBlock})
+        )
+        accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        backward = accelerator.backward
+    else:
+        dist.init_process_group("gloo")
+        formats = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = FullyShardedDataParallel(
+            model, auto_wrap_policy=ModuleWrapPolicy({NormBlock}), mixed_precision=formats,
+            device_id=torch.device("cpu"),
+        )  # fmt: skip
+        optimizer, backward = torch.optim.SGD(model.parameters(), lr=0.1), torch.Tensor.backward
+    losses = []
+    for step in range(3):
+        torch.manual_seed(2 * step + dist.get_rank())
+        loss = model(torch.randn(8, 4)).float().square().mean()
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    buffers = {name.replace("_fsdp_wrapped_module.", ""): value for name, value in model.named_buffers()}
+    return losses, {name: value for name, value in buffers.items() if "running" in name}
+
+
+def test_batch_norms_keep_their_statistics_in_half_precision(ranks: RankServer) -> None:
+    """They are computed as by torch's FSDP1; in units that are computed in bfloat16, torch refuses them."""
+    expected = ranks(2, train_norms, 0)[1]
+    assert {value.dtype for value in expected[1].values()} == {torch.float32}
+    for version in (1, 2):
+        losses, statistics = ranks(2, train_norms, version)[1]
+        assert losses == pytest.approx(expected[0], rel=1e-4), version
+        # Rank 0's are broadcast before each forward, and each rank counts its own batch.
+        assert {name: value.dtype for name, value in statistics.items()} == dict.fromkeys(
+            expected[1], torch.float32
+        )

@@ -99,7 +99,7 @@ def make_layout(
     units: list[tuple[nn.Module, list[nn.Parameter]]] = []
     upcast_params: set[nn.Parameter] = set()
     names = {p: name for name, p in model.named_parameters()}
-    for part in (*base.blocks, model):
+    for part in (*base.norms, *base.blocks, model):
         unit_params = [p for p in part.parameters() if p not in done]
         done.update(unit_params)
         units.append((part, unit_params))
@@ -225,7 +225,7 @@ class FSDP1Wrapper:
                 cpu_offload=CPUOffload(plugin.offloads_params and self.device.type != "cpu"),
                 backward_prefetch=plugin.backward_prefetch,
                 forward_prefetch=plugin.forward_prefetch,
-                mixed_precision=layout.precision,
+                mixed_precision=None if part in layout.norms else layout.precision,
                 ignored_states=layout.ignored or None,
                 device_id=self.device,
                 limit_all_gathers=plugin.limit_all_gathers,

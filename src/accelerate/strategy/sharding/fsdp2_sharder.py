@@ -101,12 +101,13 @@ class Sharder:
             options["ignored_params"] = layout.ignored
         # Only the root casts its output: inside the model the next unit expects the compute dtype.
         inner_policy = replace(policy, output_dtype=None)
+        norm_policy = replace(inner_policy, param_dtype=None)
         # By default the root is not resharded after the forward: the backward needs it first.
         reshard = {"reshard_after_forward": plugin.reshard_after_forward}
         root_reshard = {} if plugin.reshard_after_forward else reshard
         done: set[nn.Module] = set()
         buffers: Any = WeakIdKeyDictionary()
-        for part in (*layout.blocks, model):
+        for part in (*layout.norms, *layout.blocks, model):
             modules = [module for module in part.modules() if module not in done]
             done.update(modules)
             before = {(m, n): p for m in modules for n, p in m._parameters.items() if p is not None}
@@ -117,10 +118,13 @@ class Sharder:
             self._broadcast_values(modules, values)
             places = _unwritten_places(modules, unwritten) if unwritten else []
             waiting = values.pending_params(modules) if values.sources else {}
-            if part is not model:
-                fully_shard(part, mp_policy=inner_policy, **options, **reshard)
-            else:
+            if part is model:
                 fully_shard(part, mp_policy=policy, **options, **root_reshard)
+            elif part in layout.norms:
+                # It is small: it stays all-gathered for the backward.
+                fully_shard(part, mp_policy=norm_policy, **options, reshard_after_forward=False)
+            else:
+                fully_shard(part, mp_policy=inner_policy, **options, **reshard)
             if waiting:
                 values.fill_params(part, waiting)
             for table, name in places:

@@ -29,12 +29,15 @@ class FSDPShardingPlan:
 
     Attributes:
         blocks: the modules that are FSDP units, inner ones first, without the root.
+        norms: batch norms, where weights are computed in half precision: units of their own, whose weights
+            stay as they are stored, since torch computes no others beside running statistics in float32.
         ignored: parameters that are not sharded.
         precision: torch's mixed precision policy; None to compute in the dtype of the weights.
         upcast: whether trained weights in half precision become float32.
     """
 
     blocks: list[nn.Module]
+    norms: list[nn.Module]
     ignored: set[nn.Parameter]
     precision: Any
     upcast: bool
@@ -120,10 +123,25 @@ def plan_layout(model: nn.Module, plugin: FullyShardedDataParallelPlugin, precis
         blocks = find_units(model, plugin.policy_for(model), ignored)
     policy = plugin.mixed_precision_policy or precision
     compute = policy.param_dtype if policy else None
+    is_half = compute is not None and compute.itemsize == 2
+    norms = (
+        [part for part in model.modules() if part not in ignored and _is_batch_norm(part)] if is_half else []
+    )
+    norms = _drop_sharing_units(model, [part for part in norms if part is not model])
     whole = {parameter for module in ignored for parameter in module.parameters(recurse=False)}
-    layout = FSDPShardingPlan(blocks, whole, policy, compute is not None and compute.itemsize == 2)
+    layout = FSDPShardingPlan([part for part in blocks if part not in norms], norms, whole, policy, is_half)
     _check_params(model, layout)
     return layout
+
+
+def _is_batch_norm(module: nn.Module) -> bool:
+    statistics = getattr(module, "running_mean", None)
+    return (
+        isinstance(statistics, torch.Tensor)
+        and statistics.dtype == torch.float32
+        and next(module.parameters(), None) is not None
+        and next(module.children(), None) is None
+    )
 
 
 def find_units(model: nn.Module, policy: Any, ignored: set[nn.Module]) -> list[nn.Module]:
@@ -277,7 +295,7 @@ def _check_params(model: nn.Module, layout: FSDPShardingPlan) -> None:
     names = {p: name for name, p in model.named_parameters()}
     compute = layout.precision.param_dtype if layout.precision else None
     owners: dict[nn.Parameter, set[nn.Module]] = {}
-    _collect_owners(model, model, set(layout.blocks), owners)
+    _collect_owners(model, model, {*layout.norms, *layout.blocks}, owners)
     groups: dict[nn.Module, dict[torch.dtype, str]] = {}
     for parameter, units in owners.items():
         if parameter in layout.ignored:
