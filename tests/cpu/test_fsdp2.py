@@ -479,6 +479,8 @@ def wrong(case: str) -> None:
         model.get_submodule("layers.1").double()
     if case == "scalar":
         model.alpha = nn.Parameter(torch.tensor(1.0))
+    if case == "sparse":
+        model.more = nn.EmbeddingBag(2, 2, sparse=True)
     if case == "differs" and accelerator.process_index == 1:
         model.more = nn.Linear(1, 1)
     accelerator.prepare(model, optimizer)
@@ -503,6 +505,7 @@ def wrong(case: str) -> None:
         ("foreign", "PrepareError", "prepare both in one call"),
         ("types", "PrepareError", "embed.weight in torch.float32, layers.1.norm.weight in torch.float64"),
         ("scalar", "PrepareError", "the parameter alpha is a scalar"),
+        ("sparse", "PrepareError", "the gradients of more.weight are sparse"),
         ("differs", "PrepareError", "of rank 1 has other parameters than that of rank 0"),
         ("join", "PrepareError", "cannot join processes that have more inputs"),
         ("local", "LocalTrainingStrategyError", "LocalSGD does not work with the strategy 'fsdp'"),

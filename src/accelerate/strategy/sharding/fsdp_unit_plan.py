@@ -288,11 +288,14 @@ def _check_params(model: nn.Module, layout: FSDPShardingPlan) -> None:
     """Refuse parameters that cannot be sharded, before anything is changed.
 
     Raises:
-        PrepareError: a parameter is a scalar, one unit holds trained parameters of several dtypes, or a
-            quantized weight is stored in a floating point dtype that is not the compute dtype: numbers
-            survive the cast before the all-gather, packed bits do not.
+        PrepareError: a parameter is a scalar or gets sparse gradients, one unit holds trained parameters of
+            several dtypes, or a quantized weight is stored in a floating point dtype that is not the compute
+            dtype: numbers survive the cast before the all-gather, packed bits do not.
     """
     names = {p: name for name, p in model.named_parameters()}
+    sparse = {
+        p for m in model.modules() if getattr(m, "sparse", None) is True for p in m._parameters.values()
+    }
     compute = layout.precision.param_dtype if layout.precision else None
     owners: dict[nn.Parameter, set[nn.Module]] = {}
     _collect_owners(model, model, {*layout.norms, *layout.blocks}, owners)
@@ -304,6 +307,12 @@ def _check_params(model: nn.Module, layout: FSDPShardingPlan) -> None:
             raise PrepareError(
                 f"the parameter {names[parameter]} is a scalar, which cannot be sharded",
                 fix="make it one-dimensional: torch.nn.Parameter(torch.ones(1))",
+            )
+        if parameter in sparse and parameter.requires_grad:
+            raise PrepareError(
+                f"the gradients of {names[parameter]} are sparse",
+                why="gradients of a unit are reduce-scattered as one dense tensor",
+                fix="make its module with sparse=False, or train without FSDP",
             )
         packed = getattr(parameter, "quant_state", None) is not None and parameter.dtype.is_floating_point
         if packed and compute not in (None, parameter.dtype):
