@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,18 @@ import pytest
 
 from tests.clients.calls import TOGETHER
 from tests.clients.differences import LISTED
-from tests.clients.record import launch
+from tests.clients.probe import run_jobs_on_ranks
+from tests.support.ranks import RankServer
 
 RECORDED = json.loads((Path(__file__).parent / "calls.json").read_text())["results"]
 pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")
-def ours() -> dict[str, Any]:
+def ours(ranks: RankServer) -> dict[str, Any]:
     """What the calls give here, on one process and on two."""
-    module = "tests.clients.calls"
-    return {"1": launch(sys.executable, 1, module), "2": launch(sys.executable, 2, module, *TOGETHER)}
+    module = "tests.clients.calls.__main__"
+    return {"1": run_jobs_on_ranks(ranks, 1, module), "2": run_jobs_on_ranks(ranks, 2, module, *TOGETHER)}
 
 
 NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")

@@ -13,6 +13,8 @@ from tests.clients.big import library, llama, needs
 from tests.support.ranks import RanksError, RankServer
 
 pytestmark = [needs("transformers", "peft", "bitsandbytes"), pytest.mark.timeout(180)]
+# What the rank server imports once.
+PRELOAD = ("transformers.models.llama.modeling_llama", "peft", "bitsandbytes")
 STEPS = 4
 
 
@@ -56,6 +58,13 @@ def trained(model: Any, optimizer: Any, backward: Any, rank: int = 0, size: int 
     return losses
 
 
+def alone() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses and adapters of one process."""
+    model = quantized(torch.uint8)
+    losses = trained(model, adamw(model), torch.Tensor.backward)
+    return [loss.item() for loss in losses], adapters(model)
+
+
 def adapters(model: Any, state: Any = None) -> dict[str, torch.Tensor]:
     found = library("peft").get_peft_model_state_dict(model, state_dict=state)
     return {name: value.clone() for name, value in found.items()}
@@ -87,12 +96,10 @@ def test_a_base_of_4_bits_is_sharded_with_its_adapters(
 ) -> None:
     """Frozen bytes and trained floats in one part; the adapters are saved whole, by peft's own names."""
     monkeypatch.chdir(tmp_path)
-    model = quantized(torch.uint8)
-    losses = trained(model, adamw(model), torch.Tensor.backward)
-    expected = adapters(model)
+    ((losses, expected),) = ranks(1, alone)
     first, second = ranks(2, sharded, torch.uint8, "no", str(tmp_path / "adapter"), timeout=120)
     assert first[:2] == second[:2]
-    torch.testing.assert_close(first[0], [loss.item() for loss in losses], rtol=0, atol=1e-5)
+    torch.testing.assert_close(first[0], losses, rtol=0, atol=1e-5)
     assert first[1] == {("torch.uint8", False), ("torch.float32", False), ("torch.float32", True)}
     assert first[2] == pytest.approx(0.5, abs=0.01)
     torch.testing.assert_close(first[3], expected, rtol=0, atol=1e-5)

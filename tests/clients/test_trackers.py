@@ -10,17 +10,32 @@ import importlib
 import inspect
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from accelerate import track
-from tests.support.long_run import long_run_param
-from tests.support.tracker_runs import ABSENT, READERS, STORED_CONFIG, offline_variables, start_run
+from tests.support.long_run import LONG_RUN, long_run_param
+from tests.support.ranks import NO_LAUNCHER, RankServer
+from tests.support.scripts import run_as_interpreter
+from tests.support.tracker_runs import (
+    ABSENT,
+    READERS,
+    STORED_CONFIG,
+    offline_variables,
+    run_arguments,
+    run_outcome,
+    start_run,
+)
 from tests.support.trackers import LIBRARIES
 
 LOSSES = [1.5, 0.75, 0.25]
+# What the rank server imports once.
+PRELOAD = ("torch.utils.tensorboard", "tests.support.tracker_runs")
+# Trackers whose library has nothing that a fork could inherit: by default their runs are forks.
+FORKED = () if LONG_RUN or "TESTS_ALL_TRACKERS" in os.environ else ("jsonl", "tensorboard")
 NAMES = track.TRACKERS.names()
 ALL_TRACKERS = "TESTS_ALL_TRACKERS" in os.environ
 HERE = [name for name in NAMES if track.TRACKERS.get(name).is_available()]
@@ -42,6 +57,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def start(folder: Path, ranks: RankServer) -> Callable[..., tuple[str, str]]:
+    """``start(name, ending, losses, run_id)`` logs a run in another process: its id and what it wrote."""
+
+    def run(name: str, ending: str, losses: list[float], run_id: str = "") -> tuple[str, str]:
+        if name not in FORKED:
+            return start_run(name, folder, ending, losses, run_id)
+        script = folder / "script.py"
+        arguments = run_arguments(name, folder, ending, losses, run_id)
+        script.write_text(
+            f"import sys\nfrom tests.support.tracker_runs import main\nsys.argv[1:] = {arguments!r}\nmain()\n"
+        )
+        env = {**NO_LAUNCHER, **offline_variables(folder)}
+        (outcome,) = ranks.outcomes(1, run_as_interpreter, str(script), env=env)
+        return run_outcome(ending, outcome.output, failed="exit status 1 " in outcome.message)
+
+    return run
+
+
 def test_libraries_are_installed() -> None:
     absent = sorted(set(NAMES) - set(HERE))
     if ALL_TRACKERS:
@@ -55,8 +89,10 @@ def test_every_tracker_has_a_reader() -> None:
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_every_kind_can_be_read_back_or_is_left_out_by_name(name: str, folder: Path) -> None:
-    _, output = start_run(name, folder, "every kind", LOSSES)
+def test_every_kind_can_be_read_back_or_is_left_out_by_name(
+    name: str, folder: Path, start: Callable[..., tuple[str, str]]
+) -> None:
+    _, output = start(name, "every kind", LOSSES)
     contents = READERS[name](folder)
     absent = ABSENT.get(name, {})
     assert contents.losses == LOSSES
@@ -80,11 +116,13 @@ def test_every_kind_can_be_read_back_or_is_left_out_by_name(name: str, folder: P
     "name",
     [long_run_param(name) if name == "tensorboard" and not ALL_TRACKERS else name for name in HERE],
 )
-def test_a_run_goes_on_in_another_process(name: str, folder: Path) -> None:
+def test_a_run_goes_on_in_another_process(
+    name: str, folder: Path, start: Callable[..., tuple[str, str]]
+) -> None:
     if name == "clearml":
         pytest.skip("clearml resumes with its server only")
-    run_id, _ = start_run(name, folder, "finish", LOSSES[:2])
-    assert start_run(name, folder, "finish", LOSSES[2:], run_id)[0] == run_id
+    run_id, _ = start(name, "finish", LOSSES[:2])
+    assert start(name, "finish", LOSSES[2:], run_id)[0] == run_id
     contents = READERS[name](folder)
     assert contents.losses == LOSSES
     assert {key: contents.config[key] for key in STORED_CONFIG} == STORED_CONFIG
@@ -92,8 +130,10 @@ def test_a_run_goes_on_in_another_process(name: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("ending", ["error", "interrupt"])
 @pytest.mark.parametrize("name", HERE)
-def test_a_run_that_is_broken_off_is_whole(name: str, ending: str, folder: Path) -> None:
-    _, output = start_run(name, folder, ending, LOSSES)
+def test_a_run_that_is_broken_off_is_whole(
+    name: str, ending: str, folder: Path, start: Callable[..., tuple[str, str]]
+) -> None:
+    _, output = start(name, ending, LOSSES)
     assert ("ValueError: no data" if ending == "error" else "KeyboardInterrupt") in output
     contents = READERS[name](folder)
     assert contents.losses == LOSSES

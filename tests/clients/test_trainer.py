@@ -7,17 +7,20 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from accelerate.utils import is_deepspeed_available
 from tests.clients.probe import run_jobs_on_ranks
 from tests.clients.record import launch, versions
+from tests.support import launch_plans
 from tests.support.environment import ROOT
 from tests.support.long_run import LONG_RUN, long_run_param
-from tests.support.ranks import RankServer
+from tests.support.ranks import NO_LAUNCHER, RankServer
 
 pytest.importorskip("transformers", reason="the client needs Python 3.11")
 
@@ -27,7 +30,7 @@ JOBS = sorted(RECORDED["1"])
 HERE = Path(sys.executable)
 CLIENT = "tests.clients.trainer"
 # What the rank server imports once.
-PRELOAD = ("transformers.trainer", CLIENT)
+PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.trainer", CLIENT)
 # Our own launcher: no variable of ours, no file. The other one is torchrun.
 ACCELERATE = ("-m", "accelerate", "launch", "--cpu", "-n", "2")
 
@@ -99,8 +102,17 @@ def test_two_processes(
     assert differences(two[job], RECORDED["2"][job], tolerance(job)) == []
 
 
+def test_our_launcher_sets_the_variables_of_torchrun() -> None:
+    """So a launch is what the jobs on two processes run in."""
+    planned = launch_plans.plan(launch_plans.request(cpu=True, num_processes="2"), "local")
+    first, second = (set(command.variables) for command in planned.commands)
+    assert first == second >= {*NO_LAUNCHER}
+    assert not [name for name in {*planned.variables, *first} if name.startswith("ACCELERATE")]
+
+
 @pytest.mark.parametrize(
-    ("start", "jobs"), [(ACCELERATE, ("train", "accumulate", "resume")), long_run_param(None, ("train",))]
+    ("start", "jobs"),
+    [long_run_param(ACCELERATE, ("train", "accumulate", "resume")), long_run_param(None, ("train",))],
 )
 def test_two_processes_of_a_launcher(start: Any, jobs: tuple[str, ...], two: dict[str, Any]) -> None:
     """By our launcher, and by torchrun."""
@@ -123,6 +135,27 @@ def test_every_sample_is_evaluated_once_and_in_order(one: dict[str, Any], two: d
     for job in ("train", "bf16", "iterable"):
         assert one[job]["shape"][0] == two[job]["shape"][0] == 7
         assert one[job]["labels"] == two[job]["labels"]
+
+
+def check_shared_jobs(ranks: RankServer, client: str, *jobs: str) -> None:
+    """Compare what jobs of a client give on two processes that share each sample with one process."""
+    alone, shared = (run_jobs_on_ranks(ranks, size, client, *jobs) for size in (1, 2))
+    for job in jobs:
+        assert alone[job].keys() == shared[job].keys()
+        for what, value in alone[job].items():
+            assert shared[job][what] == pytest.approx(value, abs=1e-5, rel=1e-6), (job, what)
+
+
+@pytest.mark.skipif(int(version("transformers").split(".")[0]) < 5, reason="DistributedConfig is of 5.0")
+def test_layers_that_two_processes_share_train_as_alone(ranks: RankServer) -> None:
+    """B1, PAINS 48: losses, norms, an evaluation that counts each row once, and the model that is written."""
+    check_shared_jobs(ranks, "tests.clients.trainer_layers", "whole", "loaded")
+
+
+def test_sequences_that_two_processes_share_train_as_alone(ranks: RankServer) -> None:
+    """Losses that are logged, norms, rates, and the loss of an evaluation, which is no sum over processes."""
+    heads = ("heads",) if is_deepspeed_available() else ()  # transformers asks that library for the group
+    check_shared_jobs(ranks, "tests.clients.trainer_sequences", "keys", "keys_in_windows", *heads)
 
 
 LINES = "import accelerate.utils\nimport sentence_transformers"

@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="the client needs Python 3.11")
 RECORDED = json.loads((Path(__file__).parent / "trainer.json").read_text())["results"]["2"]
 CLIENT = "tests.clients.zero"
 # What the rank server imports once.
-PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.trainer", CLIENT)
+PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.trainer", "tests.clients.trainer")
 WITHIN = 1e-4  # the recorded numbers are rounded to few digits by the Trainer's log
 
 pytestmark = [

@@ -131,9 +131,9 @@ def is_own(source: Source, name: str) -> bool:
     return called or listed or (source.inside == CLUSTERS and name in schedulers())
 
 
-def conditions(tree: ast.AST) -> Iterator[ast.expr]:
+def conditions(source: Source) -> Iterator[ast.expr]:
     """Every expression that decides what runs: tests, comparisons, cases, and arguments of ``isinstance``."""
-    for node in ast.walk(tree):
+    for node in source.nodes:
         if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert):
             yield node.test
         elif isinstance(node, ast.comprehension):
@@ -162,7 +162,7 @@ def identifiers(expression: ast.expr) -> Iterator[tuple[int, str]]:
 
 def imported(source: Source) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of every import, also by ``import_module`` with a name that is written out."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -176,7 +176,7 @@ def imported(source: Source) -> Iterator[tuple[int, str]]:
 def findings(source: Source, names: set[str]) -> Iterator[str]:
     """Branches on back ends and imports of them that stand in other files."""
     places: set[tuple[int, str, str]] = set()
-    for expression in conditions(source.tree):
+    for expression in conditions(source):
         for line, word in identifiers(expression):
             if name := backend_in(word, names):
                 places.add((line, name, f"branches on {word!r}"))
@@ -192,7 +192,7 @@ def findings(source: Source, names: set[str]) -> Iterator[str]:
 def listed(source: Source, commands: set[str]) -> list[str]:
     """The commands of other files that a file of cli/ names in its texts."""
     others = commands - {source.inside[-1]}
-    nodes = (node for node in ast.walk(source.tree) if id(node) not in source.docstrings)
+    nodes = (node for node in source.nodes if id(node) not in source.docstrings)
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return sorted(text for text in texts if text.replace("-", "_") in others)
 

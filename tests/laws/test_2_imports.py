@@ -36,7 +36,7 @@ def floor_of(room: str) -> int:
 def imports(source: Source) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of everything imported from this package; a name may be a module or an object."""
     package = source.module.split(".") if source.inside[-1] == "__init__" else source.module.split(".")[:-1]
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         found: list[str] = []
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names]

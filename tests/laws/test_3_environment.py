@@ -15,11 +15,11 @@ HANDLES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 WAYS = HANDLES | {"__dict__"}
 
 
-def holders(tree: ast.Module) -> set[str]:
+def holders(source: Source) -> set[str]:
     """Names under which the file knows the modules that hold the environment."""
-    aliases = (alias for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names)
+    aliases = (alias for node in source.nodes if isinstance(node, ast.Import) for alias in node.names)
     known = {alias.asname or alias.name for alias in aliases if alias.name in HOLDERS}
-    for node in ast.walk(tree):  # system = os
+    for node in source.nodes:  # system = os
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id in known:
             known |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     return known
@@ -27,7 +27,7 @@ def holders(tree: ast.Module) -> set[str]:
 
 def findings(source: Source) -> Iterator[str]:
     """Every way to the environment that the file takes."""
-    known = holders(source.tree)
+    known = holders(source)
 
     def is_holder(node: ast.expr) -> bool:
         if isinstance(node, ast.Name):
@@ -40,7 +40,7 @@ def findings(source: Source) -> Iterator[str]:
             key = node.args[0] if node.args else None
         return isinstance(key, ast.Constant) and key.value in HOLDERS
 
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.ImportFrom) and node.module in HOLDERS:
             for alias in node.names:
                 if alias.name in HANDLES or alias.name == "*":

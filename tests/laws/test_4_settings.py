@@ -23,7 +23,7 @@ LAW = "law 4, a setting is declared once"
 def declares(source: Source) -> bool:
     """Whether the file imports ``setting``, by whatever name."""
     homes = ("accelerate.core.setting", "accelerate.core")
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.ImportFrom) and node.module in homes:
             if any(alias.name == "setting" for alias in node.names):
                 return True
@@ -149,7 +149,7 @@ def test_every_promised_flag_of_the_launcher_is_known() -> None:
 
 def makers(source: Source) -> Iterator[str]:
     """Calls that make a flag by hand."""
-    for call in (node for node in ast.walk(source.tree) if isinstance(node, ast.Call)):
+    for call in (node for node in source.nodes if isinstance(node, ast.Call)):
         name = ast.unparse(call.func)
         if name.rpartition(".")[2] == "add_argument" or name in ("click.option", "click.Option"):
             yield source.at(call, f"{name} declares a flag beside the settings")

@@ -82,7 +82,7 @@ def jumps(body: list[ast.stmt], *, in_loop: bool = False) -> Iterator[ast.stmt]:
 
 def kept(source: Source) -> set[ast.AST]:
     """Handlers in functions that hand the error on."""
-    keepers = (function for function in functions(source.tree) if f"{source.where}:{function.name}" in KEPT)
+    keepers = (function for function in functions(source) if f"{source.where}:{function.name}" in KEPT)
     return {node for function in keepers for node in within_function(function)}
 
 
@@ -94,7 +94,7 @@ def within_function(function: Function) -> Iterator[ast.AST]:
 def findings(source: Source) -> Iterator[str]:
     """Places where an error may get lost."""
     handed_on = kept(source)
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if node in handed_on:
             continue
         if isinstance(node, ast.ExceptHandler):
@@ -111,7 +111,7 @@ def findings(source: Source) -> Iterator[str]:
             caught = {name for argument in node.args for name in kinds(argument)} & BROAD
             if caught:
                 yield source.at(node, f"suppress({', '.join(sorted(caught))})")
-    for function in functions(source.tree):
+    for function in functions(source):
         if function.name in ("__exit__", "__aexit__"):
             for node in within_function(function):
                 if ast.unparse(node) == "return True" and node not in handed_on:
@@ -123,7 +123,7 @@ def test_nothing_is_swallowed() -> None:
 
 
 def test_every_function_that_keeps_an_error_exists() -> None:
-    assert KEPT.keys() <= {f"{source.where}:{f.name}" for source in sources() for f in functions(source.tree)}
+    assert KEPT.keys() <= {f"{source.where}:{f.name}" for source in sources() for f in functions(source)}
 
 
 TRY = "try:\n    f()\n"

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.support.long_run import long_run_param
 from tests.support.packages import is_installed
 from tests.support.ranks import RanksError, RankServer, same_on_all
 from tests.support.strategies import strategy_names
@@ -140,8 +141,7 @@ def test_one_process_trains_like_the_plain_loop(ranks: RankServer, precision: st
     assert epochs[-1] < 0.9 * epochs[0], "the loop learns nothing, so equality would say nothing"
 
 
-@pytest.mark.parametrize("window", [1, 3])
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize(("n", "window"), [(2, 1), (4, 3), long_run_param(2, 3), long_run_param(4, 1)])
 @pytest.mark.parametrize("strategy", [name for name in ASKED if name != "single"])
 def test_several_processes_train_like_one(ranks: RankServer, strategy: str, n: int, window: int) -> None:
     texts, sizes = ASKED[strategy]

@@ -5,6 +5,7 @@ Each case runs in a fresh interpreter. When torch was imported, the error shows 
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -51,6 +52,15 @@ except SystemExit as leaving:
 verdict()
 sys.exit(code)
 """
+EVERY_HELP = """
+    from accelerate.cli.main import main
+    for name in {names!r}:
+        sys.argv = ["accelerate", name, "--help"]
+        try:
+            main()
+        except SystemExit as leaving:
+            assert not leaving.code, name
+"""
 MAIN = "sys.argv = {argv!r}; from accelerate.cli.main import main; main()"
 
 
@@ -80,8 +90,10 @@ def torch_free() -> list[str]:
     return sorted(source.module for source in free)
 
 
-def test_the_witness_sees_an_import_of_torch() -> None:
+def test_the_witness_sees_an_import_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The net has no hole: a case that imports torch fails and shows where."""
+    (tmp_path / "torch.py").touch()  # in place of the real one, which takes seconds
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     done = Running([sys.executable, "-c", PROLOGUE.format(body="import torch")]).wait()
     assert done.returncode == 99
     assert 'File "<string>"' in done.stderr
@@ -117,8 +129,9 @@ def test_the_help_of_every_command_imports_no_torch() -> None:
     names = commands()
     if not names:
         pytest.skip("the command line has no command yet")
+    output = run(EVERY_HELP.format(names=names))
     for name in names:
-        assert name in command(name, "--help")
+        assert f"Usage: accelerate {name} " in output
 
 
 @pytest.mark.parametrize("args", [("env",), ("config", "default")])

@@ -100,7 +100,7 @@ def is_promised_module(source: Source) -> bool:
 
 def class_names(source: Source) -> Iterator[ast.ClassDef]:
     """The classes of a file, nested ones too."""
-    return (node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef))
+    return (node for node in source.nodes if isinstance(node, ast.ClassDef))
 
 
 def unclear_classes(source: Source) -> Iterator[str]:
@@ -114,7 +114,7 @@ def unclear_classes(source: Source) -> Iterator[str]:
 
 def unclear_functions(source: Source) -> Iterator[str]:
     """Functions and properties named by a bare participle or adverb."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         named = isinstance(node, Function) and is_participle(node.name)
         if named and not is_promised(node.name) and node.name not in ALLOWED:
             yield source.at(node, f"{node.name}: say what it does, by a verb and its object")
@@ -131,7 +131,7 @@ def unclear_files(source: Source) -> Iterator[str]:
 
 def undefined_arguments(source: Source) -> Iterator[str]:
     """Arguments that a docstring explains and the function does not have: their name has changed."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, Function):
             explained = (ast.get_docstring(node) or "").partition("\nArgs:\n")[2]
             lines = takewhile(lambda line: not line or line.startswith(" "), explained.splitlines())
@@ -153,7 +153,7 @@ def duplicate_classes() -> Iterator[str]:
 
 def found_variables(source: Source) -> Iterator[str]:
     """Variables and parameters that say only that something was found."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         stored = isinstance(node, ast.Name) and node.id == "found" and isinstance(node.ctx, ast.Store)
         if stored or (isinstance(node, ast.arg) and node.arg == "found"):
             yield source.at(node, "found: say what it holds")
@@ -161,7 +161,7 @@ def found_variables(source: Source) -> Iterator[str]:
 
 def unclear_docstrings(source: Source) -> Iterator[str]:
     """Docstrings whose first line is no sentence."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, Function | ast.ClassDef | ast.Module):
             text = ast.get_docstring(node) or ""
             if OPENINGS.match(text):
@@ -209,7 +209,7 @@ def test_a_page_uses_the_terms_that_readers_search_for(page: str) -> None:
 def test_the_exceptions_are_few_and_needed() -> None:
     assert len(ALLOWED) <= 5
     kinds = Function | ast.ClassDef
-    names = {node.name.strip("_") for s in sources() for node in ast.walk(s.tree) if isinstance(node, kinds)}
+    names = {node.name.strip("_") for s in sources() for node in s.nodes if isinstance(node, kinds)}
     assert ALLOWED.keys() <= names | {part for s in sources() for part in s.inside}
 
 

@@ -53,7 +53,7 @@ def test_torch_has_it(name: TorchName) -> None:
 
 def private_imports(source: Source) -> Iterator[tuple[ast.AST, str]]:
     """Yield everything that a file imports from torch by a private name: ``module`` or ``module.name``."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -66,7 +66,7 @@ def private_imports(source: Source) -> Iterator[tuple[ast.AST, str]]:
 
 def private_attributes(source: Source, own: set[str]) -> Iterator[tuple[ast.AST, str]]:
     """Yield the private attributes in a file that no file of ours defines."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in own:
             yield node, node.attr
 
@@ -77,7 +77,7 @@ def _is_private(name: str) -> bool:
 
 def defined(source: Source) -> Iterator[str]:
     """Yield the names that a file defines: functions, classes, fields, attributes of ``self``."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
             yield node.name
         elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -121,7 +121,7 @@ def test_files_of_the_table_are_there() -> None:
 
 def required_subjects(source: Source) -> Iterator[str]:
     """Yield the texts in calls of ``require``."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "require":
             yield from (each.value for each in node.args if isinstance(each, ast.Constant))
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -303,10 +303,11 @@ def test_the_hub_says_whether_it_has_a_model(monkeypatch: pytest.MonkeyPatch) ->
     assert [estimate.verify_on_hub("x"), estimate.verify_on_hub("x")] == ["gated", "repo"]
 
 
-def test_it_is_a_script_of_its_own(tmp_path: Path) -> None:
+def test_it_is_a_script_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(tmp_path, BERT)
-    script = "import sys; from accelerate.cli.main import estimate_memory; sys.exit(estimate_memory())"
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True
-    )
-    assert "413.18 MB" in done.stdout
+    monkeypatch.setattr(sys, "argv", ["accelerate-estimate-memory", str(tmp_path)])
+    (script,) = entry_points(group="console_scripts", name="accelerate-estimate-memory")
+    assert not script.load()()
+    assert "413.18 MB" in capsys.readouterr().out

@@ -11,6 +11,7 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.utils import TorchDynamoPlugin, extract_model_from_parallel
+from tests.support.long_run import long_run_param
 
 INPUTS = torch.linspace(-1, 1, 8).reshape(2, 4)
 
@@ -68,13 +69,25 @@ def train(call: Callable[..., Any], model: Pair) -> tuple[torch.Tensor, torch.Te
     return output, gradient
 
 
-@pytest.mark.parametrize("how", WAYS)
+# How the graph is made -> the backend, options, and the ways in which it is compiled by default.
+GRAPHS: dict[str, tuple[str, dict[str, bool], tuple[str, ...]]] = {
+    "eager": ("eager", {}, ("in place",)),
+    "aot": ("aot_eager", {}, ("unwrapped",)),
+    "fullgraph": ("aot_eager", {"fullgraph": True}, WAYS),
+    "split graph": ("aot_eager", {"splits": True}, ("itself",)),
+}
+
+
 @pytest.mark.parametrize(
-    ("backend", "options"),
-    [("eager", {}), ("aot_eager", {}), ("aot_eager", {"fullgraph": True}), ("aot_eager", {"splits": True})],
-    ids=["eager", "aot", "fullgraph", "split graph"],
+    ("graph", "how"),
+    [
+        (graph, how) if how in by_default else long_run_param(graph, how)
+        for graph, (_, _, by_default) in GRAPHS.items()
+        for how in WAYS
+    ],
 )
-def test_a_prepared_model_is_compiled_later(how: str, backend: str, options: dict[str, bool]) -> None:
+def test_a_prepared_model_is_compiled_later(graph: str, how: str) -> None:
+    backend, options, _ = GRAPHS[graph]
     torch._dynamo.reset()
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model = accelerator.prepare(Pair(options.get("splits", False)))

@@ -18,6 +18,7 @@ from accelerate.logging import MultiProcessAdapter
 from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import ComputeEnvironment, PrecisionType, broadcast, send_to_device
 from tests.support.environment import ROOT, clean
+from tests.support.long_run import LONG_RUN
 
 PEER = ROOT / ".venv-peer" / "bin" / "python"
 
@@ -249,6 +250,7 @@ ask("gradients reset", lambda: GradientState._shared_state)
 
 
 @pytest.mark.skipif(not PEER.exists(), reason="the public package is not installed: make bench-peer")
+@pytest.mark.skipif(not LONG_RUN, reason="runs in `make test-all`")
 def test_the_public_package_gives_the_same_answers(tmp_path: Path) -> None:
     def answers(*python: str) -> list[str]:
         command = [*python, "-c", QUESTIONS]

@@ -38,6 +38,7 @@ def run_as_interpreter(path: str) -> NoReturn:
     except SystemExit as leaving:
         code = leaving.code or 0
     except BaseException:  # noqa: BLE001 - whatever it is, the hook shows it
+        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]

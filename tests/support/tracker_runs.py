@@ -153,12 +153,16 @@ def main() -> None:
     accelerator.end_training()
 
 
+def run_arguments(name: str, folder: Path, ending: str, losses: list[float], run_id: str) -> list[str]:
+    """Return the arguments of ``main``."""
+    return [name, str(folder), ending, *map(str, losses), *(["--id", run_id] if run_id else [])]
+
+
 def start_run(name: str, folder: Path, ending: str, losses: list[float], run_id: str = "") -> tuple[str, str]:
     """Log a run in another process; return (its id, what it wrote to the console)."""
-    command = [sys.executable, "-m", "tests.support.tracker_runs", name, str(folder), ending]
-    command += [*map(str, losses), *(["--id", run_id] if run_id else [])]
+    arguments = run_arguments(name, folder, ending, losses, run_id)
     done = subprocess.run(
-        command,
+        [sys.executable, "-m", "tests.support.tracker_runs", *arguments],
         env={**os.environ, **offline_variables(folder)},
         cwd=folder,
         start_new_session=True,
@@ -167,10 +171,13 @@ def start_run(name: str, folder: Path, ending: str, losses: list[float], run_id:
         timeout=120,
         check=False,
     )
-    output = f"{done.stdout}\n{done.stderr}"
-    failed = done.returncode != 0
+    return run_outcome(ending, f"{done.stdout}\n{done.stderr}", failed=done.returncode != 0)
+
+
+def run_outcome(ending: str, output: str, *, failed: bool) -> tuple[str, str]:
+    """Return (the id of a run, its output), of a run that failed if it was to."""
     assert failed == (ending in ("error", "interrupt")), output[-4000:]
-    ids = [line.removeprefix("ID ") for line in done.stdout.splitlines() if line.startswith("ID ")]
+    ids = [line.removeprefix("ID ") for line in output.splitlines() if line.startswith("ID ")]
     assert ids, output[-4000:]
     return ids[0], output
 

@@ -5,4 +5,7 @@ from __future__ import annotations
 from tests.clients.calls import handlers, loaders, operations, training
 from tests.clients.probe import main
 
-main({**handlers.JOBS, **operations.JOBS, **training.JOBS, **loaders.JOBS})
+JOBS = {**handlers.JOBS, **operations.JOBS, **training.JOBS, **loaders.JOBS}
+
+if __name__ == "__main__":
+    main(JOBS)
