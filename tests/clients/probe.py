@@ -102,11 +102,13 @@ def run_jobs(module: str, folder: str, names: tuple[str, ...]) -> dict[str, Any]
     return json.loads(json.dumps({name: jobs[name](Path(folder) / name) for name in names or jobs}))
 
 
-def run_jobs_on_ranks(ranks: RankServer, size: int, module: str, *names: str) -> dict[str, Any]:
-    """Run jobs of a client module on forked ranks; the result is that of rank 0."""
+def run_jobs_on_ranks(
+    ranks: RankServer, size: int, module: str, *names: str, env: Mapping[str, object | None] | None = None
+) -> dict[str, Any]:
+    """Run jobs of a client module on forked ranks, ``env`` beside their variables; the result of rank 0."""
     from tests.support.ranks import NO_LAUNCHER
 
-    env = NO_LAUNCHER if size == 1 else None
+    env = {**(NO_LAUNCHER if size == 1 else {}), **(env or {})}
     with tempfile.TemporaryDirectory() as folder:
         return ranks(size, run_jobs, module, folder, names, timeout=200, env=env)[0]
 

@@ -102,12 +102,13 @@ def test_two_processes(
     assert differences(two[job], RECORDED["2"][job], tolerance(job)) == []
 
 
-def test_our_launcher_sets_the_variables_of_torchrun() -> None:
-    """So a launch is what the jobs on two processes run in."""
-    planned = launch_plans.plan(launch_plans.request(cpu=True, num_processes="2"), "local")
-    first, second = (set(command.variables) for command in planned.commands)
-    assert first == second >= {*NO_LAUNCHER}
-    assert not [name for name in {*planned.variables, *first} if name.startswith("ACCELERATE")]
+def test_two_processes_with_the_variables_of_our_launcher(two: dict[str, Any], ranks: RankServer) -> None:
+    planned = launch_plans.plan(launch_plans.request(use_cpu=True, num_processes="2"), "local")
+    assert all(command.variables.keys() >= NO_LAUNCHER.keys() for command in planned.commands)
+    assert "ACCELERATE_USE_CPU" in planned.variables
+    jobs = ("train", "accumulate")
+    mine = run_jobs_on_ranks(ranks, 2, CLIENT, *jobs, env=planned.variables)
+    assert {job: two[job] for job in jobs} == mine
 
 
 @pytest.mark.parametrize(

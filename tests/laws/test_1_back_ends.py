@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -106,7 +107,8 @@ def split_words(identifier: str) -> list[str]:
     return [piece.lower() for piece in pieces]
 
 
-def backend_in(identifier: str, names: set[str]) -> str | None:
+@cache
+def backend_in(identifier: str, names: frozenset[str]) -> str | None:
     """The back end that ``identifier`` names by some of its words in a row; ``fsdp2`` names ``fsdp`` too."""
     pieces = split_words(identifier)
     flat = {name.replace("_", ""): name for name in names}
@@ -127,7 +129,7 @@ def folders(source: Source) -> list[str]:
 def is_own(source: Source, name: str) -> bool:
     """Whether the file is about the back end: it or a folder above it is called so, or stands in ``OWN``."""
     listed = any(name in OWN.get(place, ()) for place in folders(source))
-    called = any(backend_in(part, {name}) for part in source.inside)
+    called = any(backend_in(part, frozenset({name})) for part in source.inside)
     return called or listed or (source.inside == CLUSTERS and name in schedulers())
 
 
@@ -173,8 +175,9 @@ def imported(source: Source) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, text) for text in texts if isinstance(text, str))
 
 
-def findings(source: Source, names: set[str]) -> Iterator[str]:
+def findings(source: Source, searched: set[str]) -> Iterator[str]:
     """Branches on back ends and imports of them that stand in other files."""
+    names = frozenset(searched)
     places: set[tuple[int, str, str]] = set()
     for expression in conditions(source):
         for line, word in identifiers(expression):

@@ -131,7 +131,7 @@ RESUME_PAIRS = (
     ("sequences, keys", "shards, version 1"),
     ("sequences, heads", "sequences, ring"),
     ("shards, version 1", "stages"),
-    ("one process", "stages"),
+    ("one process", "copies"),
     ("copies", "one process"),
     ("shards", "ZeRO 3"),
     ("ZeRO 2", "shards"),
@@ -142,7 +142,7 @@ MORE_RESUME_PAIRS = (
     ("sequences, keys x layers", "sequences, ring"),
     ("stages x sequences, keys", "copies of shards"),
     ("copies", "layers"),
-    ("copies", "stages"),
+    *(("copies", "stages"), ("one process", "stages")),
     ("sequences, keys x layers", "ZeRO 1"),
     ("ZeRO 3", "stages"),
 )
@@ -333,13 +333,13 @@ class Resume:
 IN_WINDOW_PAIRS = (
     *(("copies", "copies"), ("shards", "shards"), ("shards, version 1", "shards, version 1")),
     *(("stages x shards", "layers"), ("layers x copies", "copies"), ("stages x shards", "stages")),
-    *(("copies", "stages"), ("sequences, keys", "shards, version 1")),
-    *(("ZeRO 1", "ZeRO 3"), ("ZeRO 3", "shards"), ("ZeRO 2", "ZeRO 1")),
+    *(("sequences, keys", "shards, version 1"), ("ZeRO 1", "ZeRO 3"), ("ZeRO 3", "shards")),
+    ("ZeRO 2", "ZeRO 1"),
 )
 MORE_IN_WINDOW_PAIRS = (
     *(("stages x shards", "stages x shards"), ("layers x shards", "copies")),
     *(("sequences, keys x shards", "shards, version 1"), ("stages x shards", "layers x copies")),
-    ("stages x shards", "ZeRO 2"),
+    *(("stages x shards", "ZeRO 2"), ("copies", "stages")),
 )
 BETWEEN_STEPS = [
     Resume(one, other, *between_steps(one))

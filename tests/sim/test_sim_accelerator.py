@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.utils import GradScalerKwargs, find_executable_batch_size, set_seed
-from tests.support import sim
+from tests.support import launch_plans, sim
 from tests.support.command import launch
+from tests.support.long_run import long_run_param
 from tests.support.ranks import RankServer, same_on_all
 
 MiB = 2**20
@@ -249,6 +250,16 @@ def test_an_overflow_on_one_rank_skips_the_step_on_both(ranks: RankServer) -> No
 # -------------------------------------------------------------------------------- from the command line
 
 
+def device_and_size() -> tuple[str, int]:
+    accelerator = Accelerator()
+    return str(accelerator.device), accelerator.num_processes
+
+
+def test_two_processes_of_a_launch_for_the_cpu_leave_the_devices_alone(ranks: RankServer) -> None:
+    planned = launch_plans.plan(launch_plans.request(use_cpu=True, num_processes="2"), "local")
+    assert ranks(2, device_and_size, env=planned.variables) == [("cpu", 2)] * 2
+
+
 SCRIPT = """
     import sys
     import torch
@@ -266,9 +277,8 @@ SCRIPT = """
     ("flags", "expected"),
     [
         (["--num_processes", "2"], ["sim:0 2 [1.0, 2.0]", "sim:1 2 [1.0, 2.0]"]),
-        (["--cpu", "--num_processes", "2"], ["cpu 2 [1.0, 2.0]", "cpu 2 [1.0, 2.0]"]),
+        long_run_param(["--cpu", "--num_processes", "2"], ["cpu 2 [1.0, 2.0]", "cpu 2 [1.0, 2.0]"]),
     ],
-    ids=["two devices", "cpu"],
 )
 def test_a_script_is_launched_on_devices_it_knows_nothing_of(flags: list[str], expected: list[str]) -> None:
     done = launch(*flags, script_text=SCRIPT)

