@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,26 +14,27 @@ from typing import Any
 import pytest
 
 from tests.support.command import Finished, Running, start
-from tests.support.long_run import long_run_param
-from tests.support.preemption import WAITING, let_signals_differ
-from tests.support.ranks import RankServer
-from tests.support.scripts import script_output
+from tests.support.long_run import LONG_RUN, long_run_param
+from tests.support.preemption import ARMED, WAITING, let_signals_differ
+from tests.support.ranks import NO_LAUNCHER, RankServer
+from tests.support.scripts import run_to_exit
 from tests.support.watchdog import peer_store
 
 LONG = 90  # seconds that nothing takes but on a machine with other work; less than a test may take
 # A run of 3 epochs of 6 steps on a process, with an evaluation after each and a save in between. Every random
-# number counts: shuffled data, and dropout. It can be held at a place until the signal has arrived.
+# number counts: shuffled data, and dropout. It can be held at a place until the signal has arrived, which
+# comes from outside, or from the ranks themselves.
 TRAINING = (
     WAITING
     + """
-import os, sys, time
+import os, signal, sys, time
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import PreemptionKwargs, ProjectConfiguration, set_seed
 
-folder, mode, place, log = sys.argv[1:]
+folder, mode, place, how, log = sys.argv[1:]
 accelerator = Accelerator(
     gradient_accumulation_steps=2,
     dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True),
@@ -47,6 +49,9 @@ def hold(here):
     if here == place and not held:
         held = True
         print(f"held {rank} {os.getpid()}", flush=True)
+        name, _, receiver = how.partition(" to ")
+        if receiver in ("all", f"rank {rank}"):
+            os.kill(os.getpid(), signal.Signals[name])
         wait_until_told()
 
 def check():
@@ -95,17 +100,23 @@ out.write(f"weights {total.hex()}\\n")
 
 
 def train(size: int, folder: Path, mode: str, place: str) -> Running:
-    """Begins the run, or goes on with it."""
-    args = [str(folder / "run"), mode, place, str(folder / "log")]
+    """Begins the run under the launcher, or goes on with it."""
+    args = [str(folder / "run"), mode, place, "a signal from outside", str(folder / "log")]
     return start("--cpu", "-n", str(size), "--resume", "auto", script_text=TRAINING, script_args=args)
 
 
+def train_on_ranks(
+    ranks: RankServer, size: int, folder: Path, mode: str, place: str = "nowhere", how: str = "no signal"
+) -> list[tuple[int, str]]:
+    """Begins the run or goes on with it on forked ranks; return the exit status and output of each."""
+    args = [str(folder / "run"), mode, place, how, str(folder / "log")]
+    env = {"ACCELERATE_RESUME": "auto", "ACCELERATE_USE_CPU": "true", **(NO_LAUNCHER if size == 1 else {})}
+    return run_to_exit(ranks, size, TRAINING.replace("sys.argv[1:]", repr(args)), folder, env)
+
+
 def train_to_the_end(ranks: RankServer, size: int, folder: Path, mode: str) -> None:
-    """Begins the run or goes on with it, in ranks of the fork server: no signal comes."""
-    script = folder / "training.py"
-    script.write_text(TRAINING)
-    env = {"ACCELERATE_RESUME": "auto", "ACCELERATE_USE_CPU": "true"}
-    script_output(ranks, size, script, str(folder / "run"), mode, "nowhere", str(folder / "log"), env=env)
+    ends = train_on_ranks(ranks, size, folder, mode)
+    assert [code for code, _ in ends] == [0] * size, ends
 
 
 def logs(size: int, folder: Path) -> list[list[str]]:
@@ -146,15 +157,25 @@ def asks_for_another_start(done: Finished, size: int, code: int = 75) -> None:
     assert done.survivors(5) == []
 
 
+def stopped_once(size: int, folder: Path, whole: list[list[str]]) -> None:
+    """Every rank has stopped after the same step, and the checkpoints are those of one stop."""
+    first = logs(size, folder)
+    assert len({len(lines) for lines in first}) == 1
+    assert 0 < len(first[0]) < len(whole[0])
+    assert len(first[0]) % 2 == 0  # no window was open
+    saved = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
+    assert saved == ["checkpoint_0", "checkpoint_1"]
+
+
 @pytest.mark.parametrize(
     ("size", "mode", "place", "how"),
     [
-        (1, "asks", "step", "SIGTERM to the launcher"),
-        (1, "automatic", "save", "SIGUSR1 to the launcher"),
-        (2, "asks", "evaluation", "SIGUSR1 to the launcher"),
-        long_run_param(2, "asks", "save", "SIGTERM to rank 1"),
-        (2, "automatic", "step", "SIGTERM to the launcher"),
-        long_run_param(2, "automatic", "evaluation", "SIGUSR1 to rank 0"),
+        (1, "asks", "step", "SIGTERM to all"),
+        (1, "automatic", "save", "SIGUSR1 to all"),
+        (2, "asks", "evaluation", "SIGUSR1 to all"),
+        (2, "asks", "save", "SIGTERM to rank 1"),
+        (2, "automatic", "step", "SIGTERM to all"),
+        (2, "automatic", "evaluation", "SIGUSR1 to rank 0"),
     ],
 )
 def test_one_checkpoint_and_the_run_goes_on_as_if_nothing_had_been(
@@ -166,20 +187,47 @@ def test_one_checkpoint_and_the_run_goes_on_as_if_nothing_had_been(
     place: str,
     how: str,
 ) -> None:
-    """D12: the signal arrives in a step, an evaluation or a save; D11: the two parts are the whole."""
+    """D12: the signal arrives in a step, an evaluation or a save; D11: the two parts are the whole.
+
+    No launcher takes part, but there are torchrun's variables.
+    """
+    ends = train_on_ranks(ranks, size, tmp_path, mode, place, how)
+    assert [code for code, _ in ends] == [75] * size, ends
+    assert not any("Traceback" in output for _, output in ends)
+    stopped_once(size, tmp_path, undisturbed(size))
+    train_to_the_end(ranks, size, tmp_path, mode)
+    assert logs(size, tmp_path) == undisturbed(size)
+
+
+@pytest.mark.parametrize(
+    ("size", "mode", "place", "how"),
+    [
+        long_run_param(1, "asks", "step", "SIGTERM to the launcher"),
+        long_run_param(1, "automatic", "save", "SIGUSR1 to the launcher"),
+        (2, "asks", "evaluation", "SIGUSR1 to the launcher"),
+        long_run_param(2, "asks", "save", "SIGTERM to rank 1"),
+        long_run_param(2, "automatic", "step", "SIGTERM to the launcher"),
+        long_run_param(2, "automatic", "evaluation", "SIGUSR1 to rank 0"),
+    ],
+)
+def test_the_launcher_hands_the_signal_on_and_asks_for_another_start(
+    undisturbed: Callable[[int], list[list[str]]],
+    ranks: RankServer,
+    tmp_path: Path,
+    size: int,
+    mode: str,
+    place: str,
+    how: str,
+) -> None:
+    """D12 as a user launches it."""
     running = train(size, tmp_path, mode, place)
     processes = pids(running, size)
     number, _, where = how.partition(" to ")
     to = running.pid if where == "the launcher" else processes[int(where[-1])]
     os.kill(to, signal.Signals[number])
     asks_for_another_start(running.wait(LONG), size)
-    first = logs(size, tmp_path)
-    assert len({len(lines) for lines in first}) == 1  # all stopped at the same step
-    assert 0 < len(first[0]) < len(undisturbed(size)[0])
-    assert len(first[0]) % 2 == 0  # no window was open
-    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert saved == ["checkpoint_0", "checkpoint_1"]
-    if (mode, place) == ("asks", "evaluation"):  # the launcher's own --resume
+    stopped_once(size, tmp_path, undisturbed(size))
+    if size == 1:
         done = train(size, tmp_path, mode, "nowhere").wait(LONG)
         assert done.returncode == 0, done.output
     else:
@@ -233,7 +281,7 @@ def test_a_second_signal_ends_a_job_that_does_not_come_to_a_boundary() -> None:
 
 
 def test_the_time_of_those_who_stop_by_themselves_can_be_limited() -> None:
-    running = ready(STUCK, "--preemption_grace", "0.5")
+    running = ready(f"{ARMED}\ntime.sleep(600)", "--preemption_grace", "0.5", "--stop_timeout", "0.5")
     running.signal(signal.SIGTERM)
     result = running.wait(LONG)
     assert result.returncode == 143, result.output
@@ -242,7 +290,10 @@ def test_the_time_of_those_who_stop_by_themselves_can_be_limited() -> None:
 
 def test_ctrl_c_is_no_preemption() -> None:
     """F8: nobody waits for a boundary."""
-    running = ready(STUCK, "--stop_timeout", "0.5")
+    deaf = f"{ARMED}\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('deaf', rank)\ntime.sleep(600)"
+    running = ready(deaf, "--stop_timeout", "0.5")
+    for rank in range(2):
+        running.wait_for(f"deaf {rank}", LONG)
     running.interrupt()
     result = running.wait(LONG)
     assert result.returncode == 130, result.output
@@ -251,26 +302,18 @@ def test_ctrl_c_is_no_preemption() -> None:
 
 def test_a_failing_job_does_not_wait_for_boundaries() -> None:
     """A rank that would take SIGTERM for the end of a good job is not asked by a job that fails."""
-    fails = "if accelerator.process_index == 1:\n    os._exit(3)\nwhile True:"
-    result = ready(STUCK.replace("while True:", fails), "--stop_timeout", "600").wait(LONG)
+    fails = f"{ARMED}\nif rank == '1':\n    time.sleep(0.2)\n    os._exit(3)\ntime.sleep(600)"
+    result = ready(fails, "--stop_timeout", "600").wait(LONG)
     assert result.returncode == 3, result.output
     assert not result.survivors()
 
 
+WAITS = f"{ARMED}\nwhile not heard:\n    time.sleep(0.01)\n"
+
+
 def test_a_save_that_fails_is_a_failure() -> None:
     """Its own code and traceback, not those of the signal."""
-    running = ready(
-        """
-        import time
-        from accelerate import Accelerator
-        accelerator = Accelerator()
-        accelerator.should_stop
-        print("ready", accelerator.process_index)
-        while not accelerator.should_stop:
-            time.sleep(0.01)
-        raise OSError("the disk is full")
-        """
-    )
+    running = ready(f"{WAITS}raise OSError('the disk is full')")
     running.signal(signal.SIGTERM)
     result = running.wait(LONG)
     assert result.returncode == 1, result.output
@@ -278,46 +321,54 @@ def test_a_save_that_fails_is_a_failure() -> None:
 
 
 def test_a_script_that_ends_well_after_the_signal_has_ended_well() -> None:
-    """Alone and in company: the code is the script's."""
-    running = ready(
-        """
-        import time
-        from accelerate import Accelerator
-        accelerator = Accelerator()
-        accelerator.should_stop
-        print("ready", accelerator.process_index)
-        while not accelerator.should_stop:
-            time.sleep(0.01)
-        """
-    )
+    """The code is the script's."""
+    running = ready(WAITS)
     running.signal(signal.SIGTERM)
     result = running.wait(LONG)
     assert (result.returncode, "accelerate launch" in result.stderr) == (0, False), result.output
 
 
-def test_a_rank_that_fails_does_not_leave_the_others_waiting_for_agreement() -> None:
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("raise OSError('the disk is full')", 1)])
+def test_a_script_that_has_been_asked_to_stop_ends_with_its_own_code(
+    ranks: RankServer, tmp_path: Path, end: str, code: int
+) -> None:
+    asked = """
+        import os, signal, time
+        from accelerate import Accelerator
+        accelerator = Accelerator(cpu=True)
+        if not accelerator.should_stop and accelerator.process_index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        while not accelerator.should_stop:
+            time.sleep(0.01)
+    """
+    ends = run_to_exit(ranks, 2, textwrap.dedent(asked) + end, tmp_path)
+    assert [found for found, _ in ends] == [code] * 2, ends
+    assert all(("OSError: the disk is full" in output) == bool(code) for _, output in ends)
+
+
+def test_a_rank_that_fails_does_not_leave_the_others_waiting_for_agreement(
+    ranks: RankServer, tmp_path: Path
+) -> None:
     """D12, C3: rank 0 waits for a word of rank 1, which never asks and raises."""
-    running = ready(
+    disagrees = (
         WAITING
         + """
+import os, signal
 from accelerate import Accelerator
-accelerator = Accelerator()
-if accelerator.process_index == 0:
-    accelerator.should_stop
-print("ready", accelerator.process_index)
+accelerator = Accelerator(cpu=True)
 if accelerator.process_index == 1:
     wait_until_asked(0)
     raise ValueError("a bad batch")
+accelerator.should_stop
+os.kill(os.getpid(), signal.SIGUSR1)
 while not accelerator.should_stop:
     time.sleep(0.01)
 """
     )
-    (pid,) = [p.pid for p in running.members() if p.environ().get("RANK") == "0"]
-    os.kill(pid, signal.SIGUSR1)
-    result = running.wait(LONG)
-    assert result.returncode == 1, result.output
-    assert result.stderr.endswith("ValueError: a bad batch\n")
-    assert "rank 0 stopped after it: PeerError" in result.stderr or "all 2 ranks failed" in result.stderr
+    (first, told), (second, raised) = run_to_exit(ranks, 2, disagrees, tmp_path)
+    assert (first, second) == (1, 1)
+    assert "PeerError: rank 1 failed" in told, told
+    assert raised.endswith("ValueError: a bad batch\n")
 
 
 # ---------------------------------------------------------------- who asks, and how often
@@ -440,6 +491,7 @@ def test_only_the_main_thread_catches_signals(ranks: RankServer) -> None:
     assert second.startswith("signals are not caught in this process")
 
 
+@pytest.mark.skipif(not LONG_RUN, reason="runs in `make test-all`")
 def test_torchruns_ranks_stop_together_too() -> None:
     """A rank of another launcher exits with the code; what that launcher makes of it is its own affair."""
     running = Running(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
-import subprocess
-import sys
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.command import launch, launch_variables
+from tests.support.ranks import RankServer
+from tests.support.scripts import run_to_exit
 
 SCRIPT = """
 import torch
@@ -37,11 +39,15 @@ accelerator.save_state("checkpoint")
 """
 
 
-def launch(folder: Path, script: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    (folder / "script.py").write_text(script)
-    command = [sys.executable, "-m", "accelerate", "launch", "--cpu", *flags, "script.py"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+def run(ranks: RankServer, size: int, folder: Path, script: str, *flags: str) -> list[tuple[int, str]]:
+    """Run a script as ``accelerate launch FLAGS`` tells it to; return each rank's exit status and output."""
+    env = launch_variables("--cpu", "--num_processes", str(size), *flags)
+    return run_to_exit(ranks, size, script, folder, env)
+
+
+def trained(ranks: RankServer, size: int, folder: Path, script: str, *flags: str) -> None:
+    ends = run(ranks, size, folder, script, *flags)
+    assert [code for code, _ in ends] == [0] * size, ends
 
 
 def records(path: Path) -> list[dict[str, Any]]:
@@ -62,9 +68,8 @@ def column(run: list[dict[str, Any]], name: str) -> list[Any]:
     return [record[name] for record in run if name in record]
 
 
-def test_each_rank_records_its_steps_and_rank_0_what_was_logged(tmp_path: Path) -> None:
-    ended = launch(tmp_path, SCRIPT, "--num_processes", "2", "--record", "runs/one")
-    assert ended.returncode == 0, ended.stderr
+def test_each_rank_records_its_steps_and_rank_0_what_was_logged(ranks: RankServer, tmp_path: Path) -> None:
+    trained(ranks, 2, tmp_path, SCRIPT, "--record", "runs/one")
     folder = tmp_path / "runs" / "one"
     assert sorted(path.name for path in folder.iterdir()) == ["rank_0.jsonl", "rank_1.jsonl"]
     (run,) = runs(folder / "rank_0.jsonl")
@@ -101,10 +106,8 @@ for batch in loader:
 """
 
 
-def test_tokens_the_model_and_requested_options_are_recorded(tmp_path: Path) -> None:
-    flags = ("--num_processes", "2", "--gradient_accumulation_steps", "1", "--record", "runs")
-    ended = launch(tmp_path, TOKENS, *flags)
-    assert ended.returncode == 0, ended.stderr
+def test_tokens_the_model_and_requested_options_are_recorded(ranks: RankServer, tmp_path: Path) -> None:
+    trained(ranks, 2, tmp_path, TOKENS, "--gradient_accumulation_steps", "1", "--record", "runs")
     for rank in (0, 1):
         (run,) = runs(tmp_path / "runs" / f"rank_{rank}.jsonl")
         assert column(run, "tokens") == [16, 16]  # 4 rows of 4 on each rank
@@ -119,9 +122,12 @@ def test_tokens_the_model_and_requested_options_are_recorded(tmp_path: Path) -> 
     assert (settings["num_processes"]["value"], settings["num_processes"]["from"]) == (2, "--num_processes")
 
 
-def test_a_second_launch_into_the_folder_is_a_run_of_its_own_and_a_failed_one_says_so(tmp_path: Path) -> None:
-    assert launch(tmp_path, SCRIPT, "--record", "runs").returncode == 0
-    assert launch(tmp_path, SCRIPT + "raise ValueError('no')\n", "--record", "runs").returncode != 0
+def test_a_second_launch_into_the_folder_is_a_run_of_its_own_and_a_failed_one_says_so(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    trained(ranks, 1, tmp_path, SCRIPT, "--record", "runs")
+    ((code, _),) = run(ranks, 1, tmp_path, SCRIPT + "raise ValueError('no')\n", "--record", "runs")
+    assert code != 0
     first, second = runs(tmp_path / "runs" / "rank_0.jsonl")
     assert (column(first, "end"), column(second, "end")) == (["finished"], ["failed"])
     assert len(column(first, "optimizer_step")) == len(column(second, "optimizer_step")) > 0
@@ -129,14 +135,16 @@ def test_a_second_launch_into_the_folder_is_a_run_of_its_own_and_a_failed_one_sa
 
 
 def test_a_run_that_is_killed_keeps_its_steps(tmp_path: Path) -> None:
+    """As a user launches it: nothing but the launcher and the script takes part."""
     script = SCRIPT + "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
-    assert launch(tmp_path, script, "--record", "runs").returncode != 0
+    done = launch("--cpu", "--record", "runs", script_text=script, cwd=tmp_path)
+    assert done.returncode == -signal.SIGKILL, done.output
     (run,) = runs(tmp_path / "runs" / "rank_0.jsonl")
     assert column(run, "end") == []
     assert len(column(run, "optimizer_step")) == 8  # 8 batches, 2 of them in a step, 2 epochs
 
 
-def test_a_full_disk_ends_the_record_and_not_the_training(tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_record_and_not_the_training(ranks: RankServer, tmp_path: Path) -> None:
     limit = f"""
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -147,13 +155,13 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         f"resource.setrlimit(resource.RLIMIT_FSIZE, (1200, {resource.RLIM_INFINITY}))\nfor epoch",
         1,
     )
-    ended = launch(tmp_path, limit, "--record", "runs")
-    assert ended.returncode == 0, ended.stderr
-    assert "trained to the end" in ended.stdout
-    assert ended.stderr.count("the run is not recorded any more") == 1
+    ((code, output),) = run(ranks, 1, tmp_path, limit, "--record", "runs")
+    assert code == 0, output
+    assert "trained to the end" in output
+    assert output.count("the run is not recorded any more") == 1
     assert all(isinstance(each, dict) for each in records(tmp_path / "runs" / "rank_0.jsonl"))
 
 
-def test_nothing_is_written_without_the_flag(tmp_path: Path) -> None:
-    assert launch(tmp_path, SCRIPT).returncode == 0
+def test_nothing_is_written_without_the_flag(ranks: RankServer, tmp_path: Path) -> None:
+    trained(ranks, 1, tmp_path, SCRIPT)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "script.py"]

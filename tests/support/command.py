@@ -11,6 +11,7 @@ their own are found too; after each test whatever is left is killed.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -30,6 +31,7 @@ import click
 import psutil
 
 from tests.support.environment import clean
+from tests.support.ranks import NO_LAUNCHER
 
 CONSOLE = (str(Path(sys.executable).with_name("accelerate")),)
 MODULE = (sys.executable, "-m", "accelerate")
@@ -242,6 +244,22 @@ def launch(
     """
     __tracebackhide__ = True
     return start(*args, script_text=script_text, path=path, **options).wait(timeout)
+
+
+def launch_variables(*args: str, **options: Any) -> dict[str, str | None]:
+    """Return what ``accelerate launch ARGS`` sets for its script, for the ``env`` of ``ranks``.
+
+    The script tells it, without torch. Of several ranks each gets its place from the fork server; a single
+    one gets that of the launch, or none.
+    """
+    __tracebackhide__ = True
+    tell = "import json, os\nprint(json.dumps(dict(os.environ)))"
+    result = launch(*args, script_text=tell, **options)
+    assert result.returncode == 0, result.output
+    first, *others = (json.loads(line[line.index("{") :]) for line in result.stdout.splitlines())
+    folder_of_launch = "ACCELERATE_STOP_FOLDER"  # it is gone
+    names = {name for name in first if name.startswith("ACCELERATE_")} - {MARK, folder_of_launch}
+    return {name: first[name] for name in names} | ({} if others else {n: first.get(n) for n in NO_LAUNCHER})
 
 
 def start(

@@ -22,6 +22,17 @@ def wait_until_asked(rank):
         time.sleep(0.01)
 '''
 
+# The beginning of a script without torch that has told its launcher that it stops in good order by SIGTERM, by
+# the file that ``should_stop`` writes. ``heard`` holds the signals that came, ``rank`` is a text.
+ARMED = """
+import os, signal, sys, time
+from pathlib import Path
+heard, rank = [], os.environ["RANK"]
+signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+Path(os.environ["ACCELERATE_STOP_FOLDER"], f"armed_{os.getpid()}").write_text(f"75 {signal.SIGTERM:d}")
+print("ready", rank, flush=True)
+"""
+
 
 def let_signals_differ() -> None:
     """Wait until the launcher takes one more signal for another than the one before."""

@@ -12,6 +12,7 @@ import os
 import re
 import runpy
 import sys
+import textwrap
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,11 +49,13 @@ def run_as_interpreter(path: str) -> NoReturn:
     os._exit(code)
 
 
-def run_to_exit(ranks: RankServer, n: int, text: str, folder: Path) -> list[tuple[int, str]]:
+def run_to_exit(
+    ranks: RankServer, n: int, text: str, folder: Path, env: Mapping[str, object | None] | None = None
+) -> list[tuple[int, str]]:
     """Run a script on ``n`` ranks without a launcher; return the exit status and output of each."""
     script = folder / "script.py"
-    script.write_text(text)
-    outcomes = ranks.outcomes(n, run_as_interpreter, str(script), timeout=60, grace=60)
+    script.write_text(textwrap.dedent(text))
+    outcomes = ranks.outcomes(n, run_as_interpreter, str(script), timeout=60, grace=60, env=env)
     codes = [re.search(r"exit status (\d+)", outcome.message) for outcome in outcomes]
     assert all(codes), "\n".join(map(str, outcomes))
     return [(int(code[1]), outcome.output) for code, outcome in zip(codes, outcomes, strict=True) if code]
