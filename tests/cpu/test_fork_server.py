@@ -17,6 +17,7 @@ import pytest
 from accelerate import debug_launcher
 from accelerate.core.errors import LaunchError
 from tests.support.command import Running
+from tests.support.notebook_servers import share_servers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems start fresh processes")
 
@@ -62,6 +63,14 @@ def test_ranks_of_all_launches_are_forks_of_one_server_and_as_fresh_processes_ar
     assert {rank["sockets"] for rank in ranks} == {0}  # a rank does not keep the server's end open
 
 
+@pytest.fixture
+def without_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Servers that have imported this module alone."""
+    share_servers(monkeypatch, tmp_path, __name__)
+    monkeypatch.setenv("WORD", "without torch")  # no test of another module takes such a server
+
+
+@pytest.mark.usefixtures("without_torch")
 def test_launches_of_two_threads_share_it() -> None:
     results: list[Any] = []
 
@@ -77,6 +86,7 @@ def test_launches_of_two_threads_share_it() -> None:
     assert len({rank["parent"] for result in results for rank in result}) == 1
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_a_server_that_has_ended_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     (first, _) = debug_launcher(describe)
     psutil.Process(first["parent"]).kill()
@@ -87,6 +97,7 @@ def test_a_server_that_has_ended_is_replaced(monkeypatch: pytest.MonkeyPatch) ->
     assert psutil.Process(second["parent"]).ppid() == os.getpid()
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_ranks_do_not_outlive_their_server() -> None:
     def wait() -> None:
         import time
@@ -99,6 +110,7 @@ def test_ranks_do_not_outlive_their_server() -> None:
         debug_launcher(wait)
 
 
+@pytest.mark.usefixtures("without_torch")
 def test_other_variables_at_the_import_of_torch_need_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (first, _) = debug_launcher(describe)
@@ -118,6 +130,7 @@ class InitializedDevice:
         return True
 import accelerate.device
 accelerate.device.accelerators = lambda: [InitializedDevice()]
+fork_server.FIRST = ()
 fork_server.main(int(sys.argv[1]))
 """
 

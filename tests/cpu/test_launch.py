@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command import MODULE, Running, accelerate, launch, start
+from tests.support.command import MODULE, Running, accelerate, launch, launch_variables, start
 from tests.support.environment import clean
+from tests.support.ranks import RankServer
 
 # What a rank was told, as one line of JSON.
 TELL = """
@@ -64,13 +65,23 @@ def test_one_process_becomes_the_script() -> None:
 STALE = [{"RANK": "0"}, {"WORLD_SIZE": "8"}, {"RANK": "3", "WORLD_SIZE": "1"}, {"LOCAL_RANK": "2"}]
 
 
+def world() -> tuple[int, bool]:
+    """Return the size of the world, and whether a group is open."""
+    import torch
+
+    from accelerate import PartialState
+
+    return PartialState().num_processes, torch.distributed.is_initialized()
+
+
 @pytest.mark.parametrize("flags", [(), ("--tee", "3")])
 @pytest.mark.parametrize("env", STALE)
-def test_one_process_inherits_no_place_of_an_earlier_job(env: dict[str, str], flags: tuple[str, ...]) -> None:
+def test_one_process_inherits_no_place_of_an_earlier_job(
+    ranks: RankServer, env: dict[str, str], flags: tuple[str, ...]
+) -> None:
     """A variable that is left in a shell is no rank that somebody has started."""
-    ask = "from accelerate import Accelerator; print(Accelerator().num_processes)"
-    result = launch("--cpu", "-n", "1", *flags, script_text=ask, env=env)
-    assert (result.returncode, result.stdout.split()[-1]) == (0, "1"), result.output
+    variables = launch_variables("--cpu", "-n", "1", *flags, env=env)
+    assert ranks(1, world, env=variables) == [(1, False)]
 
 
 def test_the_only_process_of_a_world_stays_one() -> None:
@@ -90,20 +101,12 @@ def test_the_only_process_of_a_world_stays_one() -> None:
     ],
 )
 def test_one_process_opens_a_group_for_training_that_uses_one(
-    flags: tuple[str, ...], has_group: bool, tmp_path: Path
+    ranks: RankServer, flags: tuple[str, ...], has_group: bool, tmp_path: Path
 ) -> None:
     """As in 1.x: scripts for FSDP and several accelerators ask torch.distributed for their rank."""
-    kind = "MULTI_CPU" if not has_group else "FSDP"
-    (tmp_path / "multi.yaml").write_text(f"distributed_type: {kind}\nnum_processes: 1\n")
-    script = """
-        import torch
-        from accelerate import PartialState
-        state = PartialState()
-        print(state.num_processes, torch.distributed.is_initialized())
-    """
-    result = launch("-n", "1", *flags, script_text=script, cwd=tmp_path)
-    assert result.stdout.split()[-2:] == ["1", str(has_group)], result.output
-    assert "no effect" not in result.stderr
+    (tmp_path / "multi.yaml").write_text("distributed_type: FSDP\nnum_processes: 1\n")
+    variables = launch_variables("-n", "1", *flags, cwd=tmp_path)
+    assert ranks(1, world, env=variables) == [(1, has_group)]
 
 
 # Starts another launch from rank 0, and leaves what its processes say.
@@ -161,9 +164,13 @@ def test_what_a_script_sets_for_a_launch_of_its_own_counts(tmp_path: Path) -> No
 
 def test_an_address_of_another_network_is_not_where_one_machine_meets() -> None:
     """1.x too takes it for several machines only; the launch would wait for it in silence."""
-    script = "from accelerate import PartialState; print(PartialState().num_processes)"
-    result = launch("--cpu", "-n", "2", "--main_process_ip", "10.255.0.5", script_text=script)
-    assert (result.returncode, result.stdout.split()) == (0, ["2", "2"]), result.output
+    result = launch("--cpu", "-n", "2", "--main_process_ip", "10.255.0.5", script_text=TELL)
+    assert result.returncode == 0, result.output
+    ranks = told(result.stdout)
+    assert [(rank["RANK"], rank["WORLD_SIZE"], rank["MASTER_ADDR"]) for rank in ranks] == [
+        ("0", "2", "127.0.0.1"),
+        ("1", "2", "127.0.0.1"),
+    ]
     assert "--main_process_ip has no effect" in result.stderr
 
 

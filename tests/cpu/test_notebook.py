@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -20,13 +21,25 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager, start_new_kernel
 from nbclient import NotebookClient
 
-from accelerate import Accelerator, debug_launcher
+from accelerate import Accelerator, debug_launcher, notebook_launcher
 from accelerate.core.errors import LaunchError
 from tests.cpu.test_docs_pages import blocks
 from tests.support.command import Running
 from tests.support.environment import ROOT, clean
+from tests.support.long_run import LONG_RUN, long_run_param
+from tests.support.notebook_servers import share_servers
+from tests.support.ranks import NO_LAUNCHER, RankServer
+from tests.support.scripts import run_to_exit
+
+
+@pytest.fixture(autouse=True)
+def _shared_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    share_servers(monkeypatch, tmp_path, "accelerate.facade.accelerator", __name__)
+
 
 # ------------------------------------------------------------------------------------------- one notebook
+
+PAGE = list(blocks("notebooks.md"))
 
 SETUP = """
 import os, pickle, random, signal, socket, sys, threading, warnings
@@ -174,14 +187,20 @@ class Cell:
 
 
 @pytest.fixture(scope="module")
-def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Cell]:
-    """One notebook, run from its first cell to its last in one kernel."""
-    code = [nbformat.v4.new_code_cell(textwrap.dedent(text).strip()) for text in CELLS.values()]
-    notebook = nbformat.v4.new_notebook(cells=code)
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> list[Cell]:
+    """One notebook, run from its first cell to its last in one kernel: those of the page, then ours."""
+    code = [block.code for block in PAGE] + [textwrap.dedent(text).strip() for text in CELLS.values()]
+    notebook = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, code)))
     folder = str(tmp_path_factory.mktemp("notebook"))
     client = NotebookClient(notebook, kernel_name="python3", allow_errors=True, timeout=120)
     client.execute(env=clean(), cwd=folder)
-    return {name: Cell(cell) for name, cell in zip(CELLS, notebook.cells, strict=True)}
+    return list(map(Cell, notebook.cells))
+
+
+@pytest.fixture(scope="module")
+def cells(notebook: list[Cell]) -> dict[str, Cell]:
+    """Our cells."""
+    return dict(zip(CELLS, notebook[len(PAGE) :], strict=True))
 
 
 def test_a_function_of_the_notebook_runs_with_what_it_uses(cells: dict[str, Cell]) -> None:
@@ -218,7 +237,7 @@ def test_an_exception_of_a_rank_is_raised_in_the_cell(cells: dict[str, Cell]) ->
     """The other rank, which would wait for ten minutes, is stopped."""
     cell = cells["error"]
     assert cell.error == "FunctionError"
-    number = list(CELLS).index("error") + 1
+    number = len(PAGE) + list(CELLS).index("error") + 1
     assert cell.text == "\n".join(
         [
             "rank 1 of 2 failed (LookupError), the others were stopped",
@@ -291,12 +310,8 @@ def test_the_kernel_is_as_it_was(cells: dict[str, Cell]) -> None:
     assert cells["same"].out == "True True True True True True\n[]\n"
 
 
-def test_the_page_on_notebooks_shows_what_its_cells_print(tmp_path: Path) -> None:
-    page = list(blocks("notebooks.md"))
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(block.code) for block in page])
-    client = NotebookClient(notebook, kernel_name="python3", allow_errors=True, timeout=120)
-    client.execute(env=clean(), cwd=str(tmp_path))
-    for block, cell in zip(page, map(Cell, notebook.cells), strict=True):
+def test_the_page_on_notebooks_shows_what_its_cells_print(notebook: list[Cell]) -> None:
+    for block, cell in zip(PAGE, notebook, strict=False):
         shown = f"{cell.out}{cell.text}".strip()
         # Two ranks print in any order.
         assert sorted(shown.splitlines()) == sorted((block.printed or "").splitlines()), shown
@@ -475,14 +490,14 @@ def test_a_rank_that_ends_without_a_result_is_said() -> None:
 
 SCRIPT = """
     import sys
-    from accelerate import Accelerator, debug_launcher
-    from accelerate.utils import PrepareForLaunch
+    from accelerate import debug_launcher
 
     class Box:
         def __init__(self, rank):
             self.rank = rank
 
     def train(box):
+        from accelerate import Accelerator
         return Box(Accelerator().process_index + box.rank)
 
     # Nothing guards this: a fresh process must not run the script again.
@@ -498,8 +513,8 @@ def test_a_script_needs_no_guard() -> None:
     assert not done.survivors()
 
 
-SPAWNED = """
-    import os, torch.multiprocessing
+STARTED = """
+    import os, pickle, torch.multiprocessing
     from accelerate import Accelerator
     from accelerate.utils import PrepareForLaunch
 
@@ -508,20 +523,28 @@ SPAWNED = """
         print(word, accelerator.process_index, accelerator.num_processes, flush=True)
 
     if __name__ == "__main__":
-        torch.multiprocessing.spawn(PrepareForLaunch(train, "MULTI_CPU"), ("rank",), nprocs=2)
+        starts = torch.multiprocessing.start_processes
+        function = pickle.loads(pickle.dumps(PrepareForLaunch(train, "MULTI_CPU")))
+        starts(function, ("rank",), nprocs=2, start_method={method!r})
         os.environ["ACCELERATE_DEBUG_RDV_FILE"] = os.path.abspath("meeting")
-        start = torch.multiprocessing.start_processes
-        start(PrepareForLaunch(train, debug=True), ("debug",), nprocs=2, start_method="fork")
+        starts(PrepareForLaunch(train, debug=True), ("debug",), nprocs=2, start_method="fork")
 """
 
 
-def test_prepare_for_launch_serves_other_starters() -> None:
-    """torch's ``spawn``; the caller tells size and address."""
-    port = str(_free_port())
-    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-    done = Running([sys.executable], script_text=SPAWNED, env=env).wait()
-    assert done.returncode == 0, done.output
-    assert sorted(done.stdout.splitlines()) == ["debug 0 2", "debug 1 2", "rank 0 2", "rank 1 2"]
+@pytest.mark.parametrize("method", ["fork", long_run_param("spawn")])
+def test_prepare_for_launch_serves_other_starters(ranks: RankServer, tmp_path: Path, method: str) -> None:
+    """torch's; the caller tells size and address."""
+    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    env = {**NO_LAUNCHER, **told, "GLOO_SOCKET_IFNAME": "lo"}
+    text = STARTED.format(method=method)
+    if method == "spawn":  # the processes read the script again
+        done = Running([sys.executable], script_text=text, env=env).wait()
+        code, output = done.returncode, done.stdout
+    else:
+        ((code, output),) = run_to_exit(ranks, 1, text, tmp_path, env)
+    assert code == 0, output
+    said = sorted(re.findall(r"^(?:debug|rank) .*", output, re.MULTILINE))
+    assert said == ["debug 0 2", "debug 1 2", "rank 0 2", "rank 1 2"]
 
 
 def _free_port() -> int:
@@ -533,10 +556,12 @@ def _free_port() -> int:
 # ------------------------------------------------------------------------------- several machines
 
 MACHINE = """
-    import sys, torch
-    from accelerate import Accelerator, notebook_launcher
+    import sys
+    from accelerate import notebook_launcher
 
     def train():
+        import torch
+        from accelerate import Accelerator
         accelerator = Accelerator(cpu=True)
         print("rank", accelerator.process_index, "of", accelerator.num_processes)
         return float(accelerator.reduce(torch.tensor(accelerator.process_index + 1.0)))
@@ -546,6 +571,29 @@ MACHINE = """
 """
 
 
+def call_on_machine(folder: str, port: str) -> list[tuple[str | None, ...]]:
+    """Launch on one of two machines, for which ranks of the test stand, and return what its rank was told."""
+    node = int(os.environ["RANK"])
+    for name in NO_LAUNCHER:
+        del os.environ[name]
+
+    def tell() -> tuple[str | None, ...]:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
+        return tuple(map(os.environ.get, names))
+
+    place = Path(folder, str(node))
+    place.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        share_servers(patch, place)
+        return notebook_launcher(tell, num_processes=1, num_nodes=2, node_rank=node, use_port=port)
+
+
+def test_ranks_of_two_machines_are_told_their_places(ranks: RankServer, tmp_path: Path) -> None:
+    told = ranks(2, call_on_machine, str(tmp_path), str(_free_port()))
+    assert told == [[(str(node), "2", "0", "1", str(node), "127.0.0.1")] for node in range(2)]
+
+
+@pytest.mark.skipif(not LONG_RUN, reason="runs in `make test-all`")
 def test_two_machines_call_the_same_function() -> None:
     """Two launchers on one host stand for them."""
     port = str(_free_port())

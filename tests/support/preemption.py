@@ -22,8 +22,8 @@ def wait_until_asked(rank):
         time.sleep(0.01)
 '''
 
-# The beginning of a script without torch that has told its launcher that it stops in good order by SIGTERM, by
-# the file that ``should_stop`` writes. ``heard`` holds the signals that came, ``rank`` is a text.
+# The beginning of a script without torch that has told its launcher that it stops in good order by SIGTERM:
+# the file is the one that ``should_stop`` writes. ``heard`` holds the signals that came, ``rank`` is a text.
 ARMED = """
 import os, signal, sys, time
 from pathlib import Path
