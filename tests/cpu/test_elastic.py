@@ -18,6 +18,7 @@ import pytest
 from accelerate.launch.elastic import attempts, rendezvous
 from accelerate.launch.supervisor import GuardProcess
 from tests.support.command import CONSOLE, Finished, Running, launch, start
+from tests.support.preemption import ARMED
 
 ONE = {"OMP_NUM_THREADS": "1"}
 # What a rank was told, as one line of JSON; no torch, so that it is quick.
@@ -130,16 +131,29 @@ def test_restarts_on_one_machine_need_no_torch_in_the_launcher() -> None:
 # ---------------------------------------------------------------- several machines, with numbers
 
 
-def test_ranks_of_several_machines_are_told_torchruns_protocol() -> None:
+@pytest.fixture(scope="module")
+def static_job() -> list[Finished]:
+    """Two machines with two ranks each; rank 3 fails in the first attempt, and again in the second."""
+    script = f"""{TELL}
+if rank == 3:
+    if count == "0":
+        os._exit(7)
+    raise ValueError("no data")
+time.sleep(60)
+"""
+    flags = ("--num_processes", "4", "--mixed_precision", "bf16", "--tee", "1", "--max_restarts", "1")
+    return ends(machines(script, *flags))
+
+
+def test_ranks_of_several_machines_are_told_torchruns_protocol(static_job: list[Finished]) -> None:
     """--num_processes counts all of them; options reach the scripts on every machine."""
-    flags = ("--num_processes", "4", "--mixed_precision", "bf16", "--tee", "1")
-    results = ends(machines(TELL, *flags))
-    for number, result in enumerate(results):
-        assert result.returncode == 0, result.output
+    for number, result in enumerate(static_job):
         marked = [line.split("] ", 1) for line in result.stdout.splitlines()]
-        found = sorted((json.loads(line) for _, line in marked), key=lambda each: each["RANK"])
-        assert {mark for mark, _ in marked} == {f"[rank {2 * number}", f"[rank {2 * number + 1}"}
-        for local, each in enumerate(found):
+        lines = [(mark, json.loads(line)) for mark, line in marked if line.startswith("{")]
+        assert {mark for mark, _ in lines} == {f"[rank {2 * number}", f"[rank {2 * number + 1}"}
+        attempts = {(each["TORCHELASTIC_RESTART_COUNT"], int(each["LOCAL_RANK"])): each for _, each in lines}
+        assert len(lines) == len(attempts) == 4
+        for (attempt, local), each in attempts.items():
             assert each == {
                 "RANK": str(2 * number + local),
                 "ROLE_RANK": str(2 * number + local),
@@ -149,25 +163,25 @@ def test_ranks_of_several_machines_are_told_torchruns_protocol() -> None:
                 "GROUP_RANK": str(number),
                 "GROUP_WORLD_SIZE": "2",
                 "MASTER_ADDR": "127.0.0.1",
-                "TORCHELASTIC_RESTART_COUNT": "0",
-                "TORCHELASTIC_MAX_RESTARTS": "0",
+                "TORCHELASTIC_RESTART_COUNT": attempt,
+                "TORCHELASTIC_MAX_RESTARTS": "1",
                 "TORCHELASTIC_RUN_ID": "none",
                 "ACCELERATE_USE_CPU": "true",
                 "ACCELERATE_MIXED_PRECISION": "bf16",
             }
+        assert {attempt for attempt, _ in attempts} == {"0", "1"}
 
 
-def test_a_failure_is_told_on_every_machine_with_its_host_and_its_traceback_last() -> None:
-    script = f"""{MEET}
-if rank == 1:
-    raise ValueError("no data")
-dist.barrier()
-"""
-    results = ends(machines(script, "--nproc_per_node", "1"))
-    where = f"on {socket.gethostname()} (machine 1): rank 1 of 2 failed (exit code 1)"
-    for result in results:
+def test_a_failure_is_told_on_every_machine_with_its_host_and_its_traceback_last(
+    static_job: list[Finished],
+) -> None:
+    on = f"on {socket.gethostname()} (machine 1): rank 3 of 4 failed"
+    for result in static_job:
         assert result.returncode == 1
-        assert where in result.stderr, result.output
+        first, _, last = result.stderr.partition("restart 1 of 1\n")
+        assert f"{on} (exit code 7)" in first, result.output
+        assert f"{on} (exit code 1)" in last, result.output
+        assert "restart" not in last
         assert result.stderr.rstrip().endswith("ValueError: no data")
         assert 'raise ValueError("no data")' in result.stderr
 
@@ -239,51 +253,31 @@ def test_a_launcher_that_is_killed_leaves_nothing_and_is_missed() -> None:
 # ---------------------------------------------------------------- as they come
 
 
-def test_a_second_machine_joins_a_job_that_runs() -> None:
+def test_a_machine_joins_a_job_that_runs_which_goes_on_when_it_is_lost() -> None:
+    """Where fewer machines will do. The one that holds the store must stay."""
     script = f"""{TELL}
-while told["WORLD_SIZE"] == "1":
+if told["WORLD_SIZE"] == "2":
+    open("has_been_two", "w").close()
+while told["WORLD_SIZE"] == "2" or not os.path.exists("has_been_two"):
     time.sleep(0.05)
 """
     port = free_port()
     flags = ("--cpu", "--nnodes", "1:2", "--nproc_per_node", "1", "--rdzv_backend", "c10d")
     place = ("--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_conf", "last_call_timeout=1")
-    first = start(*flags, *place, script_text=script, env=ONE)
-    first.wait_for('"WORLD_SIZE": "1"')
-    second = start(*flags, *place, script_text=script, env=ONE)
-    results = ends([first, second])
-    assert [result.returncode for result in results] == [0, 0], results[0].output + results[1].output
-    assert [each["WORLD_SIZE"] for each in told(results[0].stdout)] == ["1", "2"]
-    assert [each["WORLD_SIZE"] for each in told(results[1].stdout)] == ["2"]
-    assert "another machine has come" in results[0].stderr
-    # A machine that comes is no failure.
-    assert {each["TORCHELASTIC_RESTART_COUNT"] for each in told(results[0].stdout)} == {"0"}
-
-
-def test_the_others_go_on_without_a_machine_that_is_lost() -> None:
-    """Where fewer machines will do. The one that holds the store must stay."""
-    script = f"""{TELL}
-while told["WORLD_SIZE"] == "2" or count is None:
-    time.sleep(0.05)
-"""
-    port = free_port()
-    flags = ("--cpu", "--nnodes", "1:2", "--nproc_per_node", "1", "--rdzv_backend", "c10d")
-    place = ("--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_conf", "last_call_timeout=3")
     first = start(*flags, *place, "--machine_timeout", "4", script_text=script, env=ONE)
+    first.wait_for('"WORLD_SIZE": "1"')
     second = start(*flags, *place, "--machine_timeout", "4", script_text=script, env=ONE)
     for job in (first, second):
         job.wait_for('"WORLD_SIZE": "2"')
-    gone, stays = (first, second) if _hosts_nothing(first, port) else (second, first)
-    gone.signal(signal.SIGKILL)
-    _, result = ends([gone, stays])
+    second.signal(signal.SIGKILL)
+    result, lost = ends([first, second])
     assert result.returncode == 0, result.output
-    assert told(result.stdout)[-1]["WORLD_SIZE"] == "1"
+    assert [each["WORLD_SIZE"] for each in told(result.stdout)] == ["1", "2", "1"]
+    assert [each["WORLD_SIZE"] for each in told(lost.stdout)] == ["2"]
+    assert "another machine has come" in result.stderr
     assert "is lost" in result.stderr
-
-
-def _hosts_nothing(job: Running, port: str) -> bool:
-    """Whether no process of a launch listens on a port."""
-    ends = (end for process in job.members() for end in process.net_connections("tcp"))
-    return not any(end.status == "LISTEN" and end.laddr.port == int(port) for end in ends)
+    # A machine that comes is no failure.
+    assert [each["TORCHELASTIC_RESTART_COUNT"] for each in told(result.stdout)][:2] == ["0", "0"]
 
 
 # ---------------------------------------------------------------- an agent that hangs
@@ -344,24 +338,23 @@ def test_heartbeats_are_judged_by_when_they_are_seen(monkeypatch: pytest.MonkeyP
 
 # ---------------------------------------------------------------- preemption
 
-TRAIN = """
-import sys, time
-from accelerate import Accelerator
-accelerator = Accelerator()
-accelerator.should_stop
-sys.stdout.write(f"trains {accelerator.process_index}\\n")
-sys.stdout.flush()
-while not accelerator.should_stop:
+# Rank 1 hears of the signal from its launcher, and rank 0 from rank 1, as ``should_stop`` would tell it.
+STOPS = f"""{ARMED}
+stopped = Path(PLACE)
+while not stopped.exists():
+    if heard:
+        stopped.touch()
     time.sleep(0.01)
-accelerator.exit_to_resume()
+sys.exit(75)
 """
 
 
-def test_a_machine_that_is_taken_back_stops_the_job_in_good_order() -> None:
+def test_a_machine_that_is_taken_back_stops_the_job_in_good_order(tmp_path: Path) -> None:
     """D12: one launcher gets the signal; the ranks of both stop, and both say that it is to be resumed."""
-    jobs = machines(TRAIN, "--nproc_per_node", "1", "--max_restarts", "3")
+    script = STOPS.replace("PLACE", repr(str(tmp_path / "stopped")))
+    jobs = machines(script, "--nproc_per_node", "1", "--max_restarts", "3")
     for rank, job in enumerate(jobs):
-        job.wait_for(f"trains {rank}", timeout=40)
+        job.wait_for(f"ready {rank}", timeout=40)
     jobs[1].signal(signal.SIGTERM)
     results = ends(jobs)
     assert [result.returncode for result in results] == [75, 75], results[0].output + results[1].output

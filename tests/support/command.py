@@ -256,6 +256,7 @@ def launch_variables(*args: str, **options: Any) -> dict[str, str | None]:
     tell = "import json, os\nprint(json.dumps(dict(os.environ)))"
     result = launch(*args, script_text=tell, **options)
     assert result.returncode == 0, result.output
+    assert "no effect" not in result.stderr
     first, *others = (json.loads(line[line.index("{") :]) for line in result.stdout.splitlines())
     folder_of_launch = "ACCELERATE_STOP_FOLDER"  # it is gone
     names = {name for name in first if name.startswith("ACCELERATE_")} - {MARK, folder_of_launch}
