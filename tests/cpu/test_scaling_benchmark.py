@@ -9,29 +9,45 @@ from pathlib import Path
 import pytest
 from benchmarks.case import Sample, Subject
 from benchmarks.scaling import __main__ as scaling
-from benchmarks.scaling import launches, machines, picture, ranks
+from benchmarks.scaling import launches, machines, picture
+from benchmarks.scaling import ranks as forked
 from benchmarks.scaling.calls import CALLS
 
 from tests.support import hosts
 from tests.support.long_run import long_run_param
+from tests.support.ranks import RankServer
 
 OURS = Subject("ours", Path(sys.executable))
-QUICK = ("reduce of a scalar", "gather of objects", "20 dispatched batches", "sharded `save_state`")
+MEASURED = "reduce of a scalar"
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else long_run_param(name) for name in CALLS])
+def call_both_ways(name: str) -> None:
+    by_hand, ours = CALLS[name].make(2)
+    by_hand()
+    ours()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_runs_by_hand_and_of_the_library(ranks: RankServer, name: str) -> None:
+    """Each checks by itself that both do the same work."""
+    ranks(2, call_both_ways, name)
+
+
+@pytest.mark.parametrize("name", [name if name == MEASURED else long_run_param(name) for name in CALLS])
 def test_a_call_is_measured_on_forked_ranks(name: str) -> None:
-    sample = ranks.measure(name, 2, OURS, quick=True)
+    sample = forked.measure(name, 2, OURS, quick=True)
     assert sample.base > 0
     assert sample.value > 0
 
 
 @pytest.mark.skipif(bool(hosts.unable_to_switch()), reason=hosts.unable_to_switch() or "possible here")
-def test_a_slow_network_is_paid_for() -> None:
-    """A barrier of four machines waits for at least two trips, by hand and of the library."""
+@pytest.mark.parametrize("count", [2, long_run_param(4)])
+def test_a_slow_network_is_paid_for(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """A barrier of four machines waits for two trips at least, and one of two machines for one."""
+    monkeypatch.setattr(machines, "MACHINES", count)
     latency = 0.005
-    sample = machines.measure(latency, "barrier", 4, OURS, quick=True)
-    assert min(sample.base, sample.value) > 2 * latency * 1e6
+    sample = machines.measure(latency, "barrier", count, OURS, quick=True)
+    assert min(sample.base, sample.value) > count // 2 * latency * 1e6
 
 
 def test_a_launch_that_starts_too_few_processes_has_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:

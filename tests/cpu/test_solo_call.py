@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support.command import launch
 from tests.support.ranks import RanksError, RankServer, same_on_all
+from tests.support.scripts import run_to_exit
 
 NOTE = "save_state on the main process alone: the random states"
 
@@ -165,16 +165,18 @@ AT_THE_END = """
     import torch
     from accelerate import Accelerator
 
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=True)
     accelerator.prepare(torch.nn.Linear(1, 1))
     if accelerator.is_main_process:
         accelerator.save_state("last")
 """
 
 
-def test_the_last_save_of_a_script_does_not_wait_for_ranks_that_have_ended(tmp_path: Path) -> None:
-    done = launch("--cpu", "-n", "2", script_text=AT_THE_END, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_the_last_save_of_a_script_does_not_wait_for_ranks_that_have_ended(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    ends = run_to_exit(ranks, 2, AT_THE_END, tmp_path)
+    assert [code for code, _ in ends] == [0, 0], ends
     assert (tmp_path / "last" / "manifest.json").is_file()
 
 

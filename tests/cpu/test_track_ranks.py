@@ -13,8 +13,8 @@ import torch
 
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, JSONLTracker, on_main_process
-from tests.support.command import launch
 from tests.support.ranks import RankServer
+from tests.support.scripts import run_to_exit
 
 
 class CallRecorder(GeneralTracker):
@@ -173,9 +173,9 @@ def test_the_others_end_while_the_main_process_still_finishes(ranks: RankServer)
 
 
 FAILS = """
-import sys, torch
+import torch
 from accelerate import Accelerator
-accelerator = Accelerator(log_with="jsonl", project_dir=sys.argv[1])
+accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=".")
 accelerator.init_trackers("run")
 for step in range(3):
     accelerator.log({"loss": accelerator.gather(torch.ones(1)).sum()}, step=step)
@@ -184,11 +184,10 @@ for step in range(3):
 """
 
 
-def test_a_job_that_fails_on_every_rank_ends_its_run(tmp_path: Path) -> None:
-    result = launch("--cpu", "-n", "2", script_text=FAILS, script_args=(str(tmp_path),))
-    assert result.returncode == 1, result.output
-    assert "ValueError: no data" in result.stderr
+def test_a_job_that_fails_on_every_rank_ends_its_run(ranks: RankServer, tmp_path: Path) -> None:
+    ends = run_to_exit(ranks, 2, FAILS, tmp_path)
+    assert [code for code, _ in ends] == [1, 1], ends
+    assert all("ValueError: no data" in output for _, output in ends)
     written = lines(tmp_path / "run.jsonl")
     assert [line["values"]["loss"] for line in written if "values" in line] == [2.0, 2.0]
     assert written[-1]["end"] == "failed"
-    assert not result.survivors()
