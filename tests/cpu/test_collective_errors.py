@@ -24,6 +24,7 @@ import accelerate.core.errors as errors
 from accelerate.core.errors import CollectiveError
 from accelerate.utils import gather_object
 from tests.support.command import Running, launch
+from tests.support.long_run import LONG_RUN, long_run_param
 from tests.support.ranks import RankServer, free_port, same_on_all
 from tests.support.scripts import run_to_exit
 from tests.support.watchdog import peer_store, record_early_hints, speed_up_watchdog
@@ -295,13 +296,22 @@ def two_processes(text: str) -> list[tuple[int, str]]:
     return [(end.returncode, end.stderr.replace("[rank0]: ", "").replace("[rank1]: ", "")) for end in ends]
 
 
-@pytest.mark.parametrize(("how", "failing"), [("gather", 0), ("barrier", 1), ("save", 1), ("backward", 1)])
+@pytest.mark.parametrize(
+    ("how", "failing", "start"),
+    [
+        ("gather", 0, "forked"),
+        ("barrier", 1, "forked"),
+        ("save", 1, "forked"),
+        ("backward", 1, "forked"),
+        long_run_param("gather", 0, "own"),
+    ],
+)
 def test_every_ranks_last_words_are_the_failing_ranks(
-    ranks: RankServer, tmp_path: Path, how: str, failing: int
+    ranks: RankServer, tmp_path: Path, how: str, failing: int, start: str
 ) -> None:
-    """C3, without any launcher that would end them; the first one in processes of their own."""
+    """C3, without any launcher that would end them; in the long run in processes of their own too."""
     text = f"{SCRIPT}\nfailing = {failing}\n{WAITS[how]}\n"
-    ends = two_processes(text) if how == "gather" else run_to_exit(ranks, 2, text, tmp_path)
+    ends = two_processes(text) if start == "own" else run_to_exit(ranks, 2, text, tmp_path)
     for code, text in ends:
         assert code == 1
         assert text.rstrip().endswith("ValueError: a bad batch")
@@ -310,6 +320,7 @@ def test_every_ranks_last_words_are_the_failing_ranks(
     assert f"Error: rank {failing} failed: ValueError: a bad batch\n" in waiting
 
 
+@pytest.mark.skipif(not LONG_RUN, reason="runs in `make test-all`")
 def test_the_launcher_shows_the_failing_ranks_traceback_once_and_last() -> None:
     """C3, launched by our launcher."""
     result = launch("--cpu", "-n", "2", script_text=f"{SCRIPT}\nfailing = 1\n{WAITS['save']}\n")

@@ -96,15 +96,15 @@ time.sleep(600)
 
 def test_an_error_of_the_package_ends_at_the_line_of_the_script() -> None:
     """Its frames say nothing that its text does not; a fault of the package keeps them."""
-    text = "from accelerate import Accelerator\ndef train(accelerator):\n    accelerator.prepare()\n"
-    result = launch(*TWO, script_text=text + "train(Accelerator(cpu=True))\n")
+    text = "from accelerate import debug_launcher\ndef train():\n    debug_launcher(3)\n"
+    result = launch(*TWO, script_text=text + "train()\n")
     assert result.returncode == 1
     lines = result.stderr.splitlines()
     frames = [line.strip().partition(", in ")[2] for line in lines if line.startswith("  File ")]
     assert frames == ["<module>", "train"], result.stderr
     assert lines[-2:] == [
-        "accelerate.core.errors.PrepareError: prepare() was given nothing",
-        "  fix: accelerator.prepare(model, optimizer, loader)",
+        "accelerate.core.errors.SettingError: 3 cannot be called",
+        "  fix: pass the function itself: notebook_launcher(train, args=(...))",
     ]
     with pytest.raises(TypeError) as fault:
         nearest("x", None)  # type: ignore[arg-type]
@@ -142,12 +142,36 @@ finally:
     if state.is_main_process and {slow}:
         time.sleep({slow})
 """
+# The same without torch: both know when they fail, and what rank 1 would hear.
+FIRST_SEEMS_TO_FAIL = (
+    HEAD
+    + """
+from accelerate.core.errors import PeerError
+
+def read():
+    raise FileNotFoundError("no data set")
+
+try:
+    if rank == 1:
+        raise PeerError("rank 0 failed in a block that it ran first: FileNotFoundError: no data set")
+    read()
+finally:
+    if rank == 0:
+        time.sleep({slow})
+"""
+)
 
 
-@pytest.mark.parametrize("slow", [0.3, long_run_param(5), *[long_run_param(0)] * 18])
-def test_the_traceback_of_the_rank_that_goes_first_is_last(slow: float) -> None:
+@pytest.mark.parametrize(
+    ("text", "slow"),
+    [
+        (FIRST_SEEMS_TO_FAIL, 0.3),
+        *[long_run_param(FIRST_FAILS, slow) for slow in (0.3, 5, *[0] * 18)],
+    ],
+)
+def test_the_traceback_of_the_rank_that_goes_first_is_last(text: str, slow: float) -> None:
     """G12: the others, which hear of it, may end sooner than rank 0."""
-    result = launch(*TWO, script_text=FIRST_FAILS.format(slow=slow), env={"OMP_NUM_THREADS": 1})
+    result = launch(*TWO, script_text=text.format(slow=slow), env={"OMP_NUM_THREADS": 1})
     assert says(result.stderr) == [
         "rank 1 stopped after it: PeerError: rank 0 failed in a block that it ran first: "
         "FileNotFoundError: no data set",

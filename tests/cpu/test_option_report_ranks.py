@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.support.command import Running, launch
+from tests.support.command import launch, launch_variables
 from tests.support.ignored_options import ignore_replica_options, ignore_sharding_option
 from tests.support.long_run import long_run_param
-from tests.support.ranks import RanksError, RankServer, same_on_all
+from tests.support.ranks import NO_LAUNCHER, RanksError, RankServer, same_on_all
+from tests.support.scripts import run_to_exit
 from tests.support.sharded_models import adamw, tiny
 
 Said = dict[str, tuple[bool | None, str]]
@@ -279,12 +280,18 @@ print("done\\n", end="", flush=True)
 """
 
 
-def test_a_launch_reports_in_a_line() -> None:
-    asked = ("--cpu", "-n", "2", "--mixed_precision", "bf16", "--dynamo_mode", "max-autotune")
-    result = launch(*asked, "--effects", "line", script_text=SCRIPT)
-    assert result.returncode == 0, result.output
-    assert result.stdout == "done\n" * 2
-    lines = [line for line in result.stderr.splitlines() if "pplied" in line]
+def run(ranks: RankServer, folder: Path, size: int, *flags: str) -> list[tuple[int, str]]:
+    """Run the script as ``accelerate launch FLAGS`` tells it to; return how each rank ended."""
+    return run_to_exit(ranks, size, SCRIPT, folder, launch_variables("--cpu", "-n", str(size), *flags))
+
+
+def test_a_launch_reports_in_a_line(ranks: RankServer, tmp_path: Path) -> None:
+    asked = ("--mixed_precision", "bf16", "--dynamo_mode", "max-autotune")
+    ends = run(ranks, tmp_path, 2, *asked, "--effects", "line")
+    assert [(code, output.count("done\n")) for code, output in ends] == [(0, 1)] * 2, ends
+    (_, main), (_, other) = ends
+    assert "pplied" not in other
+    lines = [line for line in main.splitlines() if "pplied" in line]
     assert lines[0] == (
         "accelerate: applied: cpu=True, num_processes=2, mixed_precision=bf16; "
         "not applied: dynamo_mode=max-autotune"
@@ -294,35 +301,37 @@ def test_a_launch_reports_in_a_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [[], long_run_param(["-q"]), long_run_param(["--effects", "none"]), ["--strict", "-q"]]
+    "flags",
+    [[], long_run_param(["-q"]), long_run_param(["--effects", "none"]), long_run_param(["--strict", "-q"])],
 )
 def test_a_launch_of_which_everything_was_applied_says_nothing(flags: list[str]) -> None:
     result = launch("--cpu", "-n", "1", "--mixed_precision", "bf16", *flags, script_text=SCRIPT)
     assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
 
 
-def test_a_launch_with_a_table(tmp_path: Any) -> None:
+def test_a_launch_with_a_table(ranks: RankServer, tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text("mixed_precision: bf16\n")
-    result = launch("--cpu", "-n", "1", "--config_file", str(config), "--explain", script_text=SCRIPT)
-    assert result.returncode == 0, result.output
-    assert result.stderr.splitlines()[0] == "accelerate: requested options"
-    row = next(line for line in result.stderr.splitlines() if line.startswith("mixed_precision=bf16"))
+    ((code, output),) = run(ranks, tmp_path, 1, "--config_file", str(config), "--explain")
+    assert code == 0, output
+    assert output.splitlines()[0] == "accelerate: requested options"
+    row = next(line for line in output.splitlines() if line.startswith("mixed_precision=bf16"))
     assert row.split(maxsplit=2)[1] == "applied"
     assert "c.yaml, line 1: mixed_precision" in row
 
 
-def test_a_strict_launch() -> None:
-    """F15; one that has all says so in a line."""
-    good = launch("--cpu", "-n", "1", "--mixed_precision", "bf16", "--strict", script_text=SCRIPT)
-    assert good.stderr == "accelerate: applied: cpu=True, num_processes=1, mixed_precision=bf16\n"
-    result = launch("--cpu", "-n", "1", "--dynamo_mode", "max-autotune", "--strict", script_text=SCRIPT)
-    assert result.returncode != 0
-    assert "--dynamo_mode max-autotune was not applied" in result.stderr
-    assert "done" not in result.stdout
+def test_a_strict_launch(ranks: RankServer, tmp_path: Path) -> None:
+    """F15; one that has all says so in a line, but for a quiet one."""
+    line = "accelerate: applied: cpu=True, num_processes=1, mixed_precision=bf16\n"
+    for flags, said in (((), line), (("-q",), "")):
+        ((code, output),) = run(ranks, tmp_path, 1, "--mixed_precision", "bf16", "--strict", *flags)
+        assert (code, sorted(output.splitlines())) == (0, sorted(f"{said}done".splitlines()))
+    ((code, output),) = run(ranks, tmp_path, 1, "--dynamo_mode", "max-autotune", "--strict")
+    assert code != 0
+    assert "--dynamo_mode max-autotune was not applied" in output
+    assert "done" not in output
 
 
-def test_without_a_launcher_nothing_is_printed() -> None:
-    env = {"ACCELERATE_MIXED_PRECISION": "bf16"}
-    result = Running([sys.executable], script_text=SCRIPT, env=env).wait()
-    assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
+def test_without_a_launcher_nothing_is_printed(ranks: RankServer, tmp_path: Path) -> None:
+    env = {**NO_LAUNCHER, "ACCELERATE_MIXED_PRECISION": "bf16"}
+    assert run_to_exit(ranks, 1, SCRIPT, tmp_path, env) == [(0, "done\n")]
