@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ from accelerate.check import checks
 from accelerate.check.checks import CHECKS, CheckOutcome, run_check
 from accelerate.cli.test import SUCCESS
 from accelerate.world import collective
-from tests.support.command import Running, accelerate, launch
+from tests.support.command import accelerate, launch
 from tests.support.long_run import long_run_param
-from tests.support.ranks import RankServer
+from tests.support.ranks import NO_LAUNCHER, RankServer
 from tests.support.scripts import run_to_exit
 
 NAMES = [name for name, _ in CHECKS]
@@ -34,9 +33,15 @@ def table(stdout: str) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("processes", [long_run_param(1), 2])
-def test_a_set_up_that_works(processes: int) -> None:
-    """F1: the world is as large as was asked; every sample comes once; the table comes from a real launch."""
-    result = accelerate("test", "--cpu", "-n", str(processes), "--mixed_precision", "bf16")
+def test_a_set_up_that_works(tmp_path: Path, processes: int) -> None:
+    """F1: the world is as large as was asked; every sample comes once; the table comes from a real launch.
+
+    A file names the set-up, and a flag something more.
+    """
+    file = tmp_path / "set-up.yaml"
+    kind = "MULTI_CPU" if processes > 1 else "NO"
+    file.write_text(f"distributed_type: {kind}\nuse_cpu: true\nnum_processes: {processes}\n")
+    result = accelerate("test", "--config_file", str(file), "--mixed_precision", "bf16")
     assert result.returncode == 0, result.output
     assert result.stdout.splitlines()[-1] == SUCCESS
     assert result.stdout.startswith("1 process on cpu" if processes == 1 else "2 processes on cpu")
@@ -44,21 +49,19 @@ def test_a_set_up_that_works(processes: int) -> None:
     assert list(rows) == NAMES
     results = {name: result for name, (result, _) in rows.items()}
     assert results == dict.fromkeys(NAMES, "ok") | ({"speed": "skipped"} if processes == 1 else {})
-    assert rows["ranks"][1] == f"{processes} on 1 machine: {', '.join(['cpu'] * processes)}"
+    assert rows["ranks"] == ("ok", f"{processes} on 1 machine: {', '.join(['cpu'] * processes)}")
     assert rows["precision"][1] == "bf16: a layer gives bfloat16"
     assert not result.survivors()
 
 
-def test_the_file_says_which_set_up_and_a_user_may_launch_the_script(tmp_path: Path) -> None:
+def test_a_user_may_launch_the_script(ranks: RankServer, tmp_path: Path) -> None:
     """The import path of the script is a promise; programs run it under launchers of their own."""
-    file = tmp_path / "two.yaml"
-    file.write_text("distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 2\n")
-    result = accelerate("test", "--config_file", str(file))
-    assert result.returncode == 0, result.output
-    assert table(result.stdout)["ranks"] == ("ok", "2 on 1 machine: cpu, cpu")
-    alone = Running([sys.executable, "-m", "accelerate.test_utils.scripts.test_script"]).wait()
-    assert alone.returncode == 0, alone.output
-    assert list(table(alone.stdout)) == NAMES
+    script = (
+        "import runpy\nrunpy.run_module('accelerate.test_utils.scripts.test_script', run_name='__main__')"
+    )
+    ((code, output),) = run_to_exit(ranks, 1, script, tmp_path, NO_LAUNCHER)
+    assert code == 0, output
+    assert list(table(output)) == NAMES
 
 
 def test_flags_that_name_another_script_are_refused() -> None:
@@ -191,20 +194,27 @@ def test_a_wrong_value_on_one_rank_is_shown_with_its_rank_and_the_rest_is_checke
     assert "value, rank 1:\nTraceback" in text
 
 
-@pytest.mark.parametrize("rank", [0, long_run_param(1)])
-def test_a_rank_that_fails_does_not_leave_the_others_waiting(rank: int) -> None:
+@pytest.mark.parametrize(("rank", "start"), [(0, "forked"), *map(long_run_param, (0, 1), ("launched",) * 2)])
+def test_a_rank_that_fails_does_not_leave_the_others_waiting(
+    ranks: RankServer, tmp_path: Path, rank: int, start: str
+) -> None:
     """C4: it fails in the middle of a check and goes on; the other waits for it in a collective."""
     script = BROKEN.replace("TABLE", "[CHECKS[0], ('early', early), *CHECKS[1:]]").replace("RANK", str(rank))
     script = script.replace("GRACE", "1")
-    result = launch("--cpu", "-n", "2", script_text=script)
-    assert result.returncode == 1, result.output
-    rows = table(result.stdout)
+    if start == "launched":
+        result = launch("--cpu", "-n", "2", script_text=script)
+        assert (result.returncode, result.survivors()) == (1, []), result.output
+        text = result.stdout + result.stderr
+    else:
+        ends = run_to_exit(ranks, 2, script, tmp_path)
+        assert [code for code, _ in ends] == [1, 1], ends
+        text = "".join(text for _, text in ends)
+    rows = table(text)
     assert rows["ranks"][0] == "ok"
     assert rows["early"][0] == "failed"
     assert f"rank {rank}: KeyError: 'broken on purpose'" in rows["early"][1]
     assert {rows[name][0] for name in NAMES[1:]} == {"skipped"}
-    assert f"early, rank {rank}:\nTraceback" in result.stderr
-    assert not result.survivors()
+    assert f"early, rank {rank}:\nTraceback" in text
 
 
 # Breaks the checks in the processes that the command launches.

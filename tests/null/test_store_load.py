@@ -1,4 +1,4 @@
-"""What 4,096 ranks ask of the store of their group, counted; and a store that answers late."""
+"""What thousands of ranks ask of the store of their group, counted; and a store that answers late."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.long_run import LONG_RUN
 from tests.support.store_load import (
     SimulatedWorld,
     explain_lost_peer,
     hosted_store,
+    own_store,
     raise_disagreement,
     save_together,
     simulated_world,
@@ -23,7 +24,8 @@ from tests.support.store_load import (
 )
 
 SIZE = 4096
-ALL = range(SIZE)
+SMALL = SIZE if LONG_RUN else SIZE // 2  # where what is asked grows with the ranks as it does in 4,096
+ALL = range(SMALL)
 SLOW = 17
 
 pytestmark = pytest.mark.timeout(600)  # many ranks on a busy machine
@@ -63,44 +65,42 @@ def test_training_asks_as_much_as_in_a_world_of_32(world: SimulatedWorld) -> Non
     assert world.store.sent == 0
 
 
-def test_ranks_that_wait_for_a_slow_one_do_not_read_all_others(world: SimulatedWorld) -> None:
+def test_ranks_that_wait_for_a_slow_one_do_not_read_all_others() -> None:
     """Some minutes in one collective."""
-    world.begin_call([rank for rank in ALL if rank != SLOW])
-    world.watch_for(220.0)
-    assert world.store.total / 220 <= 1700  # a second
-    assert world.store.keys.total() <= 450 * SIZE
-    # None has asked for more than its windows, but the one that logs for whom all wait.
-    assert sorted(world.store.keys.values())[-2] <= 600
-    assert world.ranks[0].report is None
-    world.begin_call([SLOW])
-    for watch in world.ranks:
-        watch.active_call = None
+    with simulated_world(SMALL) as world:
+        world.begin_call([rank for rank in ALL if rank != SLOW])
+        world.watch_for(220.0)
+        assert world.store.total / 220 <= 0.42 * SMALL  # a second
+        assert world.store.keys.total() <= 450 * SMALL
+        # None has asked for more than its windows, but the one that logs for whom all wait.
+        assert sorted(world.store.keys.values())[-2] <= 600
+        assert world.ranks[0].report is None
 
 
 def test_one_rank_reads_all_others_for_the_hint_and_the_report() -> None:
     """A rank has ended, and all others wait for it: none but the one that writes reads them all."""
-    with simulated_world(SIZE) as world:
+    with simulated_world(SMALL) as world:
         world.begin_call([rank for rank in ALL if rank != SLOW])
         world.end(SLOW)
         world.watch_for(200.0)
         whats = {
             watch.report.what for watch in world.ranks if watch.report is not None and watch.rank != SLOW
         }
-        assert whats == {f"gather at train.py:12 was reached by {SIZE - 1} of {SIZE} ranks"}
-        readers = [rank for rank, keys in world.store.keys.items() if keys >= SIZE]
+        assert whats == {f"gather at train.py:12 was reached by {SMALL - 1} of {SMALL} ranks"}
+        readers = [rank for rank, keys in world.store.keys.items() if keys >= SMALL]
         assert 1 <= len(readers) <= 2, readers
-        assert world.store.keys.total() <= 200 * SIZE
+        assert world.store.keys.total() <= 200 * SMALL
 
 
 def test_a_lost_rank_is_asked_about_for_a_few_seconds() -> None:
     """All connections break within a moment, and no rank knows more for 3 s: the worst case."""
-    with simulated_world(SIZE) as world:
+    with simulated_world(SMALL) as world:
         for watch in world.ranks:
             watch.processes.publish()
         world.store.reset()
         world.begin_call(ALL)
         world.hide("report")
-        explain_lost_peer(world, [1, 5, SIZE - 1])
+        explain_lost_peer(world, [1, 5, SMALL - 1])
         assert max(world.store.requests.values()) <= 80
         assert max(world.store.keys.values()) <= 400
         world.store.reset()
@@ -111,19 +111,20 @@ def test_a_lost_rank_is_asked_about_for_a_few_seconds() -> None:
 
 
 def test_a_disagreement_is_told_by_three_requests_of_a_rank() -> None:
-    with simulated_world(SIZE) as world:
+    with simulated_world(SMALL) as world:
         raise_disagreement(world)
         assert world.store.requests.pop(0) <= 40  # it waits until all have heard of it
         assert max(world.store.requests.values()) <= 3
 
 
-def test_a_signal_is_agreed_on_by_few_requests(world: SimulatedWorld) -> None:
-    stops = stop_all(world, signalled=77, steps=5)
-    assert stops == {8}
-    assert world.store.total <= 32 * SIZE
-    # One rank has read the counts of all.
-    assert len([rank for rank, keys in world.store.keys.items() if keys >= SIZE]) == 1
-    assert sorted(world.store.keys.values())[-2] <= 64
+def test_a_signal_is_agreed_on_by_few_requests() -> None:
+    with simulated_world(SMALL) as world:
+        stops = stop_all(world, signalled=77, steps=5)
+        assert stops == {8}
+        assert world.store.total <= 32 * SMALL
+        # One rank has read the counts of all.
+        assert len([rank for rank, keys in world.store.keys.items() if keys >= SMALL]) == 1
+        assert sorted(world.store.keys.values())[-2] <= 64
 
 
 def test_a_save_asks_little_while_ranks_come_late(world: SimulatedWorld) -> None:
@@ -136,8 +137,7 @@ def test_a_save_asks_little_while_ranks_come_late(world: SimulatedWorld) -> None
     assert world.store.keys.total() <= 80 * SIZE
 
 
-@pytest.mark.parametrize("method", ["get", "read"])
-def test_a_store_that_answers_late_is_not_lost(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_answers_late_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     with hosted_store(request_timeout=0.2) as (client, host):
         client.put("a", "1")
         look, looks = client.has, list[bool]()
@@ -152,10 +152,11 @@ def test_a_store_that_answers_late_is_not_lost(method: str, monkeypatch: pytest.
             return looks[-1]
 
         monkeypatch.setattr(client, "has", stall_once)
-        answer: Any = client.get("a") if method == "get" else client.read(["a"])["a"]
-        assert answer == "1"
-        assert len(looks) == 2, "it was not asked again"
-        assert not client.is_lost
+        for answer in (lambda: client.get("a"), lambda: client.read(["a"])["a"]):
+            looks.clear()
+            assert answer() == "1"
+            assert len(looks) == 2, "it was not asked again"
+            assert not client.is_lost
         os.kill(host, signal.SIGKILL)
         while client.get("a") is not None:
             pass
@@ -163,13 +164,13 @@ def test_a_store_that_answers_late_is_not_lost(method: str, monkeypatch: pytest.
 
 
 def test_what_many_keys_miss_is_told() -> None:
-    with hosted_store(request_timeout=5.0) as (client, _):
-        keys = [f"key/{number}" for number in range(600)]
-        for key in keys[:-1]:
-            client.put(key, key)
-        assert client.find_missing(keys) == keys[-1:]
-        assert list(client.read(keys)) == keys[:-1]
-        assert not client.wait(keys, 0.01)
-        client.put(keys[-1], "")
-        assert client.wait(keys, 0.01)
-        assert client.find_missing(keys) == []
+    client = own_store()
+    keys = [f"key/{number}" for number in range(600)]
+    for key in keys[:-1]:
+        client.put(key, key)
+    assert client.find_missing(keys) == keys[-1:]
+    assert list(client.read(keys)) == keys[:-1]
+    assert not client.wait(keys, 0.01)
+    client.put(keys[-1], "")
+    assert client.wait(keys, 0.01)
+    assert client.find_missing(keys) == []

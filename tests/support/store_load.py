@@ -298,3 +298,11 @@ def hosted_store(request_timeout: float) -> Iterator[tuple[StoreClient, int]]:
                 yield StoreClient(store), host.pid
         finally:
             host.kill()
+
+
+def own_store() -> StoreClient:
+    """Return a client of a store that this process hosts."""
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage] - documented
+        "127.0.0.1", 0, None, True, wait_for_workers=False
+    )
+    return StoreClient(store)
