@@ -237,7 +237,7 @@ def test_variables_reach_other_machines_in_a_file(
 REPORT = """
 from accelerate.facade.option_report import _parse_launched
 import json, os
-print(json.dumps(_parse_launched(os.environ["ACCELERATE_ASKED"])))
+print(json.dumps([_parse_launched(os.environ[name]) for name in ("BY_SHELL", "BY_MPI")]))
 """
 
 
@@ -254,12 +254,9 @@ def test_requested_options_reach_other_machines_as_deepspeed_hands_them_on(
         MultiNodeRunner.add_export(runner, *line.split("=", maxsplit=1))
     name = "ACCELERATE_ASKED"
     by_shell = subprocess.check_output(["sh", "-c", f"export {name}={runner.exports[name]}; printenv {name}"])
-    answers = [
-        json.loads(
-            subprocess.check_output([sys.executable, "-c", REPORT], env={**os.environ, name: value.strip()})
-        )
-        for value in (by_shell.decode(), runner.exports[name])
-    ]
+    values = {"BY_SHELL": by_shell.decode().strip(), "BY_MPI": runner.exports[name].strip()}
+    told = subprocess.check_output([sys.executable, "-c", REPORT], env={**os.environ, **values})
+    answers = json.loads(told)
     assert answers[0] == answers[1]
     assert answers[0]["zero_stage"] == ["--zero_stage", 2]
     assert answers[0]["mixed_precision"][1] == "bf16"

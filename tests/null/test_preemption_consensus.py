@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,8 @@ from accelerate.utils import PreemptionKwargs, ProjectConfiguration
 from accelerate.world import preemption as stops
 from accelerate.world.preemption import PreemptionStepCounter, StopConsensus
 from tests.support.command import Running, start
+from tests.support.ranks import NO_LAUNCHER, RankServer
+from tests.support.scripts import run_to_exit
 
 
 class FakeStore:
@@ -292,26 +295,20 @@ def test_a_second_term_ends_a_process_that_is_in_c_code() -> None:
     assert running.wait(120).returncode == 128 + signal.SIGTERM
 
 
-def test_a_script_that_never_asks_dies_as_always() -> None:
-    running = Running(
-        [sys.executable],
-        script_text="""
-            import time
-            from accelerate import Accelerator
-            Accelerator(cpu=True)
-            print("ready", flush=True)
-            time.sleep(600)
-        """,
-    )
-    running.wait_for("ready", 120)
-    running.signal(signal.SIGTERM)
-    assert running.wait(120).returncode == -signal.SIGTERM
+def terminate_itself() -> None:
+    Accelerator(cpu=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(600)
 
 
-def test_forked_processes_have_their_own_signals() -> None:
+def test_a_script_that_never_asks_dies_as_always(ranks: RankServer) -> None:
+    (outcome,) = ranks.outcomes(1, terminate_itself, env=NO_LAUNCHER)
+    assert outcome.message == "killed by SIGTERM"
+
+
+def test_forked_processes_have_their_own_signals(ranks: RankServer, tmp_path: Path) -> None:
     """A worker that gets a signal does not stop its parent, and a user signal does not end it."""
-    result = lone(
-        """
+    text = """
 import time
 import torch.multiprocessing as mp
 def work(pipe):
@@ -334,8 +331,9 @@ worker.join()
 print("term", worker.exitcode)
 print("parent", accelerator.should_stop)
 """
-    ).wait(120)
-    assert result.stdout.split("\n")[1:4] == ["user signal 0", "term -15", "parent False"], result.output
+    ((code, output),) = run_to_exit(ranks, 1, ALONE + text, tmp_path, NO_LAUNCHER)
+    assert code == 0, output
+    assert output.splitlines()[-3:] == ["user signal 0", "term -15", "parent False"], output
 
 
 def test_the_code_for_another_start_is_the_scripts() -> None:

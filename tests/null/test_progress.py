@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.command import launch_variables
 from tests.support.packages import is_installed
 from tests.support.ranks import NO_LAUNCHER, RankServer
 
@@ -138,9 +139,7 @@ def test_a_pipe_has_no_bar(ranks: RankServer, tmp_path: Path) -> None:
 
 
 def test_launch_hands_quiet_on(ranks: RankServer, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PRELUDE + LOAD)
-    for flags, is_shown in (("", True), ("'--quiet', ", False)):
-        command = f"[sys.executable, '-m', 'accelerate', 'launch', '--cpu', {flags}'train.py']"
-        script = f"import subprocess, sys\nsubprocess.run({command}, check=True)"
-        (shown,) = ranks(1, show_on_terminal, str(tmp_path), script, env=NO_LAUNCHER)
+    for flags, is_shown in (((), True), (("--quiet",), False)):
+        variables = launch_variables("--cpu", *flags)
+        (shown,) = ranks(1, show_on_terminal, str(tmp_path), LOAD, env=variables)
         assert ("loading weights" in shown) is is_shown
