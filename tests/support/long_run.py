@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pytest
@@ -28,3 +28,10 @@ def hypothesis_settings(max_examples: int, *, in_long_run: int, shrink: bool = T
 def long_run_param(*values: Any) -> Any:
     """A case of ``pytest.mark.parametrize`` that the default run skips."""
     return pytest.param(*values, marks=pytest.mark.skipif(not LONG_RUN, reason="runs in `make test-all`"))
+
+
+def select_cases(every: Iterable[tuple[Any, ...]], default: Collection[tuple[Any, ...]]) -> list[Any]:
+    """Return cases for ``pytest.mark.parametrize``, of which the default run skips all but ``default``."""
+    cases = list(every)
+    assert set(default) <= set(cases), set(default) - set(cases)
+    return [case if case in default else long_run_param(*case) for case in cases]
