@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.environment import ROOT, clean
+from tests.support.long_run import LONG_RUN
 
 PEER = ROOT / ".venv-peer" / "bin" / "python"
-pytestmark = pytest.mark.skipif(
-    not PEER.exists(), reason="the public package is not installed: make bench-peer"
-)
+NEEDS_PEER = [
+    pytest.mark.skipif(not LONG_RUN, reason="runs in `make test-all`"),
+    pytest.mark.skipif(not PEER.exists(), reason="the public package is not installed: make bench-peer"),
+]
+pytestmark = NEEDS_PEER
 
 SCRIPT = """
 import sys, torch

@@ -12,13 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpu.test_checkpoint_peer import PEER
+from tests.cpu.test_checkpoint_peer import NEEDS_PEER, PEER
 from tests.support.environment import clean
 from tests.support.torch_versions import is_torch
 
-pytestmark = pytest.mark.skipif(
-    not PEER.exists(), reason="the public package is not installed: make bench-peer"
-)
+pytestmark = NEEDS_PEER
 
 SCRIPT = """
 import sys, torch
