@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.environment import ROOT
+from tests.support.long_run import LONG_RUN, long_run_param
 from tests.support.packages import is_installed
 from tests.support.ranks import RankServer
 from tests.support.scripts import script_output
@@ -17,11 +18,12 @@ PRELOAD = tuple(
     name
     for name in (
         *("transformers.models.bert.modeling_bert", "transformers.models.llama.modeling_llama"),
-        *("diffusers.pipelines.ddpm", "peft", "sklearn.datasets"),
+        *("transformers.models.gpt2.modeling_gpt2", "transformers.generation.utils"),
+        *("diffusers.pipelines.ddpm", "diffusers.models.unets.unet_2d", "peft", "sklearn.datasets"),
     )
     if is_installed(name.partition(".")[0])
 )
-BOTH = pytest.mark.parametrize("processes", [1, 2])
+BOTH = pytest.mark.parametrize("processes", [long_run_param(1), 2])
 
 
 def output(ranks: RankServer, processes: int, name: str, *options: str, needs: tuple[str, ...]) -> str:
@@ -77,6 +79,17 @@ def test_pictures_are_drawn_alike_on_any_number_of_processes(ranks: RankServer, 
     assert len(list(tmp_path.glob("picture_*.png"))) == 5
 
 
+def test_texts_are_continued_alike_on_any_number_of_processes(ranks: RankServer) -> None:
+    alone, several = (
+        output(ranks, count, "distributed_inference.py", needs=("transformers",)).splitlines()
+        for count in (1, 3)
+    )
+    assert alone[0] == "1 processes continued 11 texts"
+    assert len({line.partition(": ")[2] for line in alone[1:]}) > 1
+    assert several[1:] == alone[1:]
+
+
+@pytest.mark.skipif(not LONG_RUN, reason="runs in `make test-all`")
 def test_a_gpt2_in_stages_continues_texts_as_the_whole_model_does(ranks: RankServer) -> None:
     text = output(ranks, 2, "pipeline_gpt2.py", needs=("transformers",))
     lines = text.splitlines()
