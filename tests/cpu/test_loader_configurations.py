@@ -381,6 +381,8 @@ def test_a_loader_of_fewer_samples_than_steps_gives_each_once(ranks: RankServer,
         for split in (False, True)
         for stateful in (False, True)
     ]
+    if not LONG_RUN:
+        cases = cases[torchdata::5]  # any two options meet in all ways
     jobs = [(case, None, None, False) for case in cases]
     assert check_counts(cases, ranks(4, run_cases, jobs, timeout=120)) == []
 
@@ -510,9 +512,11 @@ def test_a_loader_of_torchdata_resumes_in_another_way(ranks: RankServer, order: 
         for before in saved
         for dispatch in (None, True)
     ]
-    assert resume(ranks, 1, 2, cases) == ["complete"] * 8
     cut = [ResumeCase(before, replace(case, batch=3), 1) for before in saved]
-    assert resume(ranks, 1, 1, cut) == ["complete"] * 4
+    if not LONG_RUN and order != "own generator":  # every second one, others for each order
+        cases, cut = cases[order == "shuffled" :: 2], cut[order != "shuffled" :: 2]
+    assert set(resume(ranks, 1, 2, cases)) == {"complete"}
+    assert set(resume(ranks, 1, 1, cut)) == {"complete"}
 
 
 def test_a_loader_of_torchdata_resumes_on_fewer_processes(ranks: RankServer) -> None:
@@ -524,8 +528,9 @@ def test_a_loader_of_torchdata_resumes_on_fewer_processes(ranks: RankServer) -> 
         for dispatch in (None, True)
     ]
     cases[-2:] = [replace(each, after=replace(each.after, batch=None)) for each in cases[-2:]]
-    assert resume(ranks, 2, 1, cases) == ["complete"] * 6
-    assert resume(ranks, 3, 2, cases) == ["complete"] * 6
+    fewer = [cases, cases] if LONG_RUN else [[cases[i] for i in part] for part in ((0, 3, 4), (1, 2, 5))]
+    assert set(resume(ranks, 2, 1, fewer[0])) == {"complete"}
+    assert set(resume(ranks, 3, 2, fewer[1])) == {"complete"}
     cut = [
         ResumeCase(replace(case, split=split), replace(case, split=not split), 2) for split in (False, True)
     ]

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from tests.support.interrupted import BATCH, COUNT, Stream, loader, noise
+from tests.support.long_run import LONG_RUN, long_run_param, select_cases
 from tests.support.ranks import RankServer, same_on_all
 
 EPOCHS, STEP = 3, (1, 2)
@@ -90,20 +91,20 @@ def training(
 @pytest.mark.parametrize(
     ("size", "kind", "workers", "how", "ends"),
     [
-        (1, "default", 0, "twin", True),
-        (1, "stream", 2, "twin", False),
+        long_run_param(1, "default", 0, "twin", True),
+        long_run_param(1, "stream", 2, "twin", False),
         (2, "default", 0, "twin", True),
-        (2, "default", 2, "twin", False),
+        long_run_param(2, "default", 2, "twin", False),
         (2, "default", 2, "stateful", False),
-        (2, "seedable", 0, "twin", True),
-        (2, "generator", 1, "twin", False),
-        (2, "numpy", 0, "twin", False),
+        (2, "seedable", 0, "twin", LONG_RUN),
+        long_run_param(2, "generator", 1, "twin", False),
+        long_run_param(2, "numpy", 0, "twin", False),
         (2, "changing", 0, "twin", False),
         (2, "dispatched quiet", 0, "twin", True),
-        (2, "dispatched default", 0, "twin", False),
+        long_run_param(2, "dispatched default", 0, "twin", False),
         (2, "dispatched default", 2, "twin", False),
         (2, "dispatched stream", 0, "twin", False),
-        (2, "stream", 0, "twin", True),
+        long_run_param(2, "stream", 0, "twin", True),
         (2, "stream", 2, "twin", False),
     ],
 )
@@ -145,8 +146,17 @@ def seen(kind: str, workers: int, folder: str, stop: int | None, size: int) -> l
     return found
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
-@pytest.mark.parametrize("kind", ["default", "torch", "stream", "dispatch"])
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    select_cases(
+        [
+            (kind, *worlds)
+            for kind in ("default", "torch", "stream", "dispatch")
+            for worlds in ((2, 1), (1, 2), (2, 3))
+        ],
+        [("default", 2, 1), ("torch", 1, 2), ("stream", 2, 3), ("dispatch", 2, 1), ("dispatch", 1, 2)],
+    ),
+)
 def test_another_number_of_processes_gets_the_rest(
     ranks: RankServer, tmp_path: Path, kind: str, before: int, after: int
 ) -> None:
@@ -167,7 +177,9 @@ def orders(kind: str, workers: int) -> Any:
     return [[row for batch in batches for row in batch[: batches.real]] for _ in range(2)]
 
 
-@pytest.mark.parametrize("kind", ["default", "torch", "numpy", "python", "owner", "changing", "sequential"])
+@pytest.mark.parametrize(
+    "kind", ["default", "torch", "numpy", "owner", "changing", *map(long_run_param, ("python", "sequential"))]
+)
 def test_the_order_is_one_and_the_augmentation_is_not(ranks: RankServer, kind: str) -> None:
     """A7, A8: ranks with other seeds share one order; ranks, workers, epochs and runs draw as they should."""
     first, second = ranks(2, orders, kind, 2)

@@ -10,9 +10,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
+from tests.support.long_run import select_cases
 from tests.support.ranks import RankServer, same_on_all
 
-PRELOAD = ("datasets", "datasets.distributed", "torchdata.stateful_dataloader")
+PRELOAD = (
+    *("datasets", "datasets.distributed", "datasets.io.generator", "scipy.io"),
+    "torchdata.stateful_dataloader",
+)
 
 
 class Stream(IterableDataset[int]):
@@ -48,9 +52,19 @@ def taken(count: int, batch: int, options: dict[str, Any], workers: int) -> list
     return [rows, real]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("dispatch", [True, False])
-@pytest.mark.parametrize(("count", "batch"), [(1, 1), (5, 1), (5, 4), (8, 2)])
+SIZES = ((1, 1), (5, 1), (5, 4), (8, 2))
+
+
+@pytest.mark.parametrize(
+    ("count", "batch", "dispatch", "workers"),
+    select_cases(
+        [(*size, dispatch, workers) for size in SIZES for dispatch in (True, False) for workers in (0, 2)],
+        [
+            *((*size, dispatch, 0) for size in SIZES for dispatch in (True, False)),
+            *((*size, dispatch, 2) for size, dispatch in zip(SIZES, (True, False) * 2, strict=True)),
+        ],
+    ),
+)
 def test_the_loader_tells_which_rows_are_real(
     ranks: RankServer, count: int, batch: int, dispatch: bool, workers: int
 ) -> None:

@@ -16,6 +16,7 @@ from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
 from accelerate.core.errors import CheckpointError
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
 from accelerate.state import AcceleratorState
+from tests.support.long_run import select_cases
 
 StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 
@@ -179,19 +180,27 @@ def test_a_stream_with_a_state_is_not_read_again() -> None:
     assert plain(again) == batches
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+OWN_LOADERS: dict[str, Callable[[int], Any]] = {
+    "map": lambda workers: StatefulDataLoader(range(17), 2, num_workers=workers),
+    "shuffled": lambda workers: StatefulDataLoader(range(17), 2, shuffle=True, num_workers=workers),
+    "snapshots": lambda workers: StatefulDataLoader(
+        range(17), 2, num_workers=workers, snapshot_every_n_steps=2
+    ),
+    "stream": lambda workers: StatefulDataLoader(Numbers(), 2, num_workers=workers),
+    "counting": lambda workers: StatefulDataLoader(Counting(), 2, num_workers=workers),
+}
+
+
 @pytest.mark.parametrize(
-    "made",
-    [
-        lambda workers: StatefulDataLoader(range(17), 2, num_workers=workers),
-        lambda workers: StatefulDataLoader(range(17), 2, shuffle=True, num_workers=workers),
-        lambda workers: StatefulDataLoader(range(17), 2, num_workers=workers, snapshot_every_n_steps=2),
-        lambda workers: StatefulDataLoader(Numbers(), 2, num_workers=workers),
-        lambda workers: StatefulDataLoader(Counting(), 2, num_workers=workers),
-    ],
+    ("kind", "workers"),
+    select_cases(
+        [(kind, workers) for kind in OWN_LOADERS for workers in (0, 2)],
+        [*((kind, 0) for kind in OWN_LOADERS), ("snapshots", 2), ("stream", 2)],
+    ),
 )
-def test_a_state_of_torchdatas_own_loader(made: Callable[[int], Any], workers: int) -> None:
+def test_a_state_of_torchdatas_own_loader(kind: str, workers: int) -> None:
     """It is taken as torchdata takes it; the next epoch is whole."""
+    made = OWN_LOADERS[kind]
     batches, state = interrupted(made(workers))
     ours = prepared(made(workers))
     ours.load_state_dict(state)
