@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from textwrap import dedent
 from typing import Any, BinaryIO
 
 import psutil
@@ -22,8 +23,9 @@ from accelerate.checkpoint.storage import FileRecord, LocalCheckpointStorage
 from accelerate.core.errors import CheckpointError
 from accelerate.utils import ProjectConfiguration
 from tests.support.command import launch, start
-from tests.support.long_run import long_run_param
+from tests.support.long_run import select_cases
 from tests.support.ranks import RanksError, RankServer, same_on_all
+from tests.support.scripts import run_to_exit
 
 WRITE = LocalCheckpointStorage.write
 go = threading.Event()
@@ -365,19 +367,32 @@ def script(folder: Path, end: str = "", *, full: bool = False) -> str:
     return SCRIPT.format(folder=str(folder), end=end, full=full)
 
 
+ENDS = {"": 0, "raise ZeroDivisionError('mine')": 1, "sys.exit(3)": 3}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("n", [1, 2])
+def test_ranks_that_end_have_saved(
+    ranks: RankServer, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, n: int, end: str
+) -> None:
+    """D10: exit right after the call, by whatever way."""
+    folder = tmp_path / "c"
+    ended = run_to_exit(ranks, n, dedent(script(folder, end)), tmp_path_factory.mktemp("script"))
+    assert [code for code, _ in ended] == [ENDS[end]] * n, ended
+    assert (folder / "manifest.json").exists(), ended
+    assert all(("ZeroDivisionError: mine" in output) == (ENDS[end] == 1) for _, output in ended)
+    assert os.listdir(tmp_path) == ["c"]
+
+
 @pytest.mark.parametrize(
     ("n", "end", "code"),
-    [
-        (1, "", 0),
-        long_run_param(1, "raise ZeroDivisionError('mine')", 1),
-        (1, "sys.exit(3)", 3),
-        long_run_param(2, "", 0),
-        (2, "raise ZeroDivisionError('mine')", 1),
-        long_run_param(2, "sys.exit(3)", 3),
-    ],
+    select_cases(
+        [(n, end, code) for n in (1, 2) for end, code in ENDS.items()],
+        [(1, "sys.exit(3)", 3)],
+    ),
 )
 def test_a_script_that_ends_has_saved(tmp_path: Path, n: int, end: str, code: int) -> None:
-    """D10: exit right after the call, by whatever way."""
+    """D10, in processes of its own."""
     folder = tmp_path / "c"
     ended = launch("--cpu", "--num_processes", str(n), script_text=script(folder, end))
     assert ended.returncode == code, ended.output
@@ -387,11 +402,14 @@ def test_a_script_that_ends_has_saved(tmp_path: Path, n: int, end: str, code: in
     assert not ended.survivors()
 
 
-def test_a_failure_that_nobody_heard_of_is_said_at_the_exit(tmp_path: Path) -> None:
-    ended = launch("--cpu", "--num_processes", "1", script_text=script(tmp_path / "c", full=True))
-    assert ended.returncode == async_save.FAILED
-    assert "BackgroundSaveError: saving" in ended.stderr
-    assert "No space left on device" in ended.stderr
+def test_a_failure_that_nobody_heard_of_is_said_at_the_exit(
+    ranks: RankServer, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    text = dedent(script(tmp_path / "c", full=True))
+    ((code, output),) = run_to_exit(ranks, 1, text, tmp_path_factory.mktemp("script"))
+    assert code == async_save.FAILED
+    assert "BackgroundSaveError: saving" in output
+    assert "No space left on device" in output
     assert os.listdir(tmp_path) == []
 
 
