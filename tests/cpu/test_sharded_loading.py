@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tests.support.long_run import long_run_param
 from tests.support.ranks import RanksError, RankServer, same_on_all
 from tests.support.sharded_models import Tiny, adamw, batches, loss_of, share, tiny, whole
 
@@ -338,7 +339,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="needs Linux: it tells what is mapped")
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [long_run_param(2), 4])
 def test_a_process_holds_its_share_and_little_more(wide: Path, ranks: RankServer, size: int) -> None:
     """E11: at most 1.2 of one rank's share, whatever way the weights come."""
     for peaks_of_rank in ranks(size, peaks, str(wide), env={"MALLOC_MMAP_THRESHOLD_": 65536}):
