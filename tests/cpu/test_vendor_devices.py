@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from tests.support import sim
 from tests.support.devices import device_named, vendors_by_rename
+from tests.support.long_run import long_run_param
 from tests.support.numbers import close
 from tests.support.ranks import RankServer, same_on_all
 from tests.support.sharded_models import STEPS, adamw, batches, loss_of, plain, share, tiny, whole
@@ -103,11 +104,20 @@ def check_device(device: Any, rank: int) -> None:
     assert device.is_out_of_memory(caught.value)
 
 
-@pytest.mark.parametrize("name", vendors_by_rename())
-def test_fsdp2_trains_saves_and_resumes(ranks: RankServer, tmp_path: Path, name: str) -> None:
+@pytest.fixture(scope="module")
+def numbers_of_the_cpu() -> Any:
+    return plain(1)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("npu", "neuron") else long_run_param(name) for name in vendors_by_rename()]
+)
+def test_fsdp2_trains_saves_and_resumes(
+    ranks: RankServer, tmp_path: Path, numbers_of_the_cpu: Any, name: str
+) -> None:
     """B1: to the numbers of one CPU process."""
     ours = same_on_all(ranks(2, trained, name, str(tmp_path / "state")))
-    close(ours, plain(1), 1e-4)
+    close(ours, numbers_of_the_cpu, 1e-4)
 
 
 def mixed(name: str, precision: str) -> Any:
@@ -115,6 +125,7 @@ def mixed(name: str, precision: str) -> Any:
     from accelerate import Accelerator
 
     device = become(name)
+    check_device(device, int(os.environ["LOCAL_RANK"]))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         Accelerator(mixed_precision=precision, dynamo_backend="inductor").prepare(torch.nn.Linear(8, 8))
