@@ -49,7 +49,9 @@ def test_ranks_of_all_launches_are_forks_of_one_server_and_as_fresh_processes_ar
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     first = debug_launcher(describe)
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # no reason for another server
+    # No reasons for another server; pytest changes the second one for each test.
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", "another")
     monkeypatch.chdir(tmp_path)
     second = debug_launcher(describe)
     ranks = first + second

@@ -23,6 +23,8 @@ from accelerate.launch.rank_reports import ProcessSpec
 from accelerate.launch.supervisor import GuardProcess, WorkerSupervisor
 
 PROGRAM = str(Path(__file__).with_name("fork_server.py"))
+# pytest names the test in it; each test would have a server of its own, with seconds of imports.
+_RUNNING_TEST = "PYTEST_CURRENT_TEST"
 
 
 @frozen_dataclass
@@ -135,10 +137,11 @@ def request_server(env: dict[str, str], job_variables: Collection[str]) -> ForkS
     global _server
     if sys.platform != "linux":
         return None
+    others = {*job_variables, _RUNNING_TEST}
     fixed = {
         name: value
         for name, value in env.items()
-        if name not in job_variables and not name.startswith("ACCELERATE_")
+        if name not in others and not name.startswith("ACCELERATE_")
     }
     # The server asks for no device: a driver that has been asked for its devices does not survive a fork.
     path = tuple(place for place in sys.path if isinstance(place, str))  # Python takes no notice of others
