@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from accelerate.core.errors import AccelerateError, PrepareError
+from tests.laws.test_7_parity import BATCHES
 from tests.support import parity
-from tests.support.long_run import long_run_param
+from tests.support.long_run import LONG_RUN, long_run_param
 from tests.support.parity import Numbers
 from tests.support.ranks import RankServer, same_on_all
 from tests.support.scripts import run_to_exit
@@ -50,7 +51,8 @@ def trained(window: int, sizes: dict[str, int], options: dict[str, Any]) -> tupl
         model = parity.decoder()
     optimizer = parity.adamw(model)
     rows = parity.ROWS // accelerator.strategy.data_shard.count
-    model, optimizer, loader = accelerator.prepare(model, optimizer, parity.loader(rows))
+    data = parity.loader(rows, steps=BATCHES[window])
+    model, optimizer, loader = accelerator.prepare(model, optimizer, data)
     losses, norms = [], []
     for batch in loader:
         with accelerator.accumulate(model):
@@ -80,8 +82,8 @@ ALTERNATING = {"schedule": "1f1b", "loss_fn": cross_entropy}
 @pytest.mark.parametrize("options", [pytest.param(ALTERNATING, id="1f1b"), long_run_param({})])
 @pytest.mark.parametrize("window", [1, 4])
 def test_two_stages_train_like_one_process(ranks: RankServer, window: int, options: dict[str, Any]) -> None:
-    """The losses, norms and weights of 20 steps; both processes say the same."""
-    (plain,) = ranks(1, parity.plain, window)
+    """The losses, norms and weights; both processes say the same."""
+    (plain,) = ranks(1, parity.plain, window, False, BATCHES[window])
     first, second = ranks(2, trained, window, {"pp_size": 2}, {"num_microbatches": 4, **options})
     parity.close(first[0], plain, 1e-5)
     assert first[0][:2] == second[0][:2]
@@ -105,17 +107,22 @@ def test_pipeline_stages_of_replicas_train_like_one_process(
     ranks: RankServer, sizes: dict[str, int], options: dict[str, Any], window: int
 ) -> None:
     """Two stages, each on two processes that see different data, or share layers."""
-    (plain,) = ranks(1, parity.plain, window)
+    (plain,) = ranks(1, parity.plain, window, False, BATCHES[window])
     sizes = {"pp_size": 2, **sizes}
     found = ranks(4, trained, window, sizes, {"num_microbatches": 2, **options}, timeout=120)
     parity.close(found[0][0], plain, 1e-5)
 
 
+def small_decoder(seed: int = 0) -> Any:
+    """A decoder with a block for each of two stages: tracing costs for each block."""
+    return parity.decoder(seed, blocks=2)
+
+
 def several(options: dict[str, Any]) -> None:
     """Forms of losses, modes and calls, against a plain model."""
     accelerator = made(**options)
-    plain = parity.decoder()
-    model = accelerator.prepare(parity.decoder())
+    plain = small_decoder()
+    model = accelerator.prepare(small_decoder())
     batch = next(iter(parity.loader(6)))
     loss, other = parity.loss_of(model, batch), parity.loss_of(plain, batch)
     torch.testing.assert_close(loss, other)
@@ -168,7 +175,7 @@ def steps(accelerator: Any, model: Any, optimizer: Any, begin: int, count: int) 
 
 def parts(accelerator: Any) -> tuple[Any, Any]:
     """Model and optimizer of two groups, prepared."""
-    model = parity.decoder(seed=1)
+    model = small_decoder(seed=1)
     groups = [{"params": list(model.layers.parameters())}, {"params": [*model.norm.parameters()]}]
     groups.append({"params": [model.embed.weight], "lr": 0.01})
     return accelerator.prepare(model, torch.optim.AdamW(groups, lr=0.005, eps=1e-4))
@@ -184,26 +191,26 @@ def checkpoints(folder: str) -> list[float]:
     """Saved in stages: in parts, whole, and from shards; loaded in stages."""
     accelerator = made(num_microbatches=2)
     model, optimizer = parts(accelerator)
-    steps(accelerator, model, optimizer, 0, 3)
+    steps(accelerator, model, optimizer, 0, 2)
     accelerator.save_state(f"{folder}/parts")
     accelerator.save_state(f"{folder}/whole", sharded=False)
     accelerator.save_model(model, f"{folder}/weights")
-    after = steps(accelerator, model, optimizer, 3, 3)
+    after = steps(accelerator, model, optimizer, 3, 2)
     for name in ("parts", "whole"):
         again = made(num_microbatches=4)
         model, optimizer = parts(again)
         steps(again, model, optimizer, 6, 1)
         again.load_state(f"{folder}/{name}")
-        assert steps(again, model, optimizer, 3, 3) == pytest.approx(after, abs=1e-5), name
+        assert steps(again, model, optimizer, 3, 2) == pytest.approx(after, abs=1e-5), name
     other = sharded()
     model, optimizer = parts(other)
     other.load_state(f"{folder}/parts")
     other.save_state(f"{folder}/shards")
-    assert steps(other, model, optimizer, 3, 3) == pytest.approx(after, abs=1e-5)
+    assert steps(other, model, optimizer, 3, 2) == pytest.approx(after, abs=1e-5)
     again = made(num_microbatches=4)
     model, optimizer = parts(again)
     again.load_state(f"{folder}/shards")
-    assert steps(again, model, optimizer, 3, 3) == pytest.approx(after, abs=1e-5)
+    assert steps(again, model, optimizer, 3, 2) == pytest.approx(after, abs=1e-5)
     return after
 
 
@@ -213,7 +220,7 @@ def loads(folder: str, name: str) -> list[float]:
     accelerator = Accelerator(cpu=True)
     model, optimizer = parts(accelerator)
     accelerator.load_state(f"{folder}/{name}")
-    return steps(accelerator, model, optimizer, 3, 3)
+    return steps(accelerator, model, optimizer, 3, 2)
 
 
 def test_checkpoints_load_in_any_layout(ranks: RankServer, tmp_path: Path) -> None:
@@ -222,7 +229,7 @@ def test_checkpoints_load_in_any_layout(ranks: RankServer, tmp_path: Path) -> No
     for name in ("parts", "whole"):
         assert ranks(1, loads, str(tmp_path), name)[0] == pytest.approx(after, abs=1e-5), name
     weights = load_file(tmp_path / "weights" / "model.safetensors")
-    plain = parity.decoder()
+    plain = small_decoder()
     missing, surplus = plain.load_state_dict(weights, strict=False)
     assert (set(missing) <= {"head.weight", "embed.weight"}, surplus) == (True, [])
 
@@ -264,10 +271,10 @@ def words(rows: int = 8) -> dict[str, torch.Tensor]:
     return {"input_ids": found, "labels": found.clone(), "attention_mask": mask}
 
 
-def labelled(options: dict[str, Any]) -> None:
+def labelled(kinds: tuple[str, ...], options: dict[str, Any]) -> None:
     """Trained with the loss inside of the model, in windows of two, against the plain loop."""
-    for make in (gpt, llama):
-        compared(make, made(window=2, **options))
+    for kind in kinds:
+        compared({"gpt": gpt, "llama": llama}[kind], made(window=2, **options))
 
 
 def compared(make: Any, accelerator: Any) -> None:
@@ -279,7 +286,7 @@ def compared(make: Any, accelerator: Any) -> None:
     model, optimizer = accelerator.prepare(model, optimizer)
     assert isinstance(model, type(plain))
     losses, expected = [], []
-    for step in range(6):
+    for step in range(6 if LONG_RUN else 4):
         batch = words(8)
         with accelerator.accumulate(model):
             outputs = model(**batch)
@@ -302,15 +309,19 @@ def compared(make: Any, accelerator: Any) -> None:
     torch.testing.assert_close(ours.loss, theirs.loss, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("schedule", [long_run_param("gpipe"), "1f1b", "interleaved"])
-def test_transformers_train_with_their_own_loss(ranks: RankServer, schedule: str) -> None:
-    ranks(2, labelled, {"num_microbatches": 4, "schedule": schedule}, timeout=120)
+@pytest.mark.parametrize(
+    ("schedule", "kind"), [long_run_param("gpipe", "gpt"), ("1f1b", "llama"), ("interleaved", "gpt")]
+)
+def test_transformers_train_with_their_own_loss(ranks: RankServer, schedule: str, kind: str) -> None:
+    """By default one of two models for each schedule."""
+    kinds = ("gpt", "llama") if LONG_RUN else (kind,)
+    ranks(2, labelled, kinds, {"num_microbatches": 4, "schedule": schedule}, timeout=120)
 
 
 def weighted() -> None:
     """A window of three micro-batches weighted by items, the last without any; against one big batch."""
     accelerator = made(num_microbatches=2)
-    plain, model = parity.decoder(), parity.decoder()
+    plain, model = small_decoder(), small_decoder()
     model, optimizer, loader = accelerator.prepare(model, parity.adamw(model), parity.loader())
     counts, sums = (3, 8, 0), []
     for window in accelerator.windows(loader, 3):
@@ -419,7 +430,7 @@ def test_hooks_of_parameters_are_called_in_their_stage(ranks: RankServer) -> Non
 
 
 def misuse(accelerator: Any, case: str) -> None:
-    model, rank = parity.decoder(), accelerator.process_index
+    model, rank = small_decoder(), accelerator.process_index
     if case == "few":
         accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
     elif case in ("split", "late", "alone", "differ", "values"):
@@ -427,7 +438,7 @@ def misuse(accelerator: Any, case: str) -> None:
     if case == "late":
         accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1))
     elif case == "alone":
-        model.layers[3 - 3 * rank](torch.ones(1, 2, 16), 1)
+        model.layers[1 - rank](torch.ones(1, 2, 16), 1)
     elif case == "differ":
         model(torch.zeros(2 + rank, 4, dtype=torch.long))
     elif case == "gradient":
@@ -744,10 +755,10 @@ def halved() -> None:
     accelerator = Accelerator(
         cpu=True, mixed_precision="bf16", parallelism_config=ParallelismConfig(pp_size=2)
     )
-    model, plain = parity.decoder(), parity.decoder()
+    model, plain = small_decoder(), small_decoder()
     optimizer, other = parity.adamw(model), parity.adamw(plain)
     model, optimizer = accelerator.prepare(model, optimizer)
-    for batch in list(parity.loader())[:4]:
+    for batch in list(parity.loader())[:3]:
         loss = parity.loss_of(model, batch)
         accelerator.backward(loss)
         optimizer.step()

@@ -64,14 +64,14 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tied embeddings, four blocks of which the second is frozen, no dropout."""
+    """Tied embeddings, four blocks, or fewer, of which the second is frozen, no dropout."""
 
     _no_split_modules = ("Block",)
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 4) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList([Block() for _ in range(4)])
+        self.layers = nn.ModuleList([Block() for _ in range(blocks)])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         nn.init.normal_(self.embed.weight, std=0.3)
@@ -97,10 +97,10 @@ PLAN = {
 }
 
 
-def decoder(seed: int = 0) -> Decoder:
+def decoder(seed: int = 0, blocks: int = 4) -> Decoder:
     """The model, for a seed always with the same weights."""
     torch.manual_seed(seed)
-    return Decoder()
+    return Decoder(blocks)
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
