@@ -16,11 +16,10 @@ from tests.support.watchdog import speed_up_watchdog
 PRELOAD = ("transformers.models.llama.modeling_llama",)
 
 JOBS: Jobs = [
-    ("llama", {"sp_size": 2}, 8, 4, False),
-    ("llama", {"sp_size": 2}, 4, 1, True),
+    ("llama", {"sp_size": 2}, 4, 2, False),
     ("gpt2", {"sp_size": 2}, 2, 1, False),
-    ("mistral", {"sp_size": 2}, 4, 2, True),
-    ("plain", {"sp_size": 2}, 4, 1, False),
+    ("mistral", {"sp_size": 2}, 2, 2, True),
+    ("plain", {"sp_size": 2}, 2, 1, False),
 ]
 
 
@@ -30,7 +29,7 @@ def test_two_processes_train_to_the_numbers_of_one(ranks: RankServer) -> None:
 
 
 def test_two_pairs_train_to_the_numbers_of_one(ranks: RankServer) -> None:
-    jobs: Jobs = [("llama", {"sp_size": 2, "dp_shard_size": 2}, 8, 4, True)]
+    jobs: Jobs = [("llama", {"sp_size": 2, "dp_shard_size": 2}, 4, 2, True)]
     same(jobs, ranks(4, shared_all, jobs, timeout=100))
 
 
