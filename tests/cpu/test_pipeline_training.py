@@ -42,13 +42,15 @@ def made(window: int = 1, sizes: dict[str, int] | None = None, **options: Any) -
     return Accelerator(cpu=True, parallelism_config=config, gradient_accumulation_steps=window)
 
 
-def trained(window: int, sizes: dict[str, int], options: dict[str, Any]) -> tuple[Numbers, list[str], int]:
+def trained(
+    window: int, sizes: dict[str, int], options: dict[str, Any], blocks: int
+) -> tuple[Numbers, list[str], int]:
     from accelerate import init_empty_weights
 
     accelerator = made(window, sizes, **options)
     # It is enough if rank 0 has read the weights.
     with init_empty_weights() if accelerator.process_index else nullcontext():
-        model = parity.decoder()
+        model = parity.decoder(blocks=blocks)
     optimizer = parity.adamw(model)
     rows = parity.ROWS // accelerator.strategy.data_shard.count
     data = parity.loader(rows, steps=BATCHES[window])
@@ -84,7 +86,7 @@ ALTERNATING = {"schedule": "1f1b", "loss_fn": cross_entropy}
 def test_two_stages_train_like_one_process(ranks: RankServer, window: int, options: dict[str, Any]) -> None:
     """The losses, norms and weights; both processes say the same."""
     (plain,) = ranks(1, parity.plain, window, False, BATCHES[window])
-    first, second = ranks(2, trained, window, {"pp_size": 2}, {"num_microbatches": 4, **options})
+    first, second = ranks(2, trained, window, {"pp_size": 2}, {"num_microbatches": 4, **options}, 4)
     parity.close(first[0], plain, 1e-5)
     assert first[0][:2] == second[0][:2]
     tied, every = {"embed.weight"}, {name for name, _ in parity.decoder().named_parameters()}
@@ -107,9 +109,9 @@ def test_pipeline_stages_of_replicas_train_like_one_process(
     ranks: RankServer, sizes: dict[str, int], options: dict[str, Any], window: int
 ) -> None:
     """Two stages, each on two processes that see different data, or share layers."""
-    (plain,) = ranks(1, parity.plain, window, False, BATCHES[window])
+    (plain,) = ranks(1, parity.plain, window, False, BATCHES[window], 2)
     sizes = {"pp_size": 2, **sizes}
-    found = ranks(4, trained, window, sizes, {"num_microbatches": 2, **options}, timeout=120)
+    found = ranks(4, trained, window, sizes, {"num_microbatches": 2, **options}, 2, timeout=120)
     parity.close(found[0][0], plain, 1e-5)
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from accelerate.core.errors import PrepareError, SettingError, UnknownNameError
 from tests.support.long_run import long_run_param
+from tests.support.packages import needs
 from tests.support.ranks import RankServer, same_on_all
 
 # What the rank server imports once for this module.
@@ -85,7 +86,7 @@ class Several(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
 
     def forward(self, a: torch.Tensor, b: torch.Tensor, table: torch.Tensor) -> Answer:
         x, states = a * 1.0, []
@@ -171,19 +172,17 @@ def held() -> tuple[list[str], int]:
     )
 
 
-@pytest.mark.parametrize("processes", [long_run_param(2), 4])
+@pytest.mark.parametrize("processes", [long_run_param(2), 3, long_run_param(4)])
 def test_a_pipeline_gives_what_the_plain_model_gives(ranks: RankServer, processes: int) -> None:
     """Tied weights, a buffer that is not saved, uneven batches, longer sequences, with no_grad or not."""
-    calls = [
-        ((tokens(n, length, seed=n),), {}) for n, length in [(8, 6), (7, 6), (1, 6), (20, 6), (3, 9), (8, 6)]
-    ]
+    calls = [((tokens(n, length, seed=n),), {}) for n, length in [(8, 6), (1, 6), (20, 9)]]
     points = same_on_all(ranks(processes, compare, Plain, ((tokens(8),), None), calls, {}))
     assert len(points) == processes - 1
 
 
 def test_the_result_comes_on_all_ranks_when_asked(ranks: RankServer) -> None:
     options = {"gather_output": True, "num_chunks": 3}
-    ranks(2, compare, Plain, ((tokens(8),), None), [((tokens(7),), {}), ((tokens(2),), {})], options)
+    ranks(2, compare, Plain, ((tokens(8),), None), [((tokens(7),), {})], options)
 
 
 def test_weights_of_other_stages_are_let_go(ranks: RankServer) -> None:
@@ -197,13 +196,12 @@ def test_weights_of_other_stages_are_let_go(ranks: RankServer) -> None:
     assert first + last == whole + 88, "each weight on one rank, the tied one on both"
 
 
-@pytest.mark.parametrize("processes", [long_run_param(2), 4])
+@pytest.mark.parametrize("processes", [long_run_param(2), 3, long_run_param(4)])
 def test_values_skip_stages_and_trees_come_back(ranks: RankServer, processes: int) -> None:
     """Values of the first stage that the last one needs, plain values in and out, keywords."""
     calls = [
         ((floats(8),), {"scale": 0.5}),
         ((floats(5),), {"scale": 0.5}),
-        ((floats(8),), {"scale": 2.0}),
         ((floats(8), 0.25), {}),
     ]
     ranks(processes, compare, Skip, ((floats(8),), {"scale": 0.5}), calls, {})
@@ -215,8 +213,8 @@ def test_several_inputs_and_one_that_is_no_batch(ranks: RankServer) -> None:
     def inputs(rows: int) -> Any:
         return (floats(rows, 10), torch.arange(rows, dtype=torch.float32), floats(1, 10, seed=3)[0]), {}
 
-    options = {"split_points": ["layers.1", "layers.3"], "gather_output": True}
-    ranks(3, compare, Several, inputs(6), [inputs(6), inputs(9), inputs(5), inputs(10)], options)
+    options = {"split_points": ["layers.1", "layers.2"], "gather_output": True}
+    ranks(3, compare, Several, inputs(6), [inputs(6), inputs(10)], options)
 
 
 def masked(rows: int) -> Any:
@@ -231,7 +229,7 @@ def build_gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_layer=4, n_head=2, n_embd=16, vocab_size=40, n_positions=32, eos_token_id=1, bos_token_id=1
+        n_layer=2, n_head=2, n_embd=16, vocab_size=40, n_positions=32, eos_token_id=1, bos_token_id=1
     )
     return GPT2LMHeadModel(config)
 
@@ -239,14 +237,14 @@ def build_gpt2() -> nn.Module:
 def build_llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "vocab_size": 40}
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 40}
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1))
 
 
 def build_bert() -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "vocab_size": 40}
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 40}
     return BertForSequenceClassification(BertConfig(**sizes, num_attention_heads=2))
 
 
@@ -276,7 +274,8 @@ def compare_transformers(name: str) -> Any:
     more = {"decoder_input_ids": words(4, 3)} if name == "t5" else {}
     everywhere = name in ("bert", "t5")
     prepare_pippy(model, example_kwargs=attended(4) | more, gather_output=everywhere)
-    for rows, length in [(4, 6), (3, 6), *([(4, 9)] if name == "llama" else [])]:
+    # Another number of rows is traced anew.
+    for rows, length in {"llama": [(3, 9)], "t5": [(4, 6)]}.get(name, [(3, 6)]):
         more = {"decoder_input_ids": words(rows, 3)} if name == "t5" else {}
         inputs = attended(rows, length) | more
         with torch.no_grad():
@@ -292,9 +291,9 @@ def compare_transformers(name: str) -> Any:
     return model.hf_split_points
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+@needs("transformers")
+@pytest.mark.parametrize("name", [long_run_param("gpt2"), "llama", "bert", "t5"])
 def test_transformers(ranks: RankServer, name: str) -> None:
-    pytest.importorskip("transformers")
     (point,) = same_on_all(ranks(2, compare_transformers, name, timeout=180))
     assert point
 

@@ -22,6 +22,11 @@ def is_installed(module: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
+def needs(module: str) -> pytest.MarkDecorator:
+    """Skip a test where ``module`` is not installed; unlike ``pytest.importorskip`` it is not imported."""
+    return pytest.mark.skipif(not is_installed(module), reason=f"{module} is not installed")
+
+
 def pretend_installed(monkeypatch: pytest.MonkeyPatch, is_there: Callable[[str], bool]) -> None:
     """Let a package be there only if it is installed and ``is_there(name)``."""
     real = packages.is_installed

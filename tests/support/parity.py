@@ -130,8 +130,8 @@ def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 @cache
-def plain(window: int, half: bool = False, steps: int = STEPS) -> Numbers:
+def plain(window: int, half: bool = False, steps: int = STEPS, blocks: int = 4) -> Numbers:
     """Losses, norms and weights of the loop without this package, on one process; not to be changed."""
-    model = decoder()
+    model = decoder(blocks=blocks)
     losses, norms = plainly(model, adamw(model), loader(steps=steps), loss_of, window, half)
     return losses, norms, {name: value.detach().clone() for name, value in model.state_dict().items()}
