@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.long_run import long_run_param
 from tests.support.ranks import RankServer
 from tests.support.sequences import RING, Jobs, same, shared_all
 from tests.support.torch_versions import is_torch
@@ -34,7 +35,7 @@ def test_two_processes_train_to_the_numbers_of_one(ranks: RankServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"cp_size": 2, "dp_shard_size": 2}, {"cp_size": 2, "dp_replicate_size": 2}]
+    "sizes", [long_run_param({"cp_size": 2, "dp_shard_size": 2}), {"cp_size": 2, "dp_replicate_size": 2}]
 )
 def test_two_pairs_train_to_the_numbers_of_one(ranks: RankServer, sizes: dict[str, Any]) -> None:
     jobs: Jobs = [("llama", sizes, 4, 2, True), ("plain", sizes, 2, 1, False)]

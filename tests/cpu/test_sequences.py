@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from tests.support.long_run import long_run_param
+from tests.support.long_run import LONG_RUN, long_run_param
 from tests.support.ranks import RankServer, same_on_all
 from tests.support.sequences import (
     IGNORED,
@@ -245,13 +245,8 @@ def test_outputs_and_gradients_are_those_of_one_process(ranks: RankServer, size:
 
 # Those whose attention is in modules that are split into stages; the loss is outside of the model.
 STAGED = (
-    "torch's layers",
-    "recomputed",
-    "both ways",
-    "padded before",
-    "filled up",
-    "documents",
-    "documents in windows",
+    *("recomputed", "padded before", "filled up", "documents"),
+    *(("torch's layers", "both ways", "documents in windows") if LONG_RUN else ()),
 )
 
 
@@ -396,12 +391,11 @@ def test_numbers_of_parts_are_those_of_the_whole(ranks: RankServer) -> None:
     """
     (alone,) = ranks(1, measured, {})
     assert alone["loss"][0] == alone["loss"][1]
-    for sizes, n in (
-        ({"cp_size": 2}, 2),
-        ({"sp_size": 2}, 2),
-        ({"cp_size": 2, "dp_shard_size": 2}, 4),
-        ({}, 2),
-    ):
+    layouts: list[tuple[dict[str, int], int]] = [
+        *(({"sp_size": 2}, 2), ({"cp_size": 2, "dp_shard_size": 2}, 4), ({}, 2)),
+        *([({"cp_size": 2}, 2)] if LONG_RUN else []),
+    ]
+    for sizes, n in layouts:
         found = same_on_all(ranks(n, measured, sizes))
         assert found["loss"] == pytest.approx(alone["loss"], abs=1e-6)
         for what in ("words", "numbers"):
@@ -699,7 +693,7 @@ def whole_in_stages(size: str) -> list[bool]:
     return found
 
 
-@BOTH
+@pytest.mark.parametrize("size", ["cp_size", long_run_param("sp_size")])
 def test_stages_take_whole_sequences_and_blocks(ranks: RankServer, size: str) -> None:
     assert ranks(4, whole_in_stages, size) == [[True, True]] * 4
 

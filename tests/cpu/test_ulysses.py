@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
+from tests.support.long_run import LONG_RUN
 from tests.support.ranks import RankServer
 from tests.support.sequences import Jobs, llama, same, shared_all, texts
 from tests.support.watchdog import speed_up_watchdog
@@ -28,6 +29,7 @@ def test_two_processes_train_to_the_numbers_of_one(ranks: RankServer) -> None:
     same(JOBS, ranks(2, shared_all, JOBS, timeout=100))
 
 
+@pytest.mark.skipif(not LONG_RUN, reason="law 7 has it in `make test`")
 def test_two_pairs_train_to_the_numbers_of_one(ranks: RankServer) -> None:
     jobs: Jobs = [("llama", {"sp_size": 2, "dp_shard_size": 2}, 4, 2, True)]
     same(jobs, ranks(4, shared_all, jobs, timeout=100))
