@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
 import tempfile
 from pathlib import Path
@@ -13,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.command import launch
-from tests.support.environment import ROOT
-from tests.support.long_run import long_run_param
+from tests.support.command import launch_variables
+from tests.support.long_run import LONG_RUN, long_run_param
 from tests.support.numbers import Numbers, close
+from tests.support.packages import needs
 from tests.support.ranks import RanksError, RankServer, same_on_all
 from tests.support.sharded_models import (
     INITIALIZERS,
@@ -73,23 +72,26 @@ def prepared(
 LAYERS: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}
 
 
-@pytest.mark.parametrize("window", [1, 4])
+OPTIONS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "layers": LAYERS,
+    "kept": {**LAYERS, "reshard_after_forward": False},
+    "size": {"auto_wrap_policy": "size_based_wrap", "min_num_params": 100},
+    "recomputed": {**LAYERS, "activation_checkpointing": True, "cpu_offload": True},
+}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("kind", "window"),
     [
-        {},
-        LAYERS,
-        {**LAYERS, "reshard_after_forward": False},
-        {"auto_wrap_policy": "size_based_wrap", "min_num_params": 100},
-        {**LAYERS, "activation_checkpointing": True, "cpu_offload": True},
+        *(("whole", 1), ("layers", 4), ("kept", 4), ("size", 1), ("recomputed", 1)),
+        *(long_run_param(*case) for case in (("whole", 4), ("layers", 1), ("kept", 1), ("size", 4))),
+        long_run_param("recomputed", 4),
     ],
-    ids=["whole", "layers", "kept", "size", "recomputed"],
 )
-def test_it_trains_to_the_numbers_of_one_process(
-    ranks: RankServer, options: dict[str, Any], window: int
-) -> None:
+def test_it_trains_to_the_numbers_of_one_process(ranks: RankServer, kind: str, window: int) -> None:
     """B7, F3: tied and frozen parameters, two groups, clipping by the true norm, accumulation."""
-    ours = same_on_all(ranks(2, prepared, options, window))
+    ours = same_on_all(ranks(2, prepared, OPTIONS[kind], window))
     close(ours, plain(window), 1e-5)
 
 
@@ -120,13 +122,13 @@ def train_with_overflow(assigned: bool) -> dict[str, Any]:
     accelerator = Accelerator(
         fsdp_plugin=FullyShardedDataParallelPlugin(**LAYERS),
         mixed_precision="fp16",
-        kwargs_handlers=[GradScalerKwargs(init_scale=2.0**24)],
+        kwargs_handlers=[GradScalerKwargs(init_scale=2.0**18)],
     )
     model = tiny()
     model, optimizer = accelerator.prepare(model, adamw(model))
     if assigned:
-        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
-    for words in batches(30):
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18)
+    for words in batches(10):
         loss = loss_of(model, share(words, accelerator.process_index, 2))
         accelerator.backward(loss)
         # One rank alone sees the overflow.
@@ -145,6 +147,7 @@ def train_with_overflow(assigned: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.skipif(not LONG_RUN, reason="law 7 has it in `make test`")
 def test_blocks_are_compiled_in_place(ranks: RankServer) -> None:
     """D9: names stay."""
     ours = same_on_all(ranks(2, prepared, LAYERS, 1, "no", "aot_eager", timeout=300))
@@ -247,21 +250,22 @@ def test_the_variables_of_a_launcher_ask_for_it(ranks: RankServer) -> None:
     assert same_on_all(ranks(2, by_launcher, env=written)) == ("fsdp", False, "FSDPBlock")
 
 
-SCRIPT = """
-import torch
-from accelerate import Accelerator
-from tests.support.sharded_models import adamw, batches, loss_of, share, tiny
-accelerator = Accelerator()
-model, optimizer = accelerator.prepare(*(lambda m: (m, adamw(m)))(tiny(accelerator.process_index)))
-for words in batches(3):
-    loss = loss_of(model, share(words, accelerator.process_index, 2))
-    accelerator.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-mean = accelerator.gather(loss.detach()).mean().item()
-told = accelerator.distributed_type.value, type(model.layers[0]).__name__, f"{mean:.4f}\\n"
-print(*told, end="", flush=True)
-"""
+def trained_as_told() -> tuple[str, str, float]:
+    """Three steps of what the environment asks for."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    model = tiny(accelerator.process_index)
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    for words in batches(3):
+        loss = loss_of(model, share(words, accelerator.process_index, 2))
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    mean = accelerator.gather(loss.detach()).mean().item()
+    return accelerator.distributed_type.value, type(model.layers[0]).__name__, mean
+
+
 FILE = """
 distributed_type: FSDP
 use_cpu: true
@@ -274,8 +278,8 @@ fsdp_config:
 
 
 @pytest.mark.parametrize("how", ["flags", long_run_param("file")])
-def test_a_launch_by_flags_or_by_a_file_shards(tmp_path: Path, how: str) -> None:
-    """F3: on the CPU too, and never by another strategy."""
+def test_a_launch_by_flags_or_by_a_file_shards(ranks: RankServer, tmp_path: Path, how: str) -> None:
+    """F3: on the CPU too, and never by another strategy. Ranks train with its variables."""
     model = tiny()
     optimizer = adamw(model)
     for words in batches(3):
@@ -289,10 +293,9 @@ def test_a_launch_by_flags_or_by_a_file_shards(tmp_path: Path, how: str) -> None
         "flags": ("--cpu", "-n", "2", "--use_fsdp", "--fsdp_version", "2", wrap),
         "file": ("--config_file", f"{tmp_path}/config.yaml"),
     }
-    env = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
-    result = launch(*flags[how], script_text=SCRIPT, env=env)
-    assert result.returncode == 0, result.output
-    assert result.stdout.splitlines() == [f"FSDP FSDPBlock {loss.item():.4f}"] * 2
+    for kind, block, mean in ranks(2, trained_as_told, env=launch_variables(*flags[how])):
+        assert (kind, block) == ("FSDP", "FSDPBlock")
+        assert mean == pytest.approx(loss.item(), abs=1e-4)
 
 
 # --- loading
@@ -558,9 +561,9 @@ def train_pretrained(case: str) -> tuple[int, bool, float]:
     return blocks, model.lm_head.weight is model.model.embed_tokens.weight, loss.item()
 
 
-@pytest.mark.parametrize("case", ["no", "bf16"])
+@needs("transformers")
+@pytest.mark.parametrize("case", ["no", long_run_param("bf16")])
 def test_a_model_of_transformers_names_its_layers_itself(ranks: RankServer, case: str) -> None:
-    pytest.importorskip("transformers")
     blocks, tied, loss = same_on_all(ranks(2, train_pretrained, case, timeout=120))
     assert (blocks, tied) == (2, True)
     assert loss < 3.4
@@ -604,9 +607,9 @@ def trainer(asked: bool, folder: str) -> tuple[str, float]:
     return ours.accelerator.strategy.name, loss
 
 
+@needs("transformers")
 def test_the_trainer_of_transformers_shards_when_it_is_asked_to(ranks: RankServer, tmp_path: Path) -> None:
     """F3: it does not train by replicas without a word; the loss is theirs."""
-    pytest.importorskip("transformers")
     home = {"TMPDIR": str(tmp_path)}
     sharded = ranks(2, trainer, True, str(tmp_path / "out"), timeout=120, env=home)
     replicated = ranks(2, trainer, False, str(tmp_path / "out"), timeout=120, env=home)
@@ -666,7 +669,7 @@ def sharded_by_the_program(replaced: bool, precision: str) -> tuple[Numbers, int
         public.fsdp2_prepare_model = own
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", [long_run_param("no"), "bf16"])
 def test_a_program_that_replaces_the_sharding_shards_itself(ranks: RankServer, precision: str) -> None:
     """Axolotl replaces the function that ``Accelerator`` calls; it trains to the same numbers."""
     (theirs, calls), _ = ranks(2, sharded_by_the_program, True, precision)
@@ -715,3 +718,25 @@ def test_a_program_that_shards_beside_plain_data_parallelism(ranks: RankServer) 
     assert losses == pytest.approx(plain(1)[0], abs=1e-5)
     assert "cannot be replicated: it is sharded over all processes" in errors[0]
     assert "--use_fsdp" in errors[0]
+
+
+def unwrapped() -> None:
+    """Under version 1, whose class is around the model."""
+    from peft import LoraConfig, get_peft_model
+
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import extract_model_from_parallel, is_peft_model
+
+    inner = get_peft_model(tiny(), LoraConfig(target_modules=["up"]))
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1, **LAYERS))
+    model, _ = accelerator.prepare(inner, adamw(inner))
+    assert model is not inner
+    assert is_peft_model(model)
+    assert extract_model_from_parallel(model) is accelerator.unwrap_model(model) is inner
+    assert extract_model_from_parallel(nn.ModuleList([model]), recursive=True)[0] is inner
+
+
+@needs("peft")
+def test_the_module_inside_is_found_without_an_accelerator(ranks: RankServer) -> None:
+    """trl asks ``is_peft_model`` of the wrapped model, and took it for one without adapters."""
+    ranks(2, unwrapped)

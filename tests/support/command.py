@@ -259,7 +259,7 @@ def launch_variables(*args: str, **options: Any) -> dict[str, str | None]:
     assert "no effect" not in result.stderr
     first, *others = (json.loads(line[line.index("{") :]) for line in result.stdout.splitlines())
     folder_of_launch = "ACCELERATE_STOP_FOLDER"  # it is gone
-    names = {name for name in first if name.startswith("ACCELERATE_")} - {MARK, folder_of_launch}
+    names = {name for name in first if name.startswith(("ACCELERATE_", "FSDP_"))} - {MARK, folder_of_launch}
     return {name: first[name] for name in names} | ({} if others else {n: first.get(n) for n in NO_LAUNCHER})
 
 
