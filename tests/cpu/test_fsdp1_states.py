@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.cpu.test_sharded_checkpoints import MODEL, OPTIMIZER, Net, step
+from tests.support.long_run import long_run_param
 from tests.support.ranks import RanksError, RankServer, same_on_all
 from tests.support.sharded_jobs import load_wrong, refuses_wrong_states
 from tests.support.sharded_models import Tiny, adamw, batches, loss_of, tiny
@@ -144,7 +145,7 @@ def resume_training(flat: bool, kind: str, folder: str) -> dict[str, torch.Tenso
     return accelerator.strategy.model_state(model)
 
 
-@pytest.mark.parametrize(("flat", "kind"), [(False, "adamw"), (False, "sgd"), (True, "adamw")])
+@pytest.mark.parametrize(("flat", "kind"), [long_run_param(False, "adamw"), (False, "sgd"), (True, "adamw")])
 def test_whole_states_go_to_one_process_and_back(
     ranks: RankServer, tmp_path: Path, flat: bool, kind: str
 ) -> None:

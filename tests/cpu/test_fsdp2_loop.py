@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.long_run import long_run_param
 from tests.support.numbers import same
 from tests.support.ranks import RankServer, same_on_all
 from tests.support.sharded_jobs import LENGTHS, gradients, in_windows, train_two, trained_two, weigh, weighed
 from tests.support.sharded_models import adamw, batches, loss_of, share, tiny, whole
 
 LAYERS: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}
+WHOLE: dict[str, Any] = {"auto_wrap_policy": "no_wrap"}
 
 
 def accelerator_of(window: int = 1, **options: Any) -> Any:
@@ -31,8 +33,18 @@ def weighted(lengths: list[int], window: int) -> dict[str, torch.Tensor]:
     return gradients(model)
 
 
-@pytest.mark.parametrize("window", [1, 2, 4])
-@pytest.mark.parametrize("lengths", [LENGTHS, [0, 0, 2, 5, 6, 1, 0, 4], [2, 5, 0, 0, 6, 1, 3, 0]])
+UNEVEN = ([0, 0, 2, 5, 6, 1, 0, 4], [2, 5, 0, 0, 6, 1, 3, 0])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window"),
+    [
+        *((LENGTHS, 1), (UNEVEN[0], 4), (UNEVEN[1], 2)),
+        *(long_run_param(LENGTHS, window) for window in (2, 4)),
+        *(long_run_param(UNEVEN[0], window) for window in (1, 2)),
+        *(long_run_param(UNEVEN[1], window) for window in (1, 4)),
+    ],
+)
 def test_gradients_weighted_by_items_are_those_of_one_batch(
     ranks: RankServer, lengths: list[int], window: int
 ) -> None:
@@ -208,8 +220,13 @@ def hooked(options: dict[str, Any], after: str) -> list[tuple[dict[str, torch.Te
     return numbers
 
 
-@pytest.mark.parametrize("after", ["", "evaluation", "training"])
-@pytest.mark.parametrize("options", [{}, {"auto_wrap_policy": "no_wrap"}])
+@pytest.mark.parametrize(
+    ("options", "after"),
+    [
+        *(({}, ""), ({}, "training"), (WHOLE, "evaluation")),
+        *(long_run_param(*case) for case in (({}, "evaluation"), (WHOLE, ""), (WHOLE, "training"))),
+    ],
+)
 def test_hooks_of_parameters_are_called_after_sharding(
     ranks: RankServer, options: dict[str, Any], after: str
 ) -> None:
@@ -302,8 +319,13 @@ def evaluate_in_between(options: dict[str, Any]) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize(
+    ("version", "strategy"),
+    [
+        *((1, "SHARD_GRAD_OP"), (2, "FULL_SHARD")),
+        *(long_run_param(*case) for case in ((1, "FULL_SHARD"), (2, "SHARD_GRAD_OP"))),
+    ],
+)
 def test_values_written_after_an_evaluation_count(ranks: RankServer, version: int, strategy: str) -> None:
     """torch keeps unsharded values after a forward; without a backward it took them for the newest."""
     options = {"fsdp_version": version, "sharding_strategy": strategy}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.long_run import long_run_param
 from tests.support.ranks import RankServer, same_on_all
 from tests.support.scripts import run_to_exit
 from tests.support.sharded_models import adamw, batches, loss_of, tiny
@@ -49,8 +50,13 @@ def alone(call: str, others: str, folder: str, options: dict[str, Any]) -> None:
         accelerator.wait_for_everyone()
 
 
-@pytest.mark.parametrize("others", ["train", "wait"])
-@pytest.mark.parametrize("call", ["state", "save", "gather"])
+@pytest.mark.parametrize(
+    ("call", "others"),
+    [
+        *(("state", "train"), ("save", "wait"), ("gather", "train")),
+        *(long_run_param(*case) for case in (("state", "wait"), ("save", "train"), ("gather", "wait"))),
+    ],
+)
 def test_a_call_of_one_rank_alone_is_an_error_on_all(
     ranks: RankServer, tmp_path: Path, call: str, others: str
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.cpu.test_fsdp2 import prepared
+from tests.support.long_run import long_run_param
 from tests.support.numbers import close
 from tests.support.ranks import RanksError, RankServer, same_on_all
 from tests.support.sharded_models import adamw, batches, loss_of, plain, share, tiny, whole
@@ -23,7 +24,7 @@ HYBRID: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("window", [1, long_run_param(4)])
 def test_hsdp_replicas_train_to_the_numbers_of_one_process(ranks: RankServer, window: int) -> None:
     """B7: two copies of two shards; the norm counts every element once."""
     close(same_on_all(ranks(4, prepared, HYBRID, window)), plain(window), 1e-5)

@@ -14,19 +14,22 @@ import torch
 
 from tests.support.estimates import estimate_memory
 from tests.support.long_run import long_run_param
+from tests.support.packages import needs
 from tests.support.ranks import RankServer
 
 # What the rank server imports once for this module.
 PRELOAD = ("transformers.models.llama.modeling_llama",)
 
-pytest.importorskip("transformers")
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+pytestmark = [
+    needs("transformers"),
+    pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc"),
+]
 BATCH, LENGTH = 2, 32
 SIZES: dict[str, Any] = {
     "vocab_size": 4096,
     "hidden_size": 768,
     "intermediate_size": 2064,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
