@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 from accelerate import Accelerator
 from tests.support.ranks import RankServer
 
+# What the rank server imports once for this module.
+PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.utils")
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 
 

@@ -15,10 +15,13 @@ from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.core.errors import SettingError
 from accelerate.state import AcceleratorState
 from tests.support.engine import EnginePlugin, FakeEngineStrategy, unchecked_accelerator
+from tests.support.long_run import long_run_param
 from tests.support.ranks import RankServer, same_on_all
 from tests.support.strategies import added_strategy, strategy_names, xla_over_gloo
 from tests.support.worlds import fake_world
 
+# What the rank server imports once for this module.
+PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.utils")
 # Held to these laws by what they need: tests/cpu/test_megatron.py, and tests/xla on PyTorch/XLA.
 OWN = {"megatron", "xla_spmd"}
 BUILT = [name for name in strategy_names() if name not in OWN]
@@ -128,7 +131,7 @@ def trained(name: str, window: int, folder: str) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("window", [long_run_param(1), 3])
 @pytest.mark.parametrize("name", [*BUILT, "engine"])
 def test_a_strategy_keeps_the_laws(ranks: RankServer, tmp_path: Path, name: str, window: int) -> None:
     """Same numbers as the plain loop, a pure plan, the user's module and names back, a whole checkpoint."""
