@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.long_run import long_run_param
 from tests.support.ranks import RankServer, same_on_all
 
 
@@ -90,7 +91,7 @@ def every_way(precision: str) -> list[dict[str, Any]]:
     return [trained(precision, how) for how in ("no", "whole", "regional")]
 
 
-@pytest.mark.parametrize(("size", "precision"), [(1, "no"), (1, "bf16"), (2, "bf16")])
+@pytest.mark.parametrize(("size", "precision"), [(1, "no"), long_run_param(1, "bf16"), (2, "bf16")])
 def test_a_compiled_model_trains_as_it_is(ranks: RankServer, size: int, precision: str) -> None:
     """D9: canonical names, nothing to unwrap; one graph for the whole model, also under autocast."""
     plain, *others = same_on_all(ranks(size, every_way, precision))

@@ -10,11 +10,15 @@ import torch
 
 from tests.laws.test_7_parity import accelerator_of, loop, whole
 from tests.support import transformer_engine
-from tests.support.long_run import long_run_param
+from tests.support.long_run import LONG_RUN, long_run_param
 from tests.support.numbers import same
 from tests.support.parity import ROWS, adamw, decoder, loader, loss_of, plain
 from tests.support.ranks import RankServer
 
+# What the rank server imports once for this module.
+PRELOAD = ("torchao.float8",)
+
+STEPS, MIDDLE = (8, 4) if LONG_RUN else (4, 2)
 PROCESSES = {"one process": 1, "layers x shards": 4}
 WAYS = [
     *((way, "tensorwise") for way in ("copies", "shards", "shards, version 1")),
@@ -23,13 +27,13 @@ WAYS = [
 ]
 
 
-def prepared(way: str, recipe: str, seed: int, **options: Any) -> tuple[Any, Any, Any, Any]:
+def prepared(way: str, recipe: str, seed: int, blocks: int = 4, **options: Any) -> tuple[Any, Any, Any, Any]:
     from accelerate.utils import AORecipeKwargs
 
     handlers = [AORecipeKwargs(recipe_name=recipe)]  # type: ignore[arg-type]
     accelerator = accelerator_of(way, mixed_precision="fp8", kwargs_handlers=handlers, **options)
-    model = decoder(seed)
-    batches = loader(ROWS // accelerator.strategy.data_shard.count)
+    model = decoder(seed, blocks)
+    batches = loader(ROWS // accelerator.strategy.data_shard.count, steps=STEPS)
     return accelerator, *accelerator.prepare(model, adamw(model), batches)
 
 
@@ -41,7 +45,7 @@ def train(way: str, recipe: str, folder: str) -> tuple[list[float], dict[str, to
     accelerator, model, optimizer, batches = prepared(way, recipe, rank)
 
     def save(number: int) -> None:
-        if number == 4:
+        if number == MIDDLE:
             accelerator.save_state(folder)
 
     losses, _ = loop(accelerator, model, optimizer, batches, save)
@@ -53,7 +57,7 @@ def train(way: str, recipe: str, folder: str) -> tuple[list[float], dict[str, to
 def resume(way: str, recipe: str, folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     accelerator, model, optimizer, batches = prepared(way, recipe, 5)
     accelerator.load_state(folder)
-    losses, _ = loop(accelerator, model, optimizer, accelerator.skip_first_batches(batches, 4))
+    losses, _ = loop(accelerator, model, optimizer, accelerator.skip_first_batches(batches, MIDDLE))
     return losses, whole(accelerator, model)
 
 
@@ -70,7 +74,7 @@ def test_it_trains_as_bf16_does_and_goes_on(ranks: RankServer, tmp_path: Path, w
     outcomes = ranks(count, train_and_resume, way, recipe, folder, timeout=110)
     results, (rest, end) = [trained for trained, _ in outcomes], outcomes[0][1]
     losses, weights, classes = results[0]
-    theirs = plain(1, half=True)[0]
+    theirs = plain(1, half=True, steps=STEPS)[0]
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(theirs), rtol=2e-2, atol=2e-2)
     assert losses != theirs
     assert all(result[0] == pytest.approx(losses, abs=1e-6) for result in results)
@@ -78,7 +82,7 @@ def test_it_trains_as_bf16_does_and_goes_on(ranks: RankServer, tmp_path: Path, w
     gathers = way == "shards" and recipe == "tensorwise"
     assert (classes == {"WeightWithDynamicFloat8CastTensor"}) == gathers
     assert {type(value) for value in weights.values()} == {torch.Tensor}
-    assert rest == pytest.approx(losses[4:], abs=1e-5)
+    assert rest == pytest.approx(losses[MIDDLE:], abs=1e-5)
     same(end, weights, 1e-5)
 
 
@@ -87,7 +91,7 @@ def test_shards_in_8_bits_are_read_by_one_process(ranks: RankServer, tmp_path: P
     folder = str(tmp_path / "middle")
     losses = ranks(2, train, "shards", "tensorwise", folder, timeout=110)[0][0]
     rest, _ = ranks(1, resume, "one process", "tensorwise", folder, timeout=110)[0]
-    torch.testing.assert_close(torch.tensor(rest), torch.tensor(losses[4:]), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(torch.tensor(rest), torch.tensor(losses[MIDDLE:]), rtol=2e-2, atol=2e-2)
 
 
 def all_reduces(folder: str) -> dict[str, list[int]]:
@@ -97,7 +101,7 @@ def all_reduces(folder: str) -> dict[str, list[int]]:
     def count(mode: CommDebugMode) -> int:
         return sum(n for kind, n in mode.get_comm_counts().items() if "all_reduce" in str(kind))
 
-    accelerator, model, optimizer, batches = prepared("shards", "tensorwise", 0)
+    accelerator, model, optimizer, batches = prepared("shards", "tensorwise", 0, blocks=2)
     counts: dict[str, list[int]] = {"forward": [], "step": []}
     first = model.get_parameter("layers.0.up.weight")
     for number, batch in zip(range(3), batches, strict=False):
@@ -122,7 +126,7 @@ def test_the_scales_of_gathered_weights_take_one_all_reduce_a_step(ranks: RankSe
     """Computed after the step; weights that were written otherwise since are scaled in the forward."""
     for counts in ranks(2, all_reduces, str(tmp_path / "middle")):
         layers = counts["forward"][0]
-        assert layers > 20
+        assert layers > 10
         assert counts == {"forward": [layers, 0, layers], "step": [1, 1, 1]}
 
 
@@ -134,7 +138,7 @@ def compiled_losses(way: str, recipe: str, regional: bool) -> tuple[list[float],
     losses = []
     for backend in ("no", "aot_eager"):
         plugin = TorchDynamoPlugin(backend=backend, use_regional_compilation=regional)
-        accelerator, model, optimizer, batches = prepared(way, recipe, 0, dynamo_plugin=plugin)
+        accelerator, model, optimizer, batches = prepared(way, recipe, 0, blocks=2, dynamo_plugin=plugin)
         rows = [batch for batch, _ in zip(batches, range(3), strict=False)]
         losses.append(loop(accelerator, model, optimizer, rows)[0])
     return losses[0], losses[1]
@@ -164,7 +168,8 @@ def train_by_te(way: str) -> list[float]:
         transformer_engine.install(monkeypatch)
         AcceleratorState._reset_state(True)
         accelerator = accelerator_of(way, mixed_precision="fp8", kwargs_handlers=[TERecipeKwargs()])
-        model, batches = decoder(0), loader(ROWS // accelerator.strategy.data_shard.count)
+        rows = ROWS // accelerator.strategy.data_shard.count
+        model, batches = decoder(0), loader(rows, steps=STEPS)
         losses, _ = loop(accelerator, *accelerator.prepare(model, adamw(model), batches))
         return losses
 
@@ -173,7 +178,7 @@ def train_by_te(way: str) -> list[float]:
 def test_transformer_engine_trains_as_bf16_does(ranks: RankServer, way: str) -> None:
     """With a fake of the library."""
     losses, others = ranks(2, train_by_te, way)
-    theirs = plain(1, half=True)[0]
+    theirs = plain(1, half=True, steps=STEPS)[0]
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(theirs), rtol=3e-2, atol=3e-2)
     assert losses != theirs
     assert others == losses
