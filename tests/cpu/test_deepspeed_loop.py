@@ -238,7 +238,7 @@ def resume_in_windows(folder: str) -> list[str]:
     """The kinds whose resumed runs end elsewhere than the run that was not interrupted."""
     wrong = []
     for place, (kind, (config, precision)) in enumerate(IN_WINDOWS.items()):
-        saves = (1, 2, 4, 5) if LONG_RUN else (2, 4)[place % 2 :][:1]
+        saves = (1, 2, 4, 5) if LONG_RUN else ((2, 4)[place % 2],)
         whole = train_from(Path(folder, kind), config, precision, 0, saves)
         for begin in saves:
             resumed = train_from(Path(folder, kind), config, precision, begin, saves)

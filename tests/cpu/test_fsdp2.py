@@ -83,11 +83,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("kind", "window"),
-    [
-        *(("whole", 1), ("layers", 4), ("kept", 4), ("size", 1), ("recomputed", 1)),
-        *(long_run_param(*case) for case in (("whole", 4), ("layers", 1), ("kept", 1), ("size", 4))),
-        long_run_param("recomputed", 4),
-    ],
+    pairs([("whole", 1), ("layers", 4), ("kept", 4), ("size", 1), ("recomputed", 1)], OPTIONS, (1, 4)),
 )
 def test_it_trains_to_the_numbers_of_one_process(ranks: RankServer, kind: str, window: int) -> None:
     """B7, F3: tied and frozen parameters, two groups, clipping by the true norm, accumulation."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.long_run import long_run_param
+from tests.support.long_run import pairs
 from tests.support.numbers import same
 from tests.support.ranks import RankServer, same_on_all
 from tests.support.sharded_jobs import LENGTHS, gradients, in_windows, train_two, trained_two, weigh, weighed
@@ -38,12 +38,7 @@ UNEVEN = ([0, 0, 2, 5, 6, 1, 0, 4], [2, 5, 0, 0, 6, 1, 3, 0])
 
 @pytest.mark.parametrize(
     ("lengths", "window"),
-    [
-        *((LENGTHS, 1), (UNEVEN[0], 4), (UNEVEN[1], 2)),
-        *(long_run_param(LENGTHS, window) for window in (2, 4)),
-        *(long_run_param(UNEVEN[0], window) for window in (1, 2)),
-        *(long_run_param(UNEVEN[1], window) for window in (1, 4)),
-    ],
+    pairs([(LENGTHS, 1), (UNEVEN[0], 4), (UNEVEN[1], 2)], (LENGTHS, *UNEVEN), (1, 2, 4)),
 )
 def test_gradients_weighted_by_items_are_those_of_one_batch(
     ranks: RankServer, lengths: list[int], window: int
@@ -222,10 +217,7 @@ def hooked(options: dict[str, Any], after: str) -> list[tuple[dict[str, torch.Te
 
 @pytest.mark.parametrize(
     ("options", "after"),
-    [
-        *(({}, ""), ({}, "training"), (WHOLE, "evaluation")),
-        *(long_run_param(*case) for case in (({}, "evaluation"), (WHOLE, ""), (WHOLE, "training"))),
-    ],
+    pairs([({}, ""), ({}, "training"), (WHOLE, "evaluation")], ({}, WHOLE), ("", "evaluation", "training")),
 )
 def test_hooks_of_parameters_are_called_after_sharding(
     ranks: RankServer, options: dict[str, Any], after: str
@@ -321,10 +313,7 @@ def evaluate_in_between(options: dict[str, Any]) -> list[float]:
 
 @pytest.mark.parametrize(
     ("version", "strategy"),
-    [
-        *((1, "SHARD_GRAD_OP"), (2, "FULL_SHARD")),
-        *(long_run_param(*case) for case in ((1, "FULL_SHARD"), (2, "SHARD_GRAD_OP"))),
-    ],
+    pairs([(1, "SHARD_GRAD_OP"), (2, "FULL_SHARD")], (1, 2), ("FULL_SHARD", "SHARD_GRAD_OP")),
 )
 def test_values_written_after_an_evaluation_count(ranks: RankServer, version: int, strategy: str) -> None:
     """torch keeps unsharded values after a forward; without a backward it took them for the newest."""
