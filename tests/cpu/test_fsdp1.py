@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.support.long_run import long_run_param, pairs
+from tests.support.long_run import long_run_param, select_cases
 from tests.support.numbers import Numbers, close, same
 from tests.support.ranks import RanksError, RankServer, same_on_all
 from tests.support.sharded_jobs import LENGTHS, in_windows, train_two, trained_two, weigh, weighed
@@ -93,7 +94,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 WINDOWS = [("whole", 1), ("layers", 4), ("grads", 4), ("copies", 1), ("size", 1), ("recomputed", 1)]
 
 
-@pytest.mark.parametrize(("kind", "window"), pairs(WINDOWS, OPTIONS, (1, 4)))
+@pytest.mark.parametrize(("kind", "window"), select_cases(product(OPTIONS, (1, 4)), WINDOWS))
 def test_it_trains_to_the_numbers_of_one_process(ranks: RankServer, kind: str, window: int) -> None:
     """B7, F3: tied and frozen parameters, two groups, clipping by the true norm, accumulation."""
     ours, _ = same_on_all(ranks(2, trained, OPTIONS[kind], window))

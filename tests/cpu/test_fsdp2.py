@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from tests.support.command import launch_variables
-from tests.support.long_run import LONG_RUN, long_run_param
+from tests.support.long_run import LONG_RUN, long_run_param, select_cases
 from tests.support.numbers import Numbers, close
 from tests.support.packages import needs
 from tests.support.ranks import RanksError, RankServer, same_on_all
@@ -83,7 +84,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("kind", "window"),
-    pairs([("whole", 1), ("layers", 4), ("kept", 4), ("size", 1), ("recomputed", 1)], OPTIONS, (1, 4)),
+    select_cases(
+        product(OPTIONS, (1, 4)), [("whole", 1), ("layers", 4), ("kept", 4), ("size", 1), ("recomputed", 1)]
+    ),
 )
 def test_it_trains_to_the_numbers_of_one_process(ranks: RankServer, kind: str, window: int) -> None:
     """B7, F3: tied and frozen parameters, two groups, clipping by the true norm, accumulation."""
@@ -736,3 +739,32 @@ def unwrapped() -> None:
 def test_the_module_inside_is_found_without_an_accelerator(ranks: RankServer) -> None:
     """trl asks ``is_peft_model`` of the wrapped model, and took it for one without adapters."""
     ranks(2, unwrapped)
+
+
+def adapter_names() -> tuple[list[str], list[str], list[str]]:
+    """Names of adapters: in a plain model, and in the state of a wrapped one, by both of its modules."""
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    inner = get_peft_model(tiny(), LoraConfig(target_modules=["up"]))
+    names = [*get_peft_model_state_dict(inner)]
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1, **LAYERS))
+    model, _ = accelerator.prepare(inner, adamw(inner))
+    state = accelerator.get_state_dict(model)
+    modules = {name for name, _ in model.named_modules()}
+    assert modules == {name for name, _ in accelerator.unwrap_model(model).named_modules()}
+    assert all(model.get_submodule(name) is not None for name in modules)
+    parameters = [name for name, _ in model.named_parameters()]
+    assert len(parameters) == len({*parameters})
+    assert not [name for name in (*modules, *parameters) if "_fsdp_wrapped_module" in name]
+    saved = [*get_peft_model_state_dict(accelerator.unwrap_model(model), state_dict=state)]
+    return names, saved, [*get_peft_model_state_dict(model, state_dict=state)]
+
+
+@needs("peft")
+def test_names_are_those_of_the_user(ranks: RankServer) -> None:
+    """peft chooses adapters by names of modules: those of torch's wrapper gave a file without weights."""
+    names, saved, of_wrapped = ranks(2, adapter_names)[0]  # rank 0 has the state
+    assert names
+    assert saved == of_wrapped == names

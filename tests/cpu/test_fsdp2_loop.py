@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.long_run import pairs
+from tests.support.long_run import select_cases
 from tests.support.numbers import same
 from tests.support.ranks import RankServer, same_on_all
 from tests.support.sharded_jobs import LENGTHS, gradients, in_windows, train_two, trained_two, weigh, weighed
@@ -38,7 +39,7 @@ UNEVEN = ([0, 0, 2, 5, 6, 1, 0, 4], [2, 5, 0, 0, 6, 1, 3, 0])
 
 @pytest.mark.parametrize(
     ("lengths", "window"),
-    pairs([(LENGTHS, 1), (UNEVEN[0], 4), (UNEVEN[1], 2)], (LENGTHS, *UNEVEN), (1, 2, 4)),
+    select_cases(product((LENGTHS, *UNEVEN), (1, 2, 4)), [(LENGTHS, 1), (UNEVEN[0], 4), (UNEVEN[1], 2)]),
 )
 def test_gradients_weighted_by_items_are_those_of_one_batch(
     ranks: RankServer, lengths: list[int], window: int
@@ -217,7 +218,10 @@ def hooked(options: dict[str, Any], after: str) -> list[tuple[dict[str, torch.Te
 
 @pytest.mark.parametrize(
     ("options", "after"),
-    pairs([({}, ""), ({}, "training"), (WHOLE, "evaluation")], ({}, WHOLE), ("", "evaluation", "training")),
+    select_cases(
+        product(({}, WHOLE), ("", "evaluation", "training")),
+        [({}, ""), ({}, "training"), (WHOLE, "evaluation")],
+    ),
 )
 def test_hooks_of_parameters_are_called_after_sharding(
     ranks: RankServer, options: dict[str, Any], after: str
@@ -313,7 +317,7 @@ def evaluate_in_between(options: dict[str, Any]) -> list[float]:
 
 @pytest.mark.parametrize(
     ("version", "strategy"),
-    pairs([(1, "SHARD_GRAD_OP"), (2, "FULL_SHARD")], (1, 2), ("FULL_SHARD", "SHARD_GRAD_OP")),
+    select_cases(product((1, 2), ("FULL_SHARD", "SHARD_GRAD_OP")), [(1, "SHARD_GRAD_OP"), (2, "FULL_SHARD")]),
 )
 def test_values_written_after_an_evaluation_count(ranks: RankServer, version: int, strategy: str) -> None:
     """torch keeps unsharded values after a forward; without a backward it took them for the newest."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.long_run import pairs
+from tests.support.long_run import select_cases
 from tests.support.ranks import RankServer, same_on_all
 from tests.support.scripts import run_to_exit
 from tests.support.sharded_models import adamw, batches, loss_of, tiny
@@ -52,10 +53,9 @@ def alone(call: str, others: str, folder: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("call", "others"),
-    pairs(
+    select_cases(
+        product(("state", "save", "gather"), ("train", "wait")),
         [("state", "train"), ("save", "wait"), ("gather", "train")],
-        ("state", "save", "gather"),
-        ("train", "wait"),
     ),
 )
 def test_a_call_of_one_rank_alone_is_an_error_on_all(

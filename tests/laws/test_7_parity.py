@@ -71,7 +71,6 @@ WAYS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 # Two dimensions of a mesh that the default run trains in the files of one of them (tests/README.md).
 IN_LONG_RUN = {
-    *("layers x shards", "sequences, keys x shards", "sequences, heads x shards"),
     *("sequences, keys x layers", "sequences, heads x layers"),
     *("stages x sequences, keys", "stages x sequences, heads"),
 }

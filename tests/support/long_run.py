@@ -33,5 +33,5 @@ def long_run_param(*values: Any) -> Any:
 def select_cases(every: Iterable[tuple[Any, ...]], default: Collection[tuple[Any, ...]]) -> list[Any]:
     """Return cases for ``pytest.mark.parametrize``, of which the default run skips all but ``default``."""
     cases = list(every)
-    assert set(default) <= set(cases), set(default) - set(cases)
+    assert not (unknown := [case for case in default if case not in cases]), unknown
     return [case if case in default else long_run_param(*case) for case in cases]
