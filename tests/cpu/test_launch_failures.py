@@ -6,10 +6,13 @@ import re
 import signal
 import sys
 import time
+import traceback
+from pathlib import Path
 
 import pytest
 
-from accelerate.core.errors import nearest, trim_traceback
+from accelerate.core.errors import SettingError, nearest, trim_traceback
+from accelerate.utils import PreemptionKwargs
 from tests.support.command import Running, launch, start
 from tests.support.long_run import long_run_param
 
@@ -109,6 +112,11 @@ def test_an_error_of_the_package_ends_at_the_line_of_the_script() -> None:
     with pytest.raises(TypeError) as fault:
         nearest("x", None)  # type: ignore[arg-type]
     assert trim_traceback(fault.value, fault.tb) is fault.tb
+    with pytest.raises(SettingError) as refused:
+        PreemptionKwargs(signals=())  # in a constructor that a dataclass has generated
+    trimmed = trim_traceback(refused.value, refused.tb)
+    assert trimmed is not None
+    assert [Path(frame.filename) for frame in traceback.extract_tb(trimmed)] == [Path(__file__)]
 
 
 def test_the_error_is_the_one_that_python_prints() -> None:
@@ -129,6 +137,8 @@ def test_the_error_is_the_one_that_python_prints() -> None:
 
 FIRST_FAILS = """
 import time
+import traceback
+from pathlib import Path
 from accelerate import PartialState
 state = PartialState(cpu=True)
 

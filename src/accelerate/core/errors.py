@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 UNKNOWN_RANK = -1
@@ -227,11 +227,17 @@ def trim_traceback(error: BaseException, trace: TracebackType | None) -> Traceba
     while trace is not None:
         kept.append(trace)
         trace = trace.tb_next
-    while kept and kept[-1].tb_frame.f_code.co_filename.startswith(_PACKAGE_FOLDER):
+    while kept and _is_of_package(kept[-1].tb_frame):
         kept.pop()
     for each in reversed(kept):
         trace = type(each)(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return trace
+
+
+def _is_of_package(frame: FrameType) -> bool:
+    # The constructors that dataclasses generate have no file.
+    name = str(frame.f_globals.get("__name__"))
+    return frame.f_code.co_filename.startswith(_PACKAGE_FOLDER) or name.startswith("accelerate.")
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
