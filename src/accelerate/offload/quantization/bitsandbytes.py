@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -42,6 +43,8 @@ _STATE_4BIT = "quant_state.bitsandbytes__"
 _BLOCK, _NESTED_BLOCK = 64, 256
 # The weights that are quantized together on the CPU, whose kernels need several times their memory.
 _CPU_PIECE = 2**18
+# The layers that have a hook of ``accept_saved_states``.
+_loadable_layers: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass
@@ -280,16 +283,15 @@ def accept_saved_states(model: nn.Module) -> None:
     """
     library = _import_bitsandbytes().nn
     for module in model.modules():
-        load = (
-            _load_scales_4bit
-            if isinstance(module, library.Linear4bit)
-            else _find_scales_8bit
-            if isinstance(module, library.Linear8bitLt)
-            else None
-        )
-        hooks = module._load_state_dict_pre_hooks.values()
-        if load is not None and all(getattr(each, "hook", each) is not load for each in hooks):
-            module.register_load_state_dict_pre_hook(load)
+        if module in _loadable_layers:
+            continue
+        if isinstance(module, library.Linear4bit):
+            module.register_load_state_dict_pre_hook(_load_scales_4bit)
+        elif isinstance(module, library.Linear8bitLt):
+            module.register_load_state_dict_pre_hook(_find_scales_8bit)
+        else:
+            continue
+        _loadable_layers.add(module)
 
 
 def _load_scales_4bit(

@@ -124,24 +124,18 @@ def plan_layout(model: nn.Module, plugin: FullyShardedDataParallelPlugin, precis
     policy = plugin.mixed_precision_policy or precision
     compute = policy.param_dtype if policy else None
     is_half = compute is not None and compute.itemsize == 2
-    norms = (
-        [part for part in model.modules() if part not in ignored and _is_batch_norm(part)] if is_half else []
-    )
-    norms = _drop_sharing_units(model, [part for part in norms if part is not model])
+    norms: list[nn.Module] = []
+    for part in model.modules() if is_half else ():
+        mean, weights = getattr(part, "running_mean", None), part._parameters.values()
+        is_inside = part is not model and part not in ignored
+        has_float32 = isinstance(mean, torch.Tensor) and mean.dtype == torch.float32
+        if is_inside and has_float32 and any(each is not None for each in weights):
+            norms.append(part)
+    norms = _drop_sharing_units(model, norms) if norms else norms
     whole = {parameter for module in ignored for parameter in module.parameters(recurse=False)}
     layout = FSDPShardingPlan([part for part in blocks if part not in norms], norms, whole, policy, is_half)
     _check_params(model, layout)
     return layout
-
-
-def _is_batch_norm(module: nn.Module) -> bool:
-    statistics = getattr(module, "running_mean", None)
-    return (
-        isinstance(statistics, torch.Tensor)
-        and statistics.dtype == torch.float32
-        and next(module.parameters(), None) is not None
-        and next(module.children(), None) is None
-    )
 
 
 def find_units(model: nn.Module, policy: Any, ignored: set[nn.Module]) -> list[nn.Module]:
