@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 from pathlib import Path
@@ -465,6 +466,7 @@ def adapted(base: Any, *, is_ours: bool = True) -> tuple[Accelerator, Any, Any]:
         assert not each or ours
         for key in ours:
             del each[key]
+    base = base if is_ours else copy.deepcopy(base)  # this package has not made these layers
     accelerator, model = Accelerator(cpu=True), lora(base).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
     return accelerator, *accelerator.prepare(model, optimizer)
