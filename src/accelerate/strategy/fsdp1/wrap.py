@@ -54,13 +54,18 @@ class FullyShardedDataParallel(fsdp.FullyShardedDataParallel):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Generator[tuple[str, nn.Module]]:
-        """Yield this wrapper, the module in it under the same name, and all modules in that."""
+        """Yield this wrapper, the module in it under the same name, and all modules in both."""
         memo = set() if memo is None else memo
-        if self not in memo:
-            if remove_duplicate:
-                memo.add(self)
-            yield prefix, self
-            yield from self.module.named_modules(memo, prefix, remove_duplicate)
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        for name, child in self._modules.items():
+            # Assigned to the prepared model, a module is beside the wrapped one.
+            path = prefix if name == "_fsdp_wrapped_module" else f"{prefix}.{name}" if prefix else name
+            if child is not None:
+                yield from child.named_modules(memo, path, remove_duplicate)
 
 
 @dataclass(frozen=True)
