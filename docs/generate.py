@@ -124,11 +124,16 @@ def schedulers() -> Iterator[Claim]:
 
 
 def _launching() -> Iterator[Claim]:
-    yield tested("`python script.py`", "cpu/test_examples.py::python")
+    yield tested(
+        "`python script.py`",
+        "cpu/test_examples.py::alone_it_reaches",
+        "cpu/test_examples.py::processes_of_its_own",
+    )
     yield tested("`torchrun script.py`", "cpu/test_examples.py::torchrun")
     yield tested(
         "`accelerate launch` of one process or several on one machine",
-        "cpu/test_examples.py::launched_on_two_processes",
+        "cpu/test_launch.py::a_world_of_two_in_torch",
+        "cpu/test_examples.py::on_two_processes_it_learns",
     )
     yield tested("`notebook_launcher` in Jupyter", "cpu/test_notebook.py::a_function_of_the_notebook_runs")
     yield tested("`debug_launcher` in tests", "cpu/test_notebook.py::a_test_runs_a_function")
@@ -143,8 +148,8 @@ def _launching() -> Iterator[Claim]:
         "cpu/test_schedulers.py::file_of_machines_is_launched",
     )
     yield tested(
-        "four machines on a slow, lossy network: one joins late, one is lost, clocks differ",
-        "cpu/test_machines.py::four_machines",
+        "machines on a slow, lossy network: one joins late, one is lost, clocks differ",
+        "cpu/test_machines.py::machines_on_a_slow",
     )
     yield tested(
         "Ray (`--ray`, `accelerate.ray.launch`), by `make test-ray`; with a fake of it in `make test`",
