@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import weakref
 from pathlib import Path
@@ -456,25 +455,33 @@ def test_adapters_are_trained_on_a_quantized_base(name: str) -> None:
     torch.testing.assert_close(frozen, before, rtol=0, atol=0)
 
 
-def adapted(base: Any, *, is_ours: bool = True) -> tuple[Accelerator, Any, Any]:
+def quantized_by_library(model: Net, name: str) -> Net:
+    """The model with layers that bitsandbytes has made and quantized, as transformers makes them."""
+    layers = library("bitsandbytes").nn
+    for place in (0, 2):
+        linear: Any = model.block[place]
+        sizes = linear.in_features, linear.out_features
+        if name == "int8":
+            new = layers.Linear8bitLt(*sizes, has_fp16_weights=False)
+        else:
+            new = layers.Linear4bit(
+                *sizes, torch.float32, quant_type="nf4", compress_statistics="double" in name
+            )
+        new.load_state_dict(linear.state_dict())
+        model.block[place] = new.requires_grad_(False).to("cpu")
+    return model
+
+
+def adapted(base: Any) -> tuple[Accelerator, Any, Any]:
     """An Accelerator, and a quantized base with adapters and their optimizer, prepared."""
-    hooks = [module._load_state_dict_pre_hooks for module in base.modules() if not is_ours]
-    for each in hooks:  # transformers makes layers of the library, without this package's hooks
-        ours = [
-            key for key, value in each.items() if "accelerate" in getattr(value, "hook", value).__module__
-        ]
-        assert not each or ours
-        for key in ours:
-            del each[key]
-    base = base if is_ours else copy.deepcopy(base)  # this package has not made these layers
     accelerator, model = Accelerator(cpu=True), lora(base).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
     return accelerator, *accelerator.prepare(model, optimizer)
 
 
-@pytest.mark.parametrize("is_ours", [True, False])
+@pytest.mark.parametrize("by", ["load_and_quantize_model", "bitsandbytes"])
 @pytest.mark.parametrize("name", ["int8", "nf4", "nf4, double"])
-def test_a_training_is_saved_and_goes_on(name: str, is_ours: bool, tmp_path: Path) -> None:
+def test_a_training_is_saved_and_goes_on(name: str, by: str, tmp_path: Path) -> None:
     """Weights and scales come back: in the run that saved, and in one whose base had other weights."""
 
     def losses(accelerator: Accelerator, model: Any, optimizer: Any) -> list[float]:
@@ -487,13 +494,18 @@ def test_a_training_is_saved_and_goes_on(name: str, is_ours: bool, tmp_path: Pat
             values.append(loss.item())
         return values
 
-    first = adapted(load_and_quantize_model(net(), config(name)), is_ours=is_ours)
+    def quantized(model: Net) -> Any:
+        if by == "bitsandbytes":
+            return quantized_by_library(model, name)
+        return load_and_quantize_model(model, config(name))
+
+    first = adapted(quantized(net()))
     losses(*first)
     first[0].save_state(tmp_path / "state")
     expected = losses(*first)
     first[0].load_state(tmp_path / "state")
     assert losses(*first) == expected
-    other = adapted(load_and_quantize_model(Net(), config(name)), is_ours=is_ours)
+    other = adapted(quantized(Net()))
     assert losses(*other) != expected
     other[0].load_state(tmp_path / "state")
     assert losses(*other) == expected

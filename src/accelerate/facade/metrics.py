@@ -49,9 +49,8 @@ def gather_for_metrics(
         PrepareError: the step has fillers, and which rows are theirs is not known.
     """
     left = loader.remainder if loader is not None and loader.end_of_dataloader else 0
-    is_custom_loader = loader is not None and not hasattr(
-        loader, "position"
-    )  # it tells no more than its remainder
+    # A custom loader tells no more than its remainder.
+    is_custom_loader = loader is not None and not hasattr(loader, "position")
     if is_custom_loader and gather is None:
         gather = collective.gather
     if (

@@ -316,8 +316,10 @@ def _load_scales_4bit(
             f"{own.quant_type} of {tuple(own.shape)}"
         )
         state.pop(f"{prefix}weight")
-        return
-    layer.weight.quant_state = layer.quant_state = saved
+    elif (
+        state[f"{prefix}weight"].shape == layer.weight.shape
+    ):  # else torch refuses it, and nothing is changed
+        layer.weight.quant_state = layer.quant_state = saved
 
 
 def _find_scales_8bit(layer: Any, state: dict[str, Any], prefix: str, *others: Any) -> None:

@@ -30,7 +30,7 @@ class FSDPShardingPlan:
     Attributes:
         blocks: the modules that are FSDP units, inner ones first, without the root.
         norms: batch norms, where weights are computed in half precision: units of their own, whose weights
-            stay as they are stored, since torch computes no others beside running statistics in float32.
+            stay as they are stored, like their running statistics. On a CPU torch refuses to mix them.
         ignored: parameters that are not sharded.
         precision: torch's mixed precision policy; None to compute in the dtype of the weights.
         upcast: whether trained weights in half precision become float32.
