@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from accelerate.tracking import GeneralTracker, JSONLTracker
-from tests.support.trackers import media
+from tests.support.trackers import logged_values as media
 
 LoggedImage, SettingError = media.LoggedImage, media.SettingError
 render_figure, to_array, to_images = media.render_figure, media.to_array, media.to_images

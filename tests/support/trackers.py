@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from accelerate import track
-from accelerate.track.protocol import media as media
+from accelerate.track.protocol import logged_values as logged_values
 from accelerate.tracking import GeneralTracker
 
 

@@ -8,8 +8,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from accelerate.track.base import GeneralTracker, on_main_process, to_json_config
-from accelerate.track.protocol.media import is_own_object, join_name, to_images, to_pil
-from accelerate.track.protocol.values import flatten_mappings
+from accelerate.track.protocol.logged_values import (
+    flatten_mappings,
+    is_own_object,
+    join_name,
+    to_images,
+    to_pil,
+)
 
 
 class AimTracker(GeneralTracker):
@@ -79,7 +84,7 @@ class AimTracker(GeneralTracker):
         """Log images.
 
         Args:
-            values: name -> an image or a list of them; ``protocol/media.py`` says what is an image.
+            values: name -> an image or a list of them; ``protocol/logged_values.py`` says what is an image.
             step: of all of them.
             kwargs: options of ``aim.Image`` under ``"aim_image"``, of ``Run.track`` under ``"track"``.
         """

@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from accelerate.core import packages
 from accelerate.core.errors import MissingExtraError, SettingError
 from accelerate.core.user_warning import warn_user
-from accelerate.track.protocol.media import render_figure
-from accelerate.track.protocol.values import (
+from accelerate.track.protocol.logged_values import (
+    LoggedTable,
     flatten_config,
+    render_figure,
+    to_images,
     to_json_config,
     to_json_types,
+    to_table,
     unwrap_scalar,
     unwrap_scalars,
 )
@@ -132,7 +135,7 @@ class GeneralTracker:
         """Log images, if the library has them.
 
         Args:
-            values: name -> an image or a list of them; ``protocol/media.py`` says what is an image.
+            values: name -> an image or a list of them; ``protocol/logged_values.py`` says what is an image.
             step: of all of them.
             kwargs: the library's own options.
         """
@@ -147,7 +150,7 @@ class GeneralTracker:
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Log a table, given by its rows or as a data frame, if the library has tables.
+        """Log a table, given by its rows or as a data frame, if the library has tables (``_write_table``).
 
         Args:
             table_name: its name.
@@ -157,7 +160,13 @@ class GeneralTracker:
             step: the step it belongs to.
             kwargs: the library's own options.
         """
-        self.leave_out("tables")
+        if type(self)._write_table is GeneralTracker._write_table:
+            self.leave_out("tables")
+        elif runs_here(self):
+            self._write_table(table_name, to_table(table_name, columns, data, dataframe), step, **kwargs)
+
+    def _write_table(self, name: str, table: LoggedTable, step: int | None, **kwargs: Any) -> None:
+        """Log a table whose rows are as long as its columns; ``kwargs`` go to the library's method."""
 
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
         """Log a figure of matplotlib, saved with ``save_kwargs``: an image where a library has no figure."""
@@ -227,6 +236,13 @@ class GeneralTracker:
                 why="it takes no options",
                 fix="leave them out",
             )
+
+    def drop_captions(self, key: str, value: Any) -> list[Any]:
+        """Return the contents of images; warn, once, that the library has no captions if there are some."""
+        images = to_images(key, value)
+        if any(image.caption for image in images):
+            self.leave_out("captions of images")
+        return [image.content for image in images]
 
     def refuse(self, key: str, value: object) -> None:
         """Warn, once for a key, that the library cannot log a value and that it is left out."""
@@ -339,6 +355,11 @@ class ProjectTracker(GeneralTracker):
         self.run_name, self.init_kwargs = run_name, kwargs
 
     @property
+    def _library(self) -> Any:
+        """The module of the library."""
+        return importlib.import_module(self.packages[0])
+
+    @property
     def tracker(self) -> Any:
         """The library's object of the run."""
         return self.run
@@ -350,10 +371,9 @@ class ProjectTracker(GeneralTracker):
         Raises:
             SettingError: there is no account.
         """
-        library: Any = importlib.import_module(self.packages[0])
         explained = self.missing_account
         with explain_missing_account(self.packages[0], *explained) if explained else nullcontext():
-            self.run: Any = library.init(project=self.run_name, **self.init_kwargs)
+            self.run: Any = self._library.init(project=self.run_name, **self.init_kwargs)
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -364,6 +384,20 @@ class ProjectTracker(GeneralTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log all values that the library supports; ``kwargs`` go to the run's ``log``."""
         self.run.log(unwrap_scalars(values), step=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log images, several under one name; ``kwargs`` go to the run's ``log``."""
+        image = self._library.Image
+        images = {
+            key: [image(content, caption=text or None) for content, text in to_images(key, value)]
+            for key, value in values.items()
+        }
+        self.run.log(images, step=step, **kwargs)
+
+    def _write_table(self, name: str, table: LoggedTable, step: int | None, **kwargs: Any) -> None:
+        shown = self._library.Table(columns=table.columns, data=table.rows)
+        self.run.log({name: shown}, step=step, **kwargs)
 
     @on_main_process
     def finish(self) -> None:

@@ -13,7 +13,7 @@ from accelerate.track.base import (
     to_json_config,
     unwrap_scalars,
 )
-from accelerate.track.protocol.media import join_name, to_images, to_table
+from accelerate.track.protocol.logged_values import LoggedTable, join_name, number_names
 
 # Prefixes of names that are the series of a plot, as scripts write them: eval_loss is loss of "eval".
 SERIES = ("eval", "test", "train")
@@ -112,31 +112,12 @@ class ClearMLTracker(GeneralTracker):
         report = self.task.get_logger()
         for key, value in values.items():
             title, series = self._get_title_series(key)
-            images = to_images(key, value)
-            for number, (content, caption) in enumerate(images):
-                if caption:
-                    self.leave_out("captions of images")
-                report.report_image(
-                    title=title,
-                    series=series if len(images) == 1 else f"{series}_{number}",
-                    iteration=step,
-                    **{"local_path" if isinstance(content, str) else "image": content},
-                    **kwargs,
-                )
+            for name, content in number_names(series, self.drop_captions(key, value), "_"):
+                picture = {"local_path" if isinstance(content, str) else "image": content}
+                report.report_image(title=title, series=name, iteration=step, **picture, **kwargs)
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Log a table; ``kwargs`` go to ``report_table``."""
-        table = to_table(table_name, columns, data, dataframe)
-        title, series = self._get_title_series(table_name)
+    def _write_table(self, name: str, table: LoggedTable, step: int | None, **kwargs: Any) -> None:
+        title, series = self._get_title_series(name)
         rows = [table.columns, *table.rows]
         self.task.get_logger().report_table(
             title=title, series=series, table_plot=rows, iteration=step, **kwargs

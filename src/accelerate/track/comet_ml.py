@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from accelerate.core import environ
 from accelerate.track.base import GeneralTracker, explain_missing_account, on_main_process, to_json_config
-from accelerate.track.protocol.media import join_name, to_images, to_pil, to_table
+from accelerate.track.protocol.logged_values import LoggedTable, join_name, to_images, to_pil
 
 
 class CometMLTracker(GeneralTracker):
@@ -84,21 +84,11 @@ class CometMLTracker(GeneralTracker):
                 # Of an array it stretches the levels to the whole range.
                 self.writer.log_image(to_pil(content), name=key, step=step, **options)
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Log a table as a file ``table_name.csv``; ``kwargs`` go to ``log_table``."""
-        table = to_table(table_name, columns, data, dataframe)
+    def _write_table(self, name: str, table: LoggedTable, step: int | None, **kwargs: Any) -> None:
+        """Log a table as a file ``name.csv``."""
         if step is not None:
             self.writer.set_step(step)
-        self.writer.log_table(f"{table_name}.csv", tabular_data=table.rows, headers=table.columns, **kwargs)
+        self.writer.log_table(f"{name}.csv", tabular_data=table.rows, headers=table.columns, **kwargs)
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:

@@ -8,8 +8,7 @@ import re
 from typing import Any, ClassVar
 
 from accelerate.track.base import GeneralTracker, on_main_process, to_json_config
-from accelerate.track.protocol.media import join_name, to_images
-from accelerate.track.protocol.values import flatten_mappings
+from accelerate.track.protocol.logged_values import flatten_mappings, join_name, number_names
 
 
 class DVCLiveTracker(GeneralTracker):
@@ -80,12 +79,8 @@ class DVCLiveTracker(GeneralTracker):
         if step is not None:
             self.tracker.step = step
         for key, value in values.items():
-            images = to_images(key, value)
             stem, ending = os.path.splitext(key)
-            for number, (content, caption) in enumerate(images):
-                if caption:
-                    self.leave_out("captions of images")
-                name = stem if len(images) == 1 else f"{stem}/{number}"
+            for name, content in number_names(stem, self.drop_captions(key, value)):
                 self.tracker.log_image(f"{name}{ending or '.png'}", content)
 
     @on_main_process

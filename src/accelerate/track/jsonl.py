@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate.track.base import GeneralTracker, on_main_process, runs_here, to_json_config
 from accelerate.track.protocol.json_lines import JSONLinesFile
-from accelerate.track.protocol.media import to_table
+from accelerate.track.protocol.logged_values import LoggedTable
 
 
 class JSONLTracker(GeneralTracker):
@@ -84,24 +84,9 @@ class JSONLTracker(GeneralTracker):
                 self.refuse_options("log", kwargs)
             self._file.write(step=step, values=values)
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Write a table, given by its rows or as a data frame.
-
-        Raises:
-            SettingError: there are ``kwargs``: a file has no options.
-        """
-        self.refuse_options("log_table", kwargs)
-        table = to_table(table_name, columns, data, dataframe)
-        self._file.write(step=step, table=table_name, columns=table.columns, rows=table.rows)
+    def _write_table(self, name: str, table: LoggedTable, step: int | None, **kwargs: Any) -> None:
+        self.refuse_options("log_table", kwargs)  # a file has none
+        self._file.write(step=step, table=name, columns=table.columns, rows=table.rows)
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 from accelerate.core import environ
 from accelerate.core.errors import SettingError
 from accelerate.track.base import GeneralTracker, flatten_config, on_main_process
-from accelerate.track.protocol.media import to_array, to_images, to_table
-from accelerate.track.protocol.values import flatten_mappings
+from accelerate.track.protocol.logged_values import LoggedTable, flatten_mappings, to_array
 
 # A server takes no more parameters in one request (mlflow.utils.validation.MAX_PARAMS_TAGS_PER_BATCH).
 BATCH = 100
@@ -134,31 +133,16 @@ class MLflowTracker(GeneralTracker):
         import mlflow
 
         for key, value in values.items():
-            for content, caption in to_images(key, value):
-                if caption:
-                    self.leave_out("captions of images")
+            for content in self.drop_captions(key, value):
                 picture = to_array(content) if isinstance(content, str) else content
                 mlflow.log_image(picture, key=key, step=step, **kwargs)
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Store a table as ``table_name.json``, at a step as ``table_name-step.json``.
-
-        ``kwargs`` go to ``log_table``.
-        """
+    def _write_table(self, name: str, table: LoggedTable, step: int | None, **kwargs: Any) -> None:
+        """Store a table as ``name.json``, at a step as ``name-step.json``."""
         import mlflow
 
-        table = to_table(table_name, columns, data, dataframe)
-        rows = {name: [row[number] for row in table.rows] for number, name in enumerate(table.columns)}
-        file = f"{table_name}.json" if step is None else f"{table_name}-{step}.json"
+        rows = {column: [row[number] for row in table.rows] for number, column in enumerate(table.columns)}
+        file = f"{name}.json" if step is None else f"{name}-{step}.json"
         mlflow.log_table(rows, artifact_file=file, **kwargs)
 
     @on_main_process

@@ -6,8 +6,7 @@ import os
 from typing import Any, ClassVar
 
 from accelerate.track.base import ProjectTracker, on_main_process, unwrap_scalars
-from accelerate.track.protocol.media import is_own_object, to_images, to_table
-from accelerate.track.protocol.values import flatten_mappings
+from accelerate.track.protocol.logged_values import LoggedTable, flatten_mappings, is_own_object
 
 
 class SwanLabTracker(ProjectTracker):
@@ -34,46 +33,20 @@ class SwanLabTracker(ProjectTracker):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers, texts, dicts of them as ``name/key``, and the library's own objects."""
-        import swanlab
-
         logged: dict[str, Any] = {}
         for key, value in flatten_mappings(unwrap_scalars(values)).items():
             first = value[0] if isinstance(value, list) and value else value
             if isinstance(value, str):
-                logged[key] = swanlab.Text(value)
+                logged[key] = self._library.Text(value)
             elif isinstance(first, int | float) or is_own_object(self.name, first):
                 logged[key] = value
             else:
                 self.refuse(key, value)
         self.run.log(logged, step=step, **kwargs)
 
-    @on_main_process
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images; ``kwargs`` go to the run's ``log``."""
-        import swanlab
-
-        images = {
-            key: [swanlab.Image(content, caption=text or None) for content, text in to_images(key, value)]
-            for key, value in values.items()
-        }
-        self.run.log(images, step=step, **kwargs)
-
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Log a table; ``kwargs`` go to the run's ``log``."""
-        import swanlab
-
-        table = to_table(table_name, columns, data, dataframe)
-        chart = swanlab.echarts.Table().add(table.columns, table.rows)
-        self.run.log({table_name: chart}, step=step, **kwargs)
+    def _write_table(self, name: str, table: LoggedTable, step: int | None, **kwargs: Any) -> None:
+        chart = self._library.echarts.Table().add(table.columns, table.rows)
+        self.run.log({name: chart}, step=step, **kwargs)
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:

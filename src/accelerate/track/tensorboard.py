@@ -13,7 +13,7 @@ import yaml
 
 from accelerate.core import packages
 from accelerate.track.base import GeneralTracker, flatten_config, on_main_process, to_json_config
-from accelerate.track.protocol.media import to_array, to_images, to_markdown, to_table
+from accelerate.track.protocol.logged_values import LoggedTable, to_array, to_markdown
 
 
 class TensorBoardTracker(GeneralTracker):
@@ -93,10 +93,7 @@ class TensorBoardTracker(GeneralTracker):
             if "dataformats" in kwargs:
                 self.writer.add_images(key, value, global_step=step, **kwargs)
                 continue
-            images = to_images(key, value)
-            if any(image.caption for image in images):
-                self.leave_out("captions of images")
-            arrays = [to_array(image.content) for image in images]
+            arrays = [to_array(content) for content in self.drop_captions(key, value)]
             if len({array.shape for array in arrays}) == 1:
                 batches = {key: np.stack(arrays)}
             else:
@@ -105,19 +102,9 @@ class TensorBoardTracker(GeneralTracker):
                 self.writer.add_images(name, batch, global_step=step, dataformats="NHWC", **kwargs)
         self.writer.flush()
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def _write_table(self, name: str, table: LoggedTable, step: int | None, **kwargs: Any) -> None:
         """Log a table as text in Markdown, which TensorBoard's page of texts shows as a table."""
-        text = to_markdown(to_table(table_name, columns, data, dataframe))
-        self.writer.add_text(table_name, text, global_step=step, **kwargs)
+        self.writer.add_text(name, to_markdown(table), global_step=step, **kwargs)
         self.writer.flush()
 
     @on_main_process

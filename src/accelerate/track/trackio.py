@@ -6,7 +6,7 @@ import re
 from typing import Any, ClassVar
 
 from accelerate.track.base import ProjectTracker, on_main_process
-from accelerate.track.protocol.media import is_own_object, join_name, to_images, to_table
+from accelerate.track.protocol.logged_values import is_own_object, join_name, number_names, to_images
 
 
 class TrackioTracker(ProjectTracker):
@@ -30,35 +30,12 @@ class TrackioTracker(ProjectTracker):
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images, several as ``name/0``, ``name/1``; ``kwargs`` go to the run's ``log``."""
-        import trackio
-
         pictures: dict[str, Any] = {}
         for key, value in values.items():
-            images = to_images(key, value)
-            for number, (content, caption) in enumerate(images):
-                name = key if len(images) == 1 else f"{key}/{number}"
-                pictures[name] = (
-                    content
-                    if is_own_object(self.name, content)
-                    else trackio.Image(content, caption=caption or None)
-                )
+            for name, (content, caption) in number_names(key, to_images(key, value)):
+                is_own = is_own_object(self.name, content)
+                pictures[name] = content if is_own else self._library.Image(content, caption=caption or None)
         self.run.log(pictures, step=step, **kwargs)
-
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Log a table; ``kwargs`` go to the run's ``log``."""
-        import trackio
-
-        table = to_table(table_name, columns, data, dataframe)
-        self.run.log({table_name: trackio.Table(columns=table.columns, data=table.rows)}, step=step, **kwargs)
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:

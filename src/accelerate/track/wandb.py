@@ -6,7 +6,7 @@ import re
 from typing import Any, ClassVar
 
 from accelerate.track.base import ProjectTracker, on_main_process, to_json_config
-from accelerate.track.protocol.media import join_name, to_images, to_table
+from accelerate.track.protocol.logged_values import join_name
 
 
 class WandBTracker(ProjectTracker):
@@ -37,39 +37,10 @@ class WandBTracker(ProjectTracker):
         self.run.config.update(to_json_config(values), allow_val_change=True)
 
     @on_main_process
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images; ``kwargs`` go to the run's ``log``."""
-        import wandb
-
-        images = {
-            key: [wandb.Image(content, caption=text or None) for content, text in to_images(key, value)]
-            for key, value in values.items()
-        }
-        self.log(images, step=step, **kwargs)
-
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Log a table; ``kwargs`` go to the run's ``log``."""
-        import wandb
-
-        table = to_table(table_name, columns, data, dataframe)
-        self.log({table_name: wandb.Table(columns=table.columns, data=table.rows)}, step=step, **kwargs)
-
-    @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
         """Store a file in an artifact of its name, of the type ``file``."""
-        import wandb
-
         name = join_name(artifact_path, local_path)
-        artifact = wandb.Artifact(re.sub(r"[^\w.-]", "-", name), type="file")
+        artifact = self._library.Artifact(re.sub(r"[^\w.-]", "-", name), type="file")
         artifact.add_file(local_path, name=name)
         self.run.log_artifact(artifact)
 

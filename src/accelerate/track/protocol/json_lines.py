@@ -16,7 +16,7 @@ import msgspec
 
 from accelerate.core.errors import AccelerateError, SettingError
 from accelerate.core.user_warning import warn_user
-from accelerate.track.protocol.values import to_json_types
+from accelerate.track.protocol.logged_values import to_json_types
 
 if sys.platform != "win32":
     import fcntl

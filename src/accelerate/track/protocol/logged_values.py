@@ -1,25 +1,117 @@
-"""The contract of images and tables, the same for every tracker.
+"""Conversion of logged values, configurations, images and tables to types that libraries take.
 
-An image is an array or a tensor (height, width), (height, width, channels) or (channels, height, width) of 1,
-3 or 4 channels; a batch of them, (n, channels, height, width) or (n, height, width, channels); an image of
-PIL; a figure of matplotlib; the path of a file; or an object of the tracker's own library. With a caption it
-is the tuple (image, caption). Where both layouts fit, channels come last in an array, first in a tensor or a
-batch.
+The contract of images and tables is the same for every tracker. An image is an array or a tensor (height,
+width), (height, width, channels) or (channels, height, width) of 1, 3 or 4 channels; a batch of them, (n,
+channels, height, width) or (n, height, width, channels); an image of PIL; a figure of matplotlib; the path
+of a file; or an object of the tracker's own library. With a caption it is the tuple (image, caption). Where
+both layouts fit, channels come last in an array, first in a tensor or a batch.
 
 Integers are levels from 0 to 255. So are floats when one is greater than 1; otherwise 1.0 is white.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import io
+import math
 import os
-from collections.abc import Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from accelerate.core.errors import MissingExtraError, SettingError
-from accelerate.track.protocol.values import unwrap_scalar
+from accelerate.core.errors import MissingExtraError, PrepareError, SettingError
+
+# Arrays and tensors of more elements are text: numpy and torch print as many without leaving some out.
+MAX_ELEMENTS = 1000
+
+
+def unwrap_scalar(value: Any) -> Any:
+    """Return the number of a one-element tensor or array; any other value unchanged."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) and math.prod(getattr(value, "shape", (0,))) == 1 else value
+
+
+def unwrap_scalars(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``values`` with one-element tensors and arrays as numbers, also in nested mappings."""
+    return {
+        key: unwrap_scalars(value) if isinstance(value, Mapping) else unwrap_scalar(value)
+        for key, value in values.items()
+    }
+
+
+def flatten_mappings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten logged values: ``{"a": {"b": 1}}`` becomes ``{"a/b": 1}``."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        flat |= flatten_mappings(value, f"{name}/") if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
+def to_json_types(value: Any) -> Any:
+    """Convert a configuration to the types of JSON: other values, such as paths and dtypes, become text.
+
+    Namespaces and dataclasses become dicts of their fields; ranges, arrays and tensors that are not large
+    become lists.
+    """
+    value = _list_elements(unwrap_scalar(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_json_types(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset | range):
+        return [to_json_types(each) for each in value]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    return next((kind(value) for kind in (int, float) if isinstance(value, kind)), str(value))
+
+
+def _list_elements(value: Any) -> Any:
+    """Return the elements of an array or a tensor as lists; any other value, and a large one, unchanged."""
+    elements = getattr(value, "tolist", None)
+    if not callable(elements) or math.prod(getattr(value, "shape", (math.inf,))) > MAX_ELEMENTS:
+        return value
+    try:
+        return elements()
+    except RuntimeError:  # on the meta device, or sparse
+        return value
+
+
+def to_json_config(values: Any) -> Any:
+    """Convert a configuration by ``to_json_types``; an object of another class counts as its attributes."""
+    plain = to_json_types(values)
+    is_object = isinstance(plain, str) and not isinstance(values, str) and hasattr(values, "__dict__")
+    return to_json_types(vars(values)) if is_object else plain
+
+
+def flatten_config(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Flatten a configuration: ``{"a": {"b": 1}}`` becomes ``{"a.b": 1}``; lists become text.
+
+    Raises:
+        PrepareError: the configuration has no keys.
+    """
+    flat: dict[str, Any] = {}
+    plain = to_json_config(values)
+    if not isinstance(plain, dict):
+        raise PrepareError(
+            f"the configuration for the trackers is a {type(values).__name__}",
+            why="values are stored under names",
+            fix="pass a dict, such as vars(args)",
+        )
+    for key, value in plain.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten_config(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, bool | int | float | str) else str(value)
+    return flat
+
+
+# --- images and tables
 
 CHANNELS = (1, 3, 4)
 
@@ -123,6 +215,12 @@ def to_markdown(table: LoggedTable) -> str:
     lines = [table.columns, ["---"] * len(table.columns), *table.rows]
     cells = [[str(each).replace("|", "\\|").replace("\n", " ") for each in line] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def number_names(name: str, contents: Sequence[Any], separator: str = "/") -> Iterator[tuple[str, Any]]:
+    """Yield each content with its name: of several, ``name/0``, ``name/1``."""
+    for number, content in enumerate(contents):
+        yield name if len(contents) == 1 else f"{name}{separator}{number}", content
 
 
 def is_own_object(library: str, value: Any) -> bool:
