@@ -19,11 +19,10 @@ import pytest
 from accelerate import Accelerator
 from accelerate.cli.main import run
 from accelerate.core.errors import SettingError
-from accelerate.report import server as server_module
-from accelerate.report.page import POINTS, render_page
+from accelerate.report import page as page_module
+from accelerate.report.page import POINTS, make_server, render_page
 from accelerate.report.records import downsample
 from accelerate.report.run_reader import RunReader, read_runs
-from accelerate.report.server import make_server
 
 HOSTILE = "</script><script>alert(1)</script>"
 
@@ -329,8 +328,8 @@ def test_the_served_page_has_what_was_logged_since_and_answers_no_other_host(
             with pytest.raises(urllib.error.HTTPError) as caught:
                 get(port, page, host)
             assert caught.value.code == code
-        monkeypatch.setattr(server_module, "QUICK", -1.0)  # a page that took long is not made anew at once
-        monkeypatch.setattr(server_module, "PAUSE", 1e6)
+        monkeypatch.setattr(page_module, "QUICK", -1.0)  # a page that took long is not made anew at once
+        monkeypatch.setattr(page_module, "PAUSE", 1e6)
         assert json.loads(get(port, "/data.json"))["charts"][0]["curves"][0]["value"] == [1, 0.5]
         with path.open("a") as file:
             file.write(json.dumps({"time": 104, "step": 2, "values": {"loss": 0.25}}) + "\n")

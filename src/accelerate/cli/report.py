@@ -30,12 +30,10 @@ def _report(runs: tuple[str, ...], output: Path, watch: bool, port: int) -> None
     Several runs are compared: one curve each in every chart, one column each in the table of hyperparameters.
     The page opens without a network; each chart can be saved as a PNG.
     """
-    from accelerate.report.page import render_page
+    from accelerate.report.page import render_page, serve_page
     from accelerate.report.run_reader import read_runs
 
     if watch:
-        from accelerate.report.server import serve_page
-
         serve_page(runs, port)
         return
     read = read_runs(runs)

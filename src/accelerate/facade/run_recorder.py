@@ -18,7 +18,7 @@ from accelerate import track
 from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.core.user_warning import warn_user
 from accelerate.data.position import FetchedBatch
-from accelerate.report import stragglers
+from accelerate.report.records import SLOW_STEPS, find_stragglers
 from accelerate.track.base import GeneralTracker, to_json_types
 from accelerate.track.protocol.json_lines import JSONLinesFile, TrackerFileError
 from accelerate.world import watchdog
@@ -239,7 +239,7 @@ class PaceExchange:
     def add(self, seconds: float) -> None:
         """Take the time of the next step."""
         self._times.append(seconds)
-        if len(self._times) == stragglers.STEPS:
+        if len(self._times) == SLOW_STEPS:
             self._store.put(f"{self._world.rank}/{self._block}", json.dumps(self._times))
             if self._world.rank == 0 and self._block:
                 self._compare(self._block - 1)  # of this block another rank may still be in the last step
@@ -250,10 +250,10 @@ class PaceExchange:
     def _compare(self, block: int) -> None:
         keys = {f"{rank}/{block}": rank for rank in range(self._world.size)}
         times = {keys[key]: json.loads(text) for key, text in self._store.read(list(keys)).items()}
-        for rank, straggler in stragglers.find_stragglers(times).items():
+        for rank, straggler in find_stragglers(times).items():
             if rank not in self._named:
                 self._named.add(rank)
-                first = block * stragglers.STEPS + straggler.first + 1
+                first = block * SLOW_STEPS + straggler.first + 1
                 warn_user(
                     f"rank {rank} is slow, and the others wait for it: reading its data and its forward took "
                     f"{straggler.describe(first)}"

@@ -11,9 +11,8 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from accelerate.core.units import show_bytes, show_seconds
-from accelerate.report.records import RankSteps, RunRecord
+from accelerate.report.records import RankSteps, RunRecord, find_stragglers
 from accelerate.report.run_reader import RunReader
-from accelerate.report.stragglers import find_stragglers
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
