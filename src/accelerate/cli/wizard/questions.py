@@ -7,14 +7,17 @@ without a table of their own come first. A class with a ``__section__`` is a pag
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, TypeAlias, get_args
 
 import accelerate.device as devices
 from accelerate.cli.options import SCRIPT_SETTINGS
-from accelerate.cli.wizard import library_listing
 from accelerate.cli.wizard.config_editor import file_value
+from accelerate.core import environ
 from accelerate.core.setting import Setting, convert_value, declared_settings
 from accelerate.launch.config_writer import KeyPath
 from accelerate.launch.device_selection import CPU_GROUP
@@ -88,7 +91,7 @@ def start_listings() -> None:
     for cls in all_classes():
         for row in asked_settings(cls):
             if listing := row.details.get("installed"):
-                library_listing.start_listing(listing)
+                start_listing(listing)
 
 
 def setting_path(row: Setting) -> KeyPath:
@@ -355,7 +358,7 @@ def question_of(row: Setting, answers: WizardAnswers) -> WizardQuestion:
 def _offered_choices(row: Setting) -> Sequence[Any]:
     """Return the choices of a setting that are installed here; the one that is offered comes first."""
     listing = row.details.get("installed")
-    names = library_listing.list_names(listing) if listing else None
+    names = list_names(listing) if listing else None
     choices = [
         choice
         for choice in row.choices
@@ -389,3 +392,28 @@ def _choice_question(
         if same == len(option.writes) > 0 and same > most:
             best, most = number, same
     return WizardQuestion(name, text, options=options, default=best)
+
+
+# --- choices that exist only where a library brings them, listed by that library in a process of its own
+
+
+@cache
+def start_listing(expression: str) -> subprocess.Popen[str]:
+    """Start the process that evaluates an expression of torch; it runs while other questions are answered."""
+    code = f"import torch; print('names', *({expression}))"
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environ.make_child_environment({}),
+    )
+
+
+@cache
+def list_names(expression: str) -> frozenset[str] | None:
+    """Return the listed names in lower case; None where torch cannot be imported or does not know."""
+    output, _ = start_listing(expression).communicate()
+    lines = [line.split() for line in output.splitlines()]
+    return next((frozenset(map(str.lower, words[1:])) for words in lines if words[:1] == ["names"]), None)
