@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator, notebook_launcher
 from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
 from accelerate.device import Device
-from accelerate.launch.notebook import device_use, payload
+from accelerate.launch.notebook import launchers, payload
 from accelerate.utils import PrepareForLaunch
 
 LOCK = threading.Lock()
@@ -203,11 +203,11 @@ def test_the_first_use_of_a_device_is_noted_with_its_cell_and_the_line_below_it(
     module = types.SimpleNamespace(_lazy_init=lambda: started.append(1))
     device = Device("odd")
     monkeypatch.setattr(device, "is_initialized", lambda: bool(started))
-    monkeypatch.setattr(device_use, "_first_uses", {})
-    monkeypatch.setattr(device_use, "cell_of", lambda file: "Cell In[4]" if file == "/tmp/cell.py" else None)
+    monkeypatch.setattr(launchers, "_first_uses", {})
+    monkeypatch.setattr(launchers, "cell_of", lambda file: "Cell In[4]" if file == "/tmp/cell.py" else None)
     linecache.cache["/tmp/cell.py"] = (0, None, ["\n", "import fast\n"], "/tmp/cell.py")
     linecache.cache["/lib/fast.py"] = (0, None, ["ready = use()\n"], "/lib/fast.py")
-    module._lazy_init = device_use._FirstDeviceUseProbe(device, module, module._lazy_init)
+    module._lazy_init = launchers._FirstDeviceUseProbe(device, module, module._lazy_init)
     library = compile("module._lazy_init()", "/lib/fast.py", "exec")
     cell = compile("\nexec(library)", "/tmp/cell.py", "exec")
     try:
@@ -215,8 +215,8 @@ def test_the_first_use_of_a_device_is_noted_with_its_cell_and_the_line_below_it(
             exec(cell, {"library": library, "module": module})
     finally:
         del linecache.cache["/tmp/cell.py"], linecache.cache["/lib/fast.py"]
-    assert device_use._first_uses == {
+    assert launchers._first_uses == {
         "odd": "Cell In[4], line 2: import fast, through /lib/fast.py, line 1: ready = use()"
     }
     assert started == [1, 1]
-    assert not isinstance(module._lazy_init, device_use._FirstDeviceUseProbe)
+    assert not isinstance(module._lazy_init, launchers._FirstDeviceUseProbe)

@@ -29,7 +29,6 @@ from accelerate.core.setting import (
 from accelerate.core.value_types import Count, FilledPath, Index, LocalCount, Port, Seconds, convert_to
 from accelerate.launch import config_files
 from accelerate.launch.config_files import ConfigFile
-from accelerate.launch.file_overrides import enabled_switches, without_overruled_keys
 from accelerate.launch.job_scheduler import JobSchedulerContext, detect_surrounding_job
 from accelerate.launch.kinds import KINDS
 
@@ -502,8 +501,9 @@ def build_request(
     env = environ.snapshot() if env is None else env
     classes = (*launcher_settings(), *script_settings)
     if file is not None:
-        file = without_overruled_keys(file, flags, classes)
-        file = config_files.normalize_sections(file, classes, enabled_switches(file, flags, env, classes))
+        file = config_files.without_overruled_keys(file, flags, classes)
+        switches = config_files.enabled_switches(file, flags, env, classes)
+        file = config_files.normalize_sections(file, classes, switches)
         _check_keys(file, script_settings)
     values = {} if file is None else file.values
     scheduler, note = detect_surrounding_job(env, flags, values)

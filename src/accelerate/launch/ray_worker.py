@@ -19,7 +19,7 @@ from accelerate.core import environ
 from accelerate.launch.base import Variables
 from accelerate.launch.job_scheduler import OUTER_LAUNCH_VARIABLE
 from accelerate.launch.logs import read_lines
-from accelerate.launch.notebook.function_launcher import STARTER
+from accelerate.launch.rank_reports import RANK_SCRIPT
 from accelerate.launch.supervisor import GuardProcess
 from accelerate.world.ports import ReservedPort
 
@@ -80,7 +80,7 @@ class RayWorker:
             own_flags = ("--config_file", f"{folder}/settings.yaml", "--stop_timeout", "3")
             if parcel is not None:
                 (folder / "parcel").write_bytes(parcel)
-                program = (STARTER, str(folder / "parcel"), name)
+                program = (RANK_SCRIPT, "function", str(folder / "parcel"), name)
             surrounding = dict.fromkeys(key for key in environ.snapshot() if _SURROUNDING.fullmatch(key))
             own: Variables = {
                 "ACCELERATE_ERROR_FILE": folder / "error",

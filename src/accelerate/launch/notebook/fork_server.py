@@ -114,14 +114,14 @@ def _become_rank(request_file: str, streams: list[int]) -> None:
     with open(request_file, encoding="utf-8") as file:
         request = json.load(file)
     from accelerate.core import environ
-    from accelerate.launch.notebook.rank_entry_point import run
+    from accelerate.launch.rank_entry_point import run_function
 
     environ.set_variables({name: request["env"].get(name) for name in (*environ.snapshot(), *request["env"])})
     os.chdir(request["cwd"])
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
-    run(*request["arguments"])
+    run_function(*request["arguments"])
 
 
 if __name__ == "__main__":

@@ -238,7 +238,7 @@ class ForkServerSupervisor(WorkerSupervisor):
         if self._server is not None:
             request_file = self.folder / f"rank_{rank}.request"
             try:
-                request = {"env": command.env, "cwd": os.getcwd(), "arguments": command.program[2:]}
+                request = {"env": command.env, "cwd": os.getcwd(), "arguments": command.program[3:]}
                 request_file.write_text(json.dumps(request), encoding="utf-8")
                 process = ServedProcess(self._server, request_file, command.stdin, self.logs.pipes(rank))
                 return cast("subprocess.Popen[bytes]", process)

@@ -31,7 +31,7 @@ from accelerate.launch.job_scheduler import OUTER_LAUNCH_VARIABLE
 from accelerate.launch.kinds.local import torchrun_variables
 from accelerate.launch.launcher import record_variables
 from accelerate.launch.logs import RankLogSettings
-from accelerate.launch.notebook import device_use, payload
+from accelerate.launch.notebook import payload
 from accelerate.launch.notebook.fork_server_client import ForkServerSupervisor
 from accelerate.launch.notebook.function_ranks import (
     ForkedRankSpec,
@@ -43,7 +43,6 @@ from accelerate.launch.rank_reports import JobOutcome, ProcessSpec
 from accelerate.launch.supervisor import WorkerSupervisor
 from accelerate.world.ports import LOOPBACK, PortInUseError, ReservedPort
 
-STARTER = str(Path(__file__).with_name("rank_entry_point.py"))
 STOP_TIMEOUT = 3.0  # seconds that ranks which are asked to stop have before they are killed
 
 
@@ -194,7 +193,8 @@ class FunctionTransport:
         """One rank to start."""
         if self.function is not None:
             return ForkedRankSpec((), env, function=self.function, args=self.args, folder=folder)
-        program = (sys.executable, STARTER, self.payload_file, str(folder), str(rank))
+        call = ("function", self.payload_file, str(folder), str(rank))
+        program = (sys.executable, rank_reports.RANK_SCRIPT, *call)
         return ProcessSpec(program, env, stdin=None if rank == 0 else subprocess.DEVNULL)
 
 
@@ -254,7 +254,7 @@ class NotebookRendezvousConfig:
             payload.write_payload(folder / "parcel", function, args)
             # No file of the user's says more than this call does.
             (folder / "settings.yaml").write_text("{}\n", encoding="utf-8")
-            script = (STARTER, str(folder / "parcel"), name)
+            script = (rank_reports.RANK_SCRIPT, "function", str(folder / "parcel"), name)
             program = (sys.executable, "-m", "accelerate", "launch")
             flags = tuple(self._flags(folder / "settings.yaml", processes, device))
             logs = RankLogSettings("3", None, prefix=lambda rank: "")
@@ -389,7 +389,7 @@ def _name_cells(text: str) -> str:
     """A traceback with files of cells called as IPython calls them."""
 
     def replace_name(match: re.Match[str]) -> str:
-        cell = device_use.cell_of(match[1])
+        cell = payload.cell_of(match[1])
         return match[0] if cell is None else cell
 
     return re.sub(r'File "([^"\n]+)"', replace_name, text)

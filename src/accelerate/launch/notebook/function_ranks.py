@@ -31,7 +31,7 @@ from accelerate.launch.notebook import payload
 from accelerate.launch.rank_reports import ProcessSpec
 from accelerate.launch.supervisor import GuardProcess, WorkerSupervisor
 
-THIS_FOLDER = str(Path(__file__).parent)
+THIS_FILE = __file__
 
 
 def result_file(folder: Path, rank: int) -> Path:
@@ -106,7 +106,7 @@ def _trim_traceback(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
-    internal_flags = [frame.tb_frame.f_code.co_filename.startswith(THIS_FOLDER) for frame in frames]
+    internal_flags = [frame.tb_frame.f_code.co_filename == THIS_FILE for frame in frames]
     first = internal_flags.index(True) if True in internal_flags else 0
     return next(
         (

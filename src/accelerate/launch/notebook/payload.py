@@ -58,6 +58,21 @@ def write_payload(path: Path, function: Callable[..., Any], args: tuple[Any, ...
     path.write_bytes(pickle.dumps(header) + call)
 
 
+def find_shell() -> Any:
+    """IPython's shell in this process, or None; nothing is imported."""
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython is not None else None
+
+
+def cell_of(file: str) -> str | None:
+    """Return IPython's name of the cell with this file name, ``"Cell In[3]"``; None for a file."""
+    name_of: Callable[[str], Any] | None = getattr(
+        getattr(find_shell(), "compile", None), "format_code_name", None
+    )
+    name_parts = None if name_of is None else name_of(file)
+    return None if name_parts is None else " ".join(name_parts)
+
+
 def cell_sources() -> dict[str, Any]:
     """The text of cells, by their names in tracebacks; they are in no file that others could read."""
     return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
