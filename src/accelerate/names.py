@@ -215,7 +215,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     )
     | exports("strategy.megatron.plugin: MegatronLMPlugin"),
     "accelerate.utils.deepspeed": exports(
-        "facade.deepspeed_wrappers: DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper "
+        "facade.engine_wrappers: DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper "
         "DeepSpeedSchedulerWrapper get_active_deepspeed_plugin"
     )
     | exports(
@@ -223,13 +223,11 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "map_pytorch_optim_to_deepspeed"
     ),
     "accelerate.utils.environment": exports(
-        "facade.environment: CPUInformation are_libraries_initialized clear_environment "
+        "facade.v1_utilities: CPUInformation are_libraries_initialized clear_environment "
         "convert_dict_to_env_variables get_cpu_distributed_information get_current_device_type "
         "get_int_from_env parse_choice_from_env parse_flag_from_env patch_environment "
-        "purge_accelerate_environment str_to_bool"
-    )
-    | exports(
-        "facade.driver_checks: check_cuda_p2p_ib_support=has_p2p_infiniband get_driver_version get_gpu_info"
+        "purge_accelerate_environment str_to_bool check_cuda_p2p_ib_support=has_p2p_infiniband "
+        "get_driver_version get_gpu_info"
     )
     | {"check_cuda_fp8_capability": LazyCall("facade.device_availability:format_checker", "cuda", "fp8")}
     | exports("world.affinity: override_numa_affinity set_numa_affinity"),
@@ -297,7 +295,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | exports("strategy.megatron.train_step: AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep")
     | exports("strategy.megatron.engine: MegatronEngine")
     | exports("strategy.megatron.lr_schedule: MegatronLMDummyScheduler")
-    | exports("facade.megatron_lm_wrappers: MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper"),
+    | exports("facade.engine_wrappers: MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper"),
     "accelerate.utils.memory": exports(
         "watch.batch_size_search: clear_device_cache find_executable_batch_size release_memory "
         "should_reduce_batch_size"
@@ -313,7 +311,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "offload.device_maps: check_device_map check_tied_parameters_on_same_device clean_device_map "
         "fallback_allocate get_balanced_memory get_max_memory infer_auto_device_map"
     )
-    | exports("facade.precision_functions: get_grad_scaler get_mixed_precision_context_manager")
+    | exports("facade.v1_utilities: get_grad_scaler get_mixed_precision_context_manager")
     | exports("checkpoint.layout: WEIGHTS_INDEX_NAME")
     | exports("checkpoint.weight_files: load_state_dict id_tensor_storage")
     | exports("facade.big_model_loading: load_checkpoint_in_model")
@@ -350,8 +348,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "facade.compilation: compile_regions compile_regions_fsdp2=compile_regions "
         "compile_regions_deepspeed=compile_regions"
     )
-    | exports("facade.driver_checks: check_os_kernel")
-    | exports("facade.attribute_utils: get_pretty_name merge_dicts recursive_getattr")
+    | exports("facade.v1_utilities: check_os_kernel get_pretty_name merge_dicts recursive_getattr")
     | exports("core.units: convert_bytes")
     | exports("world.ports: get_free_port is_port_in_use")
     | exports("world.collective: wait_for_everyone=barrier")
@@ -371,12 +368,9 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "facade.client_test_utils: AccelerateTestCase MockingTestCase SubprocessCallException "
         "TempDirTestCase are_the_same_tensors assert_exception capture_call_output execute_subprocess_async "
         "get_backend get_launch_command get_torch_dist_unique_port memory_allocated_func "
-        "path_in_accelerate_package pytest_xdist_worker_id run_command"
-    )
-    | exports(
-        "facade.client_test_requirements: require_cpu require_fsdp2 require_huggingface_suite "
-        "require_multi_device require_non_cpu require_single_device require_torch_min_version require_tp "
-        "require_trackers run_first skip slow"
+        "path_in_accelerate_package pytest_xdist_worker_id run_command require_cpu require_fsdp2 "
+        "require_huggingface_suite require_multi_device require_non_cpu require_single_device "
+        "require_torch_min_version require_tp require_trackers run_first skip slow"
     )
     | package_requirements(
         "aim bnb clearml comet_ml datasets deepspeed dvclive fp16 fp8 import_timer matplotlib mlflow pandas "

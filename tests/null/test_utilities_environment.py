@@ -12,7 +12,7 @@ from accelerate import device as devices
 from accelerate import utils
 from accelerate.core.errors import DeviceError, SettingError, WorldError
 from accelerate.device.machine import DeviceProbeHost
-from accelerate.facade import driver_checks
+from accelerate.facade import v1_utilities
 from accelerate.world import affinity
 from accelerate.world import world as worlds
 from accelerate.world.world import World
@@ -189,7 +189,7 @@ def test_the_drivers_tool_is_asked(smi):
     smi(["NVIDIA A100", "NVIDIA A100"], "535.1")
     assert utils.get_gpu_info() == (["NVIDIA A100", "NVIDIA A100"], 2)
     assert utils.get_driver_version() == "535.1"
-    assert driver_checks.has_p2p_infiniband() is True
+    assert v1_utilities.has_p2p_infiniband() is True
 
 
 @pytest.mark.parametrize(
@@ -203,14 +203,14 @@ def test_the_drivers_tool_is_asked(smi):
 )
 def test_cards_that_hang_in_copies_are_known(smi, names, driver, expected):
     smi(names, driver)
-    assert driver_checks.has_p2p_infiniband() is expected
+    assert v1_utilities.has_p2p_infiniband() is expected
 
 
 def test_without_the_tool_nothing_is_claimed(monkeypatch, smi):
     smi(["A"], "1", status=9)
     with pytest.raises(DeviceError, match="does not answer"):
         utils.get_gpu_info()
-    assert driver_checks.has_p2p_infiniband() is True
+    assert v1_utilities.has_p2p_infiniband() is True
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(DeviceError, match="nvidia-smi is not installed"):
         utils.get_driver_version()
@@ -221,8 +221,8 @@ def test_without_the_tool_nothing_is_claimed(monkeypatch, smi):
     [("5.4.0-150-generic", True), ("5.15.0-1-amd64", False), ("6.1", False), ("odd!", False)],
 )
 def test_an_old_kernel_is_announced(monkeypatch, caplog, release, warned):
-    monkeypatch.setattr(driver_checks.platform, "system", lambda: "Linux")
-    monkeypatch.setattr(driver_checks.platform, "release", lambda: release)
+    monkeypatch.setattr(v1_utilities.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(v1_utilities.platform, "release", lambda: release)
     utils.check_os_kernel()
     assert bool(caplog.records) is warned
 

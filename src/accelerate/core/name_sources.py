@@ -51,7 +51,7 @@ def device_checks(types: str) -> dict[str, NameSource]:
 
 def package_requirements(names: str) -> dict[str, NameSource]:
     """Return the decorators ``require_<name>`` of tests, by what ``is_<name>_available`` answers."""
-    maker = "facade.client_test_requirements:package_decorator"
+    maker = "facade.client_test_utils:package_decorator"
     return {
         f"require_{name}": LazyCall(maker, f"accelerate.utils.imports:is_{name}_available", name)
         for name in names.split()
@@ -68,7 +68,7 @@ def device_requirements(how_many: str, types: str) -> dict[str, NameSource]:
     each = (name.partition("=") for name in types.split())
     return {
         f"require_{how_many}{name}": LazyCall(
-            "facade.client_test_requirements:device_decorator", type or name, how_many
+            "facade.client_test_utils:device_decorator", type or name, how_many
         )
         for name, _, type in each
     }

@@ -37,13 +37,11 @@ from accelerate.facade.checkpoint_manager import CheckpointManager, register_hoo
 from accelerate.facade.compilation import TorchDynamoPlugin
 from accelerate.facade.enums import DistributedType, FP8BackendType, RNGName
 from accelerate.facade.gradient_state import GradientAccumulationPlugin, GradientState
-from accelerate.facade.join import join_uneven_inputs
 from accelerate.facade.launch_settings import ResumeSettings
 from accelerate.facade.metrics import gather_for_metrics, mean_loss
 from accelerate.facade.micro_batch_windows import GradientAccumulationWindows
 from accelerate.facade.optimizer import AcceleratedOptimizer
 from accelerate.facade.option_report import OptionReporter
-from accelerate.facade.precision_functions import make_loss_scaling
 from accelerate.facade.preemption import Preemption
 from accelerate.facade.preparer import PreparedObjects, PrepareOptions, PreparePlan, Preparer, is_dispatched
 from accelerate.facade.processes import ProcessMixin
@@ -51,7 +49,7 @@ from accelerate.facade.run_recorder import start_recorder
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.facade.state import AcceleratorState, refuse_assignments
 from accelerate.facade.tracker_set import TrackerSet
-from accelerate.facade.train_loop import AccumulationContext, TrainLoop
+from accelerate.facade.train_loop import AccumulationContext, TrainLoop, join_uneven_inputs
 from accelerate.facade.watched_train_loop import WatchedTrainLoop
 from accelerate.precision.autocast import AutocastKwargs, detach_autocast
 from accelerate.precision.base import FORWARD_CONTEXTS, Precision
@@ -482,10 +480,7 @@ class Accelerator(ProcessMixin):
     @scaler.setter
     def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         if scaler is not self.precision.scaler:
-            prepared = self._prepared
-            self.precision.set_loss_scaling(
-                make_loss_scaling(scaler, self.strategy, lambda: len(prepared.optimizers) == 1)
-            )
+            self._loop.set_scaler(scaler)
         for optimizer in self._optimizers:
             optimizer.scaler = scaler
 
@@ -521,9 +516,12 @@ class Accelerator(ProcessMixin):
         Raises:
             AttributeError: this ``Accelerator`` does not use DeepSpeed.
         """
-        from accelerate.facade.deepspeed_wrappers import wrap_first_engine
+        from accelerate.facade.engine_wrappers import DeepSpeedEngineWrapper
 
-        return wrap_first_engine(self.strategy)
+        strategy: Any = self.strategy
+        if strategy.name != "deepspeed":
+            raise AttributeError("deepspeed_engine_wrapped: this Accelerator does not use DeepSpeed")
+        return next((DeepSpeedEngineWrapper(handle.engine) for handle in strategy.engines), None)
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable
 
 from accelerate.core.errors import PrepareError
 from accelerate.core.user_warning import warn_user
+from accelerate.data.batch_sampler_shard import BatchSamplerShard
+from accelerate.data.batch_source import find_shard
+from accelerate.data.dispatch import DataLoaderDispatcher
+from accelerate.data.iterable_dataset import GlobalBatchCollate, IterableDatasetShard
 from accelerate.facade.loss_weighting import LossWeighting
 from accelerate.facade.micro_batch_windows import GradientAccumulationWindows
 from accelerate.facade.optimizer import AcceleratedOptimizer, explain_sharded_step
 from accelerate.facade.preparer import PreparedObjects
 from accelerate.facade.runtime import Runtime
+from accelerate.precision.fp16 import LossScaling
 from accelerate.strategy.base import NO_CONTEXT, ReductionMonitor
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
@@ -161,6 +167,32 @@ class TrainLoop:
         except RuntimeError as error:
             explain_sharded_step(fused[0], error)
             raise
+
+    def set_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Scale losses by a scaler that the user has assigned; None scales none.
+
+        Raises:
+            PrepareError: it is no ``torch.amp.GradScaler``, or losses are scaled elsewhere.
+        """
+        if scaler is None:
+            self.precision.set_loss_scaling(None)
+            return
+        if not isinstance(scaler, torch.amp.GradScaler):
+            raise PrepareError(
+                f"accelerator.scaler = {type(scaler).__name__}: it is no gradient scaler",
+                why="steps and checkpoints need the methods of torch's",
+                fix="assign a torch.amp.GradScaler, an object of a class derived from it, or None",
+            )
+        name = self.strategy.name
+        if self.strategy.owns_step and scaler.is_enabled():
+            raise PrepareError(
+                f"accelerator.scaler = {type(scaler).__name__} under {name}",
+                why=f"{name} scales losses and steps by itself, so that this scaler would never be used",
+                fix="use its own options for loss scaling",
+            )
+        scaling = LossScaling(scaler, lambda: len(self.prepared.optimizers) == 1)
+        scaling.set_overflow_sync(self.strategy.flag_reduction())
+        self.precision.set_loss_scaling(scaling)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale the gradients of one optimizer, several, or (None) all, where they are complete."""
@@ -322,3 +354,66 @@ def _check_loss(loss: Any, kwargs: dict[str, Any]) -> None:
             why="a gradient is that of one number",
             fix="reduce it, for example loss.mean()",
         )
+
+
+# --- ranks with different numbers of batches
+
+
+@contextmanager
+def join_uneven_inputs(
+    joinables: Sequence[Any], loaders: Iterable[Any], even_batches: bool | None = None
+) -> Generator[None]:
+    """Run a loop whose ranks may have different numbers of batches.
+
+    A rank that has no more batches joins the all-reduces of the others with zeros, by
+    ``torch.distributed.algorithms.join.Join``; gradients are divided by the number of all processes.
+
+    Args:
+        joinables: prepared models, or torch's own joinable objects.
+        loaders: the prepared loaders.
+        even_batches: replaces the option of those loaders inside the block.
+
+    Raises:
+        PrepareError: a model is not replicated (DDP).
+    """
+    replicas = [_joinable_replica(item) for item in joinables]
+    if not replicas:
+        raise PrepareError("join_uneven_inputs was given no model", fix="give it the prepared models")
+    holders = [] if even_batches is None else _even_batches_holders(loaders)
+    before = [holder.even_batches for holder in holders]
+    try:
+        for holder in holders:
+            holder.even_batches = even_batches
+        with Join(replicas):
+            yield
+    finally:
+        for holder, value in zip(holders, before, strict=True):
+            holder.even_batches = value
+
+
+def _joinable_replica(item: Any) -> Joinable:
+    # A prepared model is the user's own; the DDP object, which is Joinable, is its attribute.
+    replica = getattr(item, "_replica", item)
+    if not isinstance(replica, Joinable):
+        raise PrepareError(
+            f"a {type(item).__name__} cannot join processes that have more inputs",
+            why="it is no model that is replicated by DDP",
+            fix="give join_uneven_inputs models that accelerator.prepare has replicated",
+        )
+    return replica
+
+
+def _even_batches_holders(loaders: Iterable[Any]) -> list[Any]:
+    """Return the objects that hold ``even_batches`` of prepared loaders."""
+    parts = [
+        part
+        for loader in loaders
+        for part in (
+            loader,
+            find_shard(loader.base_dataloader),
+            loader.dataset,
+            loader.base_dataloader.collate_fn,
+        )
+    ]
+    kinds = (DataLoaderDispatcher, BatchSamplerShard, IterableDatasetShard, GlobalBatchCollate)
+    return [part for part in parts if isinstance(part, kinds)]

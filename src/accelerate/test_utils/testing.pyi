@@ -1,18 +1,6 @@
 # Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.facade.client_test_requirements import require_cpu as require_cpu
-from accelerate.facade.client_test_requirements import require_fsdp2 as require_fsdp2
-from accelerate.facade.client_test_requirements import require_huggingface_suite as require_huggingface_suite
-from accelerate.facade.client_test_requirements import require_multi_device as require_multi_device
-from accelerate.facade.client_test_requirements import require_non_cpu as require_non_cpu
-from accelerate.facade.client_test_requirements import require_single_device as require_single_device
-from accelerate.facade.client_test_requirements import require_torch_min_version as require_torch_min_version
-from accelerate.facade.client_test_requirements import require_tp as require_tp
-from accelerate.facade.client_test_requirements import require_trackers as require_trackers
-from accelerate.facade.client_test_requirements import run_first as run_first
-from accelerate.facade.client_test_requirements import skip as skip
-from accelerate.facade.client_test_requirements import slow as slow
 from accelerate.facade.client_test_utils import AccelerateTestCase as AccelerateTestCase
 from accelerate.facade.client_test_utils import MockingTestCase as MockingTestCase
 from accelerate.facade.client_test_utils import SubprocessCallException as SubprocessCallException
@@ -27,7 +15,19 @@ from accelerate.facade.client_test_utils import get_torch_dist_unique_port as ge
 from accelerate.facade.client_test_utils import memory_allocated_func as memory_allocated_func
 from accelerate.facade.client_test_utils import path_in_accelerate_package as path_in_accelerate_package
 from accelerate.facade.client_test_utils import pytest_xdist_worker_id as pytest_xdist_worker_id
+from accelerate.facade.client_test_utils import require_cpu as require_cpu
+from accelerate.facade.client_test_utils import require_fsdp2 as require_fsdp2
+from accelerate.facade.client_test_utils import require_huggingface_suite as require_huggingface_suite
+from accelerate.facade.client_test_utils import require_multi_device as require_multi_device
+from accelerate.facade.client_test_utils import require_non_cpu as require_non_cpu
+from accelerate.facade.client_test_utils import require_single_device as require_single_device
+from accelerate.facade.client_test_utils import require_torch_min_version as require_torch_min_version
+from accelerate.facade.client_test_utils import require_tp as require_tp
+from accelerate.facade.client_test_utils import require_trackers as require_trackers
 from accelerate.facade.client_test_utils import run_command as run_command
+from accelerate.facade.client_test_utils import run_first as run_first
+from accelerate.facade.client_test_utils import skip as skip
+from accelerate.facade.client_test_utils import slow as slow
 from typing import Any
 
 DEFAULT_LAUNCH_COMMAND: list[str]

@@ -44,26 +44,21 @@ from accelerate.core.value_types import BaseEnum as BaseEnum
 from accelerate.core.value_types import CustomDtype as CustomDtype
 from accelerate.core.value_types import EnumWithContains as EnumWithContains
 from accelerate.data.configuration import DataLoaderConfiguration as DataLoaderConfiguration
-from accelerate.facade.attribute_utils import get_pretty_name as get_pretty_name
-from accelerate.facade.attribute_utils import merge_dicts as merge_dicts
-from accelerate.facade.attribute_utils import recursive_getattr as recursive_getattr
 from accelerate.facade.big_model_loading import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.facade.compilation import TorchDynamoPlugin as TorchDynamoPlugin
 from accelerate.facade.compilation import compile_regions as compile_regions
 from accelerate.facade.compilation import compile_regions as compile_regions_deepspeed
 from accelerate.facade.compilation import compile_regions as compile_regions_fsdp2
-from accelerate.facade.deepspeed_wrappers import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
-from accelerate.facade.deepspeed_wrappers import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
-from accelerate.facade.deepspeed_wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
-from accelerate.facade.deepspeed_wrappers import get_active_deepspeed_plugin as get_active_deepspeed_plugin
 from accelerate.facade.device_availability import is_fp16_available as is_fp16_available
 from accelerate.facade.device_availability import (
     is_torch_distributed_available as is_torch_distributed_available,
 )
-from accelerate.facade.driver_checks import check_os_kernel as check_os_kernel
-from accelerate.facade.driver_checks import get_driver_version as get_driver_version
-from accelerate.facade.driver_checks import get_gpu_info as get_gpu_info
-from accelerate.facade.driver_checks import has_p2p_infiniband as check_cuda_p2p_ib_support
+from accelerate.facade.engine_wrappers import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
+from accelerate.facade.engine_wrappers import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
+from accelerate.facade.engine_wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
+from accelerate.facade.engine_wrappers import MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper
+from accelerate.facade.engine_wrappers import MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper
+from accelerate.facade.engine_wrappers import get_active_deepspeed_plugin as get_active_deepspeed_plugin
 from accelerate.facade.enums import ComputeEnvironment as ComputeEnvironment
 from accelerate.facade.enums import DistributedType as DistributedType
 from accelerate.facade.enums import FP8BackendType as FP8BackendType
@@ -71,26 +66,12 @@ from accelerate.facade.enums import LoggerType as LoggerType
 from accelerate.facade.enums import PrecisionType as PrecisionType
 from accelerate.facade.enums import RNGType as RNGType
 from accelerate.facade.enums import SageMakerDistributedType as SageMakerDistributedType
-from accelerate.facade.environment import CPUInformation as CPUInformation
-from accelerate.facade.environment import are_libraries_initialized as are_libraries_initialized
-from accelerate.facade.environment import clear_environment as clear_environment
-from accelerate.facade.environment import convert_dict_to_env_variables as convert_dict_to_env_variables
-from accelerate.facade.environment import get_cpu_distributed_information as get_cpu_distributed_information
-from accelerate.facade.environment import get_current_device_type as get_current_device_type
-from accelerate.facade.environment import get_int_from_env as get_int_from_env
-from accelerate.facade.environment import parse_choice_from_env as parse_choice_from_env
-from accelerate.facade.environment import parse_flag_from_env as parse_flag_from_env
-from accelerate.facade.environment import patch_environment as patch_environment
-from accelerate.facade.environment import purge_accelerate_environment as purge_accelerate_environment
-from accelerate.facade.environment import str_to_bool as str_to_bool
 from accelerate.facade.fsdp_checkpoint import load_fsdp_model as load_fsdp_model
 from accelerate.facade.fsdp_checkpoint import load_fsdp_optimizer as load_fsdp_optimizer
 from accelerate.facade.fsdp_checkpoint import save_fsdp_model as save_fsdp_model
 from accelerate.facade.fsdp_checkpoint import save_fsdp_optimizer as save_fsdp_optimizer
 from accelerate.facade.gradient_state import GradientAccumulationPlugin as GradientAccumulationPlugin
 from accelerate.facade.launch_settings import DynamoBackend as DynamoBackend
-from accelerate.facade.megatron_lm_wrappers import MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper
-from accelerate.facade.megatron_lm_wrappers import MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper
 from accelerate.facade.module_queries import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
 from accelerate.facade.module_queries import TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT
 from accelerate.facade.module_queries import convert_file_size_to_int as convert_file_size_to_int
@@ -104,14 +85,33 @@ from accelerate.facade.module_queries import is_compiled_module as is_compiled_m
 from accelerate.facade.module_queries import is_peft_model as is_peft_model
 from accelerate.facade.module_queries import is_repeated_blocks as is_repeated_blocks
 from accelerate.facade.module_queries import model_has_dtensor as model_has_dtensor
-from accelerate.facade.precision_functions import get_grad_scaler as get_grad_scaler
-from accelerate.facade.precision_functions import (
-    get_mixed_precision_context_manager as get_mixed_precision_context_manager,
-)
 from accelerate.facade.quantized_loading import (
     get_quantized_model_device_map as get_quantized_model_device_map,
 )
 from accelerate.facade.quantized_loading import load_and_quantize_model as load_and_quantize_model
+from accelerate.facade.v1_utilities import CPUInformation as CPUInformation
+from accelerate.facade.v1_utilities import are_libraries_initialized as are_libraries_initialized
+from accelerate.facade.v1_utilities import check_os_kernel as check_os_kernel
+from accelerate.facade.v1_utilities import clear_environment as clear_environment
+from accelerate.facade.v1_utilities import convert_dict_to_env_variables as convert_dict_to_env_variables
+from accelerate.facade.v1_utilities import get_cpu_distributed_information as get_cpu_distributed_information
+from accelerate.facade.v1_utilities import get_current_device_type as get_current_device_type
+from accelerate.facade.v1_utilities import get_driver_version as get_driver_version
+from accelerate.facade.v1_utilities import get_gpu_info as get_gpu_info
+from accelerate.facade.v1_utilities import get_grad_scaler as get_grad_scaler
+from accelerate.facade.v1_utilities import get_int_from_env as get_int_from_env
+from accelerate.facade.v1_utilities import (
+    get_mixed_precision_context_manager as get_mixed_precision_context_manager,
+)
+from accelerate.facade.v1_utilities import get_pretty_name as get_pretty_name
+from accelerate.facade.v1_utilities import has_p2p_infiniband as check_cuda_p2p_ib_support
+from accelerate.facade.v1_utilities import merge_dicts as merge_dicts
+from accelerate.facade.v1_utilities import parse_choice_from_env as parse_choice_from_env
+from accelerate.facade.v1_utilities import parse_flag_from_env as parse_flag_from_env
+from accelerate.facade.v1_utilities import patch_environment as patch_environment
+from accelerate.facade.v1_utilities import purge_accelerate_environment as purge_accelerate_environment
+from accelerate.facade.v1_utilities import recursive_getattr as recursive_getattr
+from accelerate.facade.v1_utilities import str_to_bool as str_to_bool
 from accelerate.launch.kinds.sagemaker import prepare_sagemager_args_inputs as prepare_sagemager_args_inputs
 from accelerate.launch.notebook.launchers import PrepareForLaunch as PrepareForLaunch
 from accelerate.offload.device_maps import check_device_map as check_device_map

@@ -1,10 +1,10 @@
 # Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.facade.deepspeed_wrappers import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
-from accelerate.facade.deepspeed_wrappers import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
-from accelerate.facade.deepspeed_wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
-from accelerate.facade.deepspeed_wrappers import get_active_deepspeed_plugin as get_active_deepspeed_plugin
+from accelerate.facade.engine_wrappers import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
+from accelerate.facade.engine_wrappers import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
+from accelerate.facade.engine_wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
+from accelerate.facade.engine_wrappers import get_active_deepspeed_plugin as get_active_deepspeed_plugin
 from accelerate.strategy.deepspeed.config_tree import DummyOptim as DummyOptim
 from accelerate.strategy.deepspeed.config_tree import DummyScheduler as DummyScheduler
 from accelerate.strategy.deepspeed.config_tree import HfDeepSpeedConfig as HfDeepSpeedConfig

@@ -1,8 +1,8 @@
 # Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.facade.megatron_lm_wrappers import MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper
-from accelerate.facade.megatron_lm_wrappers import MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper
+from accelerate.facade.engine_wrappers import MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper
+from accelerate.facade.engine_wrappers import MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper
 from accelerate.strategy.megatron.engine import MegatronEngine as MegatronEngine
 from accelerate.strategy.megatron.lr_schedule import MegatronLMDummyScheduler as MegatronLMDummyScheduler
 from accelerate.strategy.megatron.public_functions import (

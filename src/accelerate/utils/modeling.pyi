@@ -7,8 +7,8 @@ from accelerate.checkpoint.weight_files import load_state_dict as load_state_dic
 from accelerate.facade.big_model_loading import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.facade.module_queries import convert_file_size_to_int as convert_file_size_to_int
 from accelerate.facade.module_queries import is_peft_model as is_peft_model
-from accelerate.facade.precision_functions import get_grad_scaler as get_grad_scaler
-from accelerate.facade.precision_functions import (
+from accelerate.facade.v1_utilities import get_grad_scaler as get_grad_scaler
+from accelerate.facade.v1_utilities import (
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
 )
 from accelerate.offload.device_maps import check_device_map as check_device_map

@@ -77,8 +77,8 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, Modul
     priority: ClassVar[int] = 10
     shards_params: ClassVar[bool] = True
     wrapper_classes: ClassVar[Mapping[str, str]] = {
-        "optimizer": "accelerate.facade.deepspeed_wrappers:DeepSpeedOptimizerWrapper",
-        "scheduler": "accelerate.facade.deepspeed_wrappers:DeepSpeedSchedulerWrapper",
+        "optimizer": "accelerate.facade.engine_wrappers:DeepSpeedOptimizerWrapper",
+        "scheduler": "accelerate.facade.engine_wrappers:DeepSpeedSchedulerWrapper",
     }
 
     def __init__(self, request: StrategyRequest) -> None:

@@ -51,7 +51,7 @@ class Megatron(MegatronOpenGradients, EngineStrategy):
     shards_params: ClassVar[bool] = True
     supports_loss_weighting: ClassVar[bool] = False
     wrapper_classes: ClassVar[Mapping[str, str]] = {
-        "optimizer": "accelerate.facade.megatron_lm_wrappers:MegatronLMOptimizerWrapper"
+        "optimizer": "accelerate.facade.engine_wrappers:MegatronLMOptimizerWrapper"
     }
 
     def __init__(self, request: StrategyRequest) -> None:

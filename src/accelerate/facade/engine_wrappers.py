@@ -1,4 +1,4 @@
-"""Wrappers of DeepSpeed's optimizer, scheduler and engine, under the names of the public package."""
+"""Wrappers of the optimizers, schedulers and engines of DeepSpeed and Megatron-LM, under the names of 1.x."""
 
 from __future__ import annotations
 
@@ -75,17 +75,6 @@ class DeepSpeedEngineWrapper:
         return norm.item() if hasattr(norm, "item") else norm
 
 
-def wrap_first_engine(strategy: Any) -> DeepSpeedEngineWrapper | None:
-    """Return a wrapper of the first engine of the strategy ``DeepSpeed``, None if it has made none yet.
-
-    Raises:
-        AttributeError: it is another strategy.
-    """
-    if strategy.name != "deepspeed":
-        raise AttributeError("deepspeed_engine_wrapped: this Accelerator does not use DeepSpeed")
-    return next((DeepSpeedEngineWrapper(handle.engine) for handle in strategy.engines), None)
-
-
 def get_active_deepspeed_plugin(state: Any) -> Any:
     """Return the selected DeepSpeed plugin, which the next ``prepare`` uses.
 
@@ -96,3 +85,47 @@ def get_active_deepspeed_plugin(state: Any) -> Any:
     if not plugins:
         raise ValueError("no DeepSpeed plugin: this Accelerator does not use DeepSpeed")
     return next(plugin for plugin in plugins.values() if plugin.selected)
+
+
+class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
+    """The wrapper of an optimizer that steps inside Megatron-LM.
+
+    The one that ``prepare`` gives takes Megatron-LM's step. One that was made by hand has no model:
+    ``step`` and ``zero_grad`` do nothing.
+
+    Args:
+        optimizer: the user's, or Megatron-LM's.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=None)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear Megatron-LM's gradients, unless they are being accumulated."""
+        if self._strategy is not None:
+            super().zero_grad(set_to_none)
+
+    def step(self) -> None:  # type: ignore[override]
+        """Take Megatron-LM's step, unless gradients are being accumulated."""
+        if self._strategy is not None:
+            super().step()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Return whether the last step was not taken because a gradient was not finite."""
+        return bool(getattr(self.optimizer, "skipped_iter", False))
+
+
+class MegatronLMSchedulerWrapper(AcceleratedScheduler):
+    """The wrapper of a scheduler that advances inside Megatron-LM: ``step`` does nothing.
+
+    Args:
+        scheduler: Megatron-LM's.
+        optimizers: its prepared optimizers.
+    """
+
+    def __init__(self, scheduler: Any, optimizers: Any) -> None:
+        super().__init__(scheduler, optimizers)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: Megatron-LM advances the schedule."""
