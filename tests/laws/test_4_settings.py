@@ -22,10 +22,10 @@ LAW = "law 4, a setting is declared once"
 
 def declares(source: Source) -> bool:
     """Whether the file imports ``setting``, by whatever name."""
-    homes = ("accelerate.core.setting", "accelerate.core")
+    homes = ("accelerate.core.setting", "accelerate.core", "accelerate.launch.launch_request")
     for node in source.nodes:
         if isinstance(node, ast.ImportFrom) and node.module in homes:
-            if any(alias.name == "setting" for alias in node.names):
+            if any(alias.name.rpartition("_")[2] == "setting" for alias in node.names):
                 return True
         elif isinstance(node, ast.Import) and any(alias.name in homes for alias in node.names):
             return True

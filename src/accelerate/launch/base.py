@@ -33,7 +33,7 @@ _USUAL_VALUES: dict[str, tuple[object, ...]] = {
     "rdzv_backend": ("static", "c10d"),
     "same_network": (True,),
 }
-_SECRET = re.compile(r"secret|password|token|access_key", re.IGNORECASE)
+SECRET = re.compile(r"secret|password|token|access_key", re.IGNORECASE)
 # Settings that stay with the launcher and whose effect shows in the processes only; and, of those, what a
 # process of several machines cannot judge, since machines may come and go.
 _VISIBLE_IN_RANKS = ("num_processes", "num_cpu_threads_per_process", "gpu_ids")
@@ -209,7 +209,7 @@ def requested_options(request: LaunchRequest, kind: Any, plan: LaunchPlan) -> tu
 
 def display_value(name: str, value: object) -> str:
     """A value as text; of what must stay secret, only that it is there."""
-    return "***" if _SECRET.search(name) and value else format_value(value)
+    return "***" if SECRET.search(name) and value else format_value(value)
 
 
 def origin_variables(request: LaunchRequest) -> dict[str, str]:

@@ -141,17 +141,14 @@ def _parse_device_ids(request: LaunchRequest, device: Device, present: int) -> S
     # Where the machine does not tell how many it has, the driver will say what is wrong.
     wrong = [number for number in ids if number < 0 or (present and number >= present)]
     is_repeated = len(set(parts)) < len(parts) or len(set(ids)) < len(ids)
-    if wrong or is_repeated or (present and len(parts) > present and not _is_partition(uuids)):
+    # Of MIG instances a card has several.
+    has_instances = any(uuid.startswith("MIG-") for uuid in uuids)
+    if wrong or is_repeated or (present and len(parts) > present and not has_instances):
         raise SettingError(
             f"{origin.where} is {origin.value!r}, but this machine has {present} {device.type} devices",
             why=f"{'' if uuids else f'they are numbered 0 to {present - 1}, and '}each is named once",
         )
     return ids or uuids
-
-
-def _is_partition(uuids: Sequence[str]) -> bool:
-    """Return whether one of these names a MIG instance, of which a card has several."""
-    return any(uuid.startswith("MIG-") for uuid in uuids)
 
 
 def _describe_device_limit(

@@ -73,10 +73,8 @@ def run_model_dry_run(request: LaunchRequest, plan: LaunchPlan) -> None:
 
 def _world_size(request: LaunchRequest, plan: LaunchPlan) -> int:
     """All of them, on all machines."""
-    num_processes = request.settings.num_processes
-    return (
-        num_processes if isinstance(num_processes, int) else max(1, len(plan.commands)) * request.machines[1]
-    )
+    count = request.settings.num_processes
+    return count if isinstance(count, int) else max(1, len(plan.commands)) * request.machines[1]
 
 
 def plan_sections(
@@ -123,7 +121,8 @@ def _fact_rows(request: LaunchRequest, plan: LaunchPlan) -> Iterator[Row]:
         yield "mesh", _mesh_text(request, _world_size(request, plan))
     precision = request.origin("mixed_precision")
     yield "precision", f"{precision.value} ({precision.where})" if precision.value else "as the weights are"
-    yield "settings", _file_text(request)
+    other = "" if request.file is None or request.file.is_explicit else " (--config_file names another)"
+    yield "settings", f"from {request.file.path}{other}" if request.file else "from no file"
     yield "script", shlex.join(request.program)
 
 
@@ -145,14 +144,6 @@ def _mesh_text(request: LaunchRequest, processes: int) -> str:
     layout = MeshLayout(**{degree: sizes[name] for degree, name in DIMENSIONS.items()}).check(processes)
     shown = [f"{name} {sizes[name]}" for name in layout.axes()]
     return f"{' x '.join(shown) or 1} = {layout.size()} processes"
-
-
-def _file_text(request: LaunchRequest) -> str:
-    if request.file is None:
-        return "from no file"
-    return f"from {request.file.path}" + (
-        "" if request.file.is_explicit else " (--config_file names another)"
-    )
 
 
 def _command_rows(starts: Sequence[PlannedCommand]) -> Iterator[Row]:

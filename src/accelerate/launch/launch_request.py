@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -33,6 +33,8 @@ from accelerate.launch.job_scheduler import JobSchedulerContext, detect_surround
 from accelerate.launch.kinds import KINDS
 
 S = TypeVar("S")
+typed_setting = partial(setting, variable=None, in_file=False)  # a flag alone
+file_setting = partial(setting, flag=None, variable=None)  # a key of a configuration file alone
 NOT_DISTRIBUTED = "NO"  # the ``distributed_type`` of one process
 
 
@@ -73,8 +75,8 @@ class JobSettings:
         help="how many processes to start, on all machines together; by default one per device, one on a CPU",
         question="Number of processes on all machines?",
     )
-    nproc_per_node: LocalCount | Literal["auto", "gpu", "cpu"] | None = setting(
-        None, variable=None, in_file=False, help="how many processes to start on each machine"
+    nproc_per_node: LocalCount | Literal["auto", "gpu", "cpu"] | None = typed_setting(
+        None, help="how many processes to start on each machine"
     )
     num_machines: Count | str = setting(
         1,
@@ -82,9 +84,7 @@ class JobSettings:
         help="how many machines take part: a number, or from 1 to 4 as 1:4",
         question="Number of machines?",
     )
-    standalone: bool = setting(
-        False, variable=None, in_file=False, help="the job is on one machine and waits for no other"
-    )
+    standalone: bool = typed_setting(False, help="the job is on one machine and waits for no other")
     machine_rank: Index = setting(
         0,
         flags=("--node_rank",),
@@ -119,33 +119,22 @@ class JobSettings:
         help="seconds that processes have which stop in good order on a signal (accelerator.should_stop), "
         "before they are killed; by default as long as they need, or until a second signal",
     )
-    multi_gpu: bool = setting(
-        False, variable=None, in_file=False, topic="Hardware", help="insist on accelerators: fail without"
-    )
+    multi_gpu: bool = typed_setting(False, topic="Hardware", help="insist on accelerators: fail without")
     gpu_ids: str | Index | None = setting(
         None, topic="Hardware", help="which devices to use: 'all', their numbers like 0,2, or their UUIDs"
     )
-    distributed_type: str | None = setting(
+    distributed_type: str | None = file_setting(
         None,
-        flag=None,
-        variable=None,
         topic="Hardware",
         help="one name for the devices and the way of training, as `accelerate config` writes it",
     )
-    compute_environment: Literal["LOCAL_MACHINE", "AMAZON_SAGEMAKER"] = setting(
-        "LOCAL_MACHINE", flag=None, variable=None, help="where the job runs"
+    compute_environment: Literal["LOCAL_MACHINE", "AMAZON_SAGEMAKER"] = file_setting(
+        "LOCAL_MACHINE", help="where the job runs"
     )
-    module: bool = setting(
-        False,
-        flags=("-m",),
-        variable=None,
-        in_file=False,
-        topic="Script",
-        help="the script is a module, started like python -m",
+    module: bool = typed_setting(
+        False, flags=("-m",), topic="Script", help="the script is a module, started like python -m"
     )
-    no_python: bool = setting(
-        False, variable=None, in_file=False, topic="Script", help="the script is a program, started as it is"
-    )
+    no_python: bool = typed_setting(False, topic="Script", help="the script is a program, started as it is")
     config_file: str | None = setting(
         None, in_file=False, topic="Script", help="a YAML or JSON file with any of these settings"
     )
@@ -160,47 +149,35 @@ class JobSettings:
         "or by rank: 0:3,1:2",
     )
     role: str = setting("default", variable=None, topic="Output", help="a name that the processes are told")
-    dry_run: bool = setting(
+    dry_run: bool = typed_setting(
         False,
-        variable=None,
-        in_file=False,
         topic="Output",
         help="print what would be started, with what each option does and where it came from; start nothing",
     )
-    dry_run_model: str | None = setting(
+    dry_run_model: str | None = typed_setting(
         None,
-        variable=None,
-        in_file=False,
         topic="Output",
         help="with --dry_run: spread this model on empty tensors and show what ranks hold; a folder with "
         "config.json, a name on the hub, or module:factory",
     )
-    print_manifest: Literal["pytorchjob", "jobset", "skypilot"] | None = setting(
+    print_manifest: Literal["pytorchjob", "jobset", "skypilot"] | None = typed_setting(
         None,
-        variable=None,
-        in_file=False,
         topic="Output",
         help="print the job for Kubernetes (a PyTorchJob of Kubeflow, or a JobSet) or as a SkyPilot task, "
         "and start nothing",
     )
-    manifest_image: str | None = setting(
+    manifest_image: str | None = typed_setting(
         None,
-        variable=None,
-        in_file=False,
         topic="Output",
         help="with --print_manifest: the container image, with torch, this package and the script",
     )
-    manifest_accelerator: str | None = setting(
+    manifest_accelerator: str | None = typed_setting(
         None,
-        variable=None,
-        in_file=False,
         topic="Output",
         help="with --print_manifest: the resource of which each process needs one, by default "
         "nvidia.com/gpu; for SkyPilot the name of the accelerator, such as H100",
     )
-    quiet: bool = setting(
-        False, flags=("-q",), variable=None, in_file=False, topic="Output", help="say nothing but errors"
-    )
+    quiet: bool = typed_setting(False, flags=("-q",), topic="Output", help="say nothing but errors")
 
 
 def _setting_names(cls: type[Any]) -> set[str]:

@@ -177,10 +177,8 @@ def check_request(request: LaunchRequest) -> None:
             f"{_describe_setting(request, 'machine_rank')}, but {_describe_setting(request, 'num_machines')}",
             why=f"machines are counted from 0: the last of {machines} is {machines - 1}",
         )
-    for origin, sharers in (
-        (request.origin("num_processes"), machines),
-        (request.origin("nproc_per_node"), 1),
-    ):
+    for name, sharers in (("num_processes", machines), ("nproc_per_node", 1)):
+        origin = request.origin(name)
         local = -(-origin.value // sharers) if isinstance(origin.value, int) else 1
         if not convert_to(LocalCount, local, "file")[0]:
             raise SettingError(
@@ -222,18 +220,13 @@ def _refuse_conflicts(request: LaunchRequest) -> None:
             raise _conflict_error(
                 place.where, request.origin("tpu").where, "a TPU has a way of training of its own"
             )
-        _refuse_fsdp1_mesh(request, engine)
-
-
-def _refuse_fsdp1_mesh(request: LaunchRequest, engine: str) -> None:
-    """Refuse a device mesh with FSDP1: only FSDP2 (``fully_shard``) shards over one."""
-    mesh, version = "use_parallelism_config", "fsdp_version"
-    if engine == "use_fsdp" and _is_on(request, mesh) and request.get(version) == 1:
-        raise SettingError(
-            f"{_describe_setting(request, mesh)}, but {_describe_setting(request, version)}",
-            why="only FSDP2 shards over a device mesh of several dimensions",
-            fix=f"leave out {version}, or make it 2",
-        )
+        mesh, version = "use_parallelism_config", "fsdp_version"
+        if engine == "use_fsdp" and _is_on(request, mesh) and request.get(version) == 1:
+            raise SettingError(
+                f"{_describe_setting(request, mesh)}, but {_describe_setting(request, version)}",
+                why="only FSDP2 shards over a device mesh of several dimensions",
+                fix=f"leave out {version}, or make it 2",
+            )
 
 
 def _is_on(request: LaunchRequest, name: str, flags_only: bool = False) -> bool:
@@ -280,12 +273,10 @@ def _check_program(request: LaunchRequest) -> None:
             why="no script was given",
             fix="accelerate launch [flags] train.py [arguments of train.py]",
         )
-    if request.settings.module or request.settings.no_python:
+    if request.settings.module or request.settings.no_python or request.program[0] == STDIN:
         return
     script = Path(request.program[0])
     if (script.exists() and not script.is_dir()) or (script / "__main__.py").is_file():
-        return
-    if request.program[0] == STDIN:
         return
     if script.is_dir():
         raise LaunchError(f"{script} is a folder without a __main__.py", fix="name the script inside it")

@@ -67,10 +67,7 @@ class RankLogSettings:
         from subprocess import PIPE
 
         which = self.streams_by_rank.get(rank, self.default_streams)
-        return (
-            PIPE if which & STDOUT else None,
-            PIPE if which & STDERR else None,
-        )
+        return PIPE if which & STDOUT else None, PIPE if which & STDERR else None
 
     def read(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         """Begins to read a process's output."""

@@ -20,6 +20,7 @@ from typing import Any
 from accelerate.core.errors import SettingError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import Setting, declared_settings
+from accelerate.launch.base import SECRET
 from accelerate.launch.launch_request import LaunchRequest, format_value
 
 PORT = 29500
@@ -44,7 +45,6 @@ _LOCAL = {
     "ray_resources",
     "ray_placement",
 }
-_SECRET = re.compile(r"secret|password|token|access_key", re.IGNORECASE)
 
 
 @frozen_dataclass
@@ -140,7 +140,7 @@ def iterate_flags(request: LaunchRequest) -> Iterator[str]:
 
 
 def _format_flag(row: Setting, value: Any) -> Iterator[str]:
-    is_local = row.name in _LOCAL or _SECRET.search(row.name)
+    is_local = row.name in _LOCAL or SECRET.search(row.name)
     if is_local or not row.flags or value is None or value == row.default:
         return
     if row.switch and isinstance(value, bool):

@@ -258,11 +258,13 @@ def build_job_error(outcome: JobOutcome, folder: Path, size: int | None = None) 
     if outcome.stopped_by is not None and not outcome.stopped_gracefully:
         return _stopped_error(outcome.stopped_by, failures.values())
     # Whoever ended after it was asked to is a cause only if it had raised before, and left a word.
-    causes = [each for end, each in failures.items() if each.has_report or not end.was_asked_to_stop] or list(
-        failures.values()
-    )
+    causes = [each for end, each in failures.items() if each.has_report or not end.was_asked_to_stop]
+    causes = causes or list(failures.values())
     causes.sort(key=lambda each: each.blame_order)
-    first = _name_lost_cause(causes[0])
+    first = causes[0]
+    if first.failed_rank not in (None, UNKNOWN_RANK):
+        # The rank that it names was stopped before it could report, and told its peers.
+        first = replace(first, rank=first.failed_rank)
     same = [each for each in causes if each is first or (each.text and each.summary == first.summary)]
     if first is not causes[0]:
         same = [first]
@@ -276,13 +278,6 @@ def build_job_error(outcome: JobOutcome, folder: Path, size: int | None = None) 
     error.others = _later_failure_lines(each for each in causes if each not in same)
     error.traceback = first.text
     return error
-
-
-def _name_lost_cause(first: RankFailure) -> RankFailure:
-    """Blame the rank that ``first`` names: it was stopped before it could report, and told its peers."""
-    if first.failed_rank is None or first.failed_rank == UNKNOWN_RANK:
-        return first
-    return replace(first, rank=first.failed_rank)
 
 
 def _resumable_error(outcome: JobOutcome) -> RankError:
@@ -320,11 +315,8 @@ def _signal_name(number: int) -> str:
 
 def _describe_failures(first: RankFailure, same: Sequence[RankFailure], count: int, stopped: bool) -> str:
     were = "was" if len(same) == 1 else "were"
-    ending = (
-        f"failed ({_code_text(first.code)})"
-        if first.code > 0
-        else f"{were} killed by {_code_text(first.code)}"
-    )
+    code = _code_text(first.code)
+    ending = f"failed ({code})" if first.code > 0 else f"{were} killed by {code}"
     ranks = sorted(each.rank for each in same)
     if count == 1:
         return f"the script {ending}"

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, ClassVar
 
 from accelerate.core import environ
@@ -115,7 +115,10 @@ class WorkerSupervisor:
                 self._apply_deadlines()
         finally:
             if self.alive or self.outcome.has_failed or not self.keeps_leftovers:
-                self._kill_leftovers()
+                # Also what the ranks of a failed job have started.
+                _send_signal(os.killpg, self.processes.values(), signal.SIGKILL)
+                for process in self.alive.values():
+                    process.wait()
         self.logs.finish()
         return self.outcome
 
@@ -197,20 +200,14 @@ class WorkerSupervisor:
     def _abort_job(self) -> None:
         """The job fails. Ranks that would take the question for the end of a good job are not asked."""
         self.is_aborting = True
-        processes = self.alive.values()
-        unasked = [process for process in processes if read_graceful_stop(self.folder, process.pid)]
+        ranks = self.alive.values()
+        unasked = [process for process in ranks if read_graceful_stop(self.folder, process.pid)]
         _send_signal(os.kill, unasked, signal.SIGKILL)
         self._ask_to_stop(os.kill, signal.SIGTERM, self.stop_timeout)
 
     def _ask_to_stop(self, send: Callable[[int, int], None], number: int, timeout: float) -> None:
         self.kill_at = time.monotonic() + timeout
         _send_signal(send, self.alive.values(), number)
-
-    def _kill_leftovers(self) -> None:
-        """Kills every process that is left, and what the ranks of a failed job have started."""
-        _send_signal(os.killpg, self.processes.values(), signal.SIGKILL)
-        for process in self.alive.values():
-            process.wait()
 
 
 def _send_signal(
@@ -247,9 +244,7 @@ class GuardProcess(AbstractContextManager["GuardProcess"]):
             self.process.stdin.write(f"{line}\n".encode())
             self.process.stdin.flush()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.write_line("done")
         assert self.process.stdin is not None
         self.process.stdin.close()
@@ -266,11 +261,10 @@ class SignalAndChildExitWaiter:
         self.before: dict[int, Any] = {}
         self.main = threading.current_thread() is threading.main_thread()
         if self.main:
-            self.reader, writer = os.pipe()
+            self.reader, self.writer = os.pipe()
             os.set_blocking(self.reader, False)
-            os.set_blocking(writer, False)
-            self.writer = writer
-            self.wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+            os.set_blocking(self.writer, False)
+            self.wakeup = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
             for number in (*STOP_SIGNALS, *FORWARDED_SIGNALS, signal.SIGCHLD):
                 handler = signal.getsignal(number)
                 # What was ignored on purpose (nohup, a background job) stays ignored; ends of children
@@ -288,9 +282,7 @@ class SignalAndChildExitWaiter:
         ready, _, _ = select.select([self.reader, *also], [], [], seconds)
         return os.read(self.reader, 4096) if self.reader in ready else b""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.main:
             for number, handler in self.before.items():
                 signal.signal(number, handler)

@@ -74,9 +74,8 @@ class LocalAttempt(WorkerSupervisor):
         raised = [rank for rank in self.alive if rank_reports.error_file(self.folder, rank).is_file()]
         ends += [ProcessExit(rank, 1, now, was_asked_to_stop=False) for rank in raised]
         failures = (rank_reports.read_failure(end, self.folder) for end in ends)
-        return max(
-            ((now - each.failed_at) / 1e9 for each in failures if each.failed_rank is None), default=0.0
-        )
+        ages = ((now - each.failed_at) / 1e9 for each in failures if each.failed_rank is None)
+        return max(ages, default=0.0)
 
     def _apply_deadlines(self) -> None:
         if not self.was_cancelled and self.should_cancel(self):
@@ -284,10 +283,8 @@ class MultiMachineAttemptRunner:
         attempts: of this machine.
         agent: to the agent.
         rank_variables: the environment of each process here, by what the agent says of an attempt.
-        timeout: seconds without a word from the others after which they are lost.
-        join: seconds that the machines wait for each other.
-        endpoint: where they meet.
-        is_static: they meet at machine 0.
+        job: what the agent is told of it.
+        endpoint: where the machines meet.
         print_line: prints a line.
     """
 
@@ -296,20 +293,15 @@ class MultiMachineAttemptRunner:
         attempts: ElasticAttemptRunner,
         agent: ElasticAgentProcess,
         rank_variables: Callable[[Message], Sequence[Variables]],
-        *,
-        timeout: float,
-        join: float,
+        job: Message,
         endpoint: str,
-        is_static: bool,
         print_line: Callable[[str], None],
     ) -> None:
-        self.attempts, self.agent, self.rank_variables, self.print_line = (
-            attempts,
-            agent,
-            rank_variables,
-            print_line,
-        )
-        self.timeout, self.join, self.endpoint, self.is_static = timeout, join, endpoint, is_static
+        self.attempts, self.agent, self.rank_variables = attempts, agent, rank_variables
+        self.endpoint, self.print_line = endpoint, print_line
+        # Seconds without a word from the others after which they are lost, and that they wait for each other.
+        self.timeout, self.join = job["machine_timeout"], job["join"]
+        self.is_static = job["backend"] == "static"  # they meet at machine 0
         self.world: Message = {}
         self.verdict: Message | None = None
         self.reported_failure = False
@@ -362,9 +354,8 @@ class MultiMachineAttemptRunner:
                 raise self._lost_contact_error()
             if not watched and not has_announced and waits > min(QUIET_WAIT_SECONDS, self.join / 2):
                 has_announced = True
-                self.print_line(
-                    f"waiting for the other machines at {self.endpoint}, for {self.join:g} s at most"
-                )
+                others = f"the other machines at {self.endpoint}"
+                self.print_line(f"waiting for {others}, for {self.join:g} s at most")
 
     def _handle_message(self, message: Message) -> None:
         if message["event"] == "verdict":

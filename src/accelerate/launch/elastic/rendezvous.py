@@ -58,15 +58,10 @@ class StaticRendezvous:
 
     def __init__(self, job: dict[str, Any]) -> None:
         self.job, self.host, self.port = job, job["host"], job["port"]
-        self.machine_rank, self.machine_count, self.join_timeout = (
-            job["machine_rank"],
-            job["most"],
-            job["join"],
-        )
-        self.attempt = -1
-        self.store = _create_tcp_store(
-            self.host, self.port, serve=self.machine_rank == 0, seconds=self.join_timeout
-        )
+        self.machine_rank, self.machine_count = job["machine_rank"], job["most"]
+        self.join_timeout, self.attempt = job["join"], -1
+        is_first = self.machine_rank == 0
+        self.store = _create_tcp_store(self.host, self.port, serve=is_first, seconds=self.join_timeout)
         self.store.set_timeout(timedelta(seconds=max(1.0, job["machine_timeout"])))
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -94,9 +89,8 @@ class StaticRendezvous:
                 )
             time.sleep(POLL_SECONDS if missing else 0)
         # The ranks find nothing of an attempt before: what they leave in a store breaks the next one.
-        return RendezvousInfo(
-            store, self.machine_rank, self.machine_count, self.host, 0 if self.attempt else self.port
-        )
+        port = 0 if self.attempt else self.port
+        return RendezvousInfo(store, self.machine_rank, self.machine_count, self.host, port)
 
     def num_machines_waiting(self) -> int:
         """The number of machines that want to join: all are there."""
@@ -373,10 +367,8 @@ def compare_machines(machines: Sequence[MachineFacts], hosts: Sequence[str]) -> 
                 reason = "unequal machines wait for each other, and one of them may have lost a device"
                 fix = "say how many each of them starts: --nproc_per_node"
             elif fact == "device":
-                reason, fix = (
-                    "ranks on different devices cannot exchange tensors",
-                    "use --cpu on all, or on none",
-                )
+                reason = "ranks on different devices cannot exchange tensors"
+                fix = "use --cpu on all, or on none"
             else:
                 reason = "ranks of different versions may not understand each other"
                 fix = f"install the same {fact} on all machines"

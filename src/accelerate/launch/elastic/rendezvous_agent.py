@@ -93,19 +93,13 @@ class AttemptCoordinator:
         world: Message,
         job: Message,
     ) -> None:
-        self.launcher, self.rendezvous_handler, self.info, self.world, self.job = (
-            launcher,
-            rendezvous_handler,
-            info,
-            world,
-            job,
-        )
+        self.launcher, self.rendezvous_handler = launcher, rendezvous_handler
+        self.info, self.world, self.job = info, world, job
         self.store, self.local_result = info.store, None
         self.heartbeat_count, self.last_heartbeat = 0, 0.0
         self.claim = 0  # which machine this one is, of those where a process failed, by when they said so
-        self.failure_claims: dict[
-            int, tuple[float, int]
-        ] = {}  # by claim: when, in s of this clock, and where
+        # By claim: when, in s of this clock, and where.
+        self.failure_claims: dict[int, tuple[float, int]] = {}
         self.last_seen: dict[int, tuple[bytes, float]] = {}
 
     def run(self) -> Message:
@@ -124,9 +118,8 @@ class AttemptCoordinator:
 
         try:
             while True:
-                self._read_launcher(
-                    POLL_SECONDS if self.local_result or self.claim else self.job["monitor_interval"]
-                )
+                is_idle = self.local_result or self.claim
+                self._read_launcher(POLL_SECONDS if is_idle else self.job["monitor_interval"])
                 self._decide_first_failure()
                 verdict = self._read_verdict() or self._check_heartbeats()
                 if verdict is not None:
@@ -162,10 +155,8 @@ class AttemptCoordinator:
             for claim in range(1, self.store.add("claims", 0) + 1):
                 if claim not in self.failure_claims and self.store.check([f"claim/{claim}"]):
                     failure_claim = json.loads(self.store.get(f"claim/{claim}"))
-                    self.failure_claims[claim] = (
-                        time.monotonic() - failure_claim["age"],
-                        failure_claim["machine"],
-                    )
+                    when = time.monotonic() - failure_claim["age"]
+                    self.failure_claims[claim] = when, failure_claim["machine"]
         if self.local_result is None or self.local_result["result"] != "failed":
             return
         if self.claim == 1 and not self.store.check(["first"]):
@@ -205,19 +196,16 @@ class AttemptCoordinator:
                 self.last_seen[other] = (sign, now)
             elif now - since > self.job["machine_timeout"]:
                 return self._post_lost_machine(other)
-        if number == 0 and self._accepts_machines() and self.rendezvous_handler.num_machines_waiting() > 0:
+        # More machines may join only while no machine has finished.
+        accepts = number == 0 and self.job["least"] < self.job["most"] and self.store.add("done", 0) == 0
+        if accepts and self.rendezvous_handler.num_machines_waiting() > 0:
             self.post_verdict({"kind": "join", "restart": True})
         self.launcher.send("beat")
         return None
 
-    def _accepts_machines(self) -> bool:
-        """Return whether more machines may join: only while no machine has finished."""
-        return self.job["least"] < self.job["most"] and self.store.add("done", 0) == 0
-
     def _is_heartbeat_due(self) -> bool:
-        return time.monotonic() > self.last_heartbeat + min(
-            HEARTBEAT_SECONDS, self.job["machine_timeout"] / 4
-        )
+        pause = min(HEARTBEAT_SECONDS, self.job["machine_timeout"] / 4)
+        return time.monotonic() > self.last_heartbeat + pause
 
     def _send_heartbeat(self) -> None:
         self.heartbeat_count += 1
@@ -274,12 +262,11 @@ def run_job(launcher: AgentLauncherPipe, job: Message) -> None:
     Raises:
         LaunchError: the machines do not find each other.
     """
-    number = (
-        job["machine_rank"] if job["backend"] == "static" else 1 - rendezvous.is_this_machine(job["host"])
-    )
+    is_static = job["backend"] == "static"
+    number = job["machine_rank"] if is_static else 1 - rendezvous.is_this_machine(job["host"])
     names = min(RESOLVE_SECONDS, job["join"])
     rendezvous.check_meeting_point(job["host"], number, seconds=names, say=_print_line)
-    rendezvous_handler = StaticRendezvous(job) if job["backend"] == "static" else DynamicRendezvous(job)
+    rendezvous_handler = StaticRendezvous(job) if is_static else DynamicRendezvous(job)
     restarts = 0
     stores: list[Any] = []  # the ranks' store, as long as they need it
     while True:
@@ -335,11 +322,9 @@ def _raise_on_all_machines(info: RendezvousInfo, what: str, why: str, fix: str) 
     """Raises what all machines raise; the one with the store stays until all have read it."""
     deadline = time.monotonic() + LEAVE_SECONDS
     info.store.add("refused", 1)
-    while (
-        info.machine_rank == 0
-        and info.store.add("refused", 0) < info.machine_count
-        and time.monotonic() < deadline
-    ):
+    while info.machine_rank == 0 and time.monotonic() < deadline:
+        if info.store.add("refused", 0) >= info.machine_count:
+            break
         time.sleep(POLL_SECONDS)
     raise LaunchError(what, why=why, fix=fix)
 

@@ -45,7 +45,14 @@ class DeepSpeedLaunch(LaunchKind[LaunchPlan]):
 
     def check(self, request: LaunchRequest) -> None:
         """Refuse what contradicts itself; see ``LaunchKind.check``."""
-        _refuse_contradictions(request)
+        least, most = request.machines
+        if least != most:
+            raise SettingError(
+                f"{request.origin('num_machines').where} is {least}:{most}, "
+                "but DeepSpeed's launcher needs one number",
+                fix="write one number, or add --deepspeed_multinode_launcher standard",
+            )
+        _check_filters(request)
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Makes the command; see ``LaunchKind.plan``.
@@ -143,17 +150,6 @@ def _launcher_flags(request: LaunchRequest) -> Iterator[str]:
         if value:
             yield from (flag, str(value))
     yield from (flag for flag, on in (("--module", job.module), ("--no_python", job.no_python)) if on)
-
-
-def _refuse_contradictions(request: LaunchRequest) -> None:
-    least, most = request.machines
-    if least != most:
-        raise SettingError(
-            f"{request.origin('num_machines').where} is {least}:{most}, "
-            "but DeepSpeed's launcher needs one number",
-            fix="write one number, or add --deepspeed_multinode_launcher standard",
-        )
-    _check_filters(request)
 
 
 def _check_machine(request: LaunchRequest) -> None:

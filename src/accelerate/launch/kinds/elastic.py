@@ -113,10 +113,24 @@ class ElasticLaunch(LaunchKind[ElasticLaunchPlan]):
 
     def check(self, request: LaunchRequest) -> None:
         """Refuse what contradicts itself; see ``LaunchKind.check``. An address may still come by a flag."""
-        _refuse_contradictions(request)
+        least, most = request.machines
+        machines = f"{request.origin('num_machines').where} {request.settings.num_machines}"
+        if request.settings.standalone and most > 1:
+            raise SettingError(
+                f"--standalone and {machines} do not go together",
+                why="the first says that there is one machine",
+                fix="keep one of them",
+            )
+        if request.values_of(ElasticLaunchSettings).rdzv_backend == STATIC and least != most:
+            raise SettingError(
+                f"{request.origin('num_machines').where} is {request.settings.num_machines}, but a static "
+                "rendezvous has a fixed number of machines",
+                why="each of them has its number from the start",
+                fix="add --rdzv_backend c10d",
+            )
         parse_rdzv_conf(request)
         _ = request.local_processes
-        if request.machines[1] > 1 and _knows_endpoint(request):
+        if most > 1 and _knows_endpoint(request):
             find_endpoint(request)
 
     def plan(self, request: LaunchRequest) -> ElasticLaunchPlan:
@@ -177,25 +191,21 @@ def _run_multi_machine(request: LaunchRequest, plan: ElasticLaunchPlan, attempts
 
     assert plan.endpoint is not None
     options, (least, most) = request.values_of(ElasticLaunchSettings), request.machines
-    join, local_processes, allocation = (
-        parse_join_timeout(plan.conf),
-        request.local_processes.value,
-        plan.allocation,
-    )
+    allocation = plan.allocation
+    # Where nobody has said how many processes a machine starts, all have to find as many devices.
+    counted = None if isinstance(request.local_processes.value, int) else allocation.processes
     job = {
         "backend": options.rdzv_backend,
         "host": plan.endpoint.host,
         "port": plan.endpoint.port,
         "id": options.rdzv_id,
         "conf": plan.conf,
-        "join": join,
+        "join": parse_join_timeout(plan.conf),
         "least": least,
         "most": most,
         "machine_rank": request.settings.machine_rank,
-        "processes": plan.allocation.processes,
-        "facts": rendezvous.machine_facts(
-            allocation.device.type, None if isinstance(local_processes, int) else allocation.processes
-        ),
+        "processes": allocation.processes,
+        "facts": rendezvous.machine_facts(allocation.device.type, counted),
         "max_restarts": options.max_restarts,
         "monitor_interval": options.monitor_interval,
         "machine_timeout": options.machine_timeout,
@@ -205,13 +215,11 @@ def _run_multi_machine(request: LaunchRequest, plan: ElasticLaunchPlan, attempts
         ElasticAgentProcess(job, attempts.guard, request.settings.stop_timeout),
         lambda world: [
             {**plan.variables, **variables}
-            for variables in _ranks_variables(request, world, plan.allocation.processes, options.rdzv_id)
+            for variables in _ranks_variables(request, world, allocation.processes, options.rdzv_id)
         ],
-        timeout=options.machine_timeout,
-        join=join,
-        endpoint=str(plan.endpoint),
-        is_static=options.rdzv_backend == STATIC,
-        print_line=lambda line: print_line(request, line),
+        job,
+        str(plan.endpoint),
+        lambda line: print_line(request, line),
     ).run()
 
 
@@ -245,10 +253,8 @@ def parse_rdzv_conf(request: LaunchRequest) -> dict[str, str]:
         SettingError: it is not written ``key=value,key=value``, or a number in it is none; in strict mode, it
             has what the rendezvous does not read.
     """
-    text, location = (
-        request.values_of(ElasticLaunchSettings).rdzv_conf or "",
-        request.origin("rdzv_conf").where,
-    )
+    text = request.values_of(ElasticLaunchSettings).rdzv_conf or ""
+    location = request.origin("rdzv_conf").where
     conf: dict[str, str] = {}
     for part in text.replace(",", " ").split():
         key, equals, value = part.partition("=")
@@ -333,33 +339,6 @@ def _split_endpoint(text: str, where: str) -> tuple[str, int | None]:
     return host.strip("[]"), int(port) if port else None
 
 
-def _refuse_contradictions(request: LaunchRequest) -> None:
-    """Refuses what contradicts itself.
-
-    Raises:
-        SettingError: two settings do not go together, or a number is out of its range.
-    """
-    options = request.values_of(ElasticLaunchSettings)
-    least, most = request.machines
-    for name in ("max_restarts", "monitor_interval", "machine_timeout"):
-        if request.get(name) < 0:
-            raise SettingError(f"{request.origin(name).where} is {request.get(name)}, but it is at least 0")
-    if request.settings.standalone and most > 1:
-        raise SettingError(
-            f"--standalone and {request.origin('num_machines').where} {request.settings.num_machines} do not "
-            "go together",
-            why="the first says that there is one machine",
-            fix="keep one of them",
-        )
-    if options.rdzv_backend == STATIC and least != most:
-        raise SettingError(
-            f"{request.origin('num_machines').where} is {request.settings.num_machines}, but a static "
-            "rendezvous has a fixed number of machines",
-            why="each of them has its number from the start",
-            fix="add --rdzv_backend c10d",
-        )
-
-
 def _check_machine_rank(request: LaunchRequest, endpoint: RendezvousEndpoint) -> None:
     """Refuses machine 0 by default where rank 0 is plainly elsewhere: the others would wait for ever."""
     from accelerate.launch.elastic.rendezvous import is_this_machine
@@ -414,11 +393,10 @@ def _planned_commands(
         "interface": None,
     }
     for local, variables in enumerate(_ranks_variables(request, world, processes, options.rdzv_id)):
-        shown_variables = (
-            variables if static else {**variables, "RANK": "as they meet", "ROLE_RANK": "as they meet"}
-        )
+        if not static:
+            variables = {**variables, "RANK": "as they meet", "ROLE_RANK": "as they meet"}
         yield PlannedCommand(
-            f"rank {variables['RANK']}" if static else f"local rank {local}", program, shown_variables
+            f"rank {variables['RANK']}" if static else f"local rank {local}", program, variables
         )
 
 

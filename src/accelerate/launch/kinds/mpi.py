@@ -199,7 +199,10 @@ class MpiLaunch(LaunchKind[MPILaunchPlan]):
                 os.execve(command[0], command, env)
             code = subprocess.run(command, env=env, check=False).returncode
         if code:
-            error = RankError(f"mpirun failed with {_exit_text(code)}")
+            import signal
+
+            ending = f"code {code}" if code > 0 else signal.Signals(-code).name
+            error = RankError(f"mpirun failed with {ending}")
             error.code = code if code > 0 else 128 - code
             raise error
 
@@ -320,27 +323,15 @@ def mpirun_command(
         variables: the variables of the job.
     """
     command = [path, *(family.root_flags if os.geteuid() == 0 else ()), *family.fixed_flags]
-    command += [
-        family.hostfile_flag,
-        str(Path(request.get("mpirun_hostfile")).expanduser()),
-        "-np",
-        str(size),
-    ]
+    command += [family.hostfile_flag, str(Path(request.get("mpirun_hostfile")).expanduser())]
+    command += ["-np", str(size)]
     if size % len(hosts) == 0:
         command += [flag.format(each=size // len(hosts)) for flag in family.per_machine_flags]
-    forwarded = {
-        name: value for name, value in environ.snapshot().items() if FORWARDED_VARIABLES.fullmatch(name)
-    }
+    forwarded = {k: v for k, v in environ.snapshot().items() if FORWARDED_VARIABLES.fullmatch(k)}
     for name, value in sorted({**forwarded, **variables}.items()):
         if value is not None:
             command += [flag.format(name=name, value=value) for flag in family.variable_flags]
     return (*command, *script_command(request))
-
-
-def _exit_text(code: int) -> str:
-    import signal
-
-    return f"code {code}" if code > 0 else signal.Signals(-code).name
 
 
 PLUGIN = MpiLaunch()

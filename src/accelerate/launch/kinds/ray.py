@@ -9,7 +9,7 @@ from accelerate.core.errors import SettingError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import setting
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, print_line
-from accelerate.launch.kinds.elastic import ElasticLaunchSettings, parse_join_timeout
+from accelerate.launch.kinds.elastic import parse_join_timeout, parse_rdzv_conf
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.manifest import iterate_flags
 
@@ -58,11 +58,6 @@ class RayLaunch(LaunchKind[LaunchPlan]):
     def check(self, request: LaunchRequest) -> None:
         """Refuse resources that are none; see ``LaunchKind.check``."""
         parse_resources(request)
-        if request.get("max_restarts") < 0:
-            raise SettingError(
-                f"{request.origin('max_restarts').where} is {request.get('max_restarts')}, "
-                "but it is at least 0"
-            )
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Describe the job; which machines take part, Ray decides. See ``LaunchKind.plan``."""
@@ -103,7 +98,7 @@ class RayLaunch(LaunchKind[LaunchPlan]):
             address=options.ray_address,
             uses_cpu=bool(request.get("use_cpu")),
             max_restarts=request.get("max_restarts"),
-            join_timeout=_join_timeout(request),
+            join_timeout=parse_join_timeout(parse_rdzv_conf(request)),
             print_line=lambda line: print_line(request, line),
         ).run_script((*marks, *iterate_flags(request)), request.program, plan.variables)
 
@@ -131,12 +126,6 @@ def _count_processes(request: LaunchRequest) -> int | None:
     """Return the number of processes; None for one for each GPU of the cluster."""
     count = request.settings.num_processes
     return count if isinstance(count, int) else None
-
-
-def _join_timeout(request: LaunchRequest) -> float:
-    text = request.values_of(ElasticLaunchSettings).rdzv_conf or ""
-    pairs = (part.partition("=") for part in text.split(","))
-    return parse_join_timeout({key.strip(): value.strip() for key, _, value in pairs})
 
 
 def _unused_settings() -> Iterator[tuple[str, str]]:

@@ -16,9 +16,9 @@ from accelerate.core import environ
 from accelerate.core.errors import LaunchError, MissingExtraError, SettingError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.packages import is_installed
-from accelerate.core.setting import declared_settings, setting
+from accelerate.core.setting import declared_settings
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand
-from accelerate.launch.launch_request import JobSettings, LaunchRequest
+from accelerate.launch.launch_request import JobSettings, LaunchRequest, file_setting, typed_setting
 
 # Arguments of SageMaker's estimator that are keys of the file; the key.
 _COPIED_ARGUMENTS = {name: name for name in ("image_uri", "transformers_version", "pytorch_version")} | {
@@ -55,71 +55,37 @@ class SageMakerSettings:
     __topic__ = "Amazon SageMaker"
     __only_with__: ClassVar[dict[str, str]] = {"compute_environment": "AMAZON_SAGEMAKER"}
 
-    aws_access_key_id: Secret | None = setting(
-        None, variable=None, in_file=False, help="the key of an AWS account; by default the profile's"
+    aws_access_key_id: Secret | None = typed_setting(
+        None, help="the key of an AWS account; by default the profile's"
     )
-    aws_secret_access_key: Secret | None = setting(
-        None, variable=None, in_file=False, help="the secret that belongs to the key"
+    aws_secret_access_key: Secret | None = typed_setting(None, help="the secret that belongs to the key")
+    ec2_instance_type: str | None = file_setting(
+        None, help="the type of its machines: ml.p3.2xlarge", question="EC2 instance type?"
     )
-    ec2_instance_type: str | None = setting(
+    iam_role_name: str | None = file_setting(
+        None, help="the role that the job has; its name, or its ARN", question="IAM role of the job?"
+    )
+    profile: str | None = file_setting(
+        None, help="a profile of the AWS configuration", question="AWS profile?"
+    )
+    region: str = file_setting("us-east-1", help="where the job runs", question="AWS region?")
+    image_uri: str | None = file_setting(
         None,
-        flag=None,
-        variable=None,
-        help="the type of its machines: ml.p3.2xlarge",
-        question="EC2 instance type?",
-    )
-    iam_role_name: str | None = setting(
-        None,
-        flag=None,
-        variable=None,
-        help="the role that the job has; its name, or its ARN",
-        question="IAM role of the job?",
-    )
-    profile: str | None = setting(
-        None,
-        flag=None,
-        variable=None,
-        help="a profile of the AWS configuration",
-        question="AWS profile?",
-    )
-    region: str = setting(
-        "us-east-1",
-        flag=None,
-        variable=None,
-        help="where the job runs",
-        question="AWS region?",
-    )
-    image_uri: str | None = setting(
-        None,
-        flag=None,
-        variable=None,
         help="the container; by default that of the versions",
         question="Container image? (empty: that of the versions)",
     )
-    pytorch_version: str = setting("1.10.2", flag=None, variable=None, help="PyTorch in the container")
-    transformers_version: str = setting(
-        "4.17.0", flag=None, variable=None, help="Transformers in the container"
+    pytorch_version: str = file_setting("1.10.2", help="PyTorch in the container")
+    transformers_version: str = file_setting("4.17.0", help="Transformers in the container")
+    py_version: str = file_setting("py38", help="Python in the container")
+    base_job_name: str = file_setting("accelerate-sagemaker-1", help="how names of jobs begin")
+    sagemaker_inputs_file: str | None = file_setting(
+        None, help="a table with tabs: channel_name, data_location", question="File of inputs?"
     )
-    py_version: str = setting("py38", flag=None, variable=None, help="Python in the container")
-    base_job_name: str = setting(
-        "accelerate-sagemaker-1", flag=None, variable=None, help="how names of jobs begin"
+    sagemaker_metrics_file: str | None = file_setting(
+        None, help="a table with tabs: metric_name, metric_regex", question="File of metrics?"
     )
-    sagemaker_inputs_file: str | None = setting(
-        None,
-        flag=None,
-        variable=None,
-        help="a table with tabs: channel_name, data_location",
-        question="File of inputs?",
-    )
-    sagemaker_metrics_file: str | None = setting(
-        None,
-        flag=None,
-        variable=None,
-        help="a table with tabs: metric_name, metric_regex",
-        question="File of metrics?",
-    )
-    additional_args: dict[str, Any] | None = setting(
-        None, flag=None, variable=None, help="more arguments of the estimator; they win over all others"
+    additional_args: dict[str, Any] | None = file_setting(
+        None, help="more arguments of the estimator; they win over all others"
     )
 
 
@@ -194,16 +160,15 @@ def estimator_arguments(
     arguments = {argument: getattr(own, key) for argument, key in _COPIED_ARGUMENTS.items()}
     arguments["hyperparameters"] = parse_hyperparameters(script_arguments)
     arguments["metric_definitions"] = _read_metrics(own)
-    arguments["environment"] = _job_environment(group, told)
+    arguments["environment"] = {
+        "ACCELERATE_USE_SAGEMAKER": "true",
+        **{name: str(value) for name, value in told.items()},
+        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": group,
+    }
     arguments["distribution"] = _DISTRIBUTIONS.get(group)
     arguments.update(entry_point=script.name, source_dir=str(script.parent))
     arguments.update(instance_count=machines, debugger_hook_config=False)
     return {**arguments, **(own.additional_args or {})}
-
-
-def _job_environment(group: str, told: Mapping[str, object]) -> dict[str, str]:
-    variables = {"ACCELERATE_USE_SAGEMAKER": "true"} | {name: str(value) for name, value in told.items()}
-    return variables | {"ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": group}
 
 
 def parse_hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:

@@ -153,9 +153,8 @@ def _refuse_other_store(request: LaunchRequest, scheduler: JobSchedulerContext) 
     Raises:
         SettingError: another address or port is given.
     """
-    for name in (
-        ("main_process_ip", "main_process_port") if environ.get_flag("TORCHELASTIC_USE_AGENT_STORE") else ()
-    ):
+    has_store = environ.get_flag("TORCHELASTIC_USE_AGENT_STORE")
+    for name in ("main_process_ip", "main_process_port") if has_store else ():
         origin, scheduler_value = request.origin(name), scheduler.settings.get(name)
         if scheduler_value is not None and str(origin.value) != str(scheduler_value.value):
             raise SettingError(

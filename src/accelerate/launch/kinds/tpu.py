@@ -18,7 +18,7 @@ from accelerate.device import Device
 from accelerate.device.machine import DeviceProbeHost
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand
 from accelerate.launch.kinds.local import LocalLaunch, script_command
-from accelerate.launch.launch_request import LaunchRequest
+from accelerate.launch.launch_request import LaunchRequest, file_setting, typed_setting
 
 RANK_MODULE = "accelerate.launch.tpu_rank"
 # Where the machines of a pod meet, if nobody says another port: that of torch_xla's own rendezvous.
@@ -36,7 +36,7 @@ class TpuSettings:
         """Return whether the wizard asks about these settings."""
         return bool(value("distributed_type") == _tpu_device().distributed_type)
 
-    tpu: bool = setting(False, variable=None, in_file=False, help="start a function of the script on a TPU")
+    tpu: bool = typed_setting(False, help="start a function of the script on a TPU")
     main_training_function: str = setting(
         "main",
         variable=None,
@@ -56,9 +56,7 @@ class TpuSettings:
         help="run the command on all machines of a TPU pod",
         question="TPU pod of several machines?",
     )
-    no_tpu_cluster: bool = setting(
-        False, variable=None, in_file=False, help="run here, whatever the file says about a pod"
-    )
+    no_tpu_cluster: bool = typed_setting(False, help="run here, whatever the file says about a pod")
     tpu_use_sudo: bool = setting(
         False,
         variable=None,
@@ -77,27 +75,20 @@ class TpuSettings:
         question="Environment of the TPU's machines? NAME=value, with commas",
         when={"tpu_use_cluster": (True,)},
     )
-    tpu_name: str | None = setting(
-        None,
-        flag=None,
-        variable=None,
-        help="what the pod is called",
-        question="Name of the TPU?",
-        when={"tpu_use_cluster": (True,)},
+    tpu_name: str | None = file_setting(
+        None, help="what the pod is called", question="Name of the TPU?", when={"tpu_use_cluster": (True,)}
     )
-    tpu_zone: str | None = setting(
+    tpu_zone: str | None = file_setting(
         None,
-        flag=None,
-        variable=None,
         help="the zone in which the pod is",
         question="Zone of the TPU?",
         when={"tpu_use_cluster": (True,)},
     )
-    commands: tuple[str, ...] | None = setting(
-        None, flag=None, variable=None, help="what `accelerate tpu-config` runs on each machine of the pod"
+    commands: tuple[str, ...] | None = file_setting(
+        None, help="what `accelerate tpu-config` runs on each machine of the pod"
     )
-    command_file: str | None = setting(
-        None, flag=None, variable=None, help="a file with a command a line, for `accelerate tpu-config`"
+    command_file: str | None = file_setting(
+        None, help="a file with a command a line, for `accelerate tpu-config`"
     )
 
 
@@ -122,7 +113,24 @@ class TpuLaunch(LaunchKind[LaunchPlan]):
 
     def check(self, request: LaunchRequest) -> None:
         """Refuse what a TPU cannot do; see ``LaunchKind.check``."""
-        _check_request(request)
+        job, options = request.settings, request.values_of(TpuSettings)
+        if job.no_python:
+            raise SettingError(
+                "--no_python does not go with a TPU", why="a function of the script is called in each process"
+            )
+        if str(job.num_machines) != "1":
+            raise SettingError(
+                f"{request.origin('num_machines').where} is {job.num_machines}, but this is a launch on a "
+                "TPU",
+                why="the machines of a pod know each other",
+                fix="start the command on all of them: --tpu_use_cluster",
+            )
+        for pair in options.tpu_env or ():
+            if not pair.partition("=")[1] or not pair.partition("=")[0].isidentifier():
+                raise SettingError(
+                    f"{request.origin('tpu_env').where}: {pair!r} is not NAME=value",
+                    fix="a value with a comma stands in the configuration file: tpu_env: [...]",
+                )
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Makes the command; see ``LaunchKind.plan``."""
@@ -162,26 +170,6 @@ def _tpu_device() -> Device:
 def _uses_pod(request: LaunchRequest) -> bool:
     options = request.values_of(TpuSettings)
     return options.tpu_use_cluster and not options.no_tpu_cluster
-
-
-def _check_request(request: LaunchRequest) -> None:
-    job, options = request.settings, request.values_of(TpuSettings)
-    if job.no_python:
-        raise SettingError(
-            "--no_python does not go with a TPU", why="a function of the script is called in each process"
-        )
-    if str(job.num_machines) != "1":
-        raise SettingError(
-            f"{request.origin('num_machines').where} is {job.num_machines}, but this is a launch on a TPU",
-            why="the machines of a pod know each other",
-            fix="start the command on all of them: --tpu_use_cluster",
-        )
-    for pair in options.tpu_env or ():
-        if not pair.partition("=")[1] or not pair.partition("=")[0].isidentifier():
-            raise SettingError(
-                f"{request.origin('tpu_env').where}: {pair!r} is not NAME=value",
-                fix="a value with a comma stands in the configuration file: tpu_env: [...]",
-            )
 
 
 def _unused_settings(request: LaunchRequest, *, pod: bool) -> Iterator[tuple[str, str]]:

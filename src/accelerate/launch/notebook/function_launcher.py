@@ -1,7 +1,7 @@
 """The processes of one call of a function, and how they ended.
 
 On one machine they are started here (``FunctionLauncher``). On several, each machine starts
-``accelerate launch``, whose script calls the function (``NotebookRendezvousConfig``).
+``accelerate launch``, whose script calls the function (``call_on_machines``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import field
 from pathlib import Path
@@ -24,7 +24,6 @@ from typing import Any
 from accelerate.core import environ
 from accelerate.core.errors import RankError
 from accelerate.core.frozen_dataclass import frozen_dataclass
-from accelerate.device import Device
 from accelerate.launch import rank_reports
 from accelerate.launch.base import Variables
 from accelerate.launch.job_scheduler import OUTER_LAUNCH_VARIABLE
@@ -92,11 +91,11 @@ class FunctionLauncher:
             KeyboardInterrupt: it was interrupted; no rank is left.
         """
         with tempfile.TemporaryDirectory(prefix="accelerate-") as name, _reserve_port(self.port) as port:
-            start = self._create_transport(function, args, Path(name))
+            parcel = self._write_parcel(function, args, Path(name))
             for attempt in range(self.max_restarts + 1):
                 folder = Path(name, str(attempt))
                 folder.mkdir()
-                error = self._run_attempt(start, folder, port.number, attempt)
+                error = self._run_attempt((function, args), parcel, folder, port.number, attempt)
                 if error is None:
                     return list(read_results(folder, self.processes))
                 if attempt == self.max_restarts or not isinstance(error, FunctionError):
@@ -104,47 +103,58 @@ class FunctionLauncher:
                 print(f"{error.what}; starting all again ({attempt + 1} of {self.max_restarts})", flush=True)
         raise AssertionError("unreachable")
 
-    def _create_transport(
-        self, function: Callable[..., Any], args: tuple[Any, ...], folder: Path
-    ) -> FunctionTransport:
-        """Make the transport of the function: the ranks read it, or are copies of this process."""
+    def _write_parcel(self, function: Callable[..., Any], args: tuple[Any, ...], folder: Path) -> Path | None:
+        """Write the function for the ranks; return None where they have to be copies of this process."""
+        parcel = folder / "parcel"
         try:
-            payload.write_payload(folder / "parcel", function, args)
+            payload.write_payload(parcel, function, args)
         except payload.UnpicklableFunctionError as error:
             reason = self.why_no_fork or _why_no_copies()
             if reason:
                 error.why += f"\n       so the ranks would have to be copies of this process, {reason}"
-                raise
-            if not hasattr(os, "fork"):
+            if reason or not hasattr(os, "fork"):
                 raise
             print(f"{error.why}; so the ranks are copies of this process (fork)", flush=True)
-            return FunctionTransport(function, args)
-        return FunctionTransport(payload_file=str(folder / "parcel"))
+            return None
+        return parcel
 
     def _run_attempt(
-        self, start: FunctionTransport, folder: Path, port: int, attempt: int
+        self,
+        call: tuple[Callable[..., Any], tuple[Any, ...]],
+        parcel: Path | None,
+        folder: Path,
+        port: int,
+        attempt: int,
     ) -> BaseException | None:
+        """Run the ranks once: they read the parcel, or are copies of this process that make the call."""
         template = Template(self.prefix)
         logs = RankLogSettings(
             "3",
             None,
             prefix=lambda rank: template.safe_substitute(rank=rank, local_rank=rank, role_name="default"),
         )
-        each = list(
-            torchrun_variables(
-                self.processes, LOOPBACK, port, os.urandom(4).hex(), restarts=(attempt, self.max_restarts)
-            )
-        )
+        restarts = (attempt, self.max_restarts)
+        run_id = os.urandom(4).hex()
+        each = list(torchrun_variables(self.processes, LOOPBACK, port, run_id, restarts=restarts))
         shared = {**self.variables, OUTER_LAUNCH_VARIABLE: record_variables(self.variables)}
-        commands = [
-            start.process_spec(
-                rank,
-                folder,
-                environ.make_child_environment({**shared, **variables, "ACCELERATE_STOP_FOLDER": folder}),
+        shared["ACCELERATE_STOP_FOLDER"] = folder
+        environments = [environ.make_child_environment({**shared, **own}) for own in each]
+        if parcel is None:
+            function, args = call
+            copies = [
+                ForkedRankSpec((), env, function=function, args=args, folder=folder) for env in environments
+            ]
+            ranks: WorkerSupervisor = ForkSupervisor(copies, logs, folder, stop_timeout=STOP_TIMEOUT)
+        else:
+            program = (sys.executable, rank_reports.RANK_SCRIPT, "function", str(parcel), str(folder))
+            commands = [
+                ProcessSpec((*program, str(rank)), env, stdin=subprocess.DEVNULL if rank else None)
+                for rank, env in enumerate(environments)
+            ]
+            ranks = ForkServerSupervisor(
+                commands, logs, folder, stop_timeout=STOP_TIMEOUT, job_variables=each[0]
             )
-            for rank, variables in enumerate(each)
-        ]
-        outcome = start.create_supervisor(commands, logs, folder, job_variables=each[0]).run()
+        outcome = ranks.run()
         return error_to_raise(outcome, folder, rank_reports.build_job_error(outcome, folder))
 
 
@@ -160,157 +170,61 @@ def _why_no_copies() -> str:
     )
 
 
-@frozen_dataclass
-class FunctionTransport:
-    """The way of a function to the ranks: in a parcel, or because they are copies of this process.
+def call_on_machines(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    flags: Sequence[object],
+    *,
+    processes: int,
+    variables: Variables,
+) -> list[Any]:
+    """Call ``function(*args)`` on several machines; return the results of this machine's processes.
 
-    Attributes:
-        function: for copies.
-        args: its arguments.
-        payload_file: the file for the others.
+    Args:
+        function: what to call.
+        args: with what.
+        flags: of ``accelerate launch``: the machines, and where they meet.
+        processes: on how many processes of each machine.
+        variables: what each process is told by its environment.
+
+    Raises:
+        LaunchError: the function cannot be sent.
+        FunctionError: it failed, or the machines did not meet; what the launcher said is printed.
+        KeyboardInterrupt: the cell was interrupted.
     """
-
-    function: Callable[..., Any] | None = None
-    args: tuple[Any, ...] = ()
-    payload_file: str = ""
-
-    def create_supervisor(
-        self,
-        commands: Sequence[ProcessSpec],
-        logs: RankLogSettings,
-        folder: Path,
-        *,
-        job_variables: Collection[str],
-    ) -> WorkerSupervisor:
-        """Return the supervisor that starts and watches the ranks; ``job_variables`` differ between them."""
-        if self.function is not None:
-            return ForkSupervisor(commands, logs, folder, stop_timeout=STOP_TIMEOUT)
-        return ForkServerSupervisor(
-            commands, logs, folder, stop_timeout=STOP_TIMEOUT, job_variables=job_variables
+    with tempfile.TemporaryDirectory(prefix="accelerate-") as name:
+        folder = Path(name)
+        payload.write_payload(folder / "parcel", function, args)
+        # No file of the user's says more than this call does.
+        (folder / "settings.yaml").write_text("{}\n", encoding="utf-8")
+        own_flags = ("--config_file", f"{name}/settings.yaml", "--tee", "3", "--stop_timeout", STOP_TIMEOUT)
+        script = (rank_reports.RANK_SCRIPT, "function", f"{name}/parcel", name)
+        program = map(str, (sys.executable, "-m", "accelerate", "launch", *own_flags, *flags, *script))
+        env = environ.make_child_environment({**variables, OUTER_LAUNCH_VARIABLE: None})
+        logs = RankLogSettings("3", None, prefix=lambda rank: "")
+        # It ends its ranks itself, and needs longer for that than they do. The reports are of its ranks.
+        launcher = WorkerSupervisor(
+            [ProcessSpec(tuple(program), env)], logs, folder / "launcher", stop_timeout=4 * STOP_TIMEOUT
         )
-
-    def process_spec(self, rank: int, folder: Path, env: dict[str, str]) -> ProcessSpec:
-        """One rank to start."""
-        if self.function is not None:
-            return ForkedRankSpec((), env, function=self.function, args=self.args, folder=folder)
-        call = ("function", self.payload_file, str(folder), str(rank))
-        program = (sys.executable, rank_reports.RANK_SCRIPT, *call)
-        return ProcessSpec(program, env, stdin=None if rank == 0 else subprocess.DEVNULL)
+        outcome = launcher.run()
+        error = rank_reports.build_job_error(outcome, folder)
+        raised = error_to_raise(outcome, folder, error and _blame_local_rank(error, folder, processes))
+        if raised is not None:
+            raise raised
+        return list(read_results(folder, processes))
 
 
-@frozen_dataclass
-class NotebookRendezvousConfig:
-    """The place where the machines of a job find each other.
-
-    Attributes:
-        machines: how many they are.
-        machine_rank: which one this is.
-        main_address: of rank 0.
-        port: of rank 0.
-        backend: the name of torch's rendezvous.
-        endpoint: where it is; "" for the address and port.
-        conf: its options.
-        id: the name of the job.
-        max_restarts: how often the processes of all machines are started again.
-        monitor_interval: seconds between two looks at them.
-    """
-
-    machines: int
-    machine_rank: int
-    main_address: str
-    port: int
-    backend: str
-    endpoint: str
-    conf: Mapping[str, Any]
-    id: str
-    max_restarts: int
-    monitor_interval: float
-
-    def call(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        *,
-        processes: int,
-        device: Device,
-        variables: Variables,
-    ) -> list[Any]:
-        """Call ``function(*args)`` and return the results of this machine's processes.
-
-        Args:
-            function: what to call.
-            args: with what.
-            processes: on how many processes of each machine.
-            device: on which type of device.
-            variables: what each process is told by its environment.
-
-        Raises:
-            LaunchError: the function cannot be sent.
-            FunctionError: it failed, or the machines did not meet; what the launcher said is printed.
-            KeyboardInterrupt: the cell was interrupted.
-        """
-        with tempfile.TemporaryDirectory(prefix="accelerate-") as name:
-            folder = Path(name)
-            payload.write_payload(folder / "parcel", function, args)
-            # No file of the user's says more than this call does.
-            (folder / "settings.yaml").write_text("{}\n", encoding="utf-8")
-            script = (rank_reports.RANK_SCRIPT, "function", str(folder / "parcel"), name)
-            program = (sys.executable, "-m", "accelerate", "launch")
-            flags = tuple(self._flags(folder / "settings.yaml", processes, device))
-            logs = RankLogSettings("3", None, prefix=lambda rank: "")
-            env = environ.make_child_environment({**variables, OUTER_LAUNCH_VARIABLE: None})
-            launcher = ProcessSpec((*program, *flags, *script), env)
-            # It ends its ranks itself, and needs longer for that than they do. The reports are of its ranks.
-            outcome = WorkerSupervisor(
-                [launcher], logs, folder / "launcher", stop_timeout=4 * STOP_TIMEOUT
-            ).run()
-            error = error_to_raise(
-                outcome,
-                folder,
-                self._local_error(folder, processes, rank_reports.build_job_error(outcome, folder)),
-            )
-            if error is not None:
-                raise error
-            return list(read_results(folder, processes))
-
-    def _flags(self, settings: Path, processes: int, device: Device) -> Iterator[str]:
-        yield from ("--config_file", str(settings), "--tee", "3", "--stop_timeout", str(STOP_TIMEOUT))
-        yield from ("--num_processes", str(processes * self.machines), "--num_machines", str(self.machines))
-        yield from ("--rdzv_backend", self.backend)
-        if self.backend == "static":  # the others number the machines as they meet
-            yield from ("--machine_rank", str(self.machine_rank))
-        yield from ("--main_process_ip", self.main_address, "--main_process_port", str(self.port))
-        yield from (
-            "--max_restarts",
-            str(self.max_restarts),
-            "--monitor_interval",
-            str(self.monitor_interval),
-        )
-        if self.endpoint:
-            yield from ("--rdzv_endpoint", self.endpoint)
-        if self.id != "none":
-            yield from ("--rdzv_id", self.id)
-        if self.conf:
-            yield from ("--rdzv_conf", ",".join(f"{key}={value}" for key, value in self.conf.items()))
-        if device.type == "cpu":
-            yield "--cpu"
-
-    def _local_error(self, folder: Path, processes: int, error: RankError | None) -> RankError | None:
-        """The launcher's own end, with the traceback of the rank of this machine that failed first."""
-        reports = (rank_reports.read_error_file(folder, rank) for rank in range(processes))
-        failures = [each for each in reports if each is not None]
-        if error is None:
-            return None
-        if not failures:
-            error.what, error.why = (
-                f"the job failed (exit code {error.code})",
-                "what its launcher printed says it",
-            )
-            return error
-        first = min(failures, key=lambda each: each.blame_order)
+def _blame_local_rank(error: RankError, folder: Path, processes: int) -> RankError:
+    """Return the launcher's error, with the traceback of the rank of this machine that failed first."""
+    reports = (rank_reports.read_error_file(folder, rank) for rank in range(processes))
+    first = min((each for each in reports if each), key=lambda each: each.blame_order, default=None)
+    if first is None:
+        error.what = f"the job failed (exit code {error.code})"
+        error.why = "what its launcher printed says it"
+    else:
         error.what, error.why = f"the function failed on this machine: {first.summary}", ""
         error.traceback = first.text
-        return error
+    return error
 
 
 @contextmanager

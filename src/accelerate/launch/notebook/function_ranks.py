@@ -95,27 +95,18 @@ def _pickle_result(result: Any, rank: int) -> bytes:
     except payload.UNPICKLABLE as error:
         # A training that has ended well is worth more than what it returned; the caller is warned.
         reason = f"{type(error).__name__}: {error}".split("\n")[0]
-        return pickle.dumps(
-            (None, f"what rank {rank} returned cannot be sent ({reason}); None stands for it")
-        )
+        said = f"what rank {rank} returned cannot be sent ({reason}); None stands for it"
+        return pickle.dumps((None, said))
 
 
 def _trim_traceback(trace: TracebackType | None) -> TracebackType | None:
     """A traceback without the frames that led to the function."""
-    frames: list[TracebackType] = []
+    frames: list[tuple[TracebackType, bool]] = []
     while trace is not None:
-        frames.append(trace)
+        frames.append((trace, trace.tb_frame.f_code.co_filename == THIS_FILE))
         trace = trace.tb_next
-    internal_flags = [frame.tb_frame.f_code.co_filename == THIS_FILE for frame in frames]
-    first = internal_flags.index(True) if True in internal_flags else 0
-    return next(
-        (
-            frame
-            for frame, is_internal in zip(frames[first:], internal_flags[first:], strict=True)
-            if not is_internal
-        ),
-        None,
-    )
+    first = next((index for index, (_, is_internal) in enumerate(frames) if is_internal), 0)
+    return next((frame for frame, is_internal in frames[first:] if not is_internal), None)
 
 
 class ExceptionHook:
@@ -136,9 +127,8 @@ class ExceptionHook:
         trace = trim_traceback(error, _trim_traceback(trace))
         if os.getpid() == self.error_file.rank:
             with suppress(*payload.UNPICKLABLE):
-                exception_file(self.folder, self.rank).write_bytes(
-                    payload.dump_by_value(error.with_traceback(None))
-                )
+                pickled = payload.dump_by_value(error.with_traceback(None))
+                exception_file(self.folder, self.rank).write_bytes(pickled)
         self._write_traceback(kind, error, trace)
         if self.previous_hook is not sys.__excepthook__:
             self.previous_hook(kind, error, trace)
@@ -223,7 +213,10 @@ def _run_as_rank(rank: int, copy: ForkedRankSpec, outputs: dict[int, int]) -> No
     code = 1
     try:
         os.setsid()
-        _reset_signals()
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         environ.set_variables({name: copy.env.get(name) for name in (*environ.snapshot(), *copy.env)})
         for number, writer in outputs.items():
             os.dup2(writer, number)
@@ -238,13 +231,6 @@ def _run_as_rank(rank: int, copy: ForkedRankSpec, outputs: dict[int, int]) -> No
         sys.stderr.flush()
     finally:
         os._exit(code)  # what the copied program would do at its end is not this one's to do
-
-
-def _reset_signals() -> None:
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _call_forked(rank: int, copy: ForkedRankSpec) -> int:

@@ -23,7 +23,7 @@ from accelerate.launch.device_selection import count_cores
 from accelerate.launch.notebook.function_launcher import (
     FunctionError,
     FunctionLauncher,
-    NotebookRendezvousConfig,
+    call_on_machines,
 )
 from accelerate.launch.notebook.payload import cell_of, find_shell
 from accelerate.precision import PRECISIONS
@@ -105,19 +105,23 @@ def notebook_launcher(
             device.start_ranks(PrepareForLaunch(function, device.distributed_type), call)
         return [None] * processes
     if num_nodes > 1 or rdzv_backend != "static":
-        meeting = NotebookRendezvousConfig(
-            machines=num_nodes,
-            machine_rank=node_rank,
-            main_address=master_addr,
-            port=port,
-            backend=rdzv_backend,
-            endpoint=rdzv_endpoint,
-            conf=rdzv_conf or {},
-            id=rdzv_id,
-            max_restarts=max_restarts,
-            monitor_interval=monitor_interval,
-        )
-        return meeting.call(function, call, processes=processes, device=device, variables=variables)
+        conf = ",".join(f"{key}={value}" for key, value in (rdzv_conf or {}).items())
+        flags = {
+            "--num_processes": processes * num_nodes,
+            "--num_machines": num_nodes,
+            "--main_process_ip": master_addr,
+            "--main_process_port": port,
+            "--rdzv_backend": rdzv_backend,
+            "--max_restarts": max_restarts,
+            "--monitor_interval": monitor_interval,
+            # Other rendezvous number the machines as they meet.
+            **({"--machine_rank": node_rank} if rdzv_backend == "static" else {}),
+            **({"--rdzv_endpoint": rdzv_endpoint} if rdzv_endpoint else {}),
+            **({"--rdzv_id": rdzv_id} if rdzv_id != "none" else {}),
+            **({"--rdzv_conf": conf} if conf else {}),
+        }
+        words = [word for pair in flags.items() for word in pair] + ["--cpu"] * (device.type == "cpu")
+        return call_on_machines(function, call, words, processes=processes, variables=variables)
     if processes == 1 and not max_restarts:
         with environ.patch_environment(variables):
             return [function(*call)]
@@ -208,9 +212,7 @@ class PrepareForLaunch:
 
     def _is_placed_by_runtime(self) -> bool:
         kind = str(getattr(self.distributed_type, "value", self.distributed_type))
-        return any(
-            device.starts_ranks and device.distributed_type == kind for device in devices.accelerators()
-        )
+        return any(each.starts_ranks and each.distributed_type == kind for each in devices.accelerators())
 
 
 def _open_group(rank: int) -> None:
@@ -268,11 +270,8 @@ def _precision_name(precision: Any) -> str:
 
 
 def precision_variables(precision: str) -> dict[str, object | None]:
-    return (
-        {}
-        if _precision_name(precision) == "no"
-        else {"ACCELERATE_MIXED_PRECISION": _precision_name(precision)}
-    )
+    name = _precision_name(precision)
+    return {} if name == "no" else {"ACCELERATE_MIXED_PRECISION": name}
 
 
 def _parse_port(port: str | int) -> int:

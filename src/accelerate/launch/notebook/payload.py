@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any
 
 from accelerate.core.errors import LaunchError
@@ -66,9 +66,8 @@ def find_shell() -> Any:
 
 def cell_of(file: str) -> str | None:
     """Return IPython's name of the cell with this file name, ``"Cell In[3]"``; None for a file."""
-    name_of: Callable[[str], Any] | None = getattr(
-        getattr(find_shell(), "compile", None), "format_code_name", None
-    )
+    compiler = getattr(find_shell(), "compile", None)
+    name_of: Callable[[str], Any] | None = getattr(compiler, "format_code_name", None)
     name_parts = None if name_of is None else name_of(file)
     return None if name_parts is None else " ".join(name_parts)
 
@@ -136,15 +135,12 @@ def build_code(build: Callable[..., CodeType], parts: tuple[Any, ...], filename:
 def _refuse_owned(obj: Any) -> None:
     for kind in type(obj).__mro__:
         if kind.__name__ in PROCESS_BOUND and kind.__module__.startswith("accelerate.facade."):
+            article = "an" if kind.__name__.startswith("A") else "a"
             raise ProcessLocalObjectError(
-                f"the function uses {_article(kind.__name__)} {kind.__name__} that was made outside of it",
+                f"the function uses {article} {kind.__name__} that was made outside of it",
                 why="it belongs to this process; each rank needs its own",
                 fix=f"create it inside the function: def train(): ... = {kind.__name__}()",
             )
-
-
-def _article(word: str) -> str:
-    return "an" if word[0] in "AEIO" else "a"
 
 
 def _refuse_graph(tensor: Any) -> None:
@@ -164,7 +160,14 @@ def _pickle_module_by_value(value: Any) -> Iterator[None]:
 
     call = value[0] if isinstance(value, tuple) and value else value
     module = sys.modules.get(getattr(call, "__module__", None) or "")
-    if module is None or not _is_hidden(module):
+    # As test runners may do, it was loaded from a file that is not on the path.
+    is_hidden = (
+        module is not None
+        and module.__name__ != "__main__"
+        and getattr(module, "__file__", None) is not None
+        and PathFinder.find_spec(module.__name__.partition(".")[0]) is None
+    )
+    if module is None or not is_hidden:
         yield
         return
     cloudpickle.register_pickle_by_value(module)
@@ -172,13 +175,6 @@ def _pickle_module_by_value(value: Any) -> Iterator[None]:
         yield
     finally:
         cloudpickle.unregister_pickle_by_value(module)
-
-
-def _is_hidden(module: ModuleType) -> bool:
-    """Return whether a module was loaded from a file that is not on the path, as test runners may do."""
-    if module.__name__ == "__main__" or getattr(module, "__file__", None) is None:
-        return False
-    return PathFinder.find_spec(module.__name__.partition(".")[0]) is None
 
 
 # --- which object it is
