@@ -92,8 +92,9 @@ class TestCommandState:
     def print_check(self, name: str, outcomes: Mapping[int, CheckOutcome]) -> None:
         """Print the line of one check."""
         missing = [rank for rank in range(self.size) if rank not in outcomes]
-        if missing:
-            self._choose_printing_rank(outcomes)
+        if 0 in missing and self.store is not None:
+            # Rank 0 does not come back: the first that asks the store prints.
+            self.prints = self.store.put_if_absent("check/prints", str(self.rank)) == str(self.rank)
         bad = {rank: outcome for rank, outcome in outcomes.items() if outcome.result == "failed"}
         self.failed = self.failed or bool(bad or missing)
         self.traces += [f"{name}, rank {rank}:\n{outcome.trace}" for rank, outcome in sorted(bad.items())[:1]]
@@ -104,11 +105,6 @@ class TestCommandState:
         else:
             first = outcomes[min(outcomes)]
             self.print_row(name, first.result, first.text)
-
-    def _choose_printing_rank(self, outcomes: Mapping[int, CheckOutcome]) -> None:
-        """Choose the printing rank where rank 0 does not come back: the first that asks the store."""
-        if 0 not in outcomes and self.store is not None:
-            self.prints = self.store.put_if_absent("check/prints", str(self.rank)) == str(self.rank)
 
     def give_up(self, rest: CheckTable, outcomes: Mapping[int, CheckOutcome]) -> None:
         """End this process: some ranks wait for ever, and closing the process group would wait too."""

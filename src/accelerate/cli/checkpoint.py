@@ -65,9 +65,8 @@ def _ls(folder: str, as_json: bool) -> None:
         return
     first_titles = ("name", "step", "position", "metadata", "saved", "age", "size")
     titles = (*first_titles, "processes", "strategy", "format", "status")
-    _print_table(
-        titles, ([_cell_text(row, title) for title in titles] for row in rows), dim=_incomplete_rows(rows)
-    )
+    incomplete = {index for index, row in enumerate(rows) if not row["complete"]}
+    _print_table(titles, ([_cell_text(row, title) for title in titles] for row in rows), dim=incomplete)
 
 
 def _candidate_row(candidate: CheckpointCandidate, *, newest: bool) -> dict[str, Any]:
@@ -113,10 +112,6 @@ def _cell_text(row: dict[str, Any], title: str) -> str:
     if title == "status" and row["newest"]:
         return f"{row['status']}, newest"
     return "" if row[title] is None else str(row[title])
-
-
-def _incomplete_rows(rows: Iterable[dict[str, Any]]) -> set[int]:
-    return {index for index, row in enumerate(rows) if not row["complete"]}
 
 
 def _print_table(titles: Sequence[str], lines: Iterable[Sequence[str]], dim: set[int] | None = None) -> None:
@@ -180,13 +175,9 @@ def _verify_candidate(candidate: CheckpointCandidate, progress: ProgressBar) -> 
     for checked in checkpoint_maintenance.check_files(candidate):
         progress.advance(checked.size or 0)
         size = "" if checked.size is None else show_bytes(checked.size)
-        line = {
-            "name": candidate.name,
-            "file": checked.name,
-            "size": size,
-            "result": checked.problem or "as saved",
-        }
-        lines.append(line | {"ok": "no" if checked.problem else "yes"})
+        line = {"name": candidate.name, "file": checked.name, "size": size}
+        line |= {"result": checked.problem or "as saved", "ok": "no" if checked.problem else "yes"}
+        lines.append(line)
     return lines
 
 

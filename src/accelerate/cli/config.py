@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from accelerate.cli.main import CommandGroup
+from accelerate.cli.main import CommandGroup, command_parser
 from accelerate.core.errors import SettingError
 from accelerate.launch import config_files
 
@@ -169,9 +169,7 @@ def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """A parser of ``accelerate config`` alone; ``subparsers`` as for ``get_config_parser``."""
-    if subparsers is None:
-        return _with_config_file(argparse.ArgumentParser("accelerate config", description=CONFIG))
-    return _with_config_file(subparsers.add_parser("config", description=CONFIG), config_command)
+    return _with_config_file(command_parser("config", config_command, subparsers, description=CONFIG))
 
 
 def default_command_parser(parser: Any, parents: Any) -> argparse.ArgumentParser:

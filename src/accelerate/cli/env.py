@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from accelerate.cli.bar_charts import format_columns
+from accelerate.cli.main import command_parser
 from accelerate.cli.options import SCRIPT_SETTINGS, GroupedOptionsCommand, launch_settings, options
 from accelerate.core import environ
 from accelerate.core.errors import AccelerateError
@@ -96,10 +97,8 @@ def _torch_facts() -> Iterator[tuple[str, str]]:
     facts = json.loads(process.stdout.strip().splitlines()[-1])
     yield "PyTorch version", facts["version"]
     yield "PyTorch accelerator", facts["type"] if facts["count"] else "none"
-    yield (
-        "devices",
-        f"{facts['count']} x {', '.join(sorted(set(facts['names'])))}" if facts["count"] else "CPU only",
-    )
+    names = ", ".join(sorted(set(facts["names"])))
+    yield "devices", f"{facts['count']} x {names}" if facts["count"] else "CPU only"
 
 
 def _config_file_text(named: str | None) -> str:
@@ -120,7 +119,9 @@ def _print_origins(request: LaunchRequest) -> None:
             row.name,
             display_value(row.name, first.value),
             first.where or "default",
-            "; ".join(_overridden_text(row.name, each) for each in others),
+            "; ".join(
+                f"{display_value(row.name, each.value)} ({each.where or 'default'})" for each in others
+            ),
         )
         for row in launch_settings()
         for first, *others in [request.origins[row.name]]
@@ -136,10 +137,6 @@ def _print_origins(request: LaunchRequest) -> None:
     for line in lines:
         table.add_row(*line, style=None if line[2] != "default" else "dim")
     Console().print(table)
-
-
-def _overridden_text(name: str, origin: Any) -> str:
-    return f"{display_value(name, origin.value)} ({origin.where or 'default'})"
 
 
 PLUGIN = GroupedOptionsCommand(
@@ -164,12 +161,8 @@ def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: what ``ArgumentParser.add_subparsers`` returned, to add the command ``env`` to it.
     """
-    import argparse
-
-    parser = argparse.ArgumentParser("accelerate env") if subparsers is None else subparsers.add_parser("env")
+    parser = command_parser("env", env_command, subparsers)
     parser.add_argument("--config_file", "--config-file", default=None, help="the configuration file to show")
-    if subparsers is not None:
-        parser.set_defaults(func=env_command)
     return parser
 
 

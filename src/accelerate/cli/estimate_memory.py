@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from accelerate.cli.bar_charts import create_ascii_table, draw_bars, plot_bars, size_text
+from accelerate.cli.main import command_parser, flag_spellings
 from accelerate.core.errors import MissingExtraError
 from accelerate.core.progress import ProgressBar
 from accelerate.core.units import show_count
@@ -89,7 +90,9 @@ def split_dtypes(args: Sequence[str]) -> list[str]:
     split_args: list[str] = []
     num_values = -1  # of the flag that is being read; -1 outside of it
     for index, arg in enumerate(args):
-        is_model = num_values > 0 and index == len(args) - 1 and arg not in sums.BITS and not _has_model(args)
+        # Unless a word before the first flag names it.
+        is_last = index == len(args) - 1 and args[0].startswith("-")
+        is_model = num_values > 0 and is_last and arg not in sums.BITS
         if arg == "--dtypes" and index + 1 < len(args):
             num_values = 0
         elif arg.startswith("-") or num_values < 0 or is_model:
@@ -99,11 +102,6 @@ def split_dtypes(args: Sequence[str]) -> list[str]:
             num_values += 1
             split_args += ["--dtypes", arg]
     return split_args
-
-
-def _has_model(args: Sequence[str]) -> bool:
-    """Return whether a word before the first flag names the model."""
-    return bool(args) and not args[0].startswith("-")
 
 
 def _print_estimate(model_name: str, given: Mapping[str, Any]) -> None:
@@ -119,11 +117,11 @@ def _print_estimate(model_name: str, given: Mapping[str, Any]) -> None:
         for kind in kinds
     ]
     if given["plot"]:
-        plot_bars(
-            Path(given["plot"]),
-            _chart_rows(rows, bills),
-            f"{facts.kind}, {show_count(facts.parameters)} parameters",
-        )
+        title = f"{facts.kind}, {show_count(facts.parameters)} parameters"
+        # The parts of a training, else the sizes of the model.
+        bars = {bill.training.title: bill.parts for bill in bills}
+        bars = bars or {row["dtype"]: {"model": row["total"]} for row in rows}
+        plot_bars(Path(given["plot"]), bars, title)
     if given["json"]:
         click.echo(json.dumps(_as_json(facts, rows, bills), indent=1))
         return
@@ -154,10 +152,8 @@ def _model_facts(
     base = sums.measure_model(skeleton.build_skeleton(model_name, **options, head=False), model_name)
     if base.kind != facts.kind:
         more = show_count(facts.parameters - base.parameters)
-        size = size_text(facts.total())
-        notes.append(
-            f"Without its head: {facts.kind} has {more} parameters more, {size} in float32 (--head)."
-        )
+        size = f"{size_text(facts.total())} in float32"
+        notes.append(f"Without its head: {facts.kind} has {more} parameters more, {size} (--head).")
     return base, notes
 
 
@@ -227,7 +223,11 @@ def _print_tables(
     given: Mapping[str, Any],
 ) -> None:
     headers = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
-    cells = [[*_loading_cells(row), _size_or_na(max(row["training"].values()))] for row in rows]
+    cells: list[list[str]] = []
+    for row in rows:
+        most = max(row["training"].values())
+        sizes = [size_text(row["largest_layer"]), size_text(row["total"])]
+        cells.append([row["dtype"], *sizes, size_text(most) if most >= 0 else "N/A"])
     click.echo(create_ascii_table(headers, cells, f"Memory Usage for loading `{facts.name}`"))
     click.echo(f"{facts.kind}, {show_count(facts.parameters)} parameters.")
     for note in notes:
@@ -261,29 +261,12 @@ def _print_rule_table(rows: list[dict[str, Any]]) -> None:
     click.echo("--training counts a training part by part: optimizer, activations, devices.")
 
 
-def _loading_cells(row: Mapping[str, Any]) -> list[str]:
-    return [row["dtype"], size_text(row["largest_layer"]), size_text(row["total"])]
-
-
-def _size_or_na(size: int) -> str:
-    return size_text(size) if size >= 0 else "N/A"
-
-
 def _training_title(how: sums.MemoryEstimateConfig) -> str:
     parts = [f"Training with {how.optimizer}", f"batch {how.batch}"]
     parts += [f"length {how.length}"] if how.length else []
     parts += [f"{how.recompute} recomputation"] if how.recompute != "none" else []
     parts += [f"each of {how.num_processes} under {how.strategy}"] if how.num_processes > 1 else []
     return ", ".join(parts)
-
-
-def _chart_rows(
-    rows: list[dict[str, Any]], bills: list[sums.RankMemoryEstimate]
-) -> dict[str, dict[str, int]]:
-    """Return the bars of a picture: the parts of a training, else the sizes of the model."""
-    if bills:
-        return {bill.training.title: bill.parts for bill in bills}
-    return {row["dtype"]: {"model": row["total"]} for row in rows}
 
 
 def _as_json(
@@ -297,17 +280,13 @@ def _as_json(
 # ---------------------------------------------------------------- the command
 
 
-def _flag_spellings(name: str) -> list[str]:
-    return list(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
-
-
 def _option(name: str, flag: EstimateFlag) -> click.Option:
     help = flag.help + (f": {', '.join(flag.choices)}" if flag.choices else "")
     if flag.kind is bool:
-        return click.Option([*_flag_spellings(name), name], is_flag=True, help=help)
+        return click.Option([*flag_spellings(name), name], is_flag=True, help=help)
     shown = flag.default not in (None, "no", "none") and flag.kind is not list
     return click.Option(
-        [*_flag_spellings(name), name],
+        [*flag_spellings(name), name],
         multiple=flag.kind is list,
         type=int if flag.kind is int else str,
         default=flag.default,
@@ -345,10 +324,10 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """
     from accelerate.cli.v1_launcher import CustomArgumentParser
 
-    name = "estimate-memory"
-    parser: argparse.ArgumentParser = (
-        CustomArgumentParser(f"accelerate {name}") if subparsers is None else subparsers.add_parser(name)
-    )
+    if subparsers is None:
+        parser: argparse.ArgumentParser = CustomArgumentParser("accelerate estimate-memory")
+    else:
+        parser = command_parser("estimate-memory", estimate_command, subparsers)
     parser.add_argument("model_name", help="a folder with config.json, a name on the hub, or module:factory")
     for each, flag in FLAGS.items():
         if flag.kind is bool:
@@ -358,8 +337,6 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         parser.add_argument(
             f"--{each}", default=flag.default, choices=flag.choices or None, help=flag.help, **kind
         )
-    if subparsers is not None:
-        parser.set_defaults(func=estimate_command)
     return parser
 
 

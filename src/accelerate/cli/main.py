@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from accelerate.core import environ
 from accelerate.core.errors import AccelerateError, RankError, SettingError, UnknownNameError
 from accelerate.core.registry import Registry
+
+if TYPE_CHECKING:
+    import argparse
 
 USAGE_EXIT_CODE = 2  # exit code of what was typed wrongly, as in every Unix tool
 
@@ -150,6 +154,38 @@ def run_process(*words: str) -> int:
     finally:
         gc.freeze()
         gc.set_threshold(*before)
+
+
+# --- for the files of commands
+
+
+def flag_spellings(name: str) -> list[str]:
+    """Return both spellings of a flag, ``--a_b`` and ``--a-b``; the one of ``name`` first."""
+    both = (f"--{name}", f"--{name.replace('-', '_')}", f"--{name.replace('_', '-')}")
+    return list(dict.fromkeys(both))
+
+
+def command_parser(
+    name: str, run: Callable[..., Any], subparsers: Any = None, **options: Any
+) -> argparse.ArgumentParser:
+    """Return an argparse parser of a command, for programs that bring it along.
+
+    Args:
+        name: of the command.
+        run: what the program calls with the parsed arguments, ``args.func(args)``, beside its own commands.
+        subparsers: what ``ArgumentParser.add_subparsers`` returned, to add the command to it.
+        options: of ``argparse.ArgumentParser``.
+    """
+    import argparse
+
+    if subparsers is None:
+        return argparse.ArgumentParser(f"accelerate {name}", **options)
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, **options)
+    parser.set_defaults(func=run)
+    return parser
+
+
+# --- the console scripts
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from accelerate.cli.main import command_parser, flag_spellings
 from accelerate.core import environ
 from accelerate.core.progress import QUIET_VARIABLE
 
@@ -45,18 +46,16 @@ def _merge(
     merge(find, checkpoint_directory, output_path, not unsafe_serialization, remove_checkpoint_dir)
 
 
-def _switch(name: str) -> click.Option:
-    return click.Option([f"--{name}", f"--{name.replace('_', '-')}", name], is_flag=True, help=_HELP[name])
-
-
 PLUGIN = click.Command(
     "merge-weights",
     callback=_merge,
     params=[
         click.Argument(["checkpoint_directory"]),
         click.Argument(["output_path"]),
-        _switch("unsafe_serialization"),
-        _switch("remove_checkpoint_dir"),
+        *(
+            click.Option([*flag_spellings(name), name], is_flag=True, help=_HELP[name])
+            for name in ("unsafe_serialization", "remove_checkpoint_dir")
+        ),
         click.Option(["--quiet", "-q"], is_flag=True, help="show no progress"),
     ],
     help=f"{description}\n\nCHECKPOINT_DIRECTORY is {_HELP['checkpoint_directory']}, "
@@ -71,21 +70,11 @@ def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: what ``ArgumentParser.add_subparsers`` returned, to add the command to it.
     """
-    import argparse
-
-    name = "merge-weights"
-    parser = (
-        argparse.ArgumentParser(f"accelerate {name}", description=description)
-        if subparsers is None
-        else subparsers.add_parser(name, description=description)
-    )
+    parser = command_parser("merge-weights", merge_command, subparsers, description=description)
     for argument in ("checkpoint_directory", "output_path"):
         parser.add_argument(argument, help=_HELP[argument])
     for flag in ("unsafe_serialization", "remove_checkpoint_dir"):
-        names = (f"--{flag}", f"--{flag.replace('_', '-')}")
-        parser.add_argument(*names, action="store_true", help=_HELP[flag])
-    if subparsers is not None:
-        parser.set_defaults(func=merge_command)
+        parser.add_argument(*flag_spellings(flag), action="store_true", help=_HELP[flag])
     return parser
 
 

@@ -197,10 +197,8 @@ class GroupedOptionsCommand(click.Command):
             return dict(topics)
         if word:
             pattern = word.lower().strip("-").replace("-", "_")
-            named = [
-                topic for topic in topics if pattern in topic.lower().replace("-", "_").replace(" ", "_")
-            ]
-            if named:
+            words = {topic: topic.lower().replace("-", "_").replace(" ", "_") for topic in topics}
+            if named := [topic for topic in topics if pattern in words[topic]]:
                 return {topic: topics[topic] for topic in named}
             matches = {
                 topic: [each for each in params if any(pattern in name for name in each.opts)]
@@ -217,12 +215,8 @@ class GroupedOptionsCommand(click.Command):
         }
         if opened or not self.shows_common:
             return opened
-        common = [param for params in topics.values() for param in params if _is_common(param)]
-        return {_COMMON: common}
-
-
-def _is_common(param: click.Option) -> bool:
-    return isinstance(param, SettingFlag) and param.setting.is_common
+        flags = [param for params in topics.values() for param in params if isinstance(param, SettingFlag)]
+        return {_COMMON: [flag for flag in flags if flag.setting.is_common]}
 
 
 def _show_help(ctx: click.Context, param: click.Parameter, value: Any) -> None:

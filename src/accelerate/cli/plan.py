@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from accelerate.cli.bar_charts import LINE, create_ascii_table, draw_bars, plot_bars
+from accelerate.cli.main import flag_spellings
 from accelerate.core.errors import SettingError
 from accelerate.core.units import show_count, show_decimal_bytes
 
@@ -30,11 +31,6 @@ accelerate plan ./my-model --gpus 4x8x80GB --batch 4 --length 4096 --write accel
 """
 
 
-def _flag_spellings(name: str) -> tuple[str, ...]:
-    """Both spellings of a flag."""
-    return tuple(dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}")))
-
-
 @click.command(
     "plan",
     short_help="Show how a training could be spread over devices.",
@@ -49,7 +45,7 @@ def _flag_spellings(name: str) -> tuple[str, ...]:
     "--accumulation", type=int, default=1, show_default=True, help="micro-batches of an optimizer step"
 )
 @click.option(
-    *_flag_spellings("mixed-precision"),
+    *flag_spellings("mixed-precision"),
     default="bf16",
     show_default=True,
     metavar="NAME",
@@ -58,7 +54,7 @@ def _flag_spellings(name: str) -> tuple[str, ...]:
 @click.option("--optimizer", default="adamw", show_default=True, metavar="NAME", help="its kind")
 @click.option("--library", help="whose model it is, where its configuration does not tell")
 @click.option(
-    *_flag_spellings("trust-remote-code"), "trust", is_flag=True, help="run code beside the configuration"
+    *flag_spellings("trust-remote-code"), "trust", is_flag=True, help="run code beside the configuration"
 )
 @click.option("--take", metavar="NUMBER", type=int, help="write that row instead of the recommended one")
 @click.option("--write", metavar="FILE", help="write a configuration for `accelerate launch`")
@@ -152,7 +148,8 @@ def print_layouts(
     for number, layout in enumerate(layouts, 1):
         name, *rest = textwrap.wrap(layout.name, _NAME_WIDTH)
         fits = "take" if layout is best else "yes" if layout.fits(cluster) else "no"
-        sizes = [_gigabytes(getattr(layout.estimate, part)) for part in _COLUMNS.values()]
+        bytes_of_parts = [getattr(layout.estimate, part) for part in _COLUMNS.values()]
+        sizes = [f"{size / 1e9:.2f}" if size else "-" for size in bytes_of_parts]
         rows.append([f"{number:>2}", name.ljust(_NAME_WIDTH), fits, *sizes])
         rows += [["", f"  {more}".ljust(_NAME_WIDTH), *[""] * (len(_COLUMNS) + 1)] for more in rest]
     # Numbers of one width are aligned by their decimal point.
@@ -186,10 +183,6 @@ def _notes(layouts: Sequence[ParallelLayoutEstimate], cluster: ClusterDeviceMemo
     yield f"a tenth of each device is kept free, so {usable} count as fitting; 1 GB is 1000^3 bytes"
 
 
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.2f}" if size else "-"
-
-
 def _wrap(text: str) -> str:
     return textwrap.fill(text, LINE, subsequent_indent="  ", break_on_hyphens=False)
 
@@ -215,12 +208,7 @@ def plan_as_json(
         }
         for way in layouts
     ]
-    devices = {
-        "nodes": cluster.nodes,
-        "each": cluster.each,
-        "memory": cluster.memory,
-        "usable": cluster.usable,
-    }
+    devices = {name: getattr(cluster, name) for name in ("nodes", "each", "memory", "usable")}
     return {"devices": devices, "ways": rows, "recommended": None if best is None else best.name, "why": why}
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from accelerate.cli.main import flag_spellings
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -33,11 +35,6 @@ class WeightNumberFormat(NamedTuple):
     bits: int
 
 
-def _flag_spellings(name: str) -> tuple[str, ...]:
-    """Both spellings of a flag."""
-    return tuple(dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}")))
-
-
 @click.command(
     "plan-inference",
     short_help="Show which part of a model would lie on which device.",
@@ -54,10 +51,10 @@ def _flag_spellings(name: str) -> tuple[str, ...]:
     "--dtype", metavar="NAME", help="weights as if converted to it; else what the configuration says"
 )
 @click.option(
-    *_flag_spellings("no-split"), "no_split", multiple=True, metavar="CLASS", help="modules that stay whole"
+    *flag_spellings("no-split"), "no_split", multiple=True, metavar="CLASS", help="modules that stay whole"
 )
 @click.option(
-    *_flag_spellings("offload-buffers"),
+    *flag_spellings("offload-buffers"),
     "offload_buffers",
     is_flag=True,
     help="buffers move with their weights",
@@ -65,7 +62,7 @@ def _flag_spellings(name: str) -> tuple[str, ...]:
 @click.option("--fill", is_flag=True, help="fill accelerators with what fits, also out of order")
 @click.option("--library", help="whose model it is, where its configuration does not tell")
 @click.option(
-    *_flag_spellings("trust-remote-code"), "trust", is_flag=True, help="run code beside the configuration"
+    *flag_spellings("trust-remote-code"), "trust", is_flag=True, help="run code beside the configuration"
 )
 @click.option("--json", "as_json", is_flag=True, help="print a JSON object and nothing else")
 def _plan_inference(model: str, **given: Any) -> None:

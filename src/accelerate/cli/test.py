@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from accelerate.cli.main import command_parser
 from accelerate.cli.options import SCRIPT_SETTINGS, GroupedOptionsCommand, options
 from accelerate.core.errors import RankError, SettingError
 from accelerate.launch.launch_request import read_request
@@ -74,16 +75,10 @@ def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # n
     Args:
         subparsers: what ``ArgumentParser.add_subparsers`` returned, to add the command ``test`` to it.
     """
-    import argparse
-
-    parser = (
-        argparse.ArgumentParser("accelerate test") if subparsers is None else subparsers.add_parser("test")
-    )
+    parser = command_parser("test", test_command, subparsers)
     parser.add_argument(
         "--config_file", "--config-file", default=None, help="the configuration file of the set-up to check"
     )
-    if subparsers is not None:
-        parser.set_defaults(func=test_command)
     return parser
 
 

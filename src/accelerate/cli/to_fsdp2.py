@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from accelerate.cli.main import command_parser
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.core.setting import declared_settings
 from accelerate.launch import config_files, config_writer
@@ -236,17 +237,10 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: what ``ArgumentParser.add_subparsers`` returned, to add the command to it.
     """
-    import argparse
-
-    name = "to-fsdp2"
-    parser = (
-        argparse.ArgumentParser(f"accelerate {name}") if subparsers is None else subparsers.add_parser(name)
-    )
+    parser = command_parser("to-fsdp2", to_fsdp2_command, subparsers)
     parser.add_argument("--config_file", "--config-file", required=True, help="an FSDP1 configuration file")
     parser.add_argument("--output_file", "--output-file", default=None, help="the new file")
     parser.add_argument("--overwrite", action="store_true", help="replace a file that exists")
-    if subparsers is not None:
-        parser.set_defaults(func=to_fsdp2_command)
     return parser
 
 

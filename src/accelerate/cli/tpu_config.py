@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from accelerate.cli.main import command_parser, flag_spellings
 from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import SettingError
 from accelerate.launch.kinds.tpu import check_gcloud_installed, worker_command
@@ -78,11 +79,9 @@ def _read_commands(given: dict[str, Any], said: dict[str, Any]) -> list[str]:
 
 def _flatten_commands(commands: str | Sequence[Any]) -> list[str]:
     """A list of commands, of which some may be lists: argparse makes one for each flag."""
-    return (
-        [commands]
-        if isinstance(commands, str)
-        else [line for each in commands for line in _flatten_commands(each)]
-    )
+    if isinstance(commands, str):
+        return [commands]
+    return [line for each in commands for line in _flatten_commands(each)]
 
 
 def _read_lines(name: str) -> list[str]:
@@ -109,8 +108,7 @@ def _option(name: str) -> click.Option:
     kind: dict[str, Any] = {"is_flag": True} if name in _SWITCHES else {"default": None}
     kind |= {"multiple": True} if name == "command" else {}
     kind |= {"default": "latest", "show_default": True} if name == "accelerate_version" else {}
-    spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-    return click.Option([*spellings, name], help=_HELP[name], **kind)
+    return click.Option([*flag_spellings(name), name], help=_HELP[name], **kind)
 
 
 class _CommandListCommand(click.Command):
@@ -150,21 +148,12 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: what ``ArgumentParser.add_subparsers`` returned, to add the command to it.
     """
-    import argparse
-
-    name = "tpu-config"
-    parser = (
-        argparse.ArgumentParser(f"accelerate {name}", description=_description)
-        if subparsers is None
-        else subparsers.add_parser(name, description=_description)
-    )
+    parser = command_parser("tpu-config", tpu_command_launcher, subparsers, description=_description)
     for flag, text in _HELP.items():
         kind: dict[str, Any] = {"action": "store_true"} if flag in _SWITCHES else {"default": None}
         kind |= {"action": "append", "nargs": "+"} if flag == "command" else {}
         kind |= {"default": "latest"} if flag == "accelerate_version" else {}
-        parser.add_argument(*dict.fromkeys((f"--{flag}", f"--{flag.replace('_', '-')}")), help=text, **kind)
-    if subparsers is not None:
-        parser.set_defaults(func=tpu_command_launcher)
+        parser.add_argument(*flag_spellings(flag), help=text, **kind)
     return parser
 
 

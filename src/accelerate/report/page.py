@@ -154,7 +154,11 @@ def _rank_charts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     recorded = [(index, run) for index, run in enumerate(runs) if run.ranks]
     if not recorded:
         return []
-    throughput = [_curve(run.name, index, _throughput(run)) for index, run in recorded]
+    throughput = [
+        # The samples of all ranks per second, at each step that all ranks have made.
+        _curve(run.name, index, _rate(run, "samples", lambda samples: samples.max(axis=0)))
+        for index, run in recorded
+    ]
     per_rank = [
         (f"{run.name}, rank {rank}" if len(recorded) > 1 else f"rank {rank}", steps)
         for _, run in recorded
@@ -182,11 +186,6 @@ def _rank_charts(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
         if attribute != "forward" or any(any(steps.forward) for _, steps in per_rank):
             charts.append({"title": title, "unit": unit, "curves": curves})
     return charts
-
-
-def _throughput(run: RunRecord) -> Series:
-    """Return the samples of all ranks per second, at each step that all ranks have made."""
-    return _rate(run, "samples", lambda samples: samples.max(axis=0))
 
 
 def _token_throughput(run: RunRecord) -> Series:
@@ -238,7 +237,7 @@ def _rank_rows(run: RunRecord) -> list[dict[str, Any]]:
             "steps": len(steps.steps),
             "median step": show_seconds(float(np.median(steps.seconds))),
             "median own time": show_seconds(medians[rank]),
-            "95 % of steps under": show_seconds(_quantile(steps.seconds, 0.95)),
+            "95 % of steps under": show_seconds(float(np.quantile(steps.seconds, 0.95))),
             "waiting for data": _share(steps),
             "peak memory": show_bytes(round(max(steps.memory, default=0))),
             "slowest": rank == slowest and len(medians) > 1,
@@ -246,10 +245,6 @@ def _rank_rows(run: RunRecord) -> list[dict[str, Any]]:
         for rank, steps in sorted(run.ranks.items())
         if steps.seconds
     ]
-
-
-def _quantile(values: Iterable[float], share: float) -> float:
-    return float(np.quantile(np.asarray(list(values)), share))
 
 
 def _share(steps: RankSteps) -> str:

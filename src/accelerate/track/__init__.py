@@ -63,16 +63,6 @@ def register_tracker_class(tracker_class: Class) -> Class:
     return tracker_class
 
 
-def check_name(name: str, where: str = "") -> None:
-    """Refuse a name that no tracker has.
-
-    Raises:
-        UnknownNameError: no tracker has the name; the nearest is suggested.
-    """
-    if name not in tracker_classes():
-        raise UnknownNameError("tracker", name, [*tracker_classes(), ALL], where=where)
-
-
 def available_trackers(logging_dir: object = None) -> list[str]:
     """Return names of installed trackers; without ``logging_dir`` only of those that need no folder."""
     return [
@@ -115,7 +105,8 @@ def choose_trackers(
             usable = [each for each in available_trackers(logging_dir) if tracker_classes()[each].in_all]
             chosen += [each for each in usable if each not in chosen]
             continue
-        check_name(name, where="in log_with")
+        if name not in tracker_classes():
+            raise UnknownNameError("tracker", name, [*tracker_classes(), ALL], where="in log_with")
         try:
             tracker_classes()[name].check(logging_dir)
         except MissingExtraError as error:
