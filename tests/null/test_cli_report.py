@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.launch.rank_reports import JobOutcome, ProcessExit, build_job_error, error_file, fault_file
+from accelerate.launch.rank_reports import JobOutcome, ProcessExit, build_job_error, rank_file
 
 MS = 1_000_000
 START = 10_000 * MS
@@ -28,7 +28,7 @@ def raised(
 ) -> None:
     """Leaves what a rank leaves that raised ``at`` ms after the start, maybe because of another rank."""
     text = "" if summary.startswith("sys.exit") else f"Traceback of rank {rank}\n{summary}\n"
-    error_file(folder, rank).write_text(f"{START + at * MS} {code} {because_of} {summary}\n{text}")
+    rank_file(folder, rank, "error").write_text(f"{START + at * MS} {code} {because_of} {summary}\n{text}")
 
 
 def shown(folder: Path, *ends: ProcessExit, stopped_by: int | None = None) -> tuple[int, list[str]]:
@@ -63,7 +63,7 @@ def test_what_a_peers_failure_leads_to_is_no_cause_however_early(tmp_path: Path,
         "Traceback of rank 1",
         "ValueError: boom",
     ]
-    error_file(tmp_path, 1).unlink()
+    rank_file(tmp_path, 1, "error").unlink()
     killed = shown(tmp_path, end(0, 1, 10), end(1, -9, 5100))[1]
     assert killed[1] == "rank 1 of 2 was killed by SIGKILL"
 
@@ -104,14 +104,14 @@ def test_a_silent_death_is_noticed_late_and_is_still_the_cause(tmp_path: Path) -
 
 def test_a_library_that_gives_up_is_no_cause(tmp_path: Path) -> None:
     raised(tmp_path, 1, 950)
-    fault_file(tmp_path, 0).write_text("Fatal Python error: Aborted\n\nThread 1\n")
+    rank_file(tmp_path, 0, "fault").write_text("Fatal Python error: Aborted\n\nThread 1\n")
     code, lines = shown(tmp_path, end(0, -6, 1000), end(1, 1, 1300))
     assert (code, lines[:2]) == (1, ["rank 0 stopped after it: SIGABRT", "rank 1 of 2 failed (exit code 1)"])
 
 
 def test_a_crash_while_shutting_down_is_not_the_news(tmp_path: Path) -> None:
     raised(tmp_path, 0, 10)
-    fault_file(tmp_path, 0).write_text("Fatal Python error: Aborted\n")
+    rank_file(tmp_path, 0, "fault").write_text("Fatal Python error: Aborted\n")
     assert shown(tmp_path, end(0, -6, 500))[1][0] == "the script failed (exit code 1)"
     assert shown(tmp_path, end(0, -6, 500))[0] == 1
 
@@ -167,13 +167,15 @@ def test_a_crash_shows_the_stack_without_our_frames(tmp_path: Path) -> None:
     from accelerate.launch import rank_entry_point
 
     frames = [f'  File "{name}", line 3' for name in ("x.py", rank_entry_point.__file__)]
-    fault_file(tmp_path, 0).write_text("\n".join(["Fatal Python error: Segmentation fault", "", *frames]))
+    rank_file(tmp_path, 0, "fault").write_text(
+        "\n".join(["Fatal Python error: Segmentation fault", "", *frames])
+    )
     code, lines = shown(tmp_path, end(0, -11, 20))
     assert (code, lines[0], lines[-1]) == (139, "the script was killed by SIGSEGV", '  File "x.py", line 3')
 
 
 def test_a_report_cut_short_by_a_kill_is_no_report(tmp_path: Path) -> None:
-    error_file(tmp_path, 0).write_text("1234")
+    rank_file(tmp_path, 0, "error").write_text("1234")
     assert shown(tmp_path, end(0, -9, 20))[1][0] == "the script was killed by SIGKILL"
     assert shown(tmp_path, end(0, -9, 20, asked=True))[0] == 137
 

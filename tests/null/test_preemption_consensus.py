@@ -489,6 +489,6 @@ def test_leaving_with_that_code_is_no_failure(tmp_path: Path) -> None:
         ("5 1 own ValueError: x\n", True),
         ("", True),
     ):
-        rank_reports.error_file(tmp_path, 0).write_text(said)
+        rank_reports.rank_file(tmp_path, 0, "error").write_text(said)
         assert rank_reports.has_traceback(tmp_path, 0, 7) is failed
         assert rank_reports.has_traceback(tmp_path, 0, 8)

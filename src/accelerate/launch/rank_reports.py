@@ -133,14 +133,13 @@ class RankFailure:
         return self.failed_rank is not None, self.failed_at
 
 
-def error_file(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's traceback."""
-    return folder / f"rank_{rank}.error"
+def rank_file(folder: Path, rank: int, kind: str) -> Path:
+    """Return the path of a file that a rank leaves.
 
-
-def fault_file(folder: Path, rank: int) -> Path:
-    """Return the path of the stack that a crashed interpreter leaves."""
-    return folder / f"rank_{rank}.fault"
+    The kinds are ``"error"``, its traceback; ``"fault"``, the stack of a crashed interpreter; and of a rank
+    of a function also ``"result"`` and ``"exception"``, both pickled.
+    """
+    return folder / f"rank_{rank}.{kind}"
 
 
 def rank_process(request: LaunchRequest, folder: Path, rank: int, variables: Variables) -> ProcessSpec:
@@ -148,7 +147,7 @@ def rank_process(request: LaunchRequest, folder: Path, rank: int, variables: Var
     program = request.program
     if not request.settings.no_python:
         kind = "module" if request.settings.module else "script"
-        files = (str(fault_file(folder, rank)), str(error_file(folder, rank)))
+        files = (str(rank_file(folder, rank, "fault")), str(rank_file(folder, rank, "error")))
         program = (sys.executable, RANK_SCRIPT, *files, kind, *program)
     own: Variables = {"ACCELERATE_STOP_FOLDER": folder, "ACCELERATE_ERROR_FILE": None}
     env = environ.make_child_environment({**variables, **own})
@@ -208,7 +207,7 @@ def read_graceful_stop(folder: Path, pid: int) -> GracefulStopRegistration | Non
 
 def has_traceback(folder: Path, rank: int, pid: int) -> bool:
     """Return whether a rank has reported a failure; exiting with the resume code is none."""
-    file = error_file(folder, rank)
+    file = rank_file(folder, rank, "error")
     if not file.is_file():
         return False
     graceful_stop, failure = read_graceful_stop(folder, pid), read_error_file(folder, rank)
@@ -217,7 +216,7 @@ def has_traceback(folder: Path, rank: int, pid: int) -> bool:
 
 def read_error_file(folder: Path, rank: int) -> RankFailure | None:
     """Read what ``accelerate_rank.RankErrorFile`` wrote; None without it, or if it was killed meanwhile."""
-    file = error_file(folder, rank)
+    file = rank_file(folder, rank, "error")
     if not file.is_file():
         return None
     head, _, text = file.read_text(encoding="utf-8", errors="replace").partition("\n")
@@ -231,7 +230,7 @@ def read_error_file(folder: Path, rank: int) -> RankFailure | None:
 
 def read_failure(end: ProcessExit, folder: Path) -> RankFailure:
     """Read the failure of a rank from its exit code and what it left."""
-    failure, fault = read_error_file(folder, end.rank), fault_file(folder, end.rank)
+    failure, fault = read_error_file(folder, end.rank), rank_file(folder, end.rank, "fault")
     if failure is not None:
         # It was about to end with that code. What its libraries did while it shut down is not the news.
         return replace(failure, code=failure.code if end.code < 0 else end.code)

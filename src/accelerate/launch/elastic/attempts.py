@@ -71,7 +71,7 @@ class LocalAttempt(WorkerSupervisor):
         """Seconds since the first process failed by itself; 0 if all failed because of other machines."""
         now = time.monotonic_ns()
         ends = [end for end in self.outcome.exits if end.code]
-        raised = [rank for rank in self.alive if rank_reports.error_file(self.folder, rank).is_file()]
+        raised = [rank for rank in self.alive if rank_reports.rank_file(self.folder, rank, "error").is_file()]
         ends += [ProcessExit(rank, 1, now, was_asked_to_stop=False) for rank in raised]
         failures = (rank_reports.read_failure(end, self.folder) for end in ends)
         ages = ((now - each.failed_at) / 1e9 for each in failures if each.failed_rank is None)

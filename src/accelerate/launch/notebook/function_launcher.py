@@ -35,8 +35,6 @@ from accelerate.launch.notebook.fork_server_client import ForkServerSupervisor
 from accelerate.launch.notebook.function_ranks import (
     ForkedRankSpec,
     ForkSupervisor,
-    exception_file,
-    result_file,
 )
 from accelerate.launch.rank_reports import JobOutcome, ProcessSpec
 from accelerate.launch.supervisor import WorkerSupervisor
@@ -241,7 +239,7 @@ def _reserve_port(wanted: int) -> Iterator[ReservedPort]:
 def read_results(folder: Path, processes: int) -> Iterator[Any]:
     """Yield the result of each rank of this machine; warn where it could not be pickled, or there is none."""
     for rank in range(processes):
-        file = result_file(folder, rank)
+        file = rank_reports.rank_file(folder, rank, "result")
         if file.is_file():
             value, reason = pickle.loads(file.read_bytes())
         else:
@@ -280,7 +278,8 @@ def _function_error(error: RankError, folder: Path) -> FunctionError:
     for file in folder.glob("rank_*.error") if error.traceback else ():
         if error.traceback in file.read_text(encoding="utf-8"):
             function_error.rank = int(file.stem.removeprefix("rank_"))
-            function_error.__cause__ = cause = _read_exception(exception_file(folder, function_error.rank))
+            exception = rank_reports.rank_file(folder, function_error.rank, "exception")
+            function_error.__cause__ = cause = _read_exception(exception)
             if cause is not None:
                 function_error.what = function_error.what.replace(
                     "(exit code 1)", f"({type(cause).__name__})"

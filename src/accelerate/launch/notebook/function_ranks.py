@@ -25,23 +25,12 @@ from typing import IO, Any, cast
 
 from accelerate.core import environ
 from accelerate.core.errors import trim_traceback
-from accelerate.launch import rank_reports
 from accelerate.launch.accelerate_rank import RankErrorFile
 from accelerate.launch.notebook import payload
-from accelerate.launch.rank_reports import ProcessSpec
+from accelerate.launch.rank_reports import ProcessSpec, rank_file
 from accelerate.launch.supervisor import GuardProcess, WorkerSupervisor
 
 THIS_FILE = __file__
-
-
-def result_file(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's result."""
-    return folder / f"rank_{rank}.result"
-
-
-def exception_file(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's pickled exception; its traceback is in ``report.error_file``."""
-    return folder / f"rank_{rank}.exception"
 
 
 def run_payload(
@@ -65,7 +54,7 @@ def run_payload(
     # Classes and functions of the notebook are found in __main__ here too, by what pickles them once more.
     main = sys.modules["__main__"] = ModuleType("__main__")
     # Left open for the life of the process: a crash cannot open it.
-    faulthandler.enable(rank_reports.fault_file(folder, rank).open("w"))
+    faulthandler.enable(rank_file(folder, rank, "fault").open("w"))
     function, args = pickle.load(file)
     if getattr(function, "__module__", None) == "__main__":
         for name, value in getattr(function, "__globals__", {}).items():
@@ -82,10 +71,10 @@ def call_function(function: Callable[..., Any], args: tuple[Any, ...], folder: P
         result = function(*args)
     except SystemExit as stop:
         if stop.code in (None, 0):
-            result_file(folder, rank).write_bytes(_pickle_result(None, rank))
-        RankErrorFile(str(rank_reports.error_file(folder, rank))).write_exit(stop)
+            rank_file(folder, rank, "result").write_bytes(_pickle_result(None, rank))
+        RankErrorFile(str(rank_file(folder, rank, "error"))).write_exit(stop)
         raise
-    result_file(folder, rank).write_bytes(_pickle_result(result, rank))
+    rank_file(folder, rank, "result").write_bytes(_pickle_result(result, rank))
 
 
 def _pickle_result(result: Any, rank: int) -> bytes:
@@ -120,7 +109,7 @@ class ExceptionHook:
 
     def __init__(self, folder: Path, rank: int, previous_hook: Any = sys.__excepthook__) -> None:
         self.folder, self.rank, self.previous_hook = folder, rank, previous_hook
-        self.error_file = RankErrorFile(str(rank_reports.error_file(folder, rank)))
+        self.error_file = RankErrorFile(str(rank_file(folder, rank, "error")))
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Writes both; what of an exception cannot be pickled is told by its text alone."""
@@ -128,7 +117,7 @@ class ExceptionHook:
         if os.getpid() == self.error_file.rank:
             with suppress(*payload.UNPICKLABLE):
                 pickled = payload.dump_by_value(error.with_traceback(None))
-                exception_file(self.folder, self.rank).write_bytes(pickled)
+                rank_file(self.folder, self.rank, "exception").write_bytes(pickled)
         self._write_traceback(kind, error, trace)
         if self.previous_hook is not sys.__excepthook__:
             self.previous_hook(kind, error, trace)
