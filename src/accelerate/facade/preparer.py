@@ -39,7 +39,7 @@ from accelerate.facade.optimizer import (
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.offload.offloaded_tensor import check_trainable
-from accelerate.offload.quantization.adapters import check_adapters, quantized_models
+from accelerate.offload.quantization.base import check_adapters, quantized_models
 from accelerate.strategy.base import BatchPlacement, DataSharding, ObjectKind, PrepareBundle, PrepareStep
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 

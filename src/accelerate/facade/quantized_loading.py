@@ -26,12 +26,12 @@ from accelerate.facade.big_model_loading import (
 from accelerate.offload.dispatch import dispatch_model
 from accelerate.offload.module_sizes import Dtype
 from accelerate.offload.module_tensors import has_offloaded_params
-from accelerate.offload.quantization.adapters import record_trainable
 from accelerate.offload.quantization.base import (
     QuantizationConfig,
     Quantizer,
     list_convertible_layers,
     matches_module,
+    record_trainable,
     replace_layers,
     unquantized_modules,
 )

@@ -47,9 +47,10 @@ from accelerate.offload.hooks import (
 )
 from accelerate.offload.module_input_output import move_arguments
 from accelerate.offload.module_tensors import DeviceLike, as_device
-from accelerate.offload.offload_folder import Folder, OffloadedWeightsLoader, WeightStore
+from accelerate.offload.offload_folder import Folder, OffloadedWeightsLoader
 from accelerate.offload.offloaded_tensor import OffloadedTensor, cast_source, make_stand_in
 from accelerate.offload.pager import Pager, PagerStats
+from accelerate.offload.weight_store import WeightStore
 
 # ------------------------------------------------------------------------------------------------ devices
 
@@ -86,40 +87,25 @@ def resolve_home(value: Any) -> Home:
     """
     if isinstance(value, torch.device):
         torch_device: Any = value
+    elif (read := device_maps.read_device(value)) == "disk":
+        return "disk"
+    elif isinstance(read, int):
+        driver = devices.detect()
+        if driver.type == "cpu":
+            raise DeviceError(
+                f"device {read} is not here",
+                why="a number is an accelerator, and this process sees none",
+                fix="name devices that are here: 'cpu' and 'disk'",
+            )
+        torch_device = driver.torch_device(read)
     else:
-        read = device_maps.read_device(value)
-        if read == "disk":
-            return "disk"
-        if isinstance(read, int):
-            torch_device = _accelerator_at(read)
-        else:
-            devices.get(read.partition(":")[0])
-            torch_device = torch.device(read)
+        devices.get(read.partition(":")[0])
+        torch_device = torch.device(read)
     if torch_device.type == "meta":
         raise SettingError(
             "a device map cannot put anything on 'meta'", why="tensors there have no values", fix="use 'disk'"
         )
     return "cpu" if torch_device.type == "cpu" else _with_index(torch_device)
-
-
-def _accelerator_at(index: int) -> torch.device:
-    """Return the accelerator with this index."""
-    driver = devices.detect()
-    if driver.type == "cpu":
-        raise DeviceError(
-            f"device {index} is not here",
-            why="a number is an accelerator, and this process sees none",
-            fix="name devices that are here: 'cpu' and 'disk'",
-        )
-    return driver.torch_device(index)
-
-
-def _main_device(homes: Mapping[str, Home], asked: DeviceLike | None) -> torch.device:
-    """Return the device that computes modules on the CPU and on disk, and gets the inputs."""
-    if asked is not None:
-        home = resolve_home(asked)
-        return home if isinstance(home, torch.device) else CPU
-    return next((home for home in homes.values() if isinstance(home, torch.device)), CPU)
 
 
 # ------------------------------------------------------------------------------------------------ dispatching
@@ -172,8 +158,11 @@ def dispatch_model(
     )
     check(model, device_map)
     homes: dict[str, Home] = {name: resolve_home(value) for name, value in device_map.items()}
-    main = _main_device(homes, main_device)
-    _check_values(model, values := WeightStore(state_dict, offload_dir, offload_index))
+    # It computes modules on the CPU and on disk, and gets the inputs.
+    candidates = homes.values() if main_device is None else [resolve_home(main_device)]
+    main = next((home for home in candidates if isinstance(home, torch.device)), CPU)
+    values = WeightStore(state_dict, offload_dir, offload_index)
+    values.check_complete(model)
     remove_dispatch(model)
     options = DispatchOptions(
         main,
@@ -223,19 +212,6 @@ def _attach_replaced(
         preload_module_classes=options.preload_classes or None,
         tied_params_map={},
     )
-
-
-def _check_values(model: nn.Module, values: WeightStore) -> None:
-    """Raise OffloadError for weights that have no values anywhere."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    missing = values.names_without_values(tensors)
-    if missing:
-        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        raise OffloadError(
-            f"there are no values for {shown}",
-            why="they are on the meta device, and neither state_dict, offload_index nor offload_dir has them",
-            fix="load the weights: load_checkpoint_and_dispatch(model, checkpoint, device_map=...)",
-        )
 
 
 def _place_and_hook(
@@ -360,11 +336,29 @@ def _is_moved(model: nn.Module, how: str, args: tuple[Any, ...], kwargs: dict[st
 # ------------------------------------------------------------------------------------------------ offloading
 
 
-def _device_of_model(model: nn.Module, asked: DeviceLike | None) -> torch.device:
-    if asked is None:
+def _offload_all(
+    model: ModuleT,
+    home: Home,
+    execution_device: DeviceLike | None,
+    offload_buffers: bool,
+    preload_module_classes: list[str] | None,
+    state_dict: dict[str, torch.Tensor] | None = None,
+    folder: Folder | None = None,
+) -> ModuleT:
+    """Offload all weights of a model to the CPU or to disk."""
+    if execution_device is None:
         first = next((p for p in model.parameters() if p.device.type != "meta"), None)
-        return CPU if first is None else first.device
-    return _with_index(as_device(asked))
+        device = CPU if first is None else first.device
+    else:
+        device = _with_index(as_device(execution_device))
+    values = WeightStore(state_dict, folder, None)
+    values.check_complete(model)
+    remove_dispatch(model)
+    options = DispatchOptions(
+        device, offload_buffers, preload_classes=tuple(preload_module_classes or ()), is_offload=True
+    )
+    _place_and_hook(model, lambda _: home, values, options)
+    return model
 
 
 def cpu_offload(
@@ -387,14 +381,9 @@ def cpu_offload(
         DeviceError: the device is unknown, or not here.
         OffloadError: a weight has no values.
     """
-    device = _device_of_model(model, execution_device)
-    _check_values(model, values := WeightStore(state_dict, None, None))
-    remove_dispatch(model)
-    options = DispatchOptions(
-        device, offload_buffers, preload_classes=tuple(preload_module_classes or ()), is_offload=True
+    return _offload_all(
+        model, "cpu", execution_device, offload_buffers, preload_module_classes, state_dict=state_dict
     )
-    _place_and_hook(model, lambda _: "cpu", values, options)
-    return model
 
 
 def disk_offload(
@@ -418,14 +407,9 @@ def disk_offload(
         DeviceError: the device is unknown, or not here.
         OffloadError: the folder cannot be written, or a weight has no values.
     """
-    device = _device_of_model(model, execution_device)
-    _check_values(model, values := WeightStore(None, offload_dir, None))
-    remove_dispatch(model)
-    options = DispatchOptions(
-        device, offload_buffers, preload_classes=tuple(preload_module_classes or ()), is_offload=True
+    return _offload_all(
+        model, "disk", execution_device, offload_buffers, preload_module_classes, folder=offload_dir
     )
-    _place_and_hook(model, lambda _: "disk", values, options)
-    return model
 
 
 class CpuOffload(ModelHook):

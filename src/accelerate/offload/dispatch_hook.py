@@ -338,7 +338,7 @@ def hook_of(module: nn.Module) -> DispatchHook | None:
 
 def _dispatched_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a dispatched module; ``torch.compile`` does not trace into it."""
-    if not _DynamoSkipRegistration.is_told and "torch._dynamo" in sys.modules:
+    if "torch._dynamo" in sys.modules:
         _skip_in_compiler()
     hook = hook_of(module)
     if hook is None:
@@ -349,33 +349,19 @@ def _dispatched_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 _dispatched_forward._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-# Of this package all files that run in a forward, but for inner_hook.py.
+# Of this package all files that run in a forward, but for dispatch_steps.py.
 _SKIPPED_IN_COMPILER = (
-    "accelerate.core",
-    "accelerate.device",
-    "accelerate.offload.align_hook",
-    "accelerate.offload.dispatch_hook",
-    "accelerate.offload.hooks",
-    "accelerate.offload.module_input_output",
-    "accelerate.offload.module_tensors",
-    "accelerate.offload.offload_folder",
-    "accelerate.offload.offloaded_tensor",
-    "accelerate.offload.pager",
-    "accelerate.offload.weight_block",
+    "core device offload.align_hook offload.dispatch_hook offload.hooks offload.module_input_output "
+    "offload.module_tensors offload.offload_folder offload.offloaded_tensor offload.pager "
+    "offload.weight_block"
 )
 
 
-class _DynamoSkipRegistration:
-    """True in ``is_told`` after the compiler was given the modules to skip."""
-
-    is_told = False
-
-
+@functools.cache  # once in a process
 @_disable_dynamo
 def _skip_in_compiler() -> None:
     """Exclude the modules that move weights from compilation; the forwards that they call are compiled."""
     import torch._dynamo.trace_rules as rules
 
-    _DynamoSkipRegistration.is_told = True
-    for name in _SKIPPED_IN_COMPILER:
-        rules.add(name)
+    for name in _SKIPPED_IN_COMPILER.split():
+        rules.add(f"accelerate.{name}")

@@ -11,6 +11,9 @@ a pager copies to it in turn.
 from __future__ import annotations
 
 import functools
+import inspect
+import types
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,17 +23,24 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import DeviceError
-from accelerate.offload.dispatch_hook import DispatchHook, attach_hook, show_hook, watch_replacements
-from accelerate.offload.file_mapping import mapped_source, set_file_source
-from accelerate.offload.inner_hook import attach_inner_hook
+from accelerate.offload.dispatch_hook import (
+    DispatchHook,
+    _dispatched_forward,
+    attach_hook,
+    show_hook,
+    watch_replacements,
+)
+from accelerate.offload.hooks import attributes_of
 from accelerate.offload.module_input_output import Keys, ModuleInputOutputMover
-from accelerate.offload.module_tensors import TiedMap, has_own_tensors, with_values
-from accelerate.offload.offload_folder import PrefixedDataset, WeightStore
+from accelerate.offload.module_tensors import has_own_tensors, with_values
+from accelerate.offload.offload_folder import PrefixedDataset
 from accelerate.offload.offloaded_tensor import (
     HostMemoryWeightSource,
     OffloadedTensor,
     TensorSource,
     make_stand_in,
+    mapped_source,
+    set_file_source,
 )
 from accelerate.offload.pager import Pager
 from accelerate.offload.weight_block import (
@@ -40,6 +50,7 @@ from accelerate.offload.weight_block import (
     is_callable,
     move_tensor,
 )
+from accelerate.offload.weight_store import WeightStore
 
 CPU = torch.device("cpu")
 BLOCK = 2**27  # bytes: the most that a block takes, unless one weight is larger
@@ -257,7 +268,7 @@ def make_blocks(
     Returns:
         Name of the module -> block, in the order of definition.
     """
-    sizes = _OffloadedSizes(model, paged)
+    sizes = _OffloadedSizes(paged)
     limit = max(sizes.largest, min(BLOCK, _block_limit(pager)))
     blocks = {
         name: WeightBlock(name, m, whole)
@@ -292,29 +303,20 @@ def _block_limit(pager: Pager) -> int:
 class _OffloadedSizes:
     """The offloaded bytes of the modules of a model."""
 
-    def __init__(self, model: nn.Module, paged: Sequence[DeviceMapTensorSlot]) -> None:
-        self.model = model
+    def __init__(self, paged: Sequence[DeviceMapTensorSlot]) -> None:
         self.tensors: dict[int, OffloadedTensor] = {
             id(p.tensor): p.tensor for p in paged if isinstance(p.tensor, OffloadedTensor)
         }
         self.largest = max((t.source.nbytes for t in self.tensors.values()), default=0)
-        self._below: dict[int, frozenset[int]] = {}
+        self._below: dict[int, set[int]] = {}
 
-    def tensor_ids(self, module: nn.Module) -> frozenset[int]:
+    def tensor_ids(self, module: nn.Module) -> set[int]:
         """Return the identities of the offloaded tensors in a module."""
         if id(module) not in self._below:
-            direct_ids = {
-                id(t)
-                for t in (*module._parameters.values(), *module._buffers.values())
-                if id(t) in self.tensors
-            }
+            tensors = (*module._parameters.values(), *module._buffers.values())
             children = [self.tensor_ids(child) for child in module.children()]
-            self._below[id(module)] = frozenset(direct_ids).union(*children)
+            self._below[id(module)] = (self.tensors.keys() & set(map(id, tensors))).union(*children)
         return self._below[id(module)]
-
-    def count_bytes(self, module: nn.Module) -> int:
-        """Return the offloaded bytes of a module, each tensor counted once."""
-        return sum(self.tensors[key].source.nbytes for key in self.tensor_ids(module))
 
     def divide_into_blocks(
         self, model: nn.Module, limit: int, whole: Sequence[str]
@@ -330,21 +332,18 @@ class _OffloadedSizes:
             if id(module) in seen or not self.tensor_ids(module):
                 return
             seen.add(id(module))
+            size = sum(self.tensors[key].source.nbytes for key in self.tensor_ids(module))
             inner = [(key, c) for key, c in module._modules.items() if c is not None and self.tensor_ids(c)]
             # A module that only wraps another one may be bypassed: its users call the inner one.
             preload = type(module).__name__ in whole
-            wraps = (
-                len(inner) == 1
-                and is_callable(inner[0][1])
-                and not preload
-                and not self._holds_tensors(module)
-            )
+            holds_tensors = self._holds_tensors(module)
+            wraps = len(inner) == 1 and is_callable(inner[0][1]) and not (preload or holds_tensors)
             can = is_callable(module) and not wraps and not (is_model and inner)
-            if can and (not inner or preload or self.count_bytes(module) <= limit):
+            if can and (not inner or preload or size <= limit):
                 yield name, module, True
                 seen.update(map(id, module.modules()))  # one that is used elsewhere too belongs to this block
                 return
-            if is_callable(module) and self._holds_tensors(module):
+            if is_callable(module) and holds_tensors:
                 yield name, module, False
             is_model = is_model and _is_wrapper(module)
             for key, child in inner:
@@ -383,25 +382,36 @@ def attach_hooks(
     entries = dict(_device_changes(model, slots, options)) if len(devices) > 1 else {}
     modules = dict(model.named_modules())
     around_blocks = _modules_around_blocks(modules, blocks)
-    for name, block in blocks.items():
-        for key, stand_in in _named_stand_ins(block, modules, name):
-            if stand_in.source.in_memory:
-                values.in_memory[key] = stand_in.source.host_tensor()
-    make_hook = functools.partial(
-        _make_hook, values.refresh_loader(), options, None if options.is_offload else {}
-    )
+    for slot in slots:
+        if isinstance(slot.tensor, OffloadedTensor) and slot.tensor.source.in_memory:
+            values.in_memory[slot.name] = slot.tensor.source.host_tensor()
+    loader, tied_params_map = values.refresh_loader(), None if options.is_offload else {}
+
+    def make_hook(name: str, module: nn.Module, device: torch.device) -> DispatchHook:
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        is_offloaded = any(isinstance(tensor, OffloadedTensor) for tensor in tensors)
+        return DispatchHook(
+            device,
+            offload=is_offloaded,
+            weights_map=PrefixedDataset(loader, f"{name}." if name else "") if is_offloaded else None,
+            offload_buffers=options.offload_buffers,
+            skip_keys=options.skip_keys,
+            mover=mover,
+            root=not name,
+            tied_params_map=tied_params_map,
+        )
+
     enclosing = {id(module): block for block in blocks.values() for module in block.modules()}
     own_devices = {id(slot.module): slot.device for slot in slots if slot.home is not None}
     for name, module in modules.items():
         if not name or name in entries or name in around_blocks:
             hook = make_hook(name, module, entries.get(name, options.main_device))
-            hook._mover, hook._is_root = mover, not name
-            hook.io_same_device = not name
-            hook._pager, hook.block = (pager, blocks.get(name)) if name in around_blocks else (None, None)
+            if name in around_blocks:
+                hook._pager, hook.block = pager, blocks.get(name)
             attach_hook(module, hook)
         elif device := own_devices.get(id(module), options.named_devices.get(name)):
             hook = make_hook(name, module, device)
-            hook._mover, hook.enclosing_block = mover, enclosing.get(id(module))
+            hook.enclosing_block = enclosing.get(id(module))
             attach_inner_hook(module, hook)
     watch_replacements(model)
 
@@ -414,18 +424,6 @@ def show_resident_hooks(model: nn.Module, options: DispatchOptions) -> None:
             show_hook(module, hook)
 
 
-def _named_stand_ins(
-    block: WeightBlock, modules: dict[str, nn.Module], name: str
-) -> Iterator[tuple[str, OffloadedTensor]]:
-    """Return (full name, stand-in) of every offloaded tensor in a block."""
-    for path, module in modules.items():
-        if path == name or path.startswith(f"{name}.") or not name:
-            for table in (module._parameters, module._buffers):
-                for key, tensor in table.items():
-                    if isinstance(tensor, OffloadedTensor):
-                        yield (f"{path}.{key}" if path else key), tensor
-
-
 def _modules_around_blocks(modules: dict[str, nn.Module], blocks: dict[str, WeightBlock]) -> set[str]:
     """Return the names of the modules of blocks, and of callable modules around them."""
     names = set(blocks)
@@ -435,30 +433,6 @@ def _modules_around_blocks(modules: dict[str, nn.Module], blocks: dict[str, Weig
             if is_callable(modules[name]):
                 names.add(name)
     return names
-
-
-def _holds_offloaded(module: nn.Module) -> bool:
-    tables = (*module._parameters.values(), *module._buffers.values())
-    return any(isinstance(tensor, OffloadedTensor) for tensor in tables)
-
-
-def _make_hook(
-    loader: Any,
-    options: DispatchOptions,
-    tied_params_map: TiedMap | None,
-    name: str,
-    module: nn.Module,
-    device: torch.device,
-) -> DispatchHook:
-    offload = _holds_offloaded(module)
-    return DispatchHook(
-        device,
-        offload=offload,
-        weights_map=PrefixedDataset(loader, f"{name}." if name else "") if offload else None,
-        offload_buffers=options.offload_buffers,
-        skip_keys=options.skip_keys,
-        tied_params_map=tied_params_map,
-    )
 
 
 def _device_changes(
@@ -488,3 +462,54 @@ def _device_changes(
             yield from visit(f"{name}.{key}" if name else key, child)
 
     yield from visit("", model)
+
+
+# --------------------------------------------------------------------------------------------- inner hooks
+
+# The hooks of modules inside of a block, or of a resident part, have nothing to do while a module around them
+# runs. ``torch.compile`` traces these functions into its graphs, and none of the files that move weights.
+
+# Forward of a class -> the function that stands for it. It has no reference to its key.
+_FORWARDS: weakref.WeakKeyDictionary[types.FunctionType, types.FunctionType] = weakref.WeakKeyDictionary()
+
+
+def attach_inner_hook(module: Any, hook: DispatchHook) -> None:
+    """Attach the hook of a module inside of a block, or of a resident part of the model.
+
+    It works when the module is called alone: by the user, by activation checkpointing inside a block, which
+    recomputes in the backward pass, or by a program that runs parts of a model itself.
+    """
+    hook.is_inner = True
+    show_hook(module, hook)
+    if attributes_of(module).get("_hf_hook") is not hook or not is_callable(module):
+        return
+    # Methods are compared by their functions, partials by identity: layers of a class share one graph.
+    original = getattr(module._old_forward, "__func__", None)
+    if isinstance(original, types.FunctionType):
+        module.forward = types.MethodType(_forward_of_class(original), module)
+    else:
+        forward = functools.partial(_inner_forward, module)
+        module.forward = functools.update_wrapper(forward, module._old_forward)
+
+
+def _forward_of_class(original: types.FunctionType) -> types.FunctionType:
+    """Return the function that stands for the forward of a class, with its name and signature."""
+    forward = _FORWARDS.get(original)
+    if forward is None:
+        # Compiled graphs belong to the code of a function, and there are few for each.
+        code = _inner_forward.__code__.replace(co_name=original.__qualname__)
+        forward: Any = functools.update_wrapper(types.FunctionType(code, globals()), original)
+        del forward.__wrapped__
+        forward.__signature__ = inspect.signature(original)
+        _FORWARDS[original] = forward
+    return forward
+
+
+def _inner_forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Run the forward of a module that has an inner hook. The hook and the forward are read each time."""
+    hook = module._hf_hook
+    # A compiler that traces it is inside of a module around it.
+    first = args[0] if args else None
+    if type(hook) is DispatchHook and (torch.compiler.is_compiling() or hook.is_prepared(first)):
+        return module._old_forward(*args, **kwargs)
+    return _dispatched_forward(module, *args, **kwargs)

@@ -14,13 +14,14 @@ from torch import nn
 from accelerate import device as devices
 from accelerate.core.errors import OffloadError, PrepareError, nearest
 from accelerate.core.user_warning import warn_user
-from accelerate.offload.file_mapping import has_same_bytes, set_file_source
 from accelerate.offload.offload_folder import load_offloaded_weight
 from accelerate.offload.offloaded_tensor import (
     FILE_MAPPING,
     HostMemoryWeightSource,
     OffloadedTensor,
     TensorSource,
+    has_same_bytes,
+    set_file_source,
     source_of,
 )
 

@@ -3,17 +3,19 @@
 A folder holds ``NAME.dat`` for each tensor, its raw bytes in C order, and ``index.json``:
 ``{name: {"dtype": "float32", "shape": [2, 3]}}``. An entry ``{"safetensors_file", "weight_name", "dtype"}``
 has no file of its own: it points into a checkpoint. Everything is read as a view of the mapped file.
-``WeightStore`` knows the values of a whole model while it is dispatched.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
+import shutil
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,15 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from accelerate.core.errors import OffloadError, PrepareError
 from accelerate.core.user_warning import warn_user
-from accelerate.offload.file_mapping import mapped_source, unchanged_source
-from accelerate.offload.offloaded_tensor import (
-    HostMemoryWeightSource,
-    MappingSource,
-    OffloadedTensor,
-    TensorSource,
-    in_memory,
-)
-from accelerate.offload.replaced_file import LOADERS, ReplacedFile, keep_replaced_files, raw_bytes
+from accelerate.offload.offloaded_tensor import in_memory
 
 INDEX = "index.json"
 Folder: TypeAlias = "str | os.PathLike[str]"
@@ -90,7 +84,7 @@ def offload_weight(weight: Any, weight_name: str, offload_folder: Folder, index:
             why="it is on the meta device",
             fix="load the weights first",
         )
-    if keep_replaced_files(offload_folder, {weight_name: value}):
+    if keep_replaced_files(offload_folder, [weight_name], lambda _: value):
         warn_user(
             f"a model of this process reads weights of the same names from {os.fspath(offload_folder)}, and "
             "keeps those that it has: give each model a folder of its own"
@@ -130,6 +124,110 @@ def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, torch.Tensor])
     for name, weight in state_dict.items():
         index = offload_weight(weight, name, save_dir, index)
     save_offload_index(index, save_dir)
+
+
+# ---------------------------------------------------------------------------------------- replaced files
+
+# Files whose names another model has taken: who read them goes on reading them.
+
+
+class ReplacedFile:
+    """A file of an offload folder under a second name; it is removed when no loader reads it any more.
+
+    Args:
+        file: the file, which is about to be replaced.
+
+    Attributes:
+        path: its second name.
+
+    Raises:
+        OffloadError: the folder cannot be written, or is full.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.path = file.with_name(f".{file.name}.kept-{uuid.uuid4().hex[:8]}")
+        try:
+            try:
+                os.link(file, self.path)
+            except OSError:  # a file has one name only there
+                shutil.copyfile(file, self.path)
+        except OSError as error:
+            self.path.unlink(missing_ok=True)
+            raise OffloadError(
+                f"{file.name} in the offload folder {file.parent} is in use, and cannot be kept",
+                why=f"{type(error).__name__}: {error.strerror or error}",
+                fix="give each model a folder of its own, as offload_folder or offload_dir",
+            ) from error
+        weakref.finalize(self, _unlink, self.path, os.getpid())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplacedFile:
+        return self
+
+
+def _unlink(path: Path, process: int) -> None:
+    if os.getpid() == process:  # not in a fork of it
+        path.unlink(missing_ok=True)
+
+
+# The loaders (``OffloadedWeightsLoader``) that are alive, by identity.
+LOADERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def keep_replaced_files(
+    folder: Folder, names: Iterable[str], read: Callable[[str], torch.Tensor], own: Any = None
+) -> bool:
+    """Keep the files for models of this process whose weights are about to be overwritten by others.
+
+    Args:
+        folder: the offload folder.
+        names: what will be written.
+        read: returns the value of a name.
+        own: a loader that is to read the new values.
+
+    Returns:
+        True when there was one to keep.
+
+    Raises:
+        OffloadError: the folder cannot be written, or is full.
+    """
+
+    def loaders_of(name: str) -> list[Any]:
+        loaders = [each for each in list(LOADERS.values()) if each.is_read_by_model and each is not own]
+        return [each for each in loaders if each.reads_file(folder, name)]
+
+    replaced = [
+        name
+        for name in names
+        if loaders_of(name) and _is_file_of_others(Path(folder, f"{name}.dat"), raw_bytes(read(name)))
+    ]
+    if any(not each.has_survived for name in replaced for each in loaders_of(name)):
+        gc.collect()  # models that nobody has any more need no files
+        for each in list(LOADERS.values()):
+            each.has_survived = True
+    is_kept = False
+    for name in replaced:
+        if loaders := loaders_of(name):
+            is_kept, file = True, ReplacedFile(Path(folder, f"{name}.dat"))
+            for loader in loaders:
+                loader.replaced_files[name] = file
+    return is_kept
+
+
+def raw_bytes(value: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor in C order, on the CPU."""
+    value = value.detach().cpu().contiguous()
+    return value.reshape(-1).view(torch.uint8) if value.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def _is_file_of_others(file: Path, raw: torch.Tensor) -> bool:
+    """Return True when a file exists and holds other bytes than these."""
+    if not file.exists():
+        return False
+    if file.stat().st_size != raw.numel():
+        return True
+    return raw.numel() > 0 and not torch.equal(
+        raw, torch.from_file(str(file), size=raw.numel(), dtype=torch.uint8)
+    )
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -193,6 +291,32 @@ def _missing_file_error(file: Folder) -> OffloadError:
         why="the index names this file, and it does not exist",
         fix="put it back, or offload the weights again",
     )
+
+
+class HostWeights(dict[str, torch.Tensor]):
+    """Offloaded weights in host memory; assigning to an entry copies into its memory."""
+
+    def __setitem__(self, name: str, value: torch.Tensor) -> None:
+        """Set a new entry, or copy into the one that exists, in its dtype if both are floating point.
+
+        Raises:
+            OffloadError: the value has another shape than the entry, or is of another kind.
+        """
+        entry = self.get(name)
+        if entry is None:
+            super().__setitem__(name, value)
+        elif entry.shape == value.shape and (
+            entry.dtype == value.dtype or (entry.is_floating_point() and value.is_floating_point())
+        ):
+            with torch.no_grad():
+                entry.copy_(value)
+        else:
+            raise OffloadError(
+                f"{name} is offloaded as {entry.dtype} of shape {list(entry.shape)}, "
+                f"and cannot become {value.dtype} of shape {list(value.shape)}",
+                why="it has its place in memory that is copied to the device as one",
+                fix="take the hooks off, change the weight, and dispatch the model again",
+            )
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):
@@ -387,194 +511,3 @@ def extract_submodules_state_dict(
         for key, value in state_dict.items()
         if key == name or key.startswith(f"{name}.")
     }
-
-
-# ------------------------------------------------------------------------------------------------ a dispatch
-
-
-class HostWeights(dict[str, torch.Tensor]):
-    """Offloaded weights in host memory; assigning to an entry copies into its memory."""
-
-    def __setitem__(self, name: str, value: torch.Tensor) -> None:
-        """Set a new entry, or copy into the one that exists, in its dtype if both are floating point.
-
-        Raises:
-            OffloadError: the value has another shape than the entry, or is of another kind.
-        """
-        entry = self.get(name)
-        if entry is None:
-            super().__setitem__(name, value)
-        elif entry.shape == value.shape and (
-            entry.dtype == value.dtype or (entry.is_floating_point() and value.is_floating_point())
-        ):
-            with torch.no_grad():
-                entry.copy_(value)
-        else:
-            raise OffloadError(
-                f"{name} is offloaded as {entry.dtype} of shape {list(entry.shape)}, "
-                f"and cannot become {value.dtype} of shape {list(value.shape)}",
-                why="it has its place in memory that is copied to the device as one",
-                fix="take the hooks off, change the weight, and dispatch the model again",
-            )
-
-
-class WeightStore:
-    """The values of a model's tensors, by their full names.
-
-    Args:
-        state_dict: values, which come before those that the model has.
-        folder: an offload folder; read if it has an index, and written to.
-        index: entries of values in files, which come first for what is to be on disk.
-
-    Attributes:
-        in_memory: name -> tensor, of what is offloaded to memory; filled while the model is dispatched.
-
-    Raises:
-        OffloadError: a file that an index names does not exist.
-    """
-
-    def __init__(
-        self, state_dict: Mapping[str, Any] | None, folder: Folder | None, index: Mapping[str, Any] | None
-    ) -> None:
-        self.state_dict = state_dict or {}
-        self.folder = folder
-        self.index = index or {}
-        self.in_memory: dict[str, torch.Tensor] = HostWeights()
-        self.loader = self._open_loader()
-
-    def _open_loader(self) -> OffloadedWeightsLoader:
-        entries: dict[str, Any] = {}
-        if self.folder is not None and Path(self.folder, INDEX).exists():
-            entries.update(OffloadedWeightsLoader(save_folder=self.folder).index)
-        entries.update(self.index)
-        loader = OffloadedWeightsLoader(self.in_memory, self.folder, entries)
-        loader.is_read_by_model = True
-        return loader
-
-    def refresh_loader(self) -> OffloadedWeightsLoader:
-        """Read the index again, and return the mapping of all offloaded values."""
-        self.loader = self._open_loader()
-        return self.loader
-
-    def names_without_values(self, names: Mapping[str, torch.Tensor]) -> list[str]:
-        """Return the names that have values nowhere."""
-        mappings = (self.state_dict, self.loader.index)
-        return [n for n, t in names.items() if t.is_meta and not any(n in mapping for mapping in mappings)]
-
-    def find_source(self, name: str, tensor: torch.Tensor, disk: bool = False) -> TensorSource:
-        """Return the source of a tensor's values.
-
-        Args:
-            disk: what the caller's index says of it comes first.
-        """
-        if disk and name in self.index:
-            return MappingSource(name, self.loader, name, tensor)
-        if name in self.state_dict:
-            return HostMemoryWeightSource(
-                name, torch.as_tensor(self.state_dict[name]).detach().to("cpu", tensor.dtype)
-            )
-        if isinstance(tensor, OffloadedTensor):
-            return tensor.source
-        if not tensor.is_meta:
-            return HostMemoryWeightSource(name, tensor.detach().to("cpu"))
-        return MappingSource(name, self.loader, name, tensor)
-
-    def check_shape(self, name: str, tensor: torch.Tensor) -> None:
-        """Check the shape of the values that the state dict has for a tensor.
-
-        Raises:
-            OffloadError: it is not that of the tensor.
-        """
-        if name not in self.state_dict or hasattr(tensor, "quant_state"):
-            return
-        shape = torch.as_tensor(self.state_dict[name]).shape
-        if shape != tensor.shape:
-            raise OffloadError(
-                f"the values of {name} in the state_dict have the shape {list(shape)}, "
-                f"and the module expects {list(tensor.shape)}",
-                why="they belong to another model, or to another size of it",
-            )
-
-    def file_sources(
-        self, tensors: Mapping[str, torch.Tensor], in_place: bool = False
-    ) -> dict[str, TensorSource]:
-        """Return the sources of tensors that are to be on disk; values that are in no file are written.
-
-        Args:
-            tensors: name -> tensor.
-            in_place: those that are mapped from a file stay in use; otherwise they are dropped for it.
-
-        Raises:
-            PrepareError: there is no folder to write to.
-            OffloadError: it cannot be written.
-        """
-        own_files: dict[str, TensorSource] = {}
-        unwritten: dict[str, torch.Tensor] = {}
-        for name, tensor in tensors.items():
-            if name in self.index:
-                continue
-            source = None if name in self.state_dict else _file_of(tensor, in_place)
-            if source is not None:
-                own_files[name] = source
-            elif name in self.state_dict or not tensor.is_meta:
-                unwritten[name] = tensor
-        self._write_to_folder(unwritten)
-        return {
-            name: own_files[name] if name in own_files else MappingSource(name, self.loader, name, tensor)
-            for name, tensor in tensors.items()
-        }
-
-    def _write_to_folder(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write values to the offload folder, one tensor at a time.
-
-        Raises:
-            PrepareError: there is no folder.
-            OffloadError: it cannot be written.
-        """
-        if not tensors:
-            return
-        if self.folder is None:
-            shown = ", ".join([*tensors][:5]) + (" ..." if len(tensors) > 5 else "")
-            raise PrepareError(
-                f"an offload folder is needed for {shown}",
-                why="the device map puts them on disk, and their values are in no file yet",
-                fix="give offload_dir='some/folder' (offload_folder in load_checkpoint_and_dispatch)",
-            )
-        try:
-            os.makedirs(self.folder, exist_ok=True)
-        except (OSError, ValueError) as error:  # a ValueError: a NUL character
-            raise OffloadError(
-                f"{os.fspath(self.folder)} cannot be used as an offload folder",
-                why=f"{type(error).__name__}: {getattr(error, 'strerror', error)}",
-                fix="give another offload_dir",
-            ) from error
-        values = _HostValues(self, tensors)
-        keep_replaced_files(self.folder, values, own=self.loader)
-        index: dict[str, Any] = {}
-        for name in tensors:
-            _write_weight(values[name], name, self.folder, index)
-        save_offload_index(index, self.folder)
-        self.refresh_loader()
-
-
-class _HostValues(Mapping[str, torch.Tensor]):
-    """The values of tensors on the CPU, each read when it is asked for: those of accelerators are copied."""
-
-    def __init__(self, store: WeightStore, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.store, self.tensors = store, tensors
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self.store.find_source(name, self.tensors[name]).host_tensor()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-
-def _file_of(tensor: torch.Tensor, in_place: bool) -> TensorSource | None:
-    """Return the source of a tensor whose values are in a file, else None."""
-    if isinstance(tensor, OffloadedTensor):
-        return None if tensor.source.in_memory else tensor.source
-    return mapped_source(tensor) if in_place else unchanged_source(tensor)
