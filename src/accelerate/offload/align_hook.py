@@ -14,7 +14,6 @@ for both.
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -387,18 +386,6 @@ class AlignDevicesHook(ModelHook):
 ClassNames = Sequence[str] | None
 
 
-def _has_state(module: nn.Module) -> bool:
-    """Return True when a state dict of the module would hold anything."""
-    return any(
-        tensor is not None
-        for part in module.modules()
-        for tensor in (
-            *part._parameters.values(),
-            *(b for name, b in part._buffers.items() if name not in part._non_persistent_buffers_set),
-        )
-    )
-
-
 def _is_preloaded(module: nn.Module, preload_module_classes: ClassNames) -> bool:
     """Return True when the module's weights are materialized together with those of its children."""
     return type(module).__name__ in (preload_module_classes or ())
@@ -421,7 +408,7 @@ def attach_execution_device_hook(
         tied_params_map: see ``AlignDevicesHook``.
     """
     for _, each in walk_modules(module, is_closed=lambda m, _: _is_preloaded(m, preload_module_classes)):
-        if "_hf_hook" not in vars(each) and _has_state(each):
+        if "_hf_hook" not in vars(each) and each.state_dict(keep_vars=True):
             hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
             add_hook_to_module(each, hook)
 
@@ -451,14 +438,6 @@ def attach_align_device_hook(
             together.
         tied_params_map: see ``AlignDevicesHook``.
     """
-    make_hook = functools.partial(
-        AlignDevicesHook,
-        execution_device,
-        offload,
-        offload_buffers=offload_buffers,
-        skip_keys=skip_keys,
-        tied_params_map=tied_params_map,
-    )
 
     def loads_all(inner: nn.Module, _: str = "") -> bool:
         return offload and _is_preloaded(inner, preload_module_classes)
@@ -470,7 +449,15 @@ def attach_align_device_hook(
         weights = weights_map
         if weights is not None:
             weights = PrefixedDataset(weights, f"{path}." if path else "")
-        hook = make_hook(weights_map=weights, place_submodules=place_submodules)
+        hook = AlignDevicesHook(
+            execution_device,
+            offload,
+            weights_map=weights,
+            offload_buffers=offload_buffers,
+            place_submodules=place_submodules,
+            skip_keys=skip_keys,
+            tied_params_map=tied_params_map,
+        )
         add_hook_to_module(each, hook, append=True)
 
 
@@ -494,13 +481,7 @@ def attach_align_device_hook_on_blocks(
         weights_map, offload_buffers, module_name, skip_keys, preload_module_classes, tied_params_map: as for
             ``attach_align_device_hook``.
     """
-    rest: dict[str, Any] = {
-        "weights_map": weights_map,
-        "offload_buffers": offload_buffers,
-        "skip_keys": skip_keys,
-        "preload_module_classes": preload_module_classes,
-        "tied_params_map": tied_params_map,
-    }
+    common: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
     named = [value for value in (execution_device, offload) if isinstance(value, Mapping)]
     blocks = named[0] if named else (module_name,)
     devices, offloaded = (
@@ -508,43 +489,30 @@ def attach_align_device_hook_on_blocks(
         for value in (execution_device, offload)
     )
     for path, each in walk_modules(module, module_name, lambda *_: not named):
-        _attach_block(each, path, devices, offloaded, rest, whole=not named)
-
-
-def _attach_block(
-    module: nn.Module,
-    name: str,
-    devices: Mapping[str, Any],
-    offload: Mapping[str, bool],
-    rest: dict[str, Any],
-    *,
-    whole: bool = False,
-) -> None:
-    """Attach the hooks of one module, if it is a block or the model itself."""
-    is_block = name in devices and name in offload
-    common = {key: rest[key] for key in ("skip_keys", "tied_params_map")}
-    aligned = whole or name == ""
-    if is_block and offload[name]:
-        attach_align_device_hook(
-            module, execution_device=devices[name], offload=True, module_name=name, **rest
-        )
-        if whole:
-            return
-        if "_hf_hook" not in vars(module):
-            add_hook_to_module(module, AlignDevicesHook(devices[name], io_same_device=aligned, **common))
-        attach_execution_device_hook(
-            module, devices[name], preload_module_classes=rest["preload_module_classes"], **common
-        )
-    elif is_block:
-        hook = AlignDevicesHook(
-            devices[name],
-            io_same_device=aligned,
-            place_submodules=True,
-            offload_buffers=rest["offload_buffers"],
-            **common,
-        )
-        add_hook_to_module(module, hook)
-        if not whole:
-            attach_execution_device_hook(module, devices[name], **common)
-    elif aligned:
-        add_hook_to_module(module, AlignDevicesHook(devices.get(""), io_same_device=True, **common))
+        device: Any = devices.get(path)
+        is_block, is_root = path in devices and path in offloaded, not named or path == ""
+        if is_block and offloaded[path]:
+            attach_align_device_hook(
+                each,
+                device,
+                offload=True,
+                weights_map=weights_map,
+                offload_buffers=offload_buffers,
+                module_name=path,
+                preload_module_classes=preload_module_classes,
+                **common,
+            )
+            if named and "_hf_hook" not in vars(each):
+                add_hook_to_module(each, AlignDevicesHook(device, io_same_device=is_root, **common))
+        elif is_block or is_root:
+            hook = AlignDevicesHook(
+                device,
+                io_same_device=is_root,
+                offload_buffers=is_block and offload_buffers,
+                place_submodules=is_block,
+                **common,
+            )
+            add_hook_to_module(each, hook)
+        if named and is_block:
+            inner = preload_module_classes if offloaded[path] else None
+            attach_execution_device_hook(each, device, preload_module_classes=inner, **common)

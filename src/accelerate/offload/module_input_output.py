@@ -11,6 +11,7 @@ cache: it is not searched any more, since its tensors belong to the modules that
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -187,7 +188,8 @@ class ModuleInputOutputMover:
         call = _ActiveModuleForward(module, device)
         walk = _ArgumentWalk(self, call, device, skip, outermost)
         if returns:
-            call.input_device = walk.first_device((args, kwargs))
+            first = tree.find_leaf(lambda leaf: isinstance(leaf, torch.Tensor), (args, kwargs))
+            call.input_device = None if first is None or first.device.type == "meta" else first.device
         args = tuple([walk.visit(value, (place,), 0) for place, value in enumerate(args)])
         kwargs = {
             name: value if name in skip else walk.visit(value, (name,), 0) for name, value in kwargs.items()
@@ -238,39 +240,6 @@ class ModuleInputOutputMover:
                     moved.source.copy_(moved.copy)
                 moved.source_version, moved.copy_version = _version(moved.source), version
 
-    def move_tensor(
-        self, tensor: torch.Tensor, device: torch.device, call: _ActiveModuleForward
-    ) -> torch.Tensor:
-        """Return the tensor on ``device``: the copy of this forward, or a new one."""
-        key = id(tensor), device
-        tensor_copy = self.thread.copies.get(key)
-        if tensor_copy is None or not tensor_copy.is_current():
-            copy = _copy(tensor, device)
-            self.moves += 1
-            tensor_copy = _VersionedTensorCopy(tensor, _version(tensor), copy, _version(copy))
-            self.thread.copies[key] = tensor_copy
-        call.copies.append(tensor_copy)
-        return tensor_copy.copy
-
-    def move_object(self, value: Any, device: torch.device) -> Any:
-        """Return an object that has a ``to`` on ``device``; it is moved once in a forward."""
-        pair = self.thread.objects.get((id(value), device))
-        if pair is None:
-            pair = self.thread.objects[id(value), device] = value, value.to(device)
-        return pair[1]
-
-    def is_cache(self, container: Any, path: Path | None, call: _ActiveModuleForward) -> bool:
-        """Return True when the module writes to the container, or another one has in this forward.
-
-        Args:
-            container: a container.
-            path: to it, among the arguments of the module; None in its output.
-            call: of the module.
-        """
-        if (type(call.module), path) in self.caches:
-            self.thread.caches[id(container)] = container
-        return id(container) in self.thread.caches
-
 
 class _ArgumentWalk:
     """One walk over the arguments or the output of a call."""
@@ -287,11 +256,6 @@ class _ArgumentWalk:
         self.mover, self.call, self.device, self.skip = mover, call, device, skip
         self.outermost, self.is_output = outermost, result
         self.has_moved = self.has_objects = False
-
-    def first_device(self, values: Any) -> torch.device | None:
-        """Return the device of the first tensor, None without one or for a meta tensor."""
-        tensor = tree.find_leaf(lambda leaf: isinstance(leaf, torch.Tensor), values)
-        return None if tensor is None or tensor.device.type == "meta" else tensor.device
 
     def visit(self, value: Any, path: Path, depth: int) -> Any:
         """Return ``value`` with its tensors on the device: the same object if nothing had to move."""
@@ -317,7 +281,13 @@ class _ArgumentWalk:
         if self.outermost and not self.is_output and depth > 0 and device in self.mover.devices:
             return tensor
         self.has_moved = True
-        return self.mover.move_tensor(tensor, self.device, self.call)
+        copies, key = self.mover.thread.copies, (id(tensor), self.device)
+        if key not in copies or not copies[key].is_current():
+            copy = _copy(tensor, self.device)
+            self.mover.moves += 1
+            copies[key] = _VersionedTensorCopy(tensor, _version(tensor), copy, _version(copy))
+        self.call.copies.append(copies[key])
+        return copies[key].copy
 
     def _mapping(self, value: Any, path: Path, depth: int) -> Any:
         if self._is_cache(value, path):
@@ -327,7 +297,7 @@ class _ArgumentWalk:
             key: item if key in self.skip else self.visit(item, (*path, key), depth + 1)
             for key, item in content.items()
         }
-        same = all(map(_is, moved.values(), content.values()))
+        same = all(map(operator.is_, moved.values(), content.values()))
         passed = value if same else tree.make_mapping_like(value, moved)
         self._watch_container(value, passed, dict(moved), path)
         return passed
@@ -337,27 +307,30 @@ class _ArgumentWalk:
         if mutable and self._is_cache(value, path):
             return value
         moved = [self.visit(item, (*path, place), depth + 1) for place, item in enumerate(value)]
-        passed = value if all(map(_is, moved, value)) else tree.make_same_type(value, moved)
+        passed = value if all(map(operator.is_, moved, value)) else tree.make_same_type(value, moved)
         if mutable:
             self._watch_container(value, passed, moved, path)
         return passed
 
     def _is_cache(self, container: Any, path: Path) -> bool:
-        return self.mover.is_cache(container, None if self.is_output else path, self.call)
+        """Return True when the module writes to the container, or another one has in this forward."""
+        caches = self.mover.thread.caches
+        if not self.is_output and (type(self.call.module), path) in self.mover.caches:
+            caches[id(container)] = container
+        return id(container) in caches
 
     def _watch_container(self, original: Any, passed: Any, content: Any, path: Path) -> None:
         if not self.is_output:
             self.call.watched.append(_InputContainerCopy(original, passed, content, path))
 
     def move_object(self, value: Any) -> Any:
-        """Return an argument that is moved by its own ``to``."""
+        """Return an argument that is moved by its own ``to``; it is moved once in a forward."""
         if isinstance(value, torch.Tensor | nn.Module | type | list | tuple) or not hasattr(value, "to"):
             return value
-        return self.mover.move_object(value, self.device)
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
+        objects, key = self.mover.thread.objects, (id(value), self.device)
+        if key not in objects:
+            objects[key] = value, value.to(self.device)
+        return objects[key][1]
 
 
 def _version(tensor: torch.Tensor) -> int | None:
@@ -379,7 +352,7 @@ def _is_changed(watched: _InputContainerCopy) -> bool:
         return True
     if isinstance(before, dict):
         return any(key not in now or now[key] is not item for key, item in before.items())
-    return not all(map(_is, now, before))
+    return not all(map(operator.is_, now, before))
 
 
 def _write_back(watched: _InputContainerCopy) -> None:

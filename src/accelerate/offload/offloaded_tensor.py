@@ -65,7 +65,7 @@ class TensorSource:
     @property
     def in_memory(self) -> bool:
         """True when the values are in memory, and so can be changed."""
-        return type(self).write is not TensorSource.write
+        return type(self).write is not TensorSource.write if self.whole is None else self.whole.in_memory
 
     @property
     def changes(self) -> int:
@@ -134,11 +134,6 @@ class TensorViewSource(TensorSource):
         self.whole = whole
         self.shape, self.dtype = like.shape, like.dtype
 
-    @property
-    def in_memory(self) -> bool:
-        """True when the whole is in memory."""
-        return self.whole.in_memory
-
     def host_tensor(self) -> torch.Tensor:
         """Return the view of the values as they are now."""
         return self.make_view(self.whole.host_tensor())
@@ -167,11 +162,6 @@ class CastSource(TensorSource):
     def __init__(self, whole: TensorSource, dtype: torch.dtype) -> None:
         self.name, self.shape, self.dtype = whole.name, whole.shape, dtype
         self.whole = whole
-
-    @property
-    def in_memory(self) -> bool:
-        """True when the values are in memory, and so can be changed."""
-        return self.whole.in_memory
 
     def host_tensor(self) -> torch.Tensor:
         """Return the values, cast."""

@@ -165,9 +165,8 @@ class HostPageAllocator:
         if not self.device.pins_memory:
             return self.device.host_memory(size)
         if self.slab is None or self.used + size > self.slab.numel():
-            half = 1 << (
-                max(self.bytes_left, 1).bit_length() - 1
-            )  # the largest power of two within what is left
+            # The largest power of two within what is left.
+            half = 1 << (max(self.bytes_left, 1).bit_length() - 1)
             whole = 1 << (max(size, 1) - 1).bit_length()
             if self.budget is None:
                 self.budget = _pinned_memory_budget()
@@ -227,13 +226,6 @@ def read_page(page: WeightPage, buffer: torch.Tensor) -> None:
     """Read the values of a page into ``buffer``, on the host or on a device, one weight after the other."""
     for entry, view in page.views(buffer):
         view.copy_(entry.stand_in.source.host_tensor().detach())
-
-
-def split_by_source(stand_ins: Sequence[OffloadedTensor]) -> list[list[OffloadedTensor]]:
-    """Split stand-ins into those in memory and those that are read from files; leave empty groups out."""
-    memory = [s for s in stand_ins if is_movable(s)]
-    others = [s for s in stand_ins if not is_movable(s)]
-    return [group for group in (memory, others) if group]
 
 
 # ---------------------------------------------------------------------------------------------------- blocks
@@ -299,7 +291,7 @@ class WeightBlock:
         seen: list[TableSnapshot] = []
         collected: list[OffloadedTensor] = []
         for module in self.modules():
-            seen.append(_snapshot(module._modules))
+            seen.append((module._modules, tuple(module._modules.values())))
             for table in (module._parameters, module._buffers):
                 stand_ins_here = [(name, t) for name, t in table.items() if isinstance(t, OffloadedTensor)]
                 for name, tensor in stand_ins_here:
@@ -307,7 +299,7 @@ class WeightBlock:
                         collected.append(tensor)
                     self._slots.setdefault(id(tensor), []).append((module, name))
                 if stand_ins_here or table is module._parameters:
-                    seen.append(_snapshot(table))
+                    seen.append((table, tuple(table.values())))
         self._snapshots = seen
         return collected
 
@@ -321,7 +313,9 @@ class WeightBlock:
         pages_by_key = {page.key: page for page in self.pages}
         shared = dict(memory.shared_pages)
         unshared = [s for s in stand_ins if id(s) not in shared]
-        pages = [WeightPage(group) for group in split_by_source(unshared)]
+        # Those in memory, and those that are read from files.
+        groups = [s for s in unshared if is_movable(s)], [s for s in unshared if not is_movable(s)]
+        pages = [WeightPage(group) for group in groups if group]
         self.pages = [pages_by_key.get(page.key, page) for page in pages]
         self.pages += [shared[id(s)] for s in stand_ins if id(s) in shared]
         for page in self.pages:
@@ -336,7 +330,10 @@ class WeightBlock:
             memory: for pages of new weights.
             blocks: all blocks of the model. What several have stays one weight.
         """
-        if self._snapshots is not None and all(map(_is_unchanged, self._snapshots)):
+        if self._snapshots is not None and all(
+            len(table) == len(tensors) and all(map(operator.is_, table.values(), tensors))
+            for table, tensors in self._snapshots
+        ):
             return
         others = [block for block in blocks if block is not self]
         self._offload_new_weights(device, others)
@@ -448,18 +445,9 @@ class WeightBlock:
         return restore_stand_ins(self._materialized)
 
 
-def _is_unchanged(snapshot: TableSnapshot) -> bool:
-    table, seen = snapshot
-    return len(table) == len(seen) and all(map(operator.is_, table.values(), seen))
-
-
 def _is_mapped(module: nn.Module, name: str) -> bool:
     """Return True when a hook on the module has the values of its tensor."""
     return name in (getattr(vars(module).get("_hf_hook"), "weights_map", None) or ())
-
-
-def _snapshot(table: Table) -> TableSnapshot:
-    return table, tuple(table.values())
 
 
 def _make_parameter(stand_in: Any, view: torch.Tensor, gradients: bool) -> torch.Tensor:
