@@ -177,18 +177,15 @@ def load_checkpoint_and_dispatch(
         CheckpointError: see ``load_checkpoint_in_model``.
     """
     refuse_dispatched(model)
-    path, weights = find_weights(checkpoint, broadcast_from_rank0)
     dtype = as_dtype(dtype)
     if isinstance(device_map, str):
         device_map = make_device_map(
             model, device_map, max_memory, no_split_module_classes, dtype=dtype, buffers=offload_buffers
         )
-    home: WeightPlacer = CurrentDevicePlacement()
-    if device_map is not None:
-        home = DeviceMapPlacement(model, device_map, offload_folder, offload_buffers)
-    load_weights(
-        model, weights, path, home, dtype=dtype, strict=strict, allow_missing=allow_missing,
-        local_shards=not full_state_dict,
+    load_checkpoint_in_model(
+        model, checkpoint, device_map, offload_folder, dtype, offload_buffers=offload_buffers, strict=strict,
+        full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0,
+        allow_missing=allow_missing,
     )  # fmt: skip
     if device_map is None:
         return model
@@ -432,7 +429,7 @@ class DeviceMapPlacement:
         devices: list[PlacementDevice] = [
             home for name in target.names if (home := device_of(name, self.devices)) is not None
         ]
-        return min(devices, key=_device_tier, default=None)
+        return min(devices, key=lambda home: (home == DISK, home == _HOST), default=None)
 
 
 class QuantizedPlacement(DeviceMapPlacement):
@@ -532,10 +529,6 @@ def _with_file_source(
     if value is target.tensor or saved.region is None or saved.dtype != dtype:
         return value
     return with_values(target.tensor, value, MmapWeightSource(target.names[0], value, dtype))
-
-
-def _device_tier(home: PlacementDevice) -> int:
-    return 2 if home == DISK else int(home == _HOST)
 
 
 def _format_names(names: Sequence[str]) -> str:

@@ -7,9 +7,6 @@ cpu_offload_with_hook   the whole model on the CPU, and on the device when it ru
 offload_stats           what moving weights has cost
 """
 
-# torch's signatures are partly untyped: what is unknown here is torch's.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 import functools

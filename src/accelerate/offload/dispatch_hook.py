@@ -3,9 +3,6 @@
 Clients see an ``AlignDevicesHook``: it has the same attributes, and works like one when called by hand.
 """
 
-# torch's signatures are partly untyped: what is unknown here is torch's.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 import copy

@@ -5,9 +5,6 @@ files, if the model computes on the CPU; if it computes on an accelerator, they 
 a pager copies to it in turn.
 """
 
-# torch's signatures are partly untyped: what is unknown here is torch's.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-
 from __future__ import annotations
 
 import functools

@@ -32,22 +32,8 @@ _LARGE = 2**20
 # So are a few zeros, ones or equal numbers: a script may read a parameter before a module has it.
 _SMALL = 2**12
 # In-place initializers: a tensor without memory needs none.
-_FILLS = (
-    getattr(torch.Tensor, f"{name}_")
-    for name in [
-        "normal",
-        "uniform",
-        "zero",
-        "fill",
-        "exponential",
-        "erfinv",
-        "mul",
-        "add",
-        "sub",
-        "div",
-        "clamp",
-    ]
-)
+_FILL_NAMES = "normal uniform zero fill exponential erfinv mul add sub div clamp"
+_FILLS = (getattr(torch.Tensor, f"{name}_") for name in _FILL_NAMES.split())
 _MAKE, _FILL = 1, 2
 _KINDS: dict[Any, int] = dict.fromkeys(_DETERMINISTIC + _RANDOM, _MAKE) | dict.fromkeys(_FILLS, _FILL)
 # Functions of torch.nn.init are recognized by these names, and called with keywords only.
@@ -211,7 +197,7 @@ class _InitContext(TorchFunctionMode):
             return None
         self.deferred.pop(id(buffer), None)
         with _pause_contexts():
-            return None if buffer.device == self.device else self._move_once(buffer, _move_buffer)
+            return None if buffer.device == self.device else self._move_once(buffer, torch.Tensor.to)
 
     def _move_once(self, tensor: Any, move: Callable[[Any, torch.device], torch.Tensor]) -> torch.Tensor:
         """Return the tensor on the device; a tied one is moved once."""
@@ -253,10 +239,6 @@ def _move_parameter(param: Any, device: torch.device) -> torch.Tensor:
         moved.__dict__.update(param.__dict__)
         return moved
     return kind(value, requires_grad=param.requires_grad, **param.__dict__)
-
-
-def _move_buffer(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return buffer.to(device)
 
 
 @contextmanager

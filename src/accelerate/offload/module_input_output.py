@@ -6,9 +6,6 @@ forward of the model. A container is rebuilt only if something in it moved. One 
 cache: it is not searched any more, since its tensors belong to the modules that put them there.
 """
 
-# torch's signatures are partly untyped: what is unknown here is torch's.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 import operator

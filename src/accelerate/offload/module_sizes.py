@@ -33,20 +33,26 @@ def dtype_byte_size(dtype: Dtype) -> int | float:
     bits = getattr(dtype, "bits", None)
     if isinstance(bits, int):
         return bits // 8 if bits % 8 == 0 else bits / 8
-    torch_dtype = _get_proper_dtype(dtype)
-    if not isinstance(torch_dtype, torch.dtype):
-        raise PrepareError(f"{dtype!r} is no dtype", fix="give one like torch.float16")
+    torch_dtype = as_torch_dtype(dtype)
     return 1 / 8 if torch_dtype == torch.bool else torch_dtype.itemsize
 
 
 def _get_proper_dtype(dtype: Any) -> Any:
     """Return torch's dtype of this name; anything else as it is."""
-    if not isinstance(dtype, str):
-        return dtype
-    torch_dtype = getattr(torch, dtype.removeprefix("torch."), None)
-    if not isinstance(torch_dtype, torch.dtype):
-        raise PrepareError(f"torch has no dtype {dtype!r}", fix="write it like 'float16' or torch.float16")
-    return torch_dtype
+    return as_torch_dtype(dtype) if isinstance(dtype, str) else dtype
+
+
+def as_torch_dtype(dtype: Any) -> torch.dtype:
+    """Return torch's dtype of this name, or the dtype itself.
+
+    Raises:
+        PrepareError: it is none.
+    """
+    torch_dtype = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if isinstance(torch_dtype, torch.dtype):
+        return torch_dtype
+    message = f"torch has no dtype {dtype!r}" if isinstance(dtype, str) else f"{dtype!r} is no dtype"
+    raise PrepareError(message, fix="write it like 'float16' or torch.float16")
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:

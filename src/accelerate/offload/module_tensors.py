@@ -14,6 +14,7 @@ from torch import nn
 from accelerate import device as devices
 from accelerate.core.errors import OffloadError, PrepareError, nearest
 from accelerate.core.user_warning import warn_user
+from accelerate.offload.module_sizes import as_torch_dtype
 from accelerate.offload.offload_folder import load_offloaded_weight
 from accelerate.offload.offloaded_tensor import (
     FILE_MAPPING,
@@ -202,7 +203,7 @@ def set_module_tensor_to_device(
             fix="pass them as value",
         )
     if not has_value and dtype is not None and old.is_floating_point():
-        new = _cast_own_values(tensor_name, new, target, _dtype(dtype))
+        new = _cast_own_values(tensor_name, new, target, as_torch_dtype(dtype))
     address = address_of(new if has_value else old)
     shared = (tied_params_map or {}).get(address) if target.type != "meta" else None
     with torch.no_grad():
@@ -234,7 +235,7 @@ def _check_values(
         )
     if dtype is None:
         return value.to(old.dtype)
-    return value.to(_dtype(dtype)) if value.is_floating_point() else value
+    return value.to(as_torch_dtype(dtype)) if value.is_floating_point() else value
 
 
 def _cast_own_values(
@@ -246,13 +247,6 @@ def _cast_own_values(
         warn_user(f"{name} stays {value.dtype}: its values were not truncated to {dtype}; pass a value")
         return value
     return value.to(dtype)
-
-
-def _dtype(dtype: str | torch.dtype) -> torch.dtype:
-    torch_dtype = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(torch_dtype, torch.dtype):
-        raise PrepareError(f"torch has no dtype {dtype!r}", fix="write it like 'float16' or torch.float16")
-    return torch_dtype
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -323,7 +317,12 @@ class MaterializedTensor:
         with torch.inference_mode(False), torch.no_grad():
             if values.device.type == "cpu" and _memory_of(source.host_tensor()) == _memory_of(values):
                 return 0  # used in place
-            self._check_shape(source)
+            if self.tensor.shape != source.shape:
+                raise OffloadError(
+                    f"{source.name} was given the shape {list(values.shape)} while its values were here",
+                    why=f"it is offloaded, and has its place in memory as {list(source.shape)}",
+                    fix="take the hooks off, remove_hook_from_submodules(model), change it, and dispatch again",
+                )
             values = values.to(source.dtype)
             # An operation in place may leave the values as they were.
             if (compare or not source.in_memory) and has_same_bytes(values.cpu(), source.host_tensor()):
@@ -338,27 +337,16 @@ class MaterializedTensor:
 
         In another dtype it is the tensor of before, which a hook has cast for the forward.
         """
-        if version_of(self.tensor) != self.version or self._is_statistic():
-            return True
-        return self.tensor.dtype == source.dtype and _memory_of(self.tensor) != self.memory
-
-    def _check_shape(self, source: TensorSource) -> None:
-        """Raise OffloadError when the tensor was given another shape."""
-        if self.tensor.shape != source.shape:
-            raise OffloadError(
-                f"{source.name} was given the shape {list(self.tensor.shape)} while its values were here",
-                why=f"it is offloaded, and has its place in memory as {list(source.shape)}",
-                fix="take the hooks off, remove_hook_from_submodules(model), change it, and dispatch again",
-            )
-
-    def _is_statistic(self) -> bool:
-        """Return True for a running statistic, which torch changes in place without counting a version."""
-        return any(
+        # Torch changes running statistics in place without counting a version.
+        is_statistic = any(
             name in ("running_mean", "running_var")
             and owner.training
             and bool(getattr(owner, "track_running_stats", False))
             for owner, name in self.slots
         )
+        if is_statistic or version_of(self.tensor) != self.version:
+            return True
+        return self.tensor.dtype == source.dtype and _memory_of(self.tensor) != self.memory
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -6,9 +6,6 @@ computing stream: a view of a weight that outlives its block keeps the memory it
 used again before what was given to the device has read it. Nothing is copied back but what was changed.
 """
 
-# torch's signatures are partly untyped: what is unknown here is torch's.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-
 from __future__ import annotations
 
 import threading

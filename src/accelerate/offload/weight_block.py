@@ -7,9 +7,6 @@ the parameters. A page of weights that live in files, or for which the budget of
 none; its values are read from their sources each time.
 """
 
-# torch's signatures are partly untyped: what is unknown here is torch's.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 import copy

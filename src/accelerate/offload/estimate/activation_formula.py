@@ -132,6 +132,7 @@ def transformer_shape(model: nn.Module) -> TransformerShape | None:
     if not (count and hidden and heads):
         return None
     inner = _config_number(text, "intermediate_size", "n_inner", "ffn_dim", "d_ff") or 4 * hidden
+    head: Any = getattr(model, "get_output_embeddings", None)
     experts = _config_number(text, "num_experts_per_tok")
     if experts:
         inner = experts * (_config_number(text, "moe_intermediate_size") or inner)
@@ -143,8 +144,8 @@ def transformer_shape(model: nn.Module) -> TransformerShape | None:
         _config_number(text, "head_dim") or hidden // heads,
         inner,
         gated=any(name.rpartition(".")[2] in _GATES for name, _ in model.named_modules()),
-        dropout=any(_is_dropout(module) for module in model.modules()),
-        vocabulary=_vocabulary_size(model),
+        dropout=any(type(m).__name__ == "Dropout" and getattr(m, "p", 0) > 0 for m in model.modules()),
+        vocabulary=int(getattr(head() if head else None, "out_features", 0) or 0),
     )
 
 
@@ -152,17 +153,6 @@ def _config_number(config: Any, *names: str) -> int:
     """Return the first of these that the configuration has as a number; else 0."""
     values: Iterable[Any] = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), 0)
-
-
-def _is_dropout(module: nn.Module) -> bool:
-    return type(module).__name__ == "Dropout" and getattr(module, "p", 0) > 0
-
-
-def _vocabulary_size(model: nn.Module) -> int:
-    """Return the number of logits of the head for a token."""
-    find: Any = getattr(model, "get_output_embeddings", None)
-    head = find() if find else None
-    return int(getattr(head, "out_features", 0) or 0)
 
 
 # ------------------------------------------------------------------------------------------------ inference
@@ -204,19 +194,14 @@ def reserve_for_inference(model: nn.Module, batch: int, length: int, size: int) 
             why="it has no configuration that tells its layers, width and heads",
             fix="leave the length out, and give a budget that leaves room for them",
         )
-    blocks, times = _cached_blocks(model, layers.count) if _generates(model) else ([], 0)
+    generates: Any = getattr(model, "can_generate", None)  # token by token: it keeps keys and values
+    blocks, times = _cached_blocks(model, layers.count) if callable(generates) and generates() else ([], 0)
     each = times * 2 * batch * length * layers.kv_heads * layers.head_size * size
     working = activation_bytes(replace(layers, count=1, vocabulary=0), batch, length, size)
     working += batch * layers.vocabulary * (size + 4)
     return InferenceReserve(
         dict.fromkeys(blocks, each), working, _describe(layers, batch, length, size, times if blocks else 0)
     )
-
-
-def _generates(model: nn.Module) -> bool:
-    """Return True when the model generates token by token, for which it keeps a KV cache."""
-    ask: Any = getattr(model, "can_generate", None)
-    return bool(ask()) if callable(ask) else False
 
 
 def _cached_blocks(model: nn.Module, count: int) -> tuple[list[str], int]:

@@ -31,34 +31,13 @@ _CAST = "ToCopyBackward0"
 # What autocast of accelerators computes in float32, of the functions that networks are made of
 # (https://docs.pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast to float32").
 _IN_FLOAT32: set[Callable[..., Any]] = {
-    *(
-        F.layer_norm,
-        F.group_norm,
-        F.softmax,
-        F.log_softmax,
-        F.softplus,
-        F.mse_loss,
-        F.nll_loss,
-        F.cross_entropy,
-    ),
-    *(
-        torch.softmax,
-        torch.log_softmax,
-        torch.pow,
-        torch.exp,
-        torch.log,
-        torch.rsqrt,
-        torch.sum,
-        torch.cumsum,
-    ),
-    *(
-        torch.Tensor.softmax,
-        torch.Tensor.log_softmax,
-        torch.Tensor.pow,
-        torch.Tensor.__pow__,
-        torch.Tensor.exp,
-    ),
-    *(torch.Tensor.log, torch.Tensor.rsqrt, torch.Tensor.sum, torch.Tensor.cumsum),
+    getattr(owner, name)
+    for owner, names in (
+        (F, "layer_norm group_norm softmax log_softmax softplus mse_loss nll_loss cross_entropy"),
+        (torch, "softmax log_softmax pow exp log rsqrt sum cumsum"),
+        (torch.Tensor, "softmax log_softmax pow __pow__ exp log rsqrt sum cumsum"),
+    )
+    for name in names.split()
 }
 
 

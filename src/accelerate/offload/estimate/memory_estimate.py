@@ -25,6 +25,7 @@ from accelerate.offload.estimate.activation_formula import (
     activation_bytes,
     full_recompute_bytes,
     tensor_parallel_share,
+    transformer_shape,
 )
 
 if TYPE_CHECKING:
@@ -102,7 +103,6 @@ def dtype_bits(dtype: str) -> int:
 
 def measure_model(model: nn.Module, name: str) -> ModelSizes:
     """Measure a model; floating point weights count as float32, whatever their dtype."""
-    from accelerate.offload.estimate.activation_formula import transformer_shape
     from accelerate.offload.module_sizes import calculate_maximum_sizes
 
     model = model.float()
@@ -369,6 +369,10 @@ def estimate_training(
         for bytes, least in ((weights, 3), (gradients, 2), (state, 1))
     ]
     saved, note = _estimate_activations(facts, how, mixed or size, kept)
+    if how.tensor > 1 and facts.shape is not None:
+        saved = math.ceil(
+            saved * (1 - tensor_parallel_share(facts.shape, mixed or size) * (1 - 1 / how.tensor))
+        )
     casts = None if kept is None or isinstance(kept, str) else kept.casts
     copies = _estimate_copies(facts, how, math.ceil(gradients), casts)
     notes = (note,) if how.tensor == 1 else (note, _OF_LAYERS)
@@ -407,18 +411,7 @@ def _tensor_parallel_fraction(facts: ModelSizes, ranks: int) -> float:
 def _estimate_activations(
     facts: ModelSizes, how: MemoryEstimateConfig, size: int, kept: SavedActivationBytes | str | None
 ) -> tuple[int, str]:
-    """Return the bytes of activations of one rank, and how they were counted."""
-    whole, note = _estimate_whole_activations(facts, how, size, kept)
-    if how.tensor == 1 or facts.shape is None:
-        return whole, note
-    inner = tensor_parallel_share(facts.shape, size)
-    return math.ceil(whole * (1 - inner * (1 - 1 / how.tensor))), note
-
-
-def _estimate_whole_activations(
-    facts: ModelSizes, how: MemoryEstimateConfig, size: int, kept: SavedActivationBytes | str | None
-) -> tuple[int, str]:
-    """Return the same without tensor parallelism."""
+    """Return the bytes of activations without tensor parallelism, and how they were counted."""
     layers = facts.shape
     if how.length is None:
         return 0, "activations are left out: --length says how many tokens a sample has"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from accelerate.core.errors import SettingError
 from accelerate.core.units import parse_bytes
@@ -111,7 +111,10 @@ class ParallelLayoutEstimate:
         return self.estimate.total <= on.usable
 
 
-Estimator = Callable[..., RankMemoryEstimate]
+# A layout before it is estimated: its name, what it changes in the training, why, the settings of a launch.
+LayoutRow: TypeAlias = "tuple[str, dict[str, Any], str, dict[str, Any]]"
+_FSDP2 = {"distributed_type": "FSDP", "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+_FSDP2_RECOMPUTED = {**_FSDP2, "fsdp_activation_checkpointing": True}
 
 
 def list_layouts(
@@ -128,108 +131,68 @@ def list_layouts(
         on: the devices.
         kept: returns the saved activations of a training; see ``estimate_training``.
     """
-    if on.count == 1:
-        single = replace(how, strategy="single", num_processes=1)
-        return [
-            ParallelLayoutEstimate(
-                "one device", estimate_training(facts, single, kept(single)), "nothing is exchanged"
-            )
-        ]
-
-    def estimate(**changes: Any) -> RankMemoryEstimate:
+    rows = [("one device", {"strategy": "single"}, "nothing is exchanged", {})]
+    if on.count > 1:
+        tensor_parallel = _tensor_parallel_layouts(facts, on)
+        rows = [*_data_parallel_layouts(), *_sharded_layouts(on), *tensor_parallel, _HOST_OFFLOAD]
+    layouts: list[ParallelLayoutEstimate] = []
+    for name, changes, why, settings in rows:
         setup = replace(how, num_processes=on.count, **changes)
-        return estimate_training(facts, setup, kept(setup))
-
-    return [
-        *_data_parallel_layouts(estimate),
-        *_sharded_layouts(estimate, on),
-        *_tensor_parallel_layouts(facts, estimate, on),
-        *_host_offload_layouts(estimate),
-    ]
+        estimate = estimate_training(facts, setup, kept(setup))
+        needs_library = setup.strategy.startswith("zero")
+        layouts.append(ParallelLayoutEstimate(name, estimate, why, settings, needs_library))
+    return layouts
 
 
-def _data_parallel_layouts(estimate: Estimator) -> Iterator[ParallelLayoutEstimate]:
+def _data_parallel_layouts() -> Iterator[LayoutRow]:
     """List DDP and ZeRO 1 and 2, where every rank has all weights."""
-    yield ParallelLayoutEstimate(
-        "DDP",
-        estimate(strategy="ddp"),
-        "only gradients are all-reduced",
-        {"distributed_type": "MULTI_GPU"},
-    )
+    settings = {"distributed_type": "MULTI_GPU"}
+    yield "DDP", {"strategy": "ddp"}, "only gradients are all-reduced", settings
     for stage, reason in (
         (1, "optimizer state is sharded"),
         (2, "optimizer state and gradients are sharded"),
     ):
-        job = {"distributed_type": "DEEPSPEED", "zero_stage": stage}
-        yield ParallelLayoutEstimate(
-            f"ZeRO {stage}", estimate(strategy=f"zero{stage}"), reason, job, needs_library=True
-        )
+        settings = {"distributed_type": "DEEPSPEED", "zero_stage": stage}
+        yield f"ZeRO {stage}", {"strategy": f"zero{stage}"}, reason, settings
 
 
-def _sharded_layouts(estimate: Estimator, on: ClusterDeviceMemory) -> Iterator[ParallelLayoutEstimate]:
+def _sharded_layouts(on: ClusterDeviceMemory) -> Iterator[LayoutRow]:
     """List FSDP, HSDP and ZeRO 3, which shard weights too."""
-    job = {"distributed_type": "FSDP", "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-    keeps = {**job, "fsdp_reshard_after_forward": False}
-    yield ParallelLayoutEstimate(
-        "FSDP2, reshard_after_forward=false",
-        estimate(strategy="fsdp", keeps=True),
-        "weights are all-gathered once per step",
-        keeps,
-    )
+    settings: dict[str, Any] = {**_FSDP2, "fsdp_reshard_after_forward": False}
+    once, again = "weights are all-gathered once per step", "weights are all-gathered twice per step"
+    yield "FSDP2, reshard_after_forward=false", {"strategy": "fsdp", "keeps": True}, once, settings
     if on.nodes > 1:
-        copies = {**job, **_mesh_settings(dp_replicate=on.nodes, dp_shard=on.each)}
-        yield ParallelLayoutEstimate(
-            "FSDP2, HSDP",
-            estimate(strategy="fsdp", shard=on.each),
-            "only gradients are all-reduced between machines",
-            copies,
-        )
-    again = "weights are all-gathered twice per step"
-    yield ParallelLayoutEstimate("FSDP2", estimate(strategy="fsdp"), again, job)
-    yield ParallelLayoutEstimate(
-        "ZeRO 3",
-        estimate(strategy="zero3"),
-        again,
-        {"distributed_type": "DEEPSPEED", "zero_stage": 3},
-        needs_library=True,
-    )
-    full = {**job, "fsdp_activation_checkpointing": True}
-    yield ParallelLayoutEstimate(
-        "FSDP2, activation checkpointing",
-        estimate(strategy="fsdp", recompute="full"),
-        "activations are recomputed: a third more to compute",
-        full,
-    )
+        settings = {**_FSDP2, **_mesh_settings(dp_replicate=on.nodes, dp_shard=on.each)}
+        reason = "only gradients are all-reduced between machines"
+        yield "FSDP2, HSDP", {"strategy": "fsdp", "shard": on.each}, reason, settings
+    yield "FSDP2", {"strategy": "fsdp"}, again, _FSDP2
+    yield "ZeRO 3", {"strategy": "zero3"}, again, {"distributed_type": "DEEPSPEED", "zero_stage": 3}
+    reason = "activations are recomputed: a third more to compute"
+    changes = {"strategy": "fsdp", "recompute": "full"}
+    yield "FSDP2, activation checkpointing", changes, reason, _FSDP2_RECOMPUTED
 
 
-def _tensor_parallel_layouts(
-    facts: ModelSizes, estimate: Estimator, on: ClusterDeviceMemory
-) -> Iterator[ParallelLayoutEstimate]:
+def _tensor_parallel_layouts(facts: ModelSizes, on: ClusterDeviceMemory) -> Iterator[LayoutRow]:
     """List FSDP with tensor parallelism within a machine."""
-    job = {"distributed_type": "FSDP", "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     heads = facts.shape.kv_heads if facts.shape is not None else 0
     for tensor in (2, 4, 8):
         if not facts.tensor_parallel_numbers or on.each % tensor or heads % tensor or on.count == tensor:
             continue
-        grid = _mesh_settings(dp_shard=on.count // tensor, tp=tensor)
-        yield ParallelLayoutEstimate(
+        yield (
             f"FSDP2 x TP {tensor}, activation checkpointing",
-            estimate(strategy="fsdp", tensor=tensor, recompute="full"),
+            {"strategy": "fsdp", "tensor": tensor, "recompute": "full"},
             f"tensor parallel over {tensor} devices: activations are all-reduced in every block",
-            {**job, **grid, "fsdp_activation_checkpointing": True},
+            {**_FSDP2_RECOMPUTED, **_mesh_settings(dp_shard=on.count // tensor, tp=tensor)},
         )
 
 
-def _host_offload_layouts(estimate: Estimator) -> Iterator[ParallelLayoutEstimate]:
-    """List FSDP with CPU offload of weights, gradients and optimizer state."""
-    job = {"distributed_type": "FSDP", "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-    job |= {"fsdp_offload_params": True, "fsdp_activation_checkpointing": True}
-    yield ParallelLayoutEstimate(
-        "FSDP2, activation checkpointing, CPU offload",
-        estimate(strategy="fsdp", recompute="full", offload=True),
-        "everything crosses the bus in every step, and the host runs the optimizer",
-        job,
-    )
+# FSDP with CPU offload of weights, gradients and optimizer state.
+_HOST_OFFLOAD: LayoutRow = (
+    "FSDP2, activation checkpointing, CPU offload",
+    {"strategy": "fsdp", "recompute": "full", "offload": True},
+    "everything crosses the bus in every step, and the host runs the optimizer",
+    {**_FSDP2_RECOMPUTED, "fsdp_offload_params": True},
+)
 
 
 def _mesh_settings(**sizes: int) -> dict[str, Any]:

@@ -223,7 +223,18 @@ def _call_factory(name: str) -> nn.Module:
             factory = getattr(factory, part)
         if isinstance(factory, nn.Module):
             return factory.to("meta")
-        _refuse_arguments(name, factory)
+        needed = [
+            parameter.name
+            for parameter in inspect.signature(factory).parameters.values()
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ]
+        if needed:
+            raise ModelSkeletonError(
+                f"{name} cannot be called without arguments",
+                why=f"{name} needs arguments: {', '.join(needed)}",
+                fix="write a function that gives them",
+            )
         with torch.device("meta"):
             model = factory()
     if not isinstance(model, nn.Module):
@@ -231,20 +242,6 @@ def _call_factory(name: str) -> nn.Module:
             f"{name}() is a {type(model).__name__}", why="a factory returns an nn.Module"
         )
     return model
-
-
-def _refuse_arguments(name: str, factory: Any) -> None:
-    argument_names = [p.name for p in inspect.signature(factory).parameters.values() if _is_needed(p)]
-    if argument_names:
-        reason = f"{name} needs arguments: {', '.join(argument_names)}"
-        raise ModelSkeletonError(
-            f"{name} cannot be called without arguments", why=reason, fix="write a function that gives them"
-        )
-
-
-def _is_needed(parameter: inspect.Parameter) -> bool:
-    free = (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    return parameter.default is parameter.empty and parameter.kind not in free
 
 
 @contextmanager
@@ -275,7 +272,9 @@ def _build_from_config(
     Args:
         part: the folder within ``location`` that holds it; empty for ``location`` itself.
     """
-    library = library or _library(config)
+    if library is None:  # by the key that only this library writes
+        is_timm = "architecture" in config and "model_type" not in config
+        library = "diffusers" if "_class_name" in config else "timm" if is_timm else "transformers"
     if not packages.is_installed(library):
         raise MissingExtraError(library, f"the configuration of {location.name}")
     try:
@@ -289,13 +288,6 @@ def _build_from_config(
     except Exception as error:
         message = f"{library} builds no model from the configuration of {location.name}"
         raise ModelSkeletonError(message, why=" ".join(f"{type(error).__name__}: {error}".split())) from error
-
-
-def _library(config: Mapping[str, Any]) -> str:
-    """Return the library of a configuration, by the key that only this library writes."""
-    if "_class_name" in config:
-        return "diffusers"
-    return "timm" if "architecture" in config and "model_type" not in config else "transformers"
 
 
 def _diffusers(location: _ModelLocation, config: dict[str, Any]) -> nn.Module:

@@ -4,9 +4,6 @@ The inputs of rank 0 count. It tells the others their shapes, so that all have t
 refuses is refused on every rank. A schedule is for one shape of a chunk and is kept for the next call.
 """
 
-# torch's schedules are partly untyped: what is unknown is torch's.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 import pickle

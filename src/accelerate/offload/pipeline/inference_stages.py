@@ -10,9 +10,6 @@ one before, these are split. Nothing else of such a forward would be run, so eve
 to block as it is.
 """
 
-# torch.fx and torch.export are untyped here and there: what is unknown is torch's.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 import contextlib
@@ -157,8 +154,8 @@ class TracedForward:
                 self.first_nodes.setdefault(name.partition("@")[0].removeprefix(_PREFIX), index)
         self.computing_modules = sorted(self.first_nodes, key=self.first_nodes.__getitem__)
 
-    def split_into_stages(self, cuts: Sequence[str]) -> list[InferenceStage]:
-        """Split the graph into stages; each but the first begins with the module of a split point.
+    def build_stage(self, cuts: Sequence[str], index: int) -> InferenceStage:
+        """Build one of the stages of the graph; each but the first begins with the module of a split point.
 
         Raises:
             PrepareError: a cut is at a module that computes nothing here, or two are at the same place.
@@ -178,7 +175,7 @@ class TracedForward:
                     why="nothing is computed between their beginnings",
                     fix="leave one of them out, or name a module that comes later",
                 )
-        return _GraphSplitter(self.program, [place for place, _ in begins], self.device).build_stages()
+        return _GraphSplitter(self.program, [place for place, _ in begins], self.device).build_stage(index)
 
 
 @contextmanager
@@ -279,7 +276,15 @@ class _GraphSplitter:
         ]
         self.count = len(begins) + 1
         self.stage_of = self._assign_stages(begins)
-        self.last_use = {node: self._find_last_use(node) for node in self.stage_of}
+        self.last_use = {
+            node: max(
+                [
+                    self.count - 1 if node in self.results else 0,
+                    *(self.stage_of[user] for user in node.users if user in self.stage_of),
+                ]
+            )
+            for node in self.stage_of
+        }
 
     def _collect_constants(self) -> dict[fx.Node, tuple[str, Any]]:
         """Return the nodes of weights (full name, None) and of constants (name, value)."""
@@ -306,19 +311,12 @@ class _GraphSplitter:
                 numbers[node] = numbers[node.args[0]]
         return numbers
 
-    def _find_last_use(self, node: fx.Node) -> int:
-        last = self.count - 1 if node in self.results else 0
-        return max([last, *(self.stage_of[user] for user in node.users if user in self.stage_of)])
-
     def _stage_inputs(self, stage: int) -> list[fx.Node]:
         """Return the values that a stage receives."""
         return [n for n, source in self.stage_of.items() if source < stage <= self.last_use[n]]
 
-    def build_stages(self) -> list[InferenceStage]:
-        """Build all stages, in order."""
-        return [self._build_stage(index) for index in range(self.count)]
-
-    def _build_stage(self, index: int) -> InferenceStage:
+    def build_stage(self, index: int) -> InferenceStage:
+        """Build one stage."""
         stage_nodes = [node for node, stage in self.stage_of.items() if stage == index]
         comes = [n for n in stage_nodes if n.op == "placeholder"] if index == 0 else self._stage_inputs(index)
         goes = self.results if index == self.count - 1 else self._stage_inputs(index + 1)
@@ -356,25 +354,6 @@ def _meta_tensors(nodes: Iterable[fx.Node]) -> tuple[torch.Tensor, ...]:
 # ------------------------------------------------------------------------------------------- without a trace
 
 
-class _ModuleCallRecorder:
-    """A recorder of the calls of some modules during a forward."""
-
-    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
-        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any], Any]] = []
-        self._handles = [self._hook(model.get_submodule(name), name) for name in names]
-
-    def _hook(self, module: nn.Module, name: str) -> Any:
-        def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            self.calls.append((name, args, kwargs, output))
-
-        return module.register_forward_hook(record, with_kwargs=True)
-
-    def remove_hooks(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-
 def find_chain(
     model: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[str]:
@@ -383,16 +362,24 @@ def find_chain(
     Raises:
         PrepareError: it is no chain; the error names the blocks between which something else happens.
     """
-    watch = _ModuleCallRecorder(model, names)
+    calls: list[tuple[str, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def recorder(name: str) -> Callable[..., None]:
+        return lambda _, inputs, named, output: calls.append((name, inputs, named, output))
+
+    handles = [
+        model.get_submodule(name).register_forward_hook(recorder(name), with_kwargs=True) for name in names
+    ]
     try:
         with torch.no_grad():
             result = model(*args, **kwargs)
     finally:
-        watch.remove_hooks()
+        for handle in handles:
+            handle.remove()
     if len(args) != 1 or kwargs:
         raise _no_chain_error("it takes more than one tensor")
     value, before = args[0], "the input"
-    for name, inputs, named, output in watch.calls:
+    for name, inputs, named, output in calls:
         if len(inputs) != 1 or named or inputs[0] is not value:
             raise _no_chain_error(
                 f"between {before} and {name!r} the forward does more than hand on one tensor"
@@ -400,7 +387,7 @@ def find_chain(
         value, before = output, repr(name)
     if result is not value or not isinstance(value, torch.Tensor):
         raise _no_chain_error(f"after {before} the forward does more than return its output")
-    called = [name for name, *_ in watch.calls]
+    called = [name for name, *_ in calls]
     if len(set(called)) < len(called):
         raise _no_chain_error("a block is called more than once")
     return called
@@ -410,18 +397,12 @@ def _no_chain_error(why: str) -> PrepareError:
     return PrepareError("the model is no chain of blocks", why=why)
 
 
-class _BlockRangeStage(nn.Module):
-    """Consecutive blocks of a chain as one module."""
+class _BlockRangeStage(nn.Sequential):
+    """Consecutive blocks of a chain as one module, which returns a tuple as all stages do."""
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, value: torch.Tensor) -> tuple[torch.Tensor]:
+    def forward(self, value: torch.Tensor) -> tuple[torch.Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Run one block after the other."""
-        for block in self.blocks:
-            value = block(value)
-        return (value,)
+        return (super().forward(value),)
 
 
 def block_weight_names(model: nn.Module, names: Sequence[str]) -> frozenset[str]:
@@ -445,19 +426,20 @@ def build_chain_stage(
         parts: the blocks of each stage.
         chunk: the first, on rank 0.
     """
-    chain = _BlockRangeStage([model.get_submodule(name) for name in parts[world.rank]])
+    chain = _BlockRangeStage(*(model.get_submodule(name) for name in parts[world.rank]))
     value = None if chunk is None else chunk.to(world.device)
-    metas = [collective.broadcast_object(None if value is None else _shape_and_dtype(value))]
+
+    def broadcast_meta(source: int) -> tuple[tuple[int, ...], torch.dtype]:
+        own = None if world.rank != source or value is None else (tuple(value.shape), value.dtype)
+        return collective.broadcast_object(own, source)
+
+    metas = [broadcast_meta(0)]
     for stage in range(world.size):
         if world.rank == stage:
             assert value is not None
             with torch.no_grad():
                 (value,) = chain(value)
-        metas.append(
-            collective.broadcast_object(
-                _shape_and_dtype(value) if world.rank == stage and value is not None else None, stage
-            )
-        )
+        metas.append(broadcast_meta(stage))
         if world.rank != stage:
             shape, dtype = metas[-1]
             value = torch.empty(shape, dtype=dtype, device=world.device)
@@ -466,7 +448,3 @@ def build_chain_stage(
         torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in metas[world.rank :][:2]
     )
     return InferenceStage(chain, (before,), (after,), frozenset())  # its weights are in place
-
-
-def _shape_and_dtype(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-    return tuple(tensor.shape), tensor.dtype

@@ -4,9 +4,6 @@
 inference_pipeline.py runs torch's GPipe schedule. Each process keeps the weights of its own stage.
 """
 
-# torch's signatures are partly untyped: what is unknown here is torch's.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 import functools
@@ -260,23 +257,24 @@ class _ModelSplit:
                 why="the shapes of what goes from stage to stage are learned from one",
                 fix="prepare_pippy(model, example_args=(input,))",
             )
-        traced = InferencePipeline(
-            self.build_traced_stage, self.load_stage_weights, chunks, self.world, self._training
-        )
+
+        def make_pipeline(
+            build_stage: Callable[..., tuple[InferenceStage, ResultLayout]],
+        ) -> InferencePipeline:
+            return InferencePipeline(
+                build_stage, self.load_stage_weights, chunks, self.world, lambda: self.model.training
+            )
+
+        traced = make_pipeline(self.build_traced_stage)
         shapes, size = collective.broadcast_object(traced.measure_call(form, tensors), 0, "prepare_pippy")
         try:
             traced.find_schedule(shapes, size, tensors)
             return traced
         except TraceError as error:
             self._split_as_chain(args, kwargs, error)
-        chained = InferencePipeline(
-            self.build_chain_stage, self.load_stage_weights, chunks, self.world, self._training
-        )
+        chained = make_pipeline(self.build_chain_stage)
         chained.find_schedule(shapes, size, tensors)
         return chained
-
-    def _training(self) -> bool:
-        return self.model.training
 
     def build_traced_stage(
         self, shapes: PipelineInputSignature, rows: int, tensors: Sequence[torch.Tensor]
@@ -295,7 +293,7 @@ class _ModelSplit:
             self._choose_points(
                 split.list_blocks(self.model, self.no_split, self.world.size, traced.computing_modules)
             )
-        stage = traced.split_into_stages(self.points)[self.world.rank]
+        stage = traced.build_stage(self.points, self.world.rank)
         dropped_weights = stage.weights - self.own_weights if self.own_weights is not None else ()
         if dropped_weights:
             raise PrepareError(
