@@ -44,6 +44,7 @@ from accelerate.offload.device_maps import (
     device_of,
     get_balanced_memory,
     infer_auto_device_map,
+    join_names,
 )
 from accelerate.offload.dispatch import dispatch_model, resolve_home
 from accelerate.offload.module_sizes import Dtype
@@ -60,7 +61,6 @@ DISK: Disk = "disk"
 PlacementDevice: TypeAlias = "torch.device | Disk"
 
 _HOST = torch.device("cpu")
-_SHOWN = 8
 # What a linear layer has in full precision too.
 _LAYER_TENSORS = ("weight", "bias")
 _AUTOMATIC_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -351,7 +351,7 @@ class DeviceMapPlacement:
         homeless = [pair.name for pair in pairs if self._target_device(pair.target) is None]
         if homeless:
             raise SettingError(
-                f"device_map does not say where {_format_names(homeless)} goes",
+                f"device_map does not say where {join_names(homeless)} goes",
                 why=self._unmatched,
                 fix="add the module, or '' for all others",
             )
@@ -370,7 +370,7 @@ class DeviceMapPlacement:
         ):
             if names:
                 raise SettingError(
-                    f"{_format_names(names)} cannot stay on disk in the loaded files, and there is no "
+                    f"{join_names(names)} cannot stay on disk in the loaded files, and there is no "
                     "folder to write to",
                     why=reason,
                     fix="offload_folder='some/folder', or leave dtype as it is in the file",
@@ -396,7 +396,9 @@ class DeviceMapPlacement:
         return value.to(home).to(dtype)
 
     def device(self, name: str, current: torch.device) -> torch.device:
-        """Return the device of a module that reads its weights itself; the CPU for disk."""
+        """Return the device of a module that reads its weights itself, or of a weight that is quantized; the
+        CPU for what is there or on disk.
+        """
         home: PlacementDevice | None = device_of(name, self.devices)
         return home if isinstance(home, torch.device) else _HOST
 
@@ -473,7 +475,7 @@ class QuantizedPlacement(DeviceMapPlacement):
         """Quantize the weights that the layers have, each on its device."""
         for name in self.names.values():
             layer: Any = self.layers[name]
-            device = self._computing_device(f"{name}.weight")
+            device = self.device(f"{name}.weight", _HOST)
             layer.weight = self.quantizer.quantize(layer, layer.weight.data, device)
 
     def take_saved_states(self, saved: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -497,7 +499,7 @@ class QuantizedPlacement(DeviceMapPlacement):
         if attribute != "weight" or id(owner) not in self.names:
             return super().place_tensor(target, saved, dtype)
         name = target.names[0]
-        device, state = self._computing_device(name), self.states.get(id(owner))
+        device, state = self.device(name, _HOST), self.states.get(id(owner))
         if state is None:
             weight = self.quantizer.quantize(owner, host_tensor(saved, dtype, self.maps), device)
             if device_of(name, self.devices) != DISK:
@@ -516,11 +518,6 @@ class QuantizedPlacement(DeviceMapPlacement):
         home: Any = device_of(name, self.devices)
         return home == DISK or (home == _HOST and self.execution_device != _HOST)
 
-    def _computing_device(self, name: str) -> torch.device:
-        """Return the device on which a weight is quantized: the CPU for what is there or on disk."""
-        home: Any = device_of(name, self.devices)
-        return home if isinstance(home, torch.device) else _HOST
-
 
 def _with_file_source(
     target: ModelTensor, value: torch.Tensor, saved: LazyTensor, dtype: torch.dtype
@@ -529,8 +526,3 @@ def _with_file_source(
     if value is target.tensor or saved.region is None or saved.dtype != dtype:
         return value
     return with_values(target.tensor, value, MmapWeightSource(target.names[0], value, dtype))
-
-
-def _format_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -334,7 +334,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     homeless = [name for name, saved in _tensors(model) if saved and device_of(name, device_map) is None]
     if homeless:
         raise SettingError(
-            f"the device map gives no device to {_join_names(homeless)}",
+            f"the device map gives no device to {join_names(homeless)}",
             why=unmatched,
             fix='name them, or a module around them; "" names the whole model',
         )
@@ -363,12 +363,13 @@ def describe_unmatched_names(model: nn.Module, device_map: Mapping[str, Any]) ->
         return ""
     suggestions = [nearest(name, names) for name in unmatched[:_SHOWN]]
     near = ", ".join(repr(name) for name in dict.fromkeys(suggestions) if name)
-    listed = _join_names([repr(name) for name in unmatched])
+    listed = join_names([repr(name) for name in unmatched])
     hint = f" (did you mean {near}?)" if near else ""
     return f"the model has no {listed}{hint}, which the device map names"
 
 
-def _join_names(names: Sequence[str]) -> str:
+def join_names(names: Sequence[str]) -> str:
+    """Return the first of these names, and how many more there are."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 

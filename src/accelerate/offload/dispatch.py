@@ -293,13 +293,17 @@ def _refuse_or_move(model: nn.Module, how: str, /, *args: Any, **kwargs: Any) ->
 
 def _cast(model: nn.Module, cast: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
     """Cast a model. Offloaded weights stay where they are, and are cast when they are read."""
-    tables = [table for each in model.modules() for table in (each._parameters, each._buffers)]
-    offloaded = [(t, name, w) for t in tables for name, w in t.items() if isinstance(w, OffloadedTensor)]
+    slots: list[tuple[dict[str, Any], str, Any]] = [
+        (table, name, weight)
+        for module in model.modules()
+        for table in (module._parameters, module._buffers)
+        for name, weight in table.items()
+        if weight is not None
+    ]
+    offloaded = [slot for slot in slots if isinstance(slot[2], OffloadedTensor)]
+    # A buffer becomes another tensor.
     resident = [
-        (t, name, vars(w)["_original_device"])
-        for t in tables
-        for name, w in t.items()
-        if w is not None and "_original_device" in vars(w)
+        (t, name, vars(w)["_original_device"]) for t, name, w in slots if "_original_device" in vars(w)
     ]
     try:
         for table, name, _ in offloaded:
@@ -314,7 +318,7 @@ def _cast(model: nn.Module, cast: Callable[[torch.Tensor], torch.Tensor], recurs
                 source = cast_source(weight.source, dtype)
                 casts[id(weight)] = weight if same else make_stand_in(weight, source, weight.execution_device)
             table[name] = casts[id(weight)]
-        for table, name, device in resident:  # a buffer becomes another tensor
+        for table, name, device in resident:
             vars(table[name])["_original_device"] = device
 
 
@@ -424,8 +428,9 @@ class CpuOffload(ModelHook):
         prev_module_hook: UserCpuOffloadHook | None = None,
     ) -> None:
         self.prev_module_hook = prev_module_hook
-        hardware = devices.detect() if execution_device is None else None
-        self.execution_device = execution_device if hardware is None else hardware.torch_device()
+        self.execution_device = (
+            devices.detect().torch_device() if execution_device is None else execution_device
+        )
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Move the module to the CPU."""
@@ -433,7 +438,6 @@ class CpuOffload(ModelHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Offload the model before, and move this one and its inputs to the device."""
-        assert self.execution_device is not None
         device = as_device(self.execution_device)
         if self.prev_module_hook is not None:
             self.prev_module_hook.offload()

@@ -176,7 +176,7 @@ class DispatchHook(AlignDevicesHook):
                 self.abort(module)
                 raise
             if self.io_same_device:
-                self.input_device = mover.input_device
+                self.input_device = mover.thread.calls[-1].input_device
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
@@ -221,7 +221,7 @@ class DispatchHook(AlignDevicesHook):
         pager, block, mover = self._pager, self.block, self._mover
         if pager is not None and as_device(self.execution_device or 0) != pager.device:
             pager = None  # somebody has assigned another device: weights go there one by one
-        depth = 0 if mover is None else mover.depth
+        depth = 0 if mover is None else len(mover.thread.calls)
         for place, (table, key, watched) in enumerate(self._watched_children):
             if table.get(key) is not watched:
                 self._watched_children[place] = table, key, transfer_hook(watched, table.get(key))

@@ -137,16 +137,30 @@ def place_on_cpu(slots: Sequence[DeviceMapTensorSlot], values: WeightStore, opti
     slots = [p for p in slots if not (_is_kept_buffer(p, options) and _is_on(p.tensor, CPU))]
     disk = {p.name: p.tensor for p in slots if p.home == "disk"}
     on_disk = values.file_sources(disk, in_place=True)
-    placed: dict[int, torch.Tensor] = {}
-    for slot in slots:
-        old = slot.tensor
+
+    def is_in_place(slot: DeviceMapTensorSlot) -> bool:
         is_replaced = options.is_offload and slot.name in values.state_dict
-        if slot.home is None or (slot.home != "disk" and _is_on(old, CPU) and not is_replaced):
-            continue
-        if id(old) not in placed:
-            source = on_disk[slot.name] if slot.home == "disk" else values.find_source(slot.name, old)
-            placed[id(old)] = _on_cpu(old, source)
-        slot.table[slot.name_in_table] = placed[id(old)]
+        return slot.home is None or (slot.home != "disk" and _is_on(slot.tensor, CPU) and not is_replaced)
+
+    def place(slot: DeviceMapTensorSlot) -> torch.Tensor:
+        is_on_disk = slot.home == "disk"
+        return _on_cpu(
+            slot.tensor, on_disk[slot.name] if is_on_disk else values.find_source(slot.name, slot.tensor)
+        )
+
+    _fill_slots([slot for slot in slots if not is_in_place(slot)], place)
+
+
+def _fill_slots(
+    slots: Sequence[DeviceMapTensorSlot], make: Callable[[DeviceMapTensorSlot], torch.Tensor]
+) -> None:
+    """Replace the tensors of slots; a tensor of several slots is made once for each device."""
+    made: dict[tuple[int, torch.device], torch.Tensor] = {}
+    for slot in slots:
+        key = id(slot.tensor), slot.device
+        if key not in made:
+            made[key] = make(slot)
+        slot.table[slot.name_in_table] = made[key]
 
 
 def _on_cpu(old: torch.Tensor, source: TensorSource) -> torch.Tensor:
@@ -177,36 +191,32 @@ def place_resident_tensors(
     Returns:
         The slots of the other tensors, which are to be offloaded, wherever they lie now.
     """
-    paged: list[DeviceMapTensorSlot] = []
     stays = _resident_keys(slots, options)
     resident = {(id(p.tensor), p.device) for p in slots if isinstance(p.home, torch.device)}
-    placed: dict[tuple[int, torch.device], torch.Tensor] = {}
     originals: dict[int, torch.Tensor] = {}  # the first of several copies is the same parameter, if it can be
-    for slot in slots:
+
+    def place(slot: DeviceMapTensorSlot) -> torch.Tensor:
         old = slot.tensor
-        key = id(old), slot.device
-        if slot.home is None:
-            continue
-        if slot.home in ("cpu", "disk") and key not in stays:
-            paged.append(slot)
-            continue
-        if key not in placed:
-            placed[key] = _on_device(slot, old, values, first=id(old) not in originals)
-            originals[id(old)] = old
-            if key not in resident:
-                placed[key]._original_device = CPU  # pyright: ignore[reportAttributeAccessIssue]
-        slot.table[slot.name_in_table] = placed[key]
+        new: Any = old
+        if old.is_meta or isinstance(old, OffloadedTensor):
+            new = with_values(old, values.find_source(slot.name, old, disk=True).read(slot.device))
+        elif old.device != slot.device and id(old) in originals:
+            new = with_values(old, old.detach().to(slot.device))
+        elif old.device != slot.device:
+            new = move_tensor(old, slot.device)
+        originals[id(old)] = old
+        if (id(old), slot.device) not in resident:
+            new._original_device = CPU
+        return new
+
+    placed: list[DeviceMapTensorSlot] = []
+    paged: list[DeviceMapTensorSlot] = []
+    for slot in slots:
+        if slot.home is not None:
+            is_paged = slot.home in ("cpu", "disk") and (id(slot.tensor), slot.device) not in stays
+            (paged if is_paged else placed).append(slot)
+    _fill_slots(placed, place)
     return paged
-
-
-def _on_device(
-    slot: DeviceMapTensorSlot, old: torch.Tensor, values: WeightStore, first: bool
-) -> torch.Tensor:
-    if _is_on(old, slot.device):
-        return old
-    if old.is_meta or isinstance(old, OffloadedTensor):
-        return with_values(old, values.find_source(slot.name, old, disk=True).read(slot.device))
-    return move_tensor(old, slot.device) if first else with_values(old, old.detach().to(slot.device))
 
 
 def _resident_keys(
@@ -240,21 +250,20 @@ def _is_kept_buffer(slot: DeviceMapTensorSlot, options: DispatchOptions) -> bool
 def replace_with_stand_ins(paged: Sequence[DeviceMapTensorSlot], values: WeightStore) -> None:
     """Offload tensors: replace them with stand-ins, and free the memory that they have on a device."""
     on_disk = values.file_sources({p.name: p.tensor for p in paged if p.home == "disk"})
-    stand_ins: dict[tuple[int, torch.device], OffloadedTensor] = {}
-    for slot in paged:
+
+    def offload(slot: DeviceMapTensorSlot) -> torch.Tensor:
         old = slot.tensor
-        key = id(old), slot.device
-        if key not in stand_ins:
-            if slot.home == "disk":
-                source = on_disk[slot.name]
-            else:
-                source = HostMemoryWeightSource(
-                    slot.name, values.find_source(slot.name, old).host_tensor().detach()
-                )
-            stand_ins[key] = make_stand_in(old, source, slot.device)
-            if old.device.type not in ("cpu", "meta"):
-                stand_ins[key]._original_device = old.device  # pyright: ignore[reportAttributeAccessIssue]
-        slot.table[slot.name_in_table] = stand_ins[key]
+        if slot.home == "disk":
+            source = on_disk[slot.name]
+        else:
+            value = values.find_source(slot.name, old).host_tensor().detach()
+            source = HostMemoryWeightSource(slot.name, value)
+        stand_in: Any = make_stand_in(old, source, slot.device)
+        if old.device.type not in ("cpu", "meta"):
+            stand_in._original_device = old.device
+        return stand_in
+
+    _fill_slots(paged, offload)
 
 
 def make_blocks(

@@ -150,17 +150,6 @@ class ModuleInputOutputMover:
         twin.caches = set(self.caches)
         return twin
 
-    @property
-    def depth(self) -> int:
-        """The number of calls that are running in this thread."""
-        return len(self.thread.calls)
-
-    @property
-    def input_device(self) -> torch.device | None:
-        """The device that the output of the innermost running call goes back to, if it does."""
-        calls = self.thread.calls
-        return calls[-1].input_device if calls else None
-
     def move_inputs(
         self,
         module: nn.Module,

@@ -321,7 +321,8 @@ class MaterializedTensor:
                 raise OffloadError(
                     f"{source.name} was given the shape {list(values.shape)} while its values were here",
                     why=f"it is offloaded, and has its place in memory as {list(source.shape)}",
-                    fix="take the hooks off, remove_hook_from_submodules(model), change it, and dispatch again",
+                    fix="take the hooks off, remove_hook_from_submodules(model), change it, and dispatch "
+                    "again",
                 )
             values = values.to(source.dtype)
             # An operation in place may leave the values as they were.

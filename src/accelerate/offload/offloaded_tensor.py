@@ -16,7 +16,6 @@ import functools
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -261,46 +260,21 @@ class MappingSource(TensorSource):
 # dropped for its file only after its bytes were compared.
 
 
-@dataclass(frozen=True, eq=False)
-class FileMapping:
-    """The file that a tensor was mapped from, with the memory that it had then.
-
-    Attributes:
-        source: the file's values.
-        version: of the tensor.
-        address: of its data.
-        dtype, shape, stride: of the tensor.
-    """
-
-    source: TensorSource
-    version: int
-    address: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    def describes(self, tensor: torch.Tensor) -> bool:
-        """Return True while the tensor has this memory, and torch has counted no write to it."""
-        return (
-            tensor.device.type == "cpu"
-            and tensor.layout == torch.strided
-            and (self.version, self.dtype, self.shape) == (tensor._version, tensor.dtype, tensor.shape)
-            and (self.address, self.stride) == (tensor.data_ptr(), tensor.stride())
-        )
-
-
 def set_file_source(tensor: Any, source: TensorSource) -> None:
     """Record that a tensor on the CPU is mapped from a file."""
-    mapping = FileMapping(
-        source, tensor._version, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-    )
-    setattr(tensor, FILE_MAPPING, mapping)
+    setattr(tensor, FILE_MAPPING, (source, _memory_state(tensor)))
 
 
 def mapped_source(tensor: torch.Tensor) -> TensorSource | None:
     """Return the source that a tensor is mapped from, unless it has other memory now, or a new version."""
-    mapping = getattr(tensor, FILE_MAPPING, None)
-    return mapping.source if mapping is not None and mapping.describes(tensor) else None
+    source, state = getattr(tensor, FILE_MAPPING, (None, None))
+    is_host = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    return source if source is not None and is_host and state == _memory_state(tensor) else None
+
+
+def _memory_state(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return the memory that a tensor has, and how often torch has counted a write to it."""
+    return tensor._version, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def unchanged_source(tensor: torch.Tensor) -> TensorSource | None:

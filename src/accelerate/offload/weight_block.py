@@ -25,7 +25,6 @@ from accelerate.offload.module_tensors import MaterializedTensor, as_parameter, 
 from accelerate.offload.offloaded_tensor import (
     HostMemoryWeightSource,
     OffloadedTensor,
-    TensorSource,
     make_stand_in,
 )
 from accelerate.world import world as worlds
@@ -54,20 +53,15 @@ class PagedWeight:
         self.stand_in, self.offset = stand_in, offset
         source = stand_in.source
         self.dtype, self.size, self.nbytes = source.dtype, source.shape, source.nbytes
-        self.stride = _stride(source)
+        # A dense tensor in memory keeps its strides, such as channels_last.
+        tensor = source.tensor if isinstance(source, HostMemoryWeightSource) else None
+        if tensor is None or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+            tensor = torch.empty(source.shape, device="meta")
+        self.stride = tensor.stride()
 
     def view(self, typed: torch.Tensor) -> torch.Tensor:
         """Return the weight as a view of its page's bytes, which are given in its dtype."""
         return typed.as_strided(self.size, self.stride, self.offset // self.dtype.itemsize)
-
-
-def _stride(source: TensorSource) -> tuple[int, ...]:
-    """Return the strides on the device: a dense tensor in memory keeps its own, such as channels_last."""
-    if isinstance(source, HostMemoryWeightSource) and torch.ops.aten.is_non_overlapping_and_dense(
-        source.tensor
-    ):
-        return source.tensor.stride()
-    return torch.empty(source.shape, device="meta").stride()
 
 
 class WeightPage:
@@ -146,7 +140,8 @@ class HostPageAllocator:
         total: bytes that will be taken in all, a guess.
 
     Attributes:
-        budget: bytes that may still be pinned; None before the first.
+        budget: bytes that may still be pinned: at first half of the free memory, divided by the processes of
+            this machine; None before the first.
         shared_pages: the pages of weights that several blocks have, by the weight's identity.
     """
 
@@ -166,7 +161,8 @@ class HostPageAllocator:
             half = 1 << (max(self.bytes_left, 1).bit_length() - 1)
             whole = 1 << (max(size, 1) - 1).bit_length()
             if self.budget is None:
-                self.budget = _pinned_memory_budget()
+                # Pinned memory is never swapped out, and each process pins a copy of its own.
+                self.budget = devices.get("cpu").get_memory_info()[0] // 2 // worlds.get_local_size()
             largest = 1 << (self.budget.bit_length() - 1) if self.budget else 0
             slab_size = min(max(min(half, SLAB), whole), largest)
             if slab_size < whole:
@@ -177,14 +173,6 @@ class HostPageAllocator:
         self.used += size
         self.bytes_left = max(0, self.bytes_left - size)
         return region
-
-
-def _pinned_memory_budget() -> int:
-    """Return half of the host's free memory, divided by the processes of this machine, in bytes.
-
-    Pinned memory is never swapped out, and each process pins a copy of its own.
-    """
-    return devices.get("cpu").get_memory_info()[0] // 2 // worlds.get_local_size()
 
 
 class StagingBuffers:
