@@ -82,12 +82,10 @@ def tpu_gpu_checker(type: str) -> Check:
 
 def model_checker(type: str, name: str) -> Check:
     """Return a check whether the device of ``type`` is the model ``name``."""
-
-    def check() -> bool:
-        device = devices.get(type)
-        return device.is_available() and device.name() == name
-
-    return _with_signature(check, f"Return whether the {type!r} device at hand is a {name}.")
+    return _with_signature(
+        lambda: devices.get(type).is_available() and devices.get(type).name() == name,
+        f"Return whether the {type!r} device at hand is a {name}.",
+    )
 
 
 def build_checker(type: str, toolkit: str) -> Check:
@@ -103,12 +101,10 @@ def build_checker(type: str, toolkit: str) -> Check:
 
 def format_checker(type: str, dtype: str) -> Check:
     """Return a check whether the device of ``type`` computes in ``dtype``."""
-
-    def check() -> bool:
-        device = devices.get(type)
-        return device.is_available() and device.supports(dtype)
-
-    return _with_signature(check, f"Return whether the {type!r} device at hand computes in {dtype}.")
+    return _with_signature(
+        lambda: devices.get(type).is_available() and devices.get(type).supports(dtype),
+        f"Return whether the {type!r} device at hand computes in {dtype}.",
+    )
 
 
 def bf16_checker(tpu: str) -> Check:

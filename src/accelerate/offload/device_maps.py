@@ -434,7 +434,10 @@ def fallback_allocate(
     # Each with the way to it: what has to be divided before it can be taken.
     waiting: list[tuple[str, Any, list[tuple[str, Any]]]] = [(name, module, []) for name, module in modules]
     for name, module, above in waiting:
-        others = [tied for group in tied_parameters or () for tied in _ties_outside(name, group)]
+        others: list[str] = []  # names outside of the module for weights that it has
+        for group in tied_parameters or ():
+            inside = {tied for tied in group if f"{tied}.".startswith(f"{name}.")}
+            others += [tied for tied in group if inside and tied not in inside]
         size = module_sizes.get(name, 0)
         if others:
             size, _, _ = get_module_size_with_ties(others, size, module_sizes, modules)
@@ -443,12 +446,6 @@ def fallback_allocate(
         if type(module).__name__ not in closed:
             waiting += [(*each, [*above, (name, module)]) for each in list_children(name, module)]
     return None, None, list(modules)
-
-
-def _ties_outside(name: str, group: Sequence[str]) -> list[str]:
-    """Return the tied names outside of a module that has one of them."""
-    inside = [tied for tied in group if f"{tied}.".startswith(f"{name}.")]
-    return [tied for tied in group if tied not in inside] if inside else []
 
 
 def _without_module(

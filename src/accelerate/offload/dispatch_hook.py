@@ -18,8 +18,8 @@ from torch._compile import _disable_dynamo
 from accelerate.core.errors import OffloadError
 from accelerate.offload.align_hook import AlignDevicesHook
 from accelerate.offload.hooks import _hooked_forward, add_hook_to_module, attributes_of
-from accelerate.offload.module_input_output import Keys, ModuleInputOutputMover
-from accelerate.offload.module_tensors import TiedMap, as_device, table_of, with_values
+from accelerate.offload.module_input_output import ModuleInputOutputMover
+from accelerate.offload.module_tensors import as_device, table_of, with_values
 from accelerate.offload.offloaded_tensor import MappingSource, OffloadedTensor
 from accelerate.offload.pager import Pager
 from accelerate.offload.weight_block import WeightBlock, move_tensor
@@ -30,11 +30,11 @@ class DispatchHook(AlignDevicesHook):
 
     Args:
         device: where the module computes.
-        weights_map: the weights of the module that are offloaded, by their names in it.
         mover: moves inputs, if those of this module may come from another device.
         root: it is the model itself: its outputs go back to where its inputs were.
         pager: fetches weights, if this module is a block or around one.
-        tied_params_map: for clients, which expect one: tied weights are copied once without it.
+        options: others of ``AlignDevicesHook``. ``weights_map`` are the offloaded weights of the module;
+            ``tied_params_map`` is for clients, which expect one: tied weights are copied once without it.
 
     Attributes:
         block: the weights that are needed while the module runs.
@@ -46,26 +46,14 @@ class DispatchHook(AlignDevicesHook):
         self,
         device: torch.device,
         *,
-        weights_map: Mapping[str, Any] | None = None,
-        offload: bool = False,
-        offload_buffers: bool = False,
-        skip_keys: Keys = None,
         mover: ModuleInputOutputMover | None = None,
         root: bool = False,
         pager: Pager | None = None,
-        tied_params_map: TiedMap | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            device,
-            offload=offload,
-            io_same_device=root,
-            weights_map=weights_map,
-            offload_buffers=offload_buffers,
-            skip_keys=skip_keys,
-            tied_params_map=tied_params_map,
-        )
+        super().__init__(device, io_same_device=root, **options)
         self._mover, self._is_root, self._pager = mover, root, pager
-        self._was_offloaded = offload
+        self._was_offloaded = self.offload
         self._watched_children: list[tuple[dict[str, Any], str, nn.Module]] = []
         self.block: WeightBlock | None = None
         self.enclosing_block: WeightBlock | None = None

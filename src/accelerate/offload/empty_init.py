@@ -113,7 +113,10 @@ class _InitContext(TorchFunctionMode):
     def _defer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         """Defer the creation of a tensor; create it at once where its arguments do not allow that."""
         device = kwargs.get("device")
-        extra_args = _fill_value(args, kwargs) if func is torch.full else ()
+        extra_args: tuple[Any, ...] | None = ()
+        if func is torch.full:
+            value = args[1] if len(args) == 2 else kwargs.get("fill_value")
+            extra_args = (value,) if type(value) in _NUMBERS else None
         waits = kwargs.keys() <= _SIMPLE_ARGUMENTS and _thread.contexts[-1] is self
         if extra_args is None or not waits or (device is not None and torch.device(device) == _META):
             self._materialize_operands((*args, *kwargs.values()))
@@ -220,12 +223,6 @@ def _pause_contexts() -> Generator[None]:
     finally:
         for context in active_contexts:
             context.is_paused = False
-
-
-def _fill_value(args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Return the fill value of a call of ``torch.full`` as a tuple; None if it is no number."""
-    value = args[1] if len(args) == 2 else kwargs.get("fill_value")
-    return (value,) if type(value) in _NUMBERS else None
 
 
 def _move_parameter(param: Any, device: torch.device) -> torch.Tensor:

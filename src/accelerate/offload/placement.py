@@ -91,12 +91,11 @@ class ModelPlacement:
         """The units that have weights, in order; consecutive ones with one device and reason are one row."""
         named = [(name, device) for name, device in self.homes.items() if self.sizes[name]]
         runs = groupby(named, lambda pair: (pair[1], self.why.get(pair[0], "")))
-        rows: list[PlacementRow] = []
-        for (device, why), run in runs:
-            names = [name for name, _ in run]
-            size = sum(self.sizes[name] for name in names)
-            rows.append(PlacementRow(names[0], names[-1], len(names), device, size, why))
-        return tuple(rows)
+        named_runs = [(device, why, [name for name, _ in run]) for (device, why), run in runs]
+        return tuple(
+            PlacementRow(names[0], names[-1], len(names), device, sum(self.sizes[n] for n in names), why)
+            for device, why, names in named_runs
+        )
 
     def __str__(self) -> str:
         return "\n".join(_format_lines(self))
@@ -108,22 +107,29 @@ def format_size(count: float) -> str:
 
 
 def _format_lines(plan: ModelPlacement) -> Iterator[str]:
-    yield from _format_table(
-        ("modules", "device", "weights", "why"),
-        [(_format_range(row), str(row.device), format_size(row.size), row.why) for row in plan.rows],
-    )
+    rows = [
+        (
+            f"{row.first} ... {row.last} ({row.units})" if row.units > 1 else row.first or "the model",
+            str(row.device),
+            format_size(row.size),
+            row.why,
+        )
+        for row in plan.rows
+    ]
+    yield from _format_table(("modules", "device", "weights", "why"), rows)
     yield ""
-    yield from _format_table(("device", *_COLUMNS), _budget_rows(plan))
+    budgets = [
+        (
+            str(device),
+            *(format_size(size) if (size := getattr(use, name)) else "-" for name in _COLUMNS.values()),
+        )
+        for device, use in plan.budgets.items()
+    ]
+    yield from _format_table(("device", *_COLUMNS), budgets)
     for group in plan.tied:
         yield f"tied: {' = '.join(group)}"
     for note in plan.notes:
         yield f"note: {note}"
-
-
-def _format_range(row: PlacementRow) -> str:
-    if row.units == 1:
-        return row.first or "the model"
-    return f"{row.first} ... {row.last} ({row.units})"
 
 
 # What a budget is spent on: title of the column -> attribute of an account.
@@ -136,19 +142,6 @@ _COLUMNS = {
     "for the largest block": "block_buffer",
     "left": "unused",
 }
-
-
-def _budget_rows(plan: ModelPlacement) -> list[tuple[str, ...]]:
-    return [
-        (
-            str(device),
-            *(
-                format_size(getattr(account, name)) if getattr(account, name) else "-"
-                for name in _COLUMNS.values()
-            ),
-        )
-        for device, account in plan.budgets.items()
-    ]
 
 
 def _format_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

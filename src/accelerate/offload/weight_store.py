@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import OffloadError, PrepareError
+from accelerate.offload.device_maps import join_names
 from accelerate.offload.offload_folder import (
     INDEX,
     Folder,
@@ -72,9 +73,8 @@ class WeightStore:
             if tensor.is_meta and name not in self.state_dict and name not in self.loader.index
         ]
         if missing:
-            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             raise OffloadError(
-                f"there are no values for {shown}",
+                f"there are no values for {join_names(missing)}",
                 why="they are on the meta device, and neither state_dict, offload_index nor offload_dir "
                 "has them",
                 fix="load the weights: load_checkpoint_and_dispatch(model, checkpoint, device_map=...)",
@@ -158,9 +158,8 @@ class WeightStore:
         if not tensors:
             return
         if self.folder is None:
-            shown = ", ".join([*tensors][:5]) + (" ..." if len(tensors) > 5 else "")
             raise PrepareError(
-                f"an offload folder is needed for {shown}",
+                f"an offload folder is needed for {join_names([*tensors])}",
                 why="the device map puts them on disk, and their values are in no file yet",
                 fix="give offload_dir='some/folder' (offload_folder in load_checkpoint_and_dispatch)",
             )

@@ -103,12 +103,16 @@ def dtype_bits(dtype: str) -> int:
 
 def measure_model(model: nn.Module, name: str) -> ModelSizes:
     """Measure a model; floating point weights count as float32, whatever their dtype."""
-    from accelerate.offload.module_sizes import calculate_maximum_sizes
+    from accelerate.offload.module_sizes import calculate_maximum_sizes, no_split_classes
 
     model = model.float()
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     shapes = tuple((tuple(p.shape), p.requires_grad) for p in model.parameters())
-    block, rest = _measure_blocks(model)
+    # Of the blocks in ``_no_split_modules``: FSDP units.
+    class_names = no_split_classes(model)
+    blocks = [part for part in model.modules() if type(part).__name__ in class_names]
+    inside = {parameter for part in blocks for parameter in part.parameters()}
+    outside = sum(p.numel() for p in model.parameters() if p not in inside) if blocks else 0
     largest, names = calculate_maximum_sizes(model)[1]
     return ModelSizes(
         name,
@@ -116,23 +120,11 @@ def measure_model(model: nn.Module, name: str) -> ModelSizes:
         shapes,
         buffers,
         (largest, tuple(names)),
-        block,
-        rest,
+        max((sum(p.numel() for p in part.parameters()) for part in blocks), default=0),
+        outside,
         _count_tensor_parallel_numbers(model),
         transformer_shape(model),
     )
-
-
-def _measure_blocks(model: nn.Module) -> tuple[int, int]:
-    """Return the parameters of the largest block in ``_no_split_modules``, and those outside of blocks."""
-    from accelerate.offload.module_sizes import no_split_classes
-
-    class_names = no_split_classes(model)
-    blocks = [part for part in model.modules() if type(part).__name__ in class_names]
-    inside = {parameter for part in blocks for parameter in part.parameters()}
-    sizes = [sum(parameter.numel() for parameter in part.parameters()) for part in blocks]
-    rest = sum(parameter.numel() for parameter in model.parameters() if parameter not in inside)
-    return (max(sizes), rest) if sizes else (0, 0)
 
 
 def _count_tensor_parallel_numbers(model: nn.Module) -> int:

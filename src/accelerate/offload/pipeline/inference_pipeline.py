@@ -97,22 +97,6 @@ def run_collectively(action: Callable[[], T]) -> T:
     return value
 
 
-def batch_size(tensors: Sequence[torch.Tensor]) -> int:
-    """Return the length of dimension 0 of the first tensor that has one.
-
-    Raises:
-        PrepareError: none has, or it is 0.
-    """
-    size = next((t.shape[0] for t in tensors if t.dim()), 0)
-    if size == 0:
-        raise PrepareError(
-            "a pipeline was called without a batch",
-            why="no tensor among its arguments has a first dimension with something in it",
-            fix="call the model with the tensors of at least one sample",
-        )
-    return size
-
-
 class _StageForwardModule(nn.Module):
     """The module that torch's schedule calls for each chunk: the stage, with tensors common to all."""
 
@@ -334,8 +318,17 @@ class InferencePipeline:
 
         A tensor whose first dimension is as long as the batch is cut into chunks. One that was seen before
         with another batch, in the very same shape, is not: it is a table that happens to be as long.
+
+        Raises:
+            PrepareError: no tensor has a first dimension, or it is 0.
         """
-        size = batch_size(tensors)
+        size = next((t.shape[0] for t in tensors if t.dim()), 0)
+        if size == 0:
+            raise PrepareError(
+                "a pipeline was called without a batch",
+                why="no tensor among its arguments has a first dimension with something in it",
+                fix="call the model with the tensors of at least one sample",
+            )
         paths = [
             path for path, leaf in tree.iterate_leaves(form) if isinstance(leaf, tensor_tree.TensorLeafIndex)
         ]

@@ -145,6 +145,13 @@ class BnbQuantizer(Quantizer):
         return isinstance(module, (self.nn.Linear4bit, self.nn.Linear8bitLt))
 
 
+def _with_tensors(layer: Any, weight: nn.Parameter, bias: torch.Tensor | None) -> nn.Module:
+    """Give a layer its weight and bias, frozen."""
+    layer.weight, layer.bias = weight, bias
+    accept_saved_states(layer)
+    return layer.requires_grad_(False)
+
+
 def _piece_size(device: torch.device) -> int:
     return _CPU_PIECE if device.type == "cpu" else sys.maxsize
 
@@ -158,10 +165,8 @@ class Bnb8bitQuantizer(BnbQuantizer):
             linear.in_features, linear.out_features, bias=False, has_fp16_weights=False,
             threshold=self.config.llm_int8_threshold, device="meta",
         )  # fmt: skip
-        layer.weight = self.nn.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)
-        layer.bias = linear.bias
-        accept_saved_states(layer)
-        return layer.requires_grad_(False)
+        weight = self.nn.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)
+        return _with_tensors(layer, weight, linear.bias)
 
     def quantize(self, layer: nn.Module, weight: torch.Tensor, device: torch.device) -> nn.Parameter:
         """Return the int8 weight; its scales are ``SCB``, a float32 for each row."""
@@ -220,10 +225,7 @@ class Bnb4bitQuantizer(BnbQuantizer):
             compress_statistics=config.bnb_4bit_use_double_quant, quant_type=config.bnb_4bit_quant_type,
             device="meta",
         )  # fmt: skip
-        layer.weight = self._parameter(layer, linear.weight.data)
-        layer.bias = linear.bias
-        accept_saved_states(layer)
-        return layer.requires_grad_(False)
+        return _with_tensors(layer, self._parameter(layer, linear.weight.data), linear.bias)
 
     def _parameter(self, layer: nn.Module, weight: torch.Tensor, **state: Any) -> Any:
         return self.nn.Params4bit(
