@@ -32,12 +32,7 @@ from accelerate.checkpoint.weight_loading import (
     load_weights,
     upload,
 )
-from accelerate.core.errors import (
-    CheckpointError,
-    PrepareError,
-    SettingError,
-    UnknownNameError,
-)
+from accelerate.core.errors import CheckpointError, PrepareError, SettingError, UnknownNameError
 from accelerate.core.user_warning import warn_user
 from accelerate.offload.device_maps import (
     describe_unmatched_names,

@@ -43,7 +43,7 @@ from accelerate.offload.hooks import (
     remove_hook_from_submodules,
 )
 from accelerate.offload.module_input_output import move_arguments
-from accelerate.offload.module_tensors import DeviceLike, as_device
+from accelerate.offload.module_tensors import DeviceLike, as_device, tensor_slots
 from accelerate.offload.offload_folder import Folder, OffloadedWeightsLoader
 from accelerate.offload.offloaded_tensor import OffloadedTensor, cast_source, make_stand_in
 from accelerate.offload.pager import Pager, PagerStats
@@ -293,13 +293,7 @@ def _refuse_or_move(model: nn.Module, how: str, /, *args: Any, **kwargs: Any) ->
 
 def _cast(model: nn.Module, cast: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
     """Cast a model. Offloaded weights stay where they are, and are cast when they are read."""
-    slots: list[tuple[dict[str, Any], str, Any]] = [
-        (table, name, weight)
-        for module in model.modules()
-        for table in (module._parameters, module._buffers)
-        for name, weight in table.items()
-        if weight is not None
-    ]
+    slots = tensor_slots(model.modules())
     offloaded = [slot for slot in slots if isinstance(slot[2], OffloadedTensor)]
     # A buffer becomes another tensor.
     resident = [
@@ -423,9 +417,7 @@ class CpuOffload(ModelHook):
     """
 
     def __init__(
-        self,
-        execution_device: DeviceLike | None = None,
-        prev_module_hook: UserCpuOffloadHook | None = None,
+        self, execution_device: DeviceLike | None = None, prev_module_hook: UserCpuOffloadHook | None = None
     ) -> None:
         self.prev_module_hook = prev_module_hook
         self.execution_device = (

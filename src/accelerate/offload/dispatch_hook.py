@@ -19,7 +19,7 @@ from accelerate.core.errors import OffloadError
 from accelerate.offload.align_hook import AlignDevicesHook
 from accelerate.offload.hooks import _hooked_forward, add_hook_to_module, attributes_of
 from accelerate.offload.module_input_output import ModuleInputOutputMover
-from accelerate.offload.module_tensors import as_device, table_of, with_values
+from accelerate.offload.module_tensors import as_device, table_of, tensor_slots, with_values
 from accelerate.offload.offloaded_tensor import MappingSource, OffloadedTensor
 from accelerate.offload.pager import Pager
 from accelerate.offload.weight_block import WeightBlock, move_tensor
@@ -240,16 +240,14 @@ DispatchHook.__name__ = AlignDevicesHook.__name__
 def _return_tensors(module: nn.Module) -> None:
     """Move resident tensors back to their original device, here and in submodules without a hook."""
     parts = [part for part in module.modules() if part is module or hook_of(part) is None]
-    tables: list[dict[str, Any]] = [table for part in parts for table in (part._parameters, part._buffers)]
-    for table in tables:
-        for key, tensor in table.items():
-            if hasattr(tensor, "_original_device"):
-                returned = move_tensor(tensor, tensor._original_device)
-                del tensor._original_device
-                if returned is not tensor:
-                    tensor._returned = returned
-            if hasattr(tensor, "_returned"):  # it may stand in several places
-                table[key] = tensor._returned
+    for table, name, tensor in tensor_slots(parts):
+        if hasattr(tensor, "_original_device"):
+            returned = move_tensor(tensor, tensor._original_device)
+            del tensor._original_device
+            if returned is not tensor:
+                tensor._returned = returned
+        if hasattr(tensor, "_returned"):  # it may stand in several places
+            table[name] = tensor._returned
 
 
 def restore_tensor(stand_in: Any) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from accelerate.device import DEVICES
-from accelerate.offload.module_tensors import address_of, version_of
+from accelerate.offload.module_tensors import address_of, tensor_slots, version_of
 from accelerate.offload.offloaded_tensor import (
     HostMemoryWeightSource,
     OffloadedTensor,
@@ -285,14 +285,11 @@ class LayerwiseCastingHook(ModelHook):
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Cast the weights to the storage dtype; offloaded ones in host memory."""
-        for owner in module.modules():
-            for table in (owner._parameters, owner._buffers):
-                for name, tensor in table.items():
-                    if isinstance(tensor, OffloadedTensor) and tensor.is_floating_point():
-                        value = tensor.source.host_tensor().detach().to(self.storage_dtype)
-                        source = HostMemoryWeightSource(tensor.source.name, value)
-                        stand_in: Any = make_stand_in(tensor, source, tensor.execution_device)
-                        table[name] = stand_in
+        for table, name, tensor in tensor_slots(module.modules()):
+            if isinstance(tensor, OffloadedTensor) and tensor.is_floating_point():
+                value = tensor.source.host_tensor().detach().to(self.storage_dtype)
+                source = HostMemoryWeightSource(tensor.source.name, value)
+                table[name] = make_stand_in(tensor, source, tensor.execution_device)
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

@@ -378,9 +378,7 @@ def compute_module_sizes(
 
 
 def compute_module_total_buffer_size(
-    model: nn.Module,
-    dtype: Dtype | None = None,
-    special_dtypes: Mapping[str, Dtype] | None = None,
+    model: nn.Module, dtype: Dtype | None = None, special_dtypes: Mapping[str, Dtype] | None = None
 ) -> int:
     """Return the bytes of all buffers of a model, including those that a state dict leaves out."""
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
@@ -454,10 +452,7 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 
 
 def get_module_size_with_ties(
-    tied_params: Sequence[str],
-    module_size: int,
-    module_sizes: Mapping[str, int],
-    modules_to_treat: Modules,
+    tied_params: Sequence[str], module_size: int, module_sizes: Mapping[str, int], modules_to_treat: Modules
 ) -> tuple[int, list[str], list[nn.Module | torch.Tensor]]:
     """Return (bytes, names, modules) of a module with all modules that are tied to it.
 

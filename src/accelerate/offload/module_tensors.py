@@ -103,6 +103,17 @@ def table_of(owner: nn.Module, name: str) -> dict[str, Any]:
     return owner._parameters if name in owner._parameters else owner._buffers
 
 
+def tensor_slots(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, Any]]:
+    """Return (table, name, tensor) of the parameters and buffers that modules hold themselves."""
+    return [
+        (table, name, tensor)
+        for module in modules
+        for table in (module._parameters, module._buffers)
+        for name, tensor in table.items()
+        if tensor is not None
+    ]
+
+
 def as_parameter(value: torch.Tensor, old: torch.Tensor, fp16_statistics: Any = None) -> torch.Tensor:
     """``value`` as a parameter of the class of ``old``, with what others have set on that one.
 
@@ -465,10 +476,7 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> 
 
 
 def get_state_dict_from_offload(
-    module: nn.Module,
-    module_name: str,
-    state_dict: dict[str, Any],
-    device_to_put_offload: DeviceLike = "cpu",
+    module: nn.Module, module_name: str, state_dict: dict[str, Any], device_to_put_offload: DeviceLike = "cpu"
 ) -> dict[str, Any]:
     """Fill the entries of one module in a state dict with real values, also of offloaded weights.
 

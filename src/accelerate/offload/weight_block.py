@@ -21,20 +21,20 @@ from torch import nn
 from accelerate import device as devices
 from accelerate.core.errors import OffloadError
 from accelerate.device.base import Device
-from accelerate.offload.module_tensors import MaterializedTensor, as_parameter, restore_stand_ins
-from accelerate.offload.offloaded_tensor import (
-    HostMemoryWeightSource,
-    OffloadedTensor,
-    make_stand_in,
+from accelerate.offload.module_tensors import (
+    MaterializedTensor,
+    as_parameter,
+    restore_stand_ins,
+    tensor_slots,
 )
+from accelerate.offload.offloaded_tensor import HostMemoryWeightSource, OffloadedTensor, make_stand_in
 from accelerate.world import world as worlds
 
 ALIGNMENT = 512  # bytes between the starts of two weights; kernels like it, and every dtype divides it
 SLAB = 2**29  # bytes of host memory that are asked for at once
 
-Table = dict[str, Any]
 # (a table of a module, what it held when the block was read)
-TableSnapshot = tuple[Table, tuple[Any, ...]]
+TableSnapshot = tuple[dict[str, Any], tuple[Any, ...]]
 
 
 # ----------------------------------------------------------------------------------------------------- pages
@@ -58,10 +58,6 @@ class PagedWeight:
         if tensor is None or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
             tensor = torch.empty(source.shape, device="meta")
         self.stride = tensor.stride()
-
-    def view(self, typed: torch.Tensor) -> torch.Tensor:
-        """Return the weight as a view of its page's bytes, which are given in its dtype."""
-        return typed.as_strided(self.size, self.stride, self.offset // self.dtype.itemsize)
 
 
 class WeightPage:
@@ -104,7 +100,8 @@ class WeightPage:
         for entry in self.entries:
             if entry.dtype not in typed:
                 typed[entry.dtype] = buffer.view(entry.dtype)
-            yield entry, entry.view(typed[entry.dtype])
+            offset = entry.offset // entry.dtype.itemsize
+            yield entry, typed[entry.dtype].as_strided(entry.size, entry.stride, offset)
 
     def move_to_host(self, memory: HostPageAllocator) -> None:
         """Move the values into host memory of the page's own, and free the tensors that held them.
@@ -336,17 +333,10 @@ class WeightBlock:
         paged = {key for page in self.pages for key in page.key} | set(memory.shared_pages)
         new = {id(stand_in): stand_in for stand_in in stand_ins if id(stand_in) not in paged}
         for block in others if new else ():
-            tensors = (tensor for table in block._tables() for tensor in table.values())
-            for key in new.keys() & set(map(id, tensors)):
+            for key in new.keys() & {id(tensor) for _, _, tensor in tensor_slots(block.modules())}:
                 shared.setdefault(key, WeightPage([new[key]], shared=True))
                 block._snapshots = None
         return shared
-
-    def _tables(self) -> Iterator[Table]:
-        """Return the tables of parameters and of buffers of the block's modules."""
-        for module in self.modules():
-            yield module._parameters
-            yield module._buffers
 
     def _offload_new_weights(self, device: torch.device, others: Sequence[WeightBlock]) -> None:
         """Offload weights that were added after the model was dispatched, like the others.
@@ -362,26 +352,24 @@ class WeightBlock:
         frozen = any(not p.requires_grad for p in offloaded)
         replacements: dict[int, tuple[Any, Any]] = {}  # identity -> (tensor, its replacement)
         for module in modules:
-            tables: tuple[Table, ...] = (module._parameters, module._buffers)
-            for table in tables:
-                for name, tensor in table.items():
-                    if tensor is not None and tensor.is_meta and not _is_mapped(module, name):
-                        raise self._no_values_error(tensor)
-                    if tensor is None or tensor.device.type != "cpu" or id(tensor) in replacements:
-                        continue
-                    trained = tensor.requires_grad and (frozen or not isinstance(tensor, nn.Parameter))
-                    source = HostMemoryWeightSource(f"{self.name}.{name}", tensor.detach())
-                    replacements[id(tensor)] = (
-                        tensor,
-                        move_tensor(tensor, device)
-                        if table is module._buffers or trained
-                        else make_stand_in(tensor, source, device),
-                    )
+            hook = vars(module).get("_hf_hook")  # it may have the values of the module's tensors
+            for table, name, tensor in tensor_slots([module]):
+                if tensor.is_meta and name not in (getattr(hook, "weights_map", None) or ()):
+                    raise self._no_values_error(tensor)
+                if tensor.device.type != "cpu" or id(tensor) in replacements:
+                    continue
+                trained = tensor.requires_grad and (frozen or not isinstance(tensor, nn.Parameter))
+                source = HostMemoryWeightSource(f"{self.name}.{name}", tensor.detach())
+                replacements[id(tensor)] = (
+                    tensor,
+                    move_tensor(tensor, device)
+                    if table is module._buffers or trained
+                    else make_stand_in(tensor, source, device),
+                )
         for block in (self, *others) if replacements else ():
-            for table in block._tables():
-                for name, tensor in table.items():
-                    if id(tensor) in replacements:
-                        table[name] = replacements[id(tensor)][1]
+            for table, name, tensor in tensor_slots(block.modules()):
+                if id(tensor) in replacements:
+                    table[name] = replacements[id(tensor)][1]
 
     def _no_values_error(self, tensor: torch.Tensor) -> OffloadError:
         tensors = (*self.module.named_parameters(), *self.module.named_buffers())
@@ -428,11 +416,6 @@ class WeightBlock:
             OffloadError: values were changed that are stored in a file.
         """
         return restore_stand_ins(self._materialized)
-
-
-def _is_mapped(module: nn.Module, name: str) -> bool:
-    """Return True when a hook on the module has the values of its tensor."""
-    return name in (getattr(vars(module).get("_hf_hook"), "weights_map", None) or ())
 
 
 def _make_parameter(stand_in: Any, view: torch.Tensor, gradients: bool) -> torch.Tensor:

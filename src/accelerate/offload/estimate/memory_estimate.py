@@ -34,15 +34,7 @@ if TYPE_CHECKING:
     from accelerate.offload.estimate.activation_trace import SavedActivationBytes
 
 # Bits of one number. The names of the formats that a table may have a row for.
-BITS = {
-    "float32": 32,
-    "float16": 16,
-    "bfloat16": 16,
-    "float8": 8,
-    "fp8": 8,
-    "int8": 8,
-    "int4": 4,
-}
+BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "float8": 8, "fp8": 8, "int8": 8, "int4": 4}
 DEFAULT_DTYPES = ("float32", "float16", "int8", "int4")
 TRAINING_DTYPES = ("float32", "float16", "bfloat16")  # formats in which gradients are numbers worth having
 MIXED_PRECISION_BYTES = {"no": None, "fp16": 2, "bf16": 2}  # bytes of the copies in which a forward computes

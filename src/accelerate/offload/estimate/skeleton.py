@@ -278,11 +278,9 @@ def _build_from_config(
     if not packages.is_installed(library):
         raise MissingExtraError(library, f"the configuration of {location.name}")
     try:
-        if library == "diffusers":
-            return _cast(_diffusers(location, config), dtype)
-        if library == "timm":
-            return _cast(_timm(location, config), dtype)
-        return _transformers(location, part, config, trust, dtype, head)
+        if library == "transformers":
+            return _transformers(location, part, config, trust, dtype, head)
+        return _cast((_diffusers if library == "diffusers" else _timm)(location, config), dtype)
     except AccelerateError:
         raise
     except Exception as error:

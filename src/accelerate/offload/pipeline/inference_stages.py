@@ -17,7 +17,7 @@ import io
 import operator
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -140,7 +140,8 @@ class TracedForward:
                 )
             with _translate_trace_errors():
                 self.program = _export(flat, fakes)
-                with mode, _compiling_state():
+                # Models that ask ``torch.compiler.is_exporting`` take the same branch as in the trace.
+                with mode, getattr(export_utils, "_compiling_state_context", nullcontext)():
                     grown = call_and_keep(more)
         self.output_form, self.device = seen[0], device
         (output,) = self.program.graph.find_nodes(op="output")
@@ -198,21 +199,11 @@ def _translate_trace_errors() -> Generator[None]:
 
 def _export(flat: nn.Module, fakes: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
     program = torch.export.export(flat, fakes, strict=False)
-    if any(_is_mutating(node) for node in program.graph.nodes):
+    schemas = (getattr(node.target, "_schema", None) for node in program.graph.nodes)
+    if any(schema is not None and schema.is_mutable for schema in schemas):
         # A write through a view would not reach a copy of it in another stage.
         program = program.run_decompositions({})
     return program
-
-
-def _compiling_state() -> AbstractContextManager[None]:
-    """Let models that ask ``torch.compiler.is_exporting`` take the same branch as in the trace."""
-    make = getattr(export_utils, "_compiling_state_context", nullcontext)
-    return make()
-
-
-def _is_mutating(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
 
 
 @contextmanager
