@@ -1,8 +1,8 @@
 # Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.outer.diloco import DiLoCo as DiLoCo
-from accelerate.outer.local_sgd import LocalSGD as LocalSGD
+from accelerate.outer.local_training import DiLoCo as DiLoCo
+from accelerate.outer.local_training import LocalSGD as LocalSGD
 from typing import Any
 
 def __getattr__(name: str) -> Any: ...

@@ -58,7 +58,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "launch.notebook.launchers: debug_launcher notebook_launcher test_launch"
     ),
     "accelerate.ray": exports("launch.ray_job: launch"),
-    "accelerate.local_sgd": exports("outer.local_sgd: LocalSGD") | exports("outer.diloco: DiLoCo"),
+    "accelerate.local_sgd": exports("outer.local_training: DiLoCo LocalSGD"),
     "accelerate.logging": exports("watch.console: MultiProcessAdapter get_logger"),
     "accelerate.memory_utils": {},
     "accelerate.optimizer": exports(

@@ -251,7 +251,7 @@ MUTATIONS = (
         name="localsgd",
         room="outer: LocalSGD",
         mistake="16-bit weights are added up in 16 bits",
-        file="outer/bucketed_averaging.py",
+        file="outer/local_training.py",
         old="wire = torch.float32 if bucket[0].dtype in _HALVES else bucket[0].dtype",
         new="wire = bucket[0].dtype",
         tests=("tests/cpu/test_local_sgd.py::test_half_precision_weights_are_averaged_in_float32",),

@@ -1,9 +1,11 @@
-"""The common base of LocalSGD and DiLoCo: local steps, and rounds that combine the copies of all ranks."""
+"""LocalSGD and DiLoCo: every rank trains its own copy of a model, and rounds combine the copies."""
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from types import TracebackType
 from typing import Any
 
@@ -11,9 +13,14 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import CollectiveError, PrepareError, SettingError
-from accelerate.outer.bucketed_averaging import average_in_place, sync_optimizer_state
 from accelerate.world import collective
 from accelerate.world import world as worlds
+
+logger = logging.getLogger(__name__)
+
+# The most bytes of one all-reduce, so that its flat buffer stays small.
+BUCKET_BYTES = 256 * 2**20
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 class LocalTrainingStrategyError(PrepareError, NotImplementedError):
@@ -224,11 +231,7 @@ class LocalSGDContext(ABC):
                 "this state has no weights in it", why="state_dict() is whole on rank 0 only: save that one"
             )
         own_copy = ranks[collective.rank() % len(ranks)]
-        models = (
-            [own_copy["model"]]
-            if len(ranks) == collective.world_size()
-            else [each["model"] for each in ranks]
-        )
+        models = [each["model"] for each in (ranks if len(ranks) != collective.world_size() else [own_copy])]
         with torch.no_grad():
             for name, value in self._rank_tensors().items():
                 if models[0][name].is_floating_point():
@@ -246,6 +249,259 @@ class LocalSGDContext(ABC):
         """Return the tensors that differ between ranks: trainable parameters and buffers."""
         buffers = {f"buffer {index}": value for index, value in enumerate(self._persistent_buffers())}
         return {**self._trainable_parameters(), **buffers}
+
+
+class LocalSGD(LocalSGDContext):
+    """Every rank takes ``local_sgd_steps`` local steps; then parameters are averaged.
+
+    Source: Stich 2019, "Local SGD Converges Fast and Communicates Little" (arXiv:1805.09767), algorithm 1.
+
+        with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    ...
+                    optimizer.step()
+                    optimizer.zero_grad()
+                local_sgd.step()
+
+    Trainable parameters and floating point buffers are averaged; integer buffers become those of
+    rank 0. Frozen parameters are not sent. On one process this does nothing.
+
+    Args:
+        accelerator: the ``Accelerator`` that has prepared the model and its optimizers.
+        model: the prepared model.
+        local_sgd_steps: optimizer steps between two averages.
+        enabled: False turns it off, so that gradients are all-reduced in every step.
+
+    Raises:
+        SettingError, PrepareError: see ``LocalSGDContext``.
+    """
+
+    def __init__(
+        self, accelerator: Any, model: nn.Module, local_sgd_steps: int, enabled: bool = True
+    ) -> None:
+        several = enabled and accelerator.use_distributed
+        super().__init__(accelerator, model, local_sgd_steps, several, "local_sgd_steps")
+        self.local_sgd_steps = local_sgd_steps
+
+    def _combine_copies(self) -> None:
+        self._sync_and_avg_model_params()
+
+    def _sync_and_avg_model_params(self) -> None:
+        """Average parameters and buffers now; a collective call."""
+        average_in_place(self._trainable_parameters().values())
+        self._average_buffers()
+
+
+class DiLoCo(LocalSGDContext):
+    """Every rank takes ``inner_steps`` local steps; then all take one step of an outer optimizer.
+
+    Source: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models"
+    (arXiv:2311.08105), algorithm 1, with its outer optimizer: SGD with Nesterov momentum, learning rate 0.7,
+    momentum 0.9.
+
+        diloco = DiLoCo(accelerator, model, inner_steps=100)
+        accelerator.register_for_checkpointing(diloco)
+        with diloco:
+            for batch in loader:
+                ...
+                optimizer.step()
+                optimizer.zero_grad()
+                diloco.step()
+
+    The outer gradient is the difference between the weights of the last round (the anchor) and the mean of
+    the copies now. Anchor and momentum are kept in float32 at least, twice the size of the model. With
+    ``outer_lr=1`` and ``outer_momentum=0`` this is LocalSGD. One process also uses the outer optimizer,
+    so that a script runs the same algorithm with any world size.
+
+    Buffers are averaged, integer ones become those of rank 0. Frozen parameters are not sent.
+
+    Args:
+        accelerator: the ``Accelerator`` that has prepared the model and its (inner) optimizers.
+        model: the prepared model.
+        inner_steps: optimizer steps between two rounds; hundreds for large models.
+        outer_lr: learning rate of the outer optimizer.
+        outer_momentum: its Nesterov momentum, 0 for none.
+        enabled: False turns it off, so that gradients are all-reduced in every step.
+
+    Raises:
+        SettingError: a value is out of its range; otherwise see ``LocalSGDContext``.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        model: nn.Module,
+        inner_steps: int,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        enabled: bool = True,
+    ) -> None:
+        if not outer_lr > 0:
+            raise SettingError(f"outer_lr is {outer_lr}, but it is greater than 0")
+        if not 0 <= outer_momentum < 1:
+            raise SettingError(f"outer_momentum is {outer_momentum}, but it is at least 0 and less than 1")
+        super().__init__(accelerator, model, inner_steps, enabled, "inner_steps")
+        self.inner_steps = inner_steps
+        self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
+        self._start_outer_optimizer(self._trainable_parameters() if enabled else {})
+
+    def _start_outer_optimizer(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Start the outer optimizer at these weights."""
+        self._anchor = {name: _make_anchor(each) for name, each in weights.items()}
+        group = {"params": list(self._anchor.values())}
+        lr, momentum = self.outer_lr, self.outer_momentum
+        self._outer = torch.optim.SGD([group], lr=lr, momentum=momentum, nesterov=momentum > 0)
+
+    def __enter__(self) -> Any:
+        super().__enter__()
+        if self.enabled and not self._steps_since_sync:
+            self._refresh_anchor()
+        return self
+
+    @torch.no_grad()
+    def _refresh_anchor(self) -> None:
+        """Copy the weights to the anchor: outside of a block they may have been trained or loaded."""
+        for name, parameter in self._trainable_parameters().items():
+            anchor = self._anchor.get(name)
+            if anchor is not None and not torch.equal(anchor.to(parameter.dtype), parameter):
+                anchor.copy_(parameter)
+
+    @torch.no_grad()
+    def _combine_copies(self) -> None:
+        parameters = self._trainable_parameters()
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        for parameter, mean in iterate_means(parameters.values()):
+            name = names[id(parameter)]
+            if name in self._anchor:
+                self._anchor[name].grad = self._anchor[name] - mean
+            else:  # it was frozen until now: this mean is where it starts from
+                self._anchor[name] = _make_anchor(mean)
+                self._outer.param_groups[0]["params"].append(self._anchor[name])
+        self._outer.step()
+        self._outer.zero_grad()
+        for name, parameter in parameters.items():
+            parameter.copy_(self._anchor[name])
+        self._average_buffers()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return also the anchor and the outer optimizer; see ``LocalSGDContext.state_dict``."""
+        outer_state = {"anchor": dict(self._anchor), "outer": self._outer.state_dict()}
+        return {**super().state_dict(), **outer_state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load also the anchor and the outer optimizer; see ``LocalSGDContext.load_state_dict``."""
+        super().load_state_dict(state_dict)
+        if not self.enabled or state_dict["ranks"] is None:
+            return
+        devices = {name: parameter.device for name, parameter in self._trainable_parameters().items()}
+        self._start_outer_optimizer(
+            {name: value.to(devices.get(name)) for name, value in state_dict["anchor"].items()}
+        )
+        self._outer.load_state_dict(state_dict["outer"])
+
+
+def _make_anchor(value: torch.Tensor) -> torch.Tensor:
+    """Return a copy for the outer optimizer, in float32 at least."""
+    return value.detach().to(torch.promote_types(value.dtype, torch.float32), copy=True)
+
+
+# --- all-reduced means of many tensors, in few collectives
+
+
+def iterate_means(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield each tensor with its mean over the ranks; the tensors themselves are not changed.
+
+    A mean has the tensor's shape and dtype; for 16-bit floats it is float32, since a sum of 16-bit weights
+    loses the progress of a few steps. Integers and booleans have no mean: they get rank 0's value. A
+    collective call: all ranks pass tensors of the same shapes and dtypes, in the same order.
+
+    Args:
+        tensors: tensors of any shapes, dtypes and devices.
+    """
+    for bucket in _split_into_buckets(tensors):
+        wire = torch.float32 if bucket[0].dtype in _HALVES else bucket[0].dtype
+        flat = torch.cat([tensor.detach().reshape(-1).to(_wire_device(tensor), wire) for tensor in bucket])
+        has_mean = wire.is_floating_point or wire.is_complex
+        flat = collective.reduce(flat, "mean") if has_mean else collective.broadcast(flat)
+        parts = flat.split([tensor.numel() for tensor in bucket])
+        for tensor, part in zip(bucket, parts, strict=True):
+            yield tensor, part.view(tensor.shape).to(tensor.device)
+
+
+@torch.no_grad()
+def average_in_place(tensors: Iterable[torch.Tensor]) -> None:
+    """Replace tensors, in place, by their means over the ranks (see ``iterate_means``)."""
+    for tensor, mean in iterate_means(tensors):
+        tensor.copy_(mean)
+
+
+def _wire_device(tensor: torch.Tensor) -> torch.device:
+    """Return the device of the collective: a process group of devices may not support CPU tensors."""
+    world = worlds.current()
+    return tensor.device if world is None or world.size == 1 else world.device
+
+
+def _split_into_buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield buckets of tensors of one dtype; the order depends on shapes and dtypes alone."""
+    nonempty = [tensor for tensor in tensors if tensor.numel()]
+    for _, same in groupby(sorted(nonempty, key=lambda each: str(each.dtype)), key=lambda each: each.dtype):
+        bucket: list[torch.Tensor] = []
+        size = 0
+        for tensor in same:
+            if bucket and size + tensor.nbytes > BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(tensor)
+            size += tensor.nbytes
+        yield bucket
+
+
+def sync_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make optimizer state (moments, counters) equal on all ranks: averaged, its options from rank 0.
+
+    Copies of a model that step with different moments drift apart even when their gradients are equal. State
+    that only some ranks have, because a parameter had no gradient on the others, is dropped on all.
+    """
+    groups = optimizer.param_groups
+    # Learning rates and the like: a step skipped on one rank delays its schedule there.
+    options = [
+        {key: value for key, value in group.items() if key != "params" and not torch.is_tensor(value)}
+        for group in groups
+    ]
+    for group, values in zip(groups, collective.broadcast_object(options), strict=True):
+        group.update(values)
+    owned = [parameter for group in groups for parameter in group["params"]]
+    state: Mapping[torch.Tensor, dict[str, Any]] = optimizer.state
+    local_shapes = [_describe_state(state.get(parameter, {})) for parameter in owned]
+    shapes_by_rank: list[list[Any]] = collective.all_gather_object(local_shapes)
+    same = [all(shape == shapes[0] for shape in shapes) for shapes in zip(*shapes_by_rank, strict=True)]
+    for parameter, is_same in zip(owned, same, strict=True):
+        if not is_same:
+            optimizer.state.pop(parameter, None)
+    num_dropped = same.count(False)
+    if num_dropped and collective.rank() == 0:
+        logger.warning(
+            "the optimizer's state of %d parameters differs in kind between ranks: dropped", num_dropped
+        )
+    tables = [state[parameter] for parameter in owned if parameter in state]
+    average_in_place(
+        value for table in tables for _, value in sorted(table.items()) if torch.is_tensor(value)
+    )
+    plain = [{key: value for key, value in table.items() if not torch.is_tensor(value)} for table in tables]
+    if any(plain):
+        for table, values in zip(tables, collective.broadcast_object(plain), strict=True):
+            table.update(values)
+
+
+def _describe_state(state: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    return [
+        (key, tuple(value.shape), str(value.dtype)) if torch.is_tensor(value) else (key,)
+        for key, value in sorted(state.items())
+    ]
+
+
+# --- checkpoints
 
 
 def _copy_to_cpu(tree: Any) -> Any:
