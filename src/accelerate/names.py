@@ -191,7 +191,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | exports("world.preemption: PreemptionKwargs")
     | exports("world.world: InitProcessGroupKwargs")
     | exports("world.local_tensor_trees: TensorInformation")
-    | exports("data.configuration: DataLoaderConfiguration")
+    | exports("data.prepare: DataLoaderConfiguration")
     | exports("facade.gradient_state: GradientAccumulationPlugin")
     | exports("precision.float8.torchao: AORecipeKwargs")
     | exports("precision.float8.fp8_recipe_kwargs: FP8RecipeKwargs")

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate.core import environ
 from accelerate.core.setting import load_settings
 from accelerate.core.units import show_bytes
-from accelerate.data.configuration import DataLoaderConfiguration
+from accelerate.data.prepare import DataLoaderConfiguration
 from accelerate.facade.accelerator import Accelerator
 from accelerate.facade.launch_settings import PrecisionSettings
 from accelerate.world import collective

@@ -7,7 +7,8 @@ from contextlib import suppress
 from typing import Any, ClassVar
 from weakref import ReferenceType, WeakSet, ref
 
-from accelerate.data.position import Epoch, FetchedBatch, LoaderPosition
+from accelerate.data.batches import FetchedBatch
+from accelerate.data.position import Epoch, LoaderPosition
 
 
 class ActiveLoaders:

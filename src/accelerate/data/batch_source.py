@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from accelerate.data.batch_sampler_shard import BatchSamplerShard, shards_batches, slicer_for
+from accelerate.data.batches import FetchedBatch
 from accelerate.data.epoch_order import (
     Broadcast,
     OrderState,
@@ -32,7 +33,7 @@ from accelerate.data.epoch_order import (
     restore_generators,
     sampler_chain,
 )
-from accelerate.data.position import Epoch, FetchedBatch
+from accelerate.data.position import Epoch
 from accelerate.data.sample_order import (
     END,
     RankSampleOrderSlicer,

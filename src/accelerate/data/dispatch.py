@@ -25,12 +25,12 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate.data.batch_channel import DATA, BatchReceiver, BatchSender, pack, unpack
-from accelerate.data.batch_rows import count_rows, take_rows
 from accelerate.data.batch_sampler_shard import BatchSamplerShard, check_split
 from accelerate.data.batch_source import fetch_batches, fetches_by_index, find_shard
+from accelerate.data.batches import FetchedBatch, count_rows, take_rows
 from accelerate.data.iterable_dataset import GlobalBatchCollate, supports_marks
 from accelerate.data.loader import DataLoaderShard, copy_loader
-from accelerate.data.position import Epoch, EpochSkip, FetchedBatch
+from accelerate.data.position import Epoch, EpochSkip
 from accelerate.data.rank_batches import AllRankBatchSteps, SingleIndexSampler
 from accelerate.data.sample_order import RankSampleOrderSlicer
 from accelerate.data.source_shard import with_saved_split

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from accelerate.core.errors import CheckpointError
 from accelerate.data.active_loaders import DataLoaderStateMixin
-from accelerate.data.batch_copier import BatchCopier
 from accelerate.data.batch_sampler_shard import SkipBatchSampler, slicer_for
 from accelerate.data.batch_source import (
     PresetIndexSampler,
@@ -29,6 +28,7 @@ from accelerate.data.batch_source import (
     outer_sampler,
     with_index_sampler,
 )
+from accelerate.data.batches import BatchCopier, FetchedBatch
 from accelerate.data.epoch_order import DataShard, find_new_epoch, inner_sampler, sampler_chain, set_epochs
 from accelerate.data.iterable_dataset import (
     IterableDatasetShard,
@@ -36,7 +36,7 @@ from accelerate.data.iterable_dataset import (
     get_collate_fn,
     set_collate_fn,
 )
-from accelerate.data.position import Epoch, EpochSkip, FetchedBatch, FetchLayout, LoaderPosition
+from accelerate.data.position import Epoch, EpochSkip, FetchLayout, LoaderPosition
 from accelerate.data.source_shard import SourceShard, with_saved_split
 from accelerate.data.stream_source import stream_batches
 from accelerate.world.local_tensor_trees import ignorant_find_batch_size

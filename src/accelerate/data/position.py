@@ -45,30 +45,6 @@ class EpochSkip:
         return EpochSkip(self.batches + batches, samples)
 
 
-class FetchedBatch(NamedTuple):
-    """One batch of this process, as it is fetched for the prepared loader.
-
-    Attributes:
-        batch: the batch on the host.
-        last: True for the last batch of this process in this epoch.
-        samples: samples of the order that all processes take in this step, without fillers; None: the
-            loader's ``total_batch_size``.
-        remainder: real samples of a filled step, of all processes; 0 if it has no fillers, -1 if unknown.
-            Only that of the last batch is used.
-        real: samples of this process's batch that are not fillers; None: unknown, or all.
-        size: samples of this process's batch, with fillers; None: unknown.
-        indices: of its samples in the dataset; None where this process does not know them.
-    """
-
-    batch: Any
-    last: bool = False
-    samples: int | None = None
-    remainder: int = -1
-    real: int | None = None
-    size: int | None = None
-    indices: Any = None
-
-
 class StreamSplit(NamedTuple):
     """How ranks shared a stream of which each reads a part: see ``source_shard``.
 

@@ -18,8 +18,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from accelerate.data.batches import FetchedBatch
 from accelerate.data.iterable_dataset import IterableDatasetShard
-from accelerate.data.position import Epoch, FetchedBatch, StreamSplit
+from accelerate.data.position import Epoch, StreamSplit
 from accelerate.world import collective
 
 _logger = logging.getLogger(__name__)

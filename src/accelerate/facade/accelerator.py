@@ -30,8 +30,8 @@ from accelerate.core.setting import load_settings
 from accelerate.core.user_warning import warn_user
 from accelerate.core.value_types import PathText, PositiveInt
 from accelerate.data.active_loaders import ActiveLoaders
-from accelerate.data.configuration import DataLoaderConfiguration
 from accelerate.data.loader import skip_first_batches as skip
+from accelerate.data.prepare import DataLoaderConfiguration
 from accelerate.facade import runtime as runtimes
 from accelerate.facade.checkpoint_manager import CheckpointManager, register_hook
 from accelerate.facade.compilation import TorchDynamoPlugin

@@ -24,9 +24,8 @@ from accelerate.core.errors import PrepareError
 from accelerate.core.torch_internals import require
 from accelerate.core.units import show_bytes
 from accelerate.core.user_warning import warn_user
-from accelerate.data.configuration import DataLoaderConfiguration
 from accelerate.data.loader import DataLoaderShard
-from accelerate.data.prepare import prepare_data_loader
+from accelerate.data.prepare import DataLoaderConfiguration, prepare_data_loader
 from accelerate.facade.compilation import compile_regions
 from accelerate.facade.device_availability import feature_checker
 from accelerate.facade.optimizer import (

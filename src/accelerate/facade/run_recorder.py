@@ -17,7 +17,7 @@ import torch
 from accelerate import track
 from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.core.user_warning import warn_user
-from accelerate.data.position import FetchedBatch
+from accelerate.data.batches import FetchedBatch
 from accelerate.report.records import SLOW_STEPS, find_stragglers
 from accelerate.track.base import GeneralTracker, to_json_types
 from accelerate.track.protocol.json_lines import JSONLinesFile, TrackerFileError

@@ -6,7 +6,7 @@ from accelerate.core.kwargs_handler import KwargsHandler as KwargsHandler
 from accelerate.core.value_types import BaseEnum as BaseEnum
 from accelerate.core.value_types import CustomDtype as CustomDtype
 from accelerate.core.value_types import EnumWithContains as EnumWithContains
-from accelerate.data.configuration import DataLoaderConfiguration as DataLoaderConfiguration
+from accelerate.data.prepare import DataLoaderConfiguration as DataLoaderConfiguration
 from accelerate.facade.compilation import TorchDynamoPlugin as TorchDynamoPlugin
 from accelerate.facade.enums import ComputeEnvironment as ComputeEnvironment
 from accelerate.facade.enums import DistributedType as DistributedType
