@@ -3,23 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from accelerate.core.errors import SettingError
+from accelerate.core import packages
+from accelerate.core.argument_checks import check_arguments
+from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.core.kwargs_handler import KwargsHandler
-from accelerate.core.option_report import OptionStatus, RequestedOption
-from accelerate.core.setting import load_settings
+from accelerate.core.option_report import OptionStatus, RequestedOption, keep_requests
+from accelerate.core.setting import declared_settings, describe_fields, load_fields, load_settings
+from accelerate.core.user_warning import warn_user
 from accelerate.precision.autocast import AutocastKwargs, HalfPrecisionAutocast
-from accelerate.precision.float8.fp8_recipe_kwargs import FP8RecipeKwargs
 from accelerate.precision.float8.library import ConversionReport, Float8Library
-from accelerate.precision.float8.msamp import MSAMPRecipeKwargs
 from accelerate.precision.float8.torchao import AORecipeKwargs, TorchAO
 from accelerate.precision.float8.transformer_engine import TERecipeKwargs, TransformerEngine
-from accelerate.precision.recipes.fp8 import MSAMP_REFUSAL, FP8Settings, choose_backend, require_library
+from accelerate.precision.recipes.fp8 import (
+    MSAMP_REFUSAL,
+    FP8Settings,
+    MSAMPOptions,
+    choose_backend,
+    require_library,
+)
+
+
+@check_arguments
+@describe_fields
+@dataclass
+class MSAMPRecipeKwargs(MSAMPOptions, KwargsHandler):
+    """A recipe for MS-AMP; training by it is refused: see ``MSAMP_REFUSAL``.
+
+    Raises:
+        UnknownNameError: another level.
+    """
+
+    def __post_init__(self) -> None:
+        keep_requests(self, load_fields(self, MSAMPOptions))
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the fields that differ from MS-AMP's own defaults, also where a variable set them."""
+        defaults = {row.field: row.fallback for row in declared_settings(MSAMPOptions)}
+        return {name: value for name, value in self.to_dict().items() if value != defaults[name]}
+
+
+@check_arguments
+@dataclass
+class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
+    """The recipe of either library in one class; deprecated for the classes above.
+
+    Attributes:
+        backend: ``TE`` or ``MSAMP``; None takes ``ACCELERATE_FP8_BACKEND``, then the one installed.
+
+    Raises:
+        UnknownNameError: another library.
+        MissingExtraError: the library is not installed.
+    """
+
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        warn_user(
+            "FP8RecipeKwargs is deprecated: use TERecipeKwargs, MSAMPRecipeKwargs or AORecipeKwargs",
+            FutureWarning,
+        )
+        backend = load_settings(FP8Settings, code={"fp8_backend": self.backend}).value.backend
+        if backend is None:
+            backend = "MSAMP" if packages.is_installed("msamp") else "TE"
+        if backend not in ("MSAMP", "TE"):
+            raise UnknownNameError("value of backend", str(backend), ("MSAMP", "TE"))
+        self.backend = backend
+        if self.backend == "TE":
+            TERecipeKwargs.__post_init__(self)
+        else:
+            MSAMPRecipeKwargs.__post_init__(self)
+
 
 _LIBRARIES: Mapping[str, type[Float8Library]] = {"AO": TorchAO, "TE": TransformerEngine}
 # The library of each recipe; the class that derives from two others comes before them.

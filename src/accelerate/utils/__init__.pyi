@@ -166,8 +166,6 @@ from accelerate.offload.quantization.bitsandbytes import (
 from accelerate.offload.quantization.bitsandbytes import replace_with_bnb_layers as replace_with_bnb_layers
 from accelerate.offload.quantization.torchao import TorchAOQuantizationConfig as TorchAOQuantizationConfig
 from accelerate.precision.autocast import AutocastKwargs as AutocastKwargs
-from accelerate.precision.float8.fp8_recipe_kwargs import FP8RecipeKwargs as FP8RecipeKwargs
-from accelerate.precision.float8.msamp import MSAMPRecipeKwargs as MSAMPRecipeKwargs
 from accelerate.precision.float8.torchao import AORecipeKwargs as AORecipeKwargs
 from accelerate.precision.float8.torchao import convert_model_to_fp8_ao as convert_model_to_fp8_ao
 from accelerate.precision.float8.torchao import (
@@ -184,6 +182,8 @@ from accelerate.precision.float8.transformer_engine import (
     has_transformer_engine_layers as has_transformer_engine_layers,
 )
 from accelerate.precision.fp16 import GradScalerKwargs as GradScalerKwargs
+from accelerate.precision.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
+from accelerate.precision.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
 from accelerate.strategy.ddp import DDPCommunicationHookType as DDPCommunicationHookType
 from accelerate.strategy.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accelerate.strategy.deepspeed.config_tree import DummyOptim as DummyOptim

@@ -21,11 +21,11 @@ from accelerate.facade.module_queries import get_module_class_from_name as get_m
 from accelerate.offload.quantization.bitsandbytes import BnbQuantizationConfig as BnbQuantizationConfig
 from accelerate.offload.quantization.torchao import TorchAOQuantizationConfig as TorchAOQuantizationConfig
 from accelerate.precision.autocast import AutocastKwargs as AutocastKwargs
-from accelerate.precision.float8.fp8_recipe_kwargs import FP8RecipeKwargs as FP8RecipeKwargs
-from accelerate.precision.float8.msamp import MSAMPRecipeKwargs as MSAMPRecipeKwargs
 from accelerate.precision.float8.torchao import AORecipeKwargs as AORecipeKwargs
 from accelerate.precision.float8.transformer_engine import TERecipeKwargs as TERecipeKwargs
 from accelerate.precision.fp16 import GradScalerKwargs as GradScalerKwargs
+from accelerate.precision.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
+from accelerate.precision.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
 from accelerate.strategy.ddp import DDPCommunicationHookType as DDPCommunicationHookType
 from accelerate.strategy.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accelerate.strategy.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
