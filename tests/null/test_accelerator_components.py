@@ -118,9 +118,9 @@ def trained(runtime: Runtime) -> tuple[Any, AcceleratedOptimizer, PreparedObject
 
 def test_an_object_is_listed_once_and_a_snapshot_restores() -> None:
     prepared, model = PreparedObjects(), nn.Linear(1, 1)
-    prepared.add_bundle(PrepareBundle([model, None, model], ["model", "other", "model"]))
+    prepared.add("model", model)
+    prepared.add("model", model)
     assert prepared.models == [model]
-    assert model._is_accelerate_prepared
     restore = prepared.snapshot()
     prepared.add("model", nn.Linear(1, 1))
     handed_out = prepared.models
@@ -157,6 +157,8 @@ def test_the_preparer_wraps_by_its_world_and_strategy() -> None:
     assert [int(batch) for (batch,) in loader] == [1, 5], "rank 1 of 4"
     assert schedule.optimizers == [optimizer]
     assert prepared.schedulers == [schedule]
+    assert prepared.models == [model]
+    assert model._is_accelerate_prepared
     assert runtime.strategy.calls == [("prepare", 3, False)]
     optimizer.step(), optimizer.step()
     assert check.checked == [optimizer], "before the first step only"

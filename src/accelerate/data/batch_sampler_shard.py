@@ -7,6 +7,7 @@ only a count.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain, cycle, islice
@@ -38,6 +39,7 @@ __all__ = [
     "IterableDatasetShard",
     "SeedableRandomSampler",
     "SkipBatchSampler",
+    "copy_loader",
     "shards_batches",
     "slicer_for",
 ]
@@ -299,6 +301,18 @@ def slicer_for(sampler: Any) -> RankSampleOrderSlicer | None:
     if shard is None or shard.num_processes == 1:
         return RankSampleOrderSlicer(batches.batch_size, drop_last=batches.drop_last)
     return shard.slicer
+
+
+def copy_loader(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
+    """Return a shallow copy of a loader with other ``parts``, such as a shard of its batch sampler.
+
+    Its class and all other attributes stay.
+    """
+    twin = copy.copy(loader)
+    # Torch forbids assigning these after construction; the copy has not been iterated yet.
+    twin.__dict__.update(parts)
+    twin.__dict__["_iterator"] = None
+    return twin
 
 
 class SkipBatchSampler(BatchSampler):

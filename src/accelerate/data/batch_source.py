@@ -6,7 +6,6 @@ batch is fetched before it is requested.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -14,22 +13,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
-from accelerate.data.batch_sampler_shard import BatchSamplerShard, shards_batches, slicer_for
+from accelerate.data.batch_sampler_shard import BatchSamplerShard, copy_loader, shards_batches, slicer_for
 from accelerate.data.batches import FetchedBatch
 from accelerate.data.epoch_order import (
     Broadcast,
     OrderState,
     RNGSnapshot,
     capture_generators,
-    find_generators,
     finish_at_end,
     has_known_seed,
     inner_sampler,
+    loader_generators,
     open_order,
     open_walk,
     opened_by_loader,
+    outer_sampler,
     restore_generators,
     sampler_chain,
 )
@@ -50,44 +50,6 @@ from accelerate.world.local_tensor_trees import ignorant_find_batch_size
 from accelerate.world.rng import derive, seed_host
 
 StepsOpener = Callable[[Any, list[Any], Epoch], Iterator[StepSampleIndices]]
-
-
-def fetches_by_index(loader: DataLoader[Any]) -> bool:
-    """Return True if torch's own loop fetches the indices of a sampler."""
-    return uses_torch_iterator(loader) and not isinstance(loader.dataset, IterableDataset)
-
-
-def uses_torch_iterator(loader: DataLoader[Any]) -> bool:
-    """Return True if a loader uses torch's own iterator, or torchdata's for given indices."""
-    kind: Any = type(loader)
-    if getattr(kind, "fetches_given_indices", False):
-        return True
-    return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
-
-
-def loader_generators(loader: DataLoader[Any]) -> list[Any]:
-    """Return the generators that a loader's order may depend on: its own, its samplers', its stream's."""
-    holders: list[Any] = [loader, *sampler_chain(outer_sampler(loader))]
-    if not fetches_by_index(loader):
-        stream: Any = loader.dataset
-        while stream is not None and not any(stream is holder for holder in holders):
-            holders.append(stream)
-            stream = getattr(stream, "dataset", None)
-    return find_generators(*holders)
-
-
-def outer_sampler(loader: DataLoader[Any]) -> Any:
-    """Return the sampler that gives a loader its batches of indices, or single indices."""
-    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-
-
-def copy_loader(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
-    """Return a shallow copy of a loader with other ``parts``; its class and all other attributes stay."""
-    twin = copy.copy(loader)
-    # Torch forbids assigning these after construction; the copy has not been iterated yet.
-    twin.__dict__.update(parts)
-    twin.__dict__["_iterator"] = None
-    return twin
 
 
 def with_index_sampler(loader: DataLoader[Any]) -> tuple[DataLoader[Any], PresetIndexSampler]:
@@ -282,7 +244,7 @@ def order_broadcast(epoch: Epoch, shared: bool) -> Broadcast:
 
 def find_shard(base: DataLoader[Any]) -> BatchSamplerShard | None:
     """Return the sampler that shards a loader's batches over several processes, or None."""
-    for item in sampler_chain(outer_sampler(base))[:2]:
+    for item in sampler_chain(base)[1:3]:
         if shards_batches(item):
             return item
     return None

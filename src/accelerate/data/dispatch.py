@@ -25,11 +25,12 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate.data.batch_channel import DATA, BatchReceiver, BatchSender, pack, unpack
-from accelerate.data.batch_sampler_shard import BatchSamplerShard, check_split
-from accelerate.data.batch_source import fetch_batches, fetches_by_index, find_shard
+from accelerate.data.batch_sampler_shard import BatchSamplerShard, check_split, copy_loader
+from accelerate.data.batch_source import fetch_batches, find_shard
 from accelerate.data.batches import FetchedBatch, count_rows, take_rows
+from accelerate.data.epoch_order import fetches_by_index
 from accelerate.data.iterable_dataset import GlobalBatchCollate, supports_marks
-from accelerate.data.loader import DataLoaderShard, copy_loader
+from accelerate.data.loader import DataLoaderShard
 from accelerate.data.position import Epoch, EpochSkip
 from accelerate.data.rank_batches import AllRankBatchSteps, SingleIndexSampler
 from accelerate.data.sample_order import RankSampleOrderSlicer
@@ -203,7 +204,7 @@ class DataLoaderDispatcher(DataLoaderShard):
         """Yield the batches of all ranks for each step, None for a rank that gets nothing in it."""
         epoch = self.position.current
         assert epoch is not None
-        base = with_saved_split(self._full_base, epoch, copy_loader)
+        base = with_saved_split(self._full_base, epoch)
         shard, collate = find_shard(base), base.collate_fn
         if shard is not None:
             return self._index_steps(base, shard, epoch)

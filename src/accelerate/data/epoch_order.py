@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from accelerate.data import sample_order as orders
 from accelerate.data.sample_order import END, SeedableRandomSampler, known_epochs
@@ -155,7 +155,7 @@ def inner_sampler(sampler: Any) -> Any:
 
 
 def sampler_chain(sampler: Any) -> list[Any]:
-    """Return a batch sampler and every sampler below it, down to that of single indices."""
+    """Return a batch sampler, or a loader, and every sampler below it, down to that of single indices."""
     seen: list[Any] = [sampler]
     while True:
         below = getattr(seen[-1], "batch_sampler", None)
@@ -164,6 +164,24 @@ def sampler_chain(sampler: Any) -> list[Any]:
         if below is None or any(below is item for item in seen):
             return seen
         seen.append(below)
+
+
+def outer_sampler(loader: DataLoader[Any]) -> Any:
+    """Return the sampler that gives a loader its batches of indices, or single indices."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def fetches_by_index(loader: DataLoader[Any]) -> bool:
+    """Return True if torch's own loop fetches the indices of a sampler."""
+    return uses_torch_iterator(loader) and not isinstance(loader.dataset, IterableDataset)
+
+
+def uses_torch_iterator(loader: DataLoader[Any]) -> bool:
+    """Return True if a loader uses torch's own iterator, or torchdata's for given indices."""
+    kind: Any = type(loader)
+    if getattr(kind, "fetches_given_indices", False):
+        return True
+    return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
 
 
 def set_epochs(loader: Any, dataset: Any, epoch: int) -> None:
@@ -202,6 +220,18 @@ def find_generators(*holders: Any) -> list[Any]:
             if isinstance(value, kinds) and not any(value is other for other in generators):
                 generators.append(value)
     return generators
+
+
+def loader_generators(loader: DataLoader[Any]) -> list[Any]:
+    """Return the generators that a loader's order may depend on: its own, its samplers', its stream's."""
+    holders = sampler_chain(loader)
+    # A loader with its own iteration may draw from its data, too.
+    stream: Any = loader.dataset
+    if isinstance(stream, IterableDataset) or not uses_torch_iterator(loader):
+        while stream is not None and not any(stream is holder for holder in holders):
+            holders.append(stream)
+            stream = getattr(stream, "dataset", None)
+    return find_generators(*holders)
 
 
 def capture_generators(generators: Iterable[Any]) -> list[Any]:

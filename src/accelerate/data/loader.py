@@ -17,19 +17,24 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from accelerate.core.errors import CheckpointError
 from accelerate.data.active_loaders import DataLoaderStateMixin
-from accelerate.data.batch_sampler_shard import SkipBatchSampler, slicer_for
+from accelerate.data.batch_sampler_shard import SkipBatchSampler, copy_loader, slicer_for
 from accelerate.data.batch_source import (
     PresetIndexSampler,
-    copy_loader,
     describe_batch,
     fetch_batches,
-    fetches_by_index,
-    loader_generators,
-    outer_sampler,
     with_index_sampler,
 )
 from accelerate.data.batches import BatchCopier, FetchedBatch
-from accelerate.data.epoch_order import DataShard, find_new_epoch, inner_sampler, sampler_chain, set_epochs
+from accelerate.data.epoch_order import (
+    DataShard,
+    fetches_by_index,
+    find_new_epoch,
+    inner_sampler,
+    loader_generators,
+    outer_sampler,
+    sampler_chain,
+    set_epochs,
+)
 from accelerate.data.iterable_dataset import (
     IterableDatasetShard,
     PartialGlobalBatch,
@@ -312,7 +317,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         assert epoch is not None
         if fetches_by_index(base):
             return fetch_batches(base, *self._indexed_loader(base), epoch)
-        base = with_saved_split(base, epoch, copy_loader)
+        base = with_saved_split(base, epoch)
         batches = self._stream_batches(base, epoch)
         return base.dataset.align(batches, epoch) if isinstance(base.dataset, SourceShard) else batches
 
@@ -400,7 +405,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         persistent = bool(getattr(base, "persistent_workers", False))
         split = base.dataset.split if isinstance(base.dataset, SourceShard) else None
         fetches = FetchLayout(base.num_workers, persistent, step // self._fetches_per_step, [], 0, split)
-        return self.position.state_dict(loader_generators(base), outer_sampler(base), step, fetches)
+        return self.position.state_dict(loader_generators(base), sampler_chain(base)[-1], step, fetches)
 
     @property
     def dl_state_dict(self) -> dict[str, Any]:
@@ -429,8 +434,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
                 fix="of a loader of torchdata: DataLoaderConfiguration(use_stateful_dataloader=True)",
             )
         base = self._full_base
-        self.position.load_state_dict(state_dict, loader_generators(base), outer_sampler(base))
-        set_epochs(self.base_dataloader, self.dataset, self.iteration)
+        self.position.load_state_dict(state_dict, loader_generators(base), sampler_chain(base)[-1])
+        set_epochs(self.base_dataloader, base.dataset, self.position.iteration)
 
     # For loaders of torchdata, whose state_dict has another form.
     position_state, load_position = state_dict, load_state_dict

@@ -7,7 +7,6 @@ One position is shared by a prepared loader and by the twins that ``skip_first_b
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ from accelerate.data.epoch_order import (
     capture_generators,
     from_plain,
     restore_generators,
-    sampler_chain,
     to_plain,
 )
 from accelerate.data.sample_order import SeedableRandomSampler
@@ -75,12 +73,6 @@ class FetchLayout(NamedTuple):
     skipped: list[int]
     fetch_count: int
     split: StreamSplit | None = None
-
-    @classmethod
-    def from_state(cls, values: Sequence[Any]) -> FetchLayout:
-        """Restore the layout of a saved position; older ones have no split."""
-        layout = cls(*values)
-        return layout._replace(split=None if layout.split is None else StreamSplit(*layout.split))
 
     def samples_per_worker(self, workers: int) -> list[int]:
         """Return the samples that each worker has read: the fetches come from the workers in turn."""
@@ -161,12 +153,8 @@ class Epoch:
     backwards_before: int = 0
     inner_epochs: int = 0
 
-    @property
-    def num_shards(self) -> int:
-        """The number of data shards."""
-        return _count_shards(self.data_shard)
 
-
+@dataclass(eq=False)
 class LoaderPosition:
     """The progress of one prepared loader.
 
@@ -180,19 +168,15 @@ class LoaderPosition:
         restored_state: see ``Epoch``.
     """
 
-    iteration: int
-    counted_batches: int
-
-    def __init__(self, iteration: int = 0) -> None:
-        self.iteration = iteration
-        self.current: Epoch | None = None
-        self.record: Epoch | None = None
-        self.data_shard: DataShard | None = None
-        self.torchdata_state: dict[str, Any] | None = None
-        self.counted_batches = 0
-        self.restored_state: dict[str, Any] | None = None
-        self._workers_started = False
-        self._loaded_state: dict[str, Any] = {}
+    iteration: int = 0
+    current: Epoch | None = None
+    record: Epoch | None = None
+    data_shard: DataShard | None = None
+    torchdata_state: dict[str, Any] | None = None
+    counted_batches: int = 0
+    restored_state: dict[str, Any] | None = None
+    _workers_started: bool = False
+    _loaded_state: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def begin(self, skip: EpochSkip, *, isolated: bool) -> Epoch:
         """Begin an iteration; it resumes the recorded epoch if that has the same number.
@@ -257,7 +241,7 @@ class LoaderPosition:
 
         Args:
             generators: those of the loader and its samplers.
-            sampler: the loader's, of batches or of single indices.
+            sampler: of single indices.
             step: samples of a step.
             fetches: how the loader reads its batches; the number of fetches is filled in here.
         """
@@ -266,14 +250,14 @@ class LoaderPosition:
             return dict(self._loaded_state)
         state = {
             "epoch": self.iteration,
-            "world_size": _count_shards(self.data_shard),
+            "world_size": collective.world_size() if self.data_shard is None else self.data_shard.num_shards,
             "step": step,
             "warm": self._workers_started,
             "now": capture_generators(generators),
             "in_progress": None,
         }
-        if isinstance(inner := sampler_chain(sampler)[-1], SeedableRandomSampler):
-            state["seed"] = to_plain(inner.initial_seed)
+        if isinstance(sampler, SeedableRandomSampler):
+            state["seed"] = to_plain(sampler.initial_seed)
         if current is not None:
             state["in_progress"] = {
                 "epoch": current.number,
@@ -312,15 +296,15 @@ class LoaderPosition:
             return
         self._workers_started = state["warm"]
         restore_generators(generators, state["now"])
-        inner = sampler_chain(sampler)[-1]
-        if isinstance(inner, SeedableRandomSampler) and not inner.has_given_seed and "seed" in state:
-            inner.initial_seed = from_plain(state["seed"])
+        if isinstance(sampler, SeedableRandomSampler) and not sampler.has_given_seed and "seed" in state:
+            sampler.initial_seed = from_plain(state["seed"])
         saved = state["in_progress"]
         if saved is None or saved["start"] is None:
             return
         if not saved["complete"]:
             self.iteration = saved["epoch"]
         self._loaded_state = state
+        layout = FetchLayout(*state.get("fetches", (None, False, state["step"], [], saved["batches"])))
         self.record = Epoch(
             saved["epoch"],
             samples=saved["samples"],
@@ -330,9 +314,7 @@ class LoaderPosition:
             order_state=OrderState.from_state_dict(saved["start"]),
             exhausted=saved["exhausted"],
             saved_world=(state["world_size"], state["step"]),
-            fetches=FetchLayout.from_state(
-                state.get("fetches", (None, False, state["step"], [], saved["batches"]))
-            ),
+            fetches=layout._replace(split=None if layout.split is None else StreamSplit(*layout.split)),
             length=saved["length"],
             inner_epochs=0 if saved["complete"] else state["epoch"] - saved["epoch"],
         )
@@ -350,9 +332,11 @@ class LoaderPosition:
         is_over = record is not None and record.complete and (not record.active or batches == 0)
         if record is None or (is_over and not batches):
             return EpochSkip(batches or 0)  # saved between two epochs: the next one is whole
+        shards = collective.world_size() if self.data_shard is None else self.data_shard.num_shards
+        has_world_changed = record.saved_world != (shards, step)
         matches_record = record.complete and batches == count
         if batches is None:
-            batches = record.samples // step if self._has_world_changed(step) else record.batches
+            batches = record.samples // step if has_world_changed else record.batches
             matches_record = True
         if not (matches_record or batches == record.batches or batches * step == record.samples):
             warnings.warn(
@@ -362,21 +346,12 @@ class LoaderPosition:
                 stacklevel=4,
             )
             return EpochSkip(batches)
-        if self._has_world_changed(step) and collective.rank() == 0:
+        if has_world_changed and collective.rank() == 0:
             size, saved = record.saved_world or (1, step)
-            now = _count_shards(self.data_shard)
             warnings.warn(
                 f"the checkpoint was saved by {size} process(es) with steps of {saved} samples and is "
-                f"continued by {now} with steps of {step}: the remaining samples are the same, "
+                f"continued by {shards} with steps of {step}: the remaining samples are the same, "
                 "but other processes get them",
                 stacklevel=4,
             )
         return EpochSkip(batches, record.samples)
-
-    def _has_world_changed(self, step: int) -> bool:
-        now = _count_shards(self.data_shard), step
-        return self.record is not None and self.record.saved_world != now
-
-
-def _count_shards(data_shard: DataShard | None) -> int:
-    return collective.world_size() if data_shard is None else data_shard.num_shards

@@ -16,10 +16,15 @@ from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.core.value_types import Seed
 from accelerate.data import sharding_detection
-from accelerate.data.batch_sampler_shard import BatchSamplerShard, SeedableRandomSampler, check_split
+from accelerate.data.batch_sampler_shard import (
+    BatchSamplerShard,
+    SeedableRandomSampler,
+    check_split,
+    copy_loader,
+)
 from accelerate.data.dispatch import DataLoaderDispatcher
 from accelerate.data.iterable_dataset import CountingCollate, IterableDatasetShard, supports_marks
-from accelerate.data.loader import DataLoaderShard, copy_loader, get_sampler, make_stateful
+from accelerate.data.loader import DataLoaderShard, get_sampler, make_stateful
 from accelerate.data.rank_batches import SingleIndexSampler
 from accelerate.data.source_shard import SourceShard, can_split
 from accelerate.world import collective
@@ -117,11 +122,15 @@ def prepare_data_loader(
         base = _with_seeded_generator(base)
     dispatch = dispatch_batches
     if dispatch is None:
-        whole = count == collective.world_size()
-        dispatch = whole and put_on_device and isinstance(dataloader.dataset, IterableDataset)
-    if shard == "auto" and count < collective.world_size():
+        dispatch = count == world[0] and put_on_device and isinstance(dataloader.dataset, IterableDataset)
+    if shard == "auto" and count < world[0]:
         sharding_detection.check_data_shard(dataloader, count, index)
-    keeps_own = count > 1 and _keeps_own_data(dataloader, shard, count, index, dispatch_batches)
+    keeps_own = count > 1 and not shard
+    if count > 1 and shard != "auto":
+        _check_shard_option(shard, dispatch_batches)
+    elif count > 1 and (why := sharding_detection.find_sharding(dataloader, count, index)) is not None:
+        sharding_detection.log_not_sharded(dataloader, why)
+        keeps_own = True
     prepared: DataLoaderShard
     if dispatch and not keeps_own:
         _check_world(count, index)
@@ -139,23 +148,19 @@ def prepare_data_loader(
         shared = 1 if keeps_own else count
         if shared > 1:
             # Where all ranks take part, the first batch of indices is compared before it is used.
-            unverified = dataloader if shard == "auto" and count == collective.world_size() else None
+            unverified = dataloader if shard == "auto" and count == world[0] else None
             base = _shard(base, shared, index, split_batches, even_batches, unverified)
         prepared = DataLoaderShard.wrap(
             base, device=batch_device, non_blocking=non_blocking, num_processes=shared
         )
-    mode = "kept" if keeps_own else "dispatched" if dispatch else "sharded"
     if shard == "auto":
-        prepared.comparison = partial(
-            sharding_detection.compare_ranks,
-            dataloader,
-            mode,
-            is_rank0_read=bool(dispatch_batches) and not keeps_own,
-        )
-    if count > 1 and count == collective.world_size() and shard == "auto":
-        prepared.before_first_use = prepared.comparison
+        mode = "kept" if keeps_own else "dispatched" if dispatch else "sharded"
+        reads_rank0 = bool(dispatch_batches) and not keeps_own
+        prepared.comparison = partial(sharding_detection.compare_ranks, dataloader, mode, reads_rank0)
+        if 1 < count == world[0]:
+            prepared.before_first_use = prepared.comparison
     prepared.rng_types, prepared.skip_batches = rng_types, skipped
-    prepared.keeps_torch_numbers = legacy_random_numbers and collective.world_size() == 1
+    prepared.keeps_torch_numbers = legacy_random_numbers and world[0] == 1
     prepared.use_stateful_dataloader = use_stateful_dataloader
     if use_stateful_dataloader:
         make_stateful(prepared)
@@ -164,11 +169,8 @@ def prepare_data_loader(
     return prepared
 
 
-def _keeps_own_data(
-    loader: DataLoader[Any], shard: bool | str, count: int, index: int, dispatch: bool | None
-) -> bool:
-    """Return True if each process keeps its own data, because it is sharded already."""
-    if shard not in ("auto", True, False):
+def _check_shard_option(shard: bool | str, dispatch: bool | None) -> None:
+    if shard not in (True, False):
         raise SettingError(f"shard is {shard!r}", fix="use 'auto', True or False")
     if shard is False and dispatch:
         raise SettingError(
@@ -176,12 +178,6 @@ def _keeps_own_data(
             why="one keeps what each process reads, the other lets rank 0 read for all",
             fix="leave one of them out",
         )
-    if shard != "auto":
-        return not shard
-    reason = sharding_detection.find_sharding(loader, count, index)
-    if reason is not None:
-        sharding_detection.log_not_sharded(loader, reason)
-    return reason is not None
 
 
 def _check_world(count: int, index: int) -> None:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from accelerate.data.batch_sampler_shard import copy_loader
 from accelerate.data.batches import FetchedBatch
 from accelerate.data.iterable_dataset import IterableDatasetShard
 from accelerate.data.position import Epoch, StreamSplit
@@ -147,15 +148,12 @@ class SplitOrder(IterableDataset[Any]):
                     parts.remove(part)
 
 
-def with_saved_split(
-    base: DataLoader[Any], epoch: Epoch, copy_loader: Callable[..., DataLoader[Any]]
-) -> DataLoader[Any]:
+def with_saved_split(base: DataLoader[Any], epoch: Epoch) -> DataLoader[Any]:
     """Return the loader of a stream in the order that the epoch had when it was saved.
 
     Args:
         base: the sharded loader.
         epoch: the epoch that begins.
-        copy_loader: makes a copy of a loader with other parts.
     """
     stream: Any = base.dataset
     saved = None if epoch.fetches is None else epoch.fetches.split

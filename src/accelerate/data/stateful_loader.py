@@ -20,7 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import BatchSampler
 from torchdata.stateful_dataloader.worker import try_to_serialize
 
-from accelerate.data.batch_source import outer_sampler, read_loader_state
+from accelerate.data.batch_source import read_loader_state
 from accelerate.data.epoch_order import inner_sampler, torch_digest
 from accelerate.data.sample_order import SeedableRandomSampler, is_known, is_random
 from accelerate.world import collective
@@ -248,7 +248,7 @@ def _state_to_restore(state: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _warn_of_order(base: Any) -> None:
-    sampler = inner_sampler(outer_sampler(base))
+    sampler = inner_sampler(base)
     if is_known(sampler) and is_random(sampler) and type(sampler) is not SeedableRandomSampler:
         _logger.warning(
             "the loaded state counts batches and does not hold the order of a shuffled loader: the rest of "

@@ -19,19 +19,15 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accelerate.core.errors import PrepareError
-from accelerate.data.batch_sampler_shard import BatchSamplerShard
+from accelerate.data.batch_sampler_shard import BatchSamplerShard, copy_loader
 from accelerate.data.batch_source import (
     PresetIndexSampler,
     WorkerSeedingIndices,
-    copy_loader,
     find_shard,
-    loader_generators,
     open_steps,
     order_broadcast,
-    outer_sampler,
     read_loader_state,
     restore_loader_state,
-    uses_torch_iterator,
     with_index_sampler,
 )
 from accelerate.data.epoch_order import (
@@ -39,8 +35,11 @@ from accelerate.data.epoch_order import (
     OrderState,
     RNGSnapshot,
     capture_generators,
+    loader_generators,
     open_walk,
+    outer_sampler,
     restore_generators,
+    uses_torch_iterator,
 )
 from accelerate.data.iterable_dataset import STATE_METHODS, IterableDatasetShard
 from accelerate.data.position import Epoch, FetchLayout

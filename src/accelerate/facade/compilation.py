@@ -80,6 +80,8 @@ class TorchDynamoPlugin(KwargsHandler):
             ),
         ]
         self._overridden_options = list(report_overridden(loaded))
+        # Whether there is anything to report of: nearly all runs compile nothing.
+        self.has_options = bool(self._requested_options or self._overridden_options)
 
     @property
     def is_enabled(self) -> bool:
@@ -147,8 +149,6 @@ def option_statuses(
         stepped: a training step is over, so that what is compiled has run.
     """
     yield from plugin._overridden_options
-    if not plugin._requested_options:
-        return
     reason = _reason_not_compiled(plugin, models, stepped=stepped)
     done = sum(map(_is_compiled, (part for model in models for part in model.modules())))
     for option in plugin._requested_options:

@@ -171,7 +171,11 @@ class OptionReporter:
                 each if isinstance(each, OptionStatus) else READ_BACKS[each.name](each, run)
                 for each in self._run_options
             ),
-            *compilation.option_statuses(runtime.compiler, models, stepped=run.has_stepped),
+            *(
+                compilation.option_statuses(runtime.compiler, models, stepped=run.has_stepped)
+                if runtime.compiler.has_options
+                else ()
+            ),
             *strategy.option_statuses(run.prepared.models),
             *(unused_options(strategy.request, strategy) if harmless or strategy.request.passed_over else ()),
             *(READ_BACKS[option.name](option, run) for option in loop),
@@ -190,7 +194,8 @@ class OptionReporter:
             SettingError: the run is strict, and an option was not applied; in ``prepare`` on all ranks.
         """
         runtime, fresh = self._run.runtime, list[OptionStatus]()
-        self._first_step_shows_more = runtime.compiler.is_enabled or runtime.gradients.num_steps != 1
+        num_steps = runtime.gradients.plugin_kwargs.get("num_steps") or 1
+        self._first_step_shows_more = runtime.compiler.has_options or num_steps != 1
         for status in self._collect_statuses(harmless=self._style != "none"):
             key = (status.option, status.applied, "" if status.applied else status.why)
             if status.applied is None:

@@ -70,13 +70,6 @@ class PreparedObjects:
             for watch in self.on_add:
                 watch(kind, item)
 
-    def add_bundle(self, bundle: PrepareBundle) -> None:
-        """Add the objects of one ``prepare``, and mark them as prepared."""
-        for kind, item in zip(bundle.kinds, bundle.objects, strict=True):
-            if kind not in ("prepared", "other"):
-                self.add(kind, item)
-                item._is_accelerate_prepared = True
-
     def clear(self) -> None:
         """Forget all objects. Lists that were handed out keep them."""
         self.models, self.optimizers, self.schedulers, self.loaders = [], [], [], []
@@ -177,7 +170,7 @@ class Preparer:
             [object_kind(item) for item in objects],
             training,
             [default if wish is None else wish for wish in place or [None] * len(objects)],
-            self.runtime.gradients.num_steps,
+            self.runtime.gradients.plugin_kwargs.get("num_steps") or 1,
             self.options.dataloader.split_batches,
             self.runtime.gradients.plugin_kwargs.get("step_scheduler_once", False),
         )
@@ -215,7 +208,10 @@ class Preparer:
             bundle.replace("model", self._find_prepared)
         for step in self.make_plan(bundle).steps:
             step.apply(bundle)
-        self.prepared.add_bundle(bundle)
+        for kind, item in zip(bundle.kinds, bundle.objects, strict=True):
+            if kind not in ("prepared", "other"):
+                self.prepared.add(kind, item)
+                item._is_accelerate_prepared = True
 
     # --- the plan
 
