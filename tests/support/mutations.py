@@ -172,7 +172,7 @@ MUTATIONS = (
         name="scaler",
         room="precision: fp16",
         mistake="the loss scale is updated between the steps of two optimizers",
-        file="precision/fp16.py",
+        file="precision/base.py",
         old="is_update_due = not self._unscaled",
         new="is_update_due = True",
         tests=(

@@ -344,7 +344,7 @@ INTERNALS = (
     ),
     Internals(
         "loss scaling and schedulers",
-        ("precision/fp16.py", "facade/scheduler.py"),
+        ("precision/base.py", "facade/scheduler.py"),
         {
             "torch.amp": "GradScaler._found_inf_per_device GradScaler._maybe_opt_step",
             "torch.optim.lr_scheduler": "LRScheduler._step_count SequentialLR._milestones",

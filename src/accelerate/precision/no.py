@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 from torch import nn
 
 from accelerate.precision.autocast import AutocastKwargs, detach_autocast, get_attached_autocast
-from accelerate.precision.base import Precision, no_context
+from accelerate.precision.base import Precision
 
 
 class NoMixedPrecision(Precision):
@@ -18,7 +18,7 @@ class NoMixedPrecision(Precision):
 
     def forward_context(self, options: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return an empty context, whatever ``options`` say of autocast in other formats."""
-        return no_context()
+        return nullcontext()
 
     def replaces_attached(self, model: nn.Module) -> bool:
         """Return True when the model has computed in another format so far."""
