@@ -159,10 +159,8 @@ def fetch_batches(
     single = base.batch_sampler is None
     for batch in _restore_after_fetch(iterator, snapshots) if seeds_here else iterator:
         step = pending_steps.popleft()
-        if single:
-            yield single_item(batch, step)
-        else:
-            yield describe_batch(batch, step.last, step)
+        fetched = describe_batch(batch, step.last, step)
+        yield single_item(fetched) if single else fetched
 
 
 def describe_batch(batch: Any, last: bool, step: StepSampleIndices) -> FetchedBatch:
@@ -171,15 +169,10 @@ def describe_batch(batch: Any, last: bool, step: StepSampleIndices) -> FetchedBa
     return FetchedBatch(batch, last, step.samples, step.remainder, step.real, size, step.indices)
 
 
-def single_item(item: Any, step: StepSampleIndices) -> FetchedBatch:
-    """Describe an item of a loader that does not collate: it may have any number of rows.
-
-    All of them count, or none.
-    """
-    remainder, size = -1 if step.remainder else 0, ignorant_find_batch_size(item) or 1
-    return FetchedBatch(
-        item, step.last, step.samples, remainder, None if step.real else 0, size, step.indices
-    )
+def single_item(fetched: FetchedBatch) -> FetchedBatch:
+    """Describe an item of a loader that does not collate: of its any number of rows all count, or none."""
+    remainder, size = -1 if fetched.remainder else 0, ignorant_find_batch_size(fetched.batch) or 1
+    return fetched._replace(remainder=remainder, real=0 if fetched.real == 0 else None, size=size)
 
 
 def _record_steps(
@@ -284,14 +277,8 @@ def open_steps(
     order_state = epoch.order_state if epoch.is_resumed else None
     slicer = slicer_for(holder) if has_known_seed(holder, order_state) else None
     if slicer is not None:
-        steps = _slice_steps(
-            slicer,
-            holder,
-            generators,
-            epoch,
-            order_state,
-            order_broadcast(epoch, shard is not None),
-        )
+        broadcast = order_broadcast(epoch, shard is not None)
+        _, steps = slice_steps(slicer, holder, generators, epoch, broadcast)
     else:
         items = opened or opened_by_loader(
             holder if shard is None else shard.batch_sampler, generators, order_state
@@ -300,25 +287,31 @@ def open_steps(
     return (step._replace(indices=step.indices[0]) for step in steps) if single else steps
 
 
-def _slice_steps(
+def slice_steps(
     slicer: RankSampleOrderSlicer,
     holder: Any,
     generators: list[Any],
     epoch: Epoch,
-    order_state: OrderState | None,
     broadcast: Broadcast,
-) -> Iterator[StepSampleIndices]:
+) -> tuple[torch.Tensor | range, Iterator[StepSampleIndices]]:
+    """Return the order of an epoch, that one of torch's samplers gives, and its steps.
+
+    Args:
+        slicer: makes the steps.
+        holder: the sampler, or one of batches over it.
+        generators, epoch: see ``open_steps``.
+        broadcast: see ``open_order``.
+    """
     sampler, skip = inner_sampler(holder), epoch.skip
     if epoch.advances_generators:
         draw_seed(sampler)
-    always = epoch.data_shard is not None
     order, epoch.order_state = open_order(
         sampler,
         generators,
         broadcast=broadcast,
-        order_state=order_state,
+        order_state=epoch.order_state if epoch.is_resumed else None,
         later_states=epoch.later_states,
-        always=always,
+        always=epoch.data_shard is not None,
     )
     offset = skip.batches * slicer.step_samples if skip.samples is None else skip.samples
     if epoch.is_resumed and epoch.length not in (None, len(order)):
@@ -328,7 +321,7 @@ def _slice_steps(
             stacklevel=2,
         )
     epoch.length, epoch.samples = len(order), min(offset, len(order))
-    return finish_at_end(slicer.steps(order, offset), sampler, epoch.is_resumed and epoch.exhausted)
+    return order, finish_at_end(slicer.steps(order, offset), sampler, epoch.is_resumed and epoch.exhausted)
 
 
 def _walk_steps(

@@ -22,6 +22,7 @@ from accelerate.data.batch_source import (
     PresetIndexSampler,
     describe_batch,
     fetch_batches,
+    single_item,
     with_index_sampler,
 )
 from accelerate.data.batches import BatchCopier, FetchedBatch
@@ -343,12 +344,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
                 fetched = self._describe_last(batch, share)
             else:
                 fetched = FetchedBatch(batch, size=share)
-            if single:
-                # An item may have any number of rows: all of them count, or none.
-                size = ignorant_find_batch_size(fetched.batch) or 1
-                remainder = -1 if fetched.remainder else 0
-                fetched = fetched._replace(remainder=remainder, real=fetched.real and None, size=size)
-            yield fetched
+            yield single_item(fetched) if single else fetched
 
     def _describe_last(self, batch: Any, share: int | None) -> FetchedBatch:
         """Describe the last batch of a stream without marks."""
@@ -402,9 +398,10 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         does not count.
         """
         base, step = self._full_base, self.total_batch_size
-        persistent = bool(getattr(base, "persistent_workers", False))
         split = base.dataset.split if isinstance(base.dataset, SourceShard) else None
-        fetches = FetchLayout(base.num_workers, persistent, step // self._fetches_per_step, [], 0, split)
+        fetches = FetchLayout(
+            base.num_workers, base.persistent_workers, step // self._fetches_per_step, [], 0, split
+        )
         return self.position.state_dict(loader_generators(base), sampler_chain(base)[-1], step, fetches)
 
     @property

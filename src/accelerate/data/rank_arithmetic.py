@@ -47,20 +47,8 @@ _SLICING_CALLS = frozenset(("range", "islice", "arange", "Subset"))
 # Words in the names of functions to which the rank says who logs or draws.
 _OTHER_USES = frozenset(
     (
-        *(
-            "print",
-            "log",
-            "logger",
-            "logging",
-            "info",
-            "debug",
-            "warn",
-            "warning",
-            "error",
-            "write",
-            "format",
-        ),
-        *("seed", "seeds", "random", "rng"),
+        *("print", "log", "logger", "logging", "info", "debug", "warn", "warning", "error", "write"),
+        *("format", "seed", "seeds", "random", "rng"),
     )
 )
 _WORD = re.compile("[A-Z]?[a-z]+|[A-Z]+")

@@ -10,22 +10,10 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from accelerate.data.batch_sampler_shard import BatchSamplerShard, slicer_for
-from accelerate.data.epoch_order import (
-    finish_at_end,
-    has_known_seed,
-    inner_sampler,
-    open_order,
-    open_walk,
-    opened_by_loader,
-)
+from accelerate.data.batch_source import slice_steps
+from accelerate.data.epoch_order import has_known_seed, open_walk, opened_by_loader
 from accelerate.data.position import Epoch
-from accelerate.data.sample_order import (
-    RankSampleOrderSlicer,
-    StepSampleIndices,
-    draw_seed,
-    mark_last,
-    skip_items,
-)
+from accelerate.data.sample_order import RankSampleOrderSlicer, StepSampleIndices, mark_last, skip_items
 
 # A rank's samples of a step, and the number of real ones.
 RankSamples = tuple[list[Any], int]
@@ -54,24 +42,11 @@ class AllRankBatchSteps:
         order_state = epoch.order_state if epoch.is_resumed else None
         slicer = slicer_for(items) if has_known_seed(items, order_state) else None
         if slicer is not None:
-            inner, skip = inner_sampler(items), epoch.skip
-            if epoch.advances_generators:
-                draw_seed(inner)
-            order, epoch.order_state = open_order(
-                inner,
-                generators,
-                broadcast=None,
-                order_state=order_state,
-                later_states=epoch.later_states,
-            )
             size = slicer.rank_samples * (1 if self.shard.split_batches else self.shard.num_processes)
-            offset = skip.batches * size if skip.samples is None else skip.samples
-            epoch.length, epoch.samples = len(order), min(offset, len(order))
+            whole = RankSampleOrderSlicer(size, drop_last=slicer.drop_last)
+            order, whole_steps = slice_steps(whole, items, generators, epoch, None)
             first = [int(index) for index in order[: self.shard.num_processes]]
-            whole = RankSampleOrderSlicer(size, drop_last=slicer.drop_last).steps(order, offset)
-            steps = self._divide_known(
-                finish_at_end(whole, inner, epoch.is_resumed and epoch.exhausted), first, slicer.rank_samples
-            )
+            steps = self._divide_known(whole_steps, first, slicer.rank_samples)
         else:
             batches, epoch.order_state = open_walk(
                 opened_by_loader(items, generators, order_state),

@@ -48,25 +48,17 @@ from accelerate.world import collective
 from accelerate.world.rng import derive
 
 
-class _BatchesWithSteps:
-    """The batches of a loader with its own iteration, each with the step that its indices were taken for.
+def _batches_with_steps(
+    items: Iterable[Any], shard: BatchSamplerShard | None, read_state: Callable[[], Any] | None
+) -> Iterator[tuple[Any, StepSampleIndices | None, Any]]:
+    """Yield the batches of a loader with its own iteration, each with the step that its indices are of.
 
     With ``read_state``, also with the state of torchdata's loader after it.
     """
-
-    def __init__(
-        self,
-        items: Iterable[Any],
-        shard: BatchSamplerShard | None,
-        read_state: Callable[[], Any] | None,
-    ) -> None:
-        self.items, self.shard, self.read_state = items, shard, read_state
-
-    def __iter__(self) -> Iterator[tuple[Any, StepSampleIndices | None, Any]]:
-        for batch in self.items:
-            taken = None if self.shard is None else self.shard.taken_steps
-            state = None if self.read_state is None else self.read_state()
-            yield batch, taken.popleft() if taken else None, state
+    for batch in items:
+        taken = None if shard is None else shard.taken_steps
+        state = None if read_state is None else read_state()
+        yield batch, taken.popleft() if taken else None, state
 
 
 class _EpochSeedingWorkerStream:
@@ -139,7 +131,7 @@ def stream_batches(
     read_state = partial(read_loader_state, *loaders) if epoch.records_loader_state else None
     own_state = torch.default_generator.get_state()
     batches, epoch.order_state = open_walk(
-        _BatchesWithSteps(items, None if stream else find_shard(base), read_state),
+        _batches_with_steps(items, None if stream else find_shard(base), read_state),
         generators,
         broadcast=broadcast,
         order_state=order_state,

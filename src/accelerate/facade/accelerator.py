@@ -43,7 +43,7 @@ from accelerate.facade.micro_batch_windows import GradientAccumulationWindows
 from accelerate.facade.optimizer import AcceleratedOptimizer
 from accelerate.facade.option_report import OptionReporter
 from accelerate.facade.preemption import Preemption
-from accelerate.facade.preparer import PreparedObjects, PrepareOptions, PreparePlan, Preparer, is_dispatched
+from accelerate.facade.preparer import PreparedObjects, PrepareOptions, PreparePlan, Preparer
 from accelerate.facade.processes import ProcessMixin
 from accelerate.facade.run_recorder import start_recorder
 from accelerate.facade.scheduler import AcceleratedScheduler
@@ -626,9 +626,7 @@ class Accelerator(ProcessMixin):
                     options = {} if kind == "scheduler" else {"device_placement": place}
                     bundle.objects[index] = replaced[kind](bundle.objects[index], **options)
                     bundle.kinds[index] = "prepared"
-        verify = self.verify_device_map
-        is_own = getattr(verify, "__func__", None) is Accelerator.verify_device_map
-        self._preparer.prepare(bundle, None if is_own else verify)
+        self._preparer.prepare(bundle, self.verify_device_map)
         self._option_reporter.report()
         return bundle.objects[0] if len(args) == 1 else tuple(bundle.objects)
 
@@ -663,9 +661,7 @@ class Accelerator(ProcessMixin):
         """Prepare one model; ``evaluation_mode`` places it and sets its precision only."""
         place = None if device_placement is None else [device_placement]
         bundle = self._preparer.make_bundle((model,), place, training=not evaluation_mode)
-        verify = self.verify_device_map
-        is_own = getattr(verify, "__func__", None) is Accelerator.verify_device_map
-        self._preparer.prepare(bundle, None if is_own else verify)
+        self._preparer.prepare(bundle, self.verify_device_map)
         self._option_reporter.report()
         return bundle.objects[0]
 
@@ -711,7 +707,8 @@ class Accelerator(ProcessMixin):
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Return whether a submodule of ``model`` is dispatched over several devices."""
-        return is_dispatched(model)
+        maps = (getattr(module, "hf_device_map", None) for module in model.modules())
+        return any(places is not None and len(set(places.values())) > 1 for places in maps)
 
     def unwrap_model(
         self, model: ModuleT, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True

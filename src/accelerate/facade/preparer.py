@@ -182,7 +182,7 @@ class Preparer:
 
         Args:
             bundle: the objects.
-            verify_device_map: a program's own answer to the question whether a model is dispatched.
+            verify_device_map: tells whether a model is dispatched over several devices.
 
         Raises:
             PrepareError: one cannot be prepared; nothing is changed then.
@@ -192,7 +192,7 @@ class Preparer:
         for value in bundle.objects_of("other"):
             self._note_unprepared(value)
         for model in models:
-            if world.size > 1 and (verify_device_map or is_dispatched)(model):
+            if world.size > 1 and verify_device_map is not None and verify_device_map(model):
                 self._refuse_dispatched()
             check_trainable(
                 model,
@@ -449,12 +449,6 @@ class Preparer:
             slicer = strategy.batch_placer_for(shard)
         shard.slice_batch, shard.data_shard = slicer, share
         return shard
-
-
-def is_dispatched(model: nn.Module) -> bool:
-    """Return whether a submodule of ``model`` is dispatched over several devices."""
-    maps = (getattr(module, "hf_device_map", None) for module in model.modules())
-    return any(places is not None and len(set(places.values())) > 1 for places in maps)
 
 
 def _engine_wrapper(strategy: EngineStrategy, kind: str) -> Any:
