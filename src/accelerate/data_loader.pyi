@@ -3,7 +3,6 @@
 
 from accelerate.data.active_loaders import DataLoaderStateMixin as DataLoaderStateMixin
 from accelerate.data.batch_sampler_shard import BatchSamplerShard as BatchSamplerShard
-from accelerate.data.batch_sampler_shard import SeedableRandomSampler as SeedableRandomSampler
 from accelerate.data.batch_sampler_shard import SkipBatchSampler as SkipBatchSampler
 from accelerate.data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
 from accelerate.data.iterable_dataset import IterableDatasetShard as IterableDatasetShard
@@ -17,6 +16,7 @@ from accelerate.data.prepare import DataLoader as DataLoader
 from accelerate.data.prepare import IterableDataset as IterableDataset
 from accelerate.data.prepare import RandomSampler as RandomSampler
 from accelerate.data.prepare import prepare_data_loader as prepare_data_loader
+from accelerate.data.sample_order import SeedableRandomSampler as SeedableRandomSampler
 from typing import Any
 
 _PYTORCH_DATALOADER_KWARGS: Any

@@ -38,7 +38,8 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | exports("data.active_loaders: DataLoaderStateMixin")
     | exports("data.prepare: prepare_data_loader BatchSampler DataLoader IterableDataset RandomSampler")
     | exports("data.dispatch: DataLoaderDispatcher")
-    | exports("data.batch_sampler_shard: BatchSamplerShard SeedableRandomSampler SkipBatchSampler")
+    | exports("data.batch_sampler_shard: BatchSamplerShard SkipBatchSampler")
+    | exports("data.sample_order: SeedableRandomSampler")
     | exports("data.iterable_dataset: IterableDatasetShard"),
     "accelerate.hooks": exports(
         "offload.hooks: LayerwiseCastingHook ModelHook SequentialHook _accelerate_added_attributes "

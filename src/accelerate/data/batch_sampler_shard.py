@@ -24,25 +24,13 @@ from accelerate.data.epoch_order import (
     open_walk,
     sampler_chain,
 )
-from accelerate.data.iterable_dataset import IterableDatasetShard
 from accelerate.data.sample_order import (
     RankSampleOrderSlicer,
-    SeedableRandomSampler,
     StepSampleIndices,
     is_known,
     is_torch_batch_sampler,
 )
 from accelerate.world import collective
-
-__all__ = [
-    "BatchSamplerShard",
-    "IterableDatasetShard",
-    "SeedableRandomSampler",
-    "SkipBatchSampler",
-    "copy_loader",
-    "shards_batches",
-    "slicer_for",
-]
 
 
 class BatchSamplerShard(BatchSampler):

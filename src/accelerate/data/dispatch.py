@@ -34,8 +34,7 @@ from accelerate.data.loader import DataLoaderShard
 from accelerate.data.position import Epoch, EpochSkip
 from accelerate.data.rank_batches import AllRankBatchSteps, SingleIndexSampler
 from accelerate.data.sample_order import RankSampleOrderSlicer
-from accelerate.data.source_shard import with_saved_split
-from accelerate.data.stream_source import stream_batches
+from accelerate.data.stream_source import stream_batches, with_saved_split
 from accelerate.world import collective
 from accelerate.world.local_tensor_trees import concatenate, ignorant_find_batch_size, slice_tensors
 

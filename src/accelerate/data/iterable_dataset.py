@@ -1,4 +1,4 @@
-"""Sharding of iterable datasets (streams), and the marking of fillers.
+"""Sharding of iterable datasets (streams), by samples or by files, and the marking of fillers.
 
 The length of a stream is known only at its end, and with workers it ends inside them. So each sample of an
 incomplete step is marked where it is read; the mark passes through collating, and the collated batch holds
@@ -7,6 +7,9 @@ the number of real samples.
 
 from __future__ import annotations
 
+import copy
+import logging
+import sys
 from collections.abc import Callable, Iterator
 from itertools import chain, cycle, islice
 from typing import Any, NamedTuple
@@ -14,6 +17,11 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate.core.errors import PrepareError
+from accelerate.data.batches import FetchedBatch
+from accelerate.data.position import Epoch, StreamSplit
+from accelerate.world import collective
+
+_logger = logging.getLogger(__name__)
 
 # By these torchdata knows data with a state of its own.
 STATE_METHODS = ("state_dict", "load_state_dict")
@@ -210,6 +218,107 @@ class IterableDatasetShard(IterableDataset[Any]):
         if not self.marks:
             return list(filled)
         return [FillerMarkedSample(sample, place < real, real) for place, sample in enumerate(filled)]
+
+
+def can_split(stream: Any, count: int) -> bool:
+    """Return True if a stream of ``datasets`` can be split by files, as many for each of ``count`` ranks."""
+    datasets = sys.modules.get("datasets")
+    if datasets is None or not isinstance(stream, datasets.IterableDataset):
+        return False
+    return stream.num_shards >= count and stream.num_shards % count == 0
+
+
+class SourceShard(IterableDatasetShard):
+    """One rank's files of a stream of ``datasets``; no rank reads all rows.
+
+    Which rows a rank gets is ``split_dataset_by_node``'s. The ranks' parts may differ in length: they tell
+    each other with every step whether they have a batch of it, so all of them end with the same step. The
+    arguments are those of ``IterableDatasetShard``.
+    """
+
+    _own = (*IterableDatasetShard._own, "part")
+
+    def __init__(self, dataset: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(dataset, *args, **kwargs)
+        self.part = split_stream(dataset, self.process_index, self.num_processes)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, also of this rank's part."""
+        super().set_epoch(epoch)
+        self.part.set_epoch(epoch)
+
+    # The state of the part is that of this object: it is read for this rank alone.
+    def state_dict(self) -> dict[str, Any]:
+        """Return where this rank's part is."""
+        return self.part.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore where this rank's part was."""
+        self.part.load_state_dict(state_dict)
+
+    @property
+    def split(self) -> StreamSplit:
+        """How the ranks share the stream."""
+        return StreamSplit(self.num_processes, self._group_size)
+
+    @property
+    def _source(self) -> Any:
+        return self.part
+
+    @property
+    def _group_size(self) -> int:
+        return self.step_size // self.num_processes
+
+    @property
+    def _rank_slice(self) -> slice:
+        return slice(0, self._group_size)
+
+    def align(self, batches: Iterator[FetchedBatch], epoch: Epoch) -> Iterator[FetchedBatch]:
+        """Yield this rank's batches, with fillers while other ranks have more; collective in every step.
+
+        With ``drop_last``, the epoch ends before the first step in which a rank has no batch.
+
+        Args:
+            batches: of this rank; one is fetched ahead.
+            epoch: the epoch, which has the state of torchdata's loader for the batch in hand.
+        """
+        if not (self.even_batches or self.drop_last):
+            yield from batches
+            return
+        upcoming = next(batches, None)
+        first = None if upcoming is None else copy.deepcopy(upcoming.batch)
+        counts = self._exchange(upcoming)
+        if any(counts) and not all(counts) and not self.drop_last:
+            # A rank may have no file with a row, or have come to its end before the checkpoint.
+            owners = collective.all_gather_object(first if counts[self.process_index] else None, "prepare")
+            first = next(batch for batch in owners if batch is not None) if first is None else first
+        while all(counts) if self.drop_last else any(counts):
+            fetched, real, state = upcoming, counts[self.process_index], epoch.loader_state
+            upcoming = None if upcoming is None else next(batches, None)
+            following = self._exchange(upcoming)
+            last = not (all(following) if self.drop_last else any(following))
+            total = sum(counts)
+            batch = copy.deepcopy(first) if fetched is None else fetched.batch
+            filled, epoch.loader_state, ahead = total < self.step_size, state, epoch.loader_state
+            yield FetchedBatch(batch, last, total, total if filled else 0, real, self._group_size)
+            counts, epoch.loader_state = following, ahead
+        if any(counts) and self.process_index == 0:
+            _logger.warning(
+                "drop_last=True ends this epoch where a process has no full batch; others still have some. "
+                "Files of equal length, or drop_last=False, use all rows."
+            )
+
+    def _exchange(self, fetched: FetchedBatch | None) -> list[int]:
+        """Return how many samples of its batch each rank has, 0 after its end."""
+        own = 0 if fetched is None else self._group_size if fetched.real is None else fetched.real
+        return collective.all_gather_object(own, label="the next step of a stream")
+
+
+def split_stream(stream: Any, rank: int, count: int) -> Any:
+    """Return the files of a stream of ``datasets`` that one of ``count`` ranks reads."""
+    from datasets.distributed import split_dataset_by_node
+
+    return split_dataset_by_node(stream, rank=rank, world_size=count)
 
 
 class GlobalBatchCollate:

@@ -39,12 +39,12 @@ from accelerate.data.epoch_order import (
 from accelerate.data.iterable_dataset import (
     IterableDatasetShard,
     PartialGlobalBatch,
+    SourceShard,
     get_collate_fn,
     set_collate_fn,
 )
 from accelerate.data.position import Epoch, EpochSkip, FetchLayout, LoaderPosition
-from accelerate.data.source_shard import SourceShard, with_saved_split
-from accelerate.data.stream_source import stream_batches
+from accelerate.data.stream_source import stream_batches, with_saved_split
 from accelerate.world.local_tensor_trees import ignorant_find_batch_size
 from accelerate.world.rng import synchronize_rng_states
 

@@ -44,7 +44,7 @@ class EpochSkip:
 
 
 class StreamSplit(NamedTuple):
-    """How ranks shared a stream of which each reads a part: see ``source_shard``.
+    """How ranks shared a stream of which each reads a part: see ``SourceShard``.
 
     Attributes:
         ranks: number of ranks.

@@ -18,15 +18,20 @@ from accelerate.core.value_types import Seed
 from accelerate.data import sharding_detection
 from accelerate.data.batch_sampler_shard import (
     BatchSamplerShard,
-    SeedableRandomSampler,
     check_split,
     copy_loader,
 )
 from accelerate.data.dispatch import DataLoaderDispatcher
-from accelerate.data.iterable_dataset import CountingCollate, IterableDatasetShard, supports_marks
+from accelerate.data.iterable_dataset import (
+    CountingCollate,
+    IterableDatasetShard,
+    SourceShard,
+    can_split,
+    supports_marks,
+)
 from accelerate.data.loader import DataLoaderShard, get_sampler, make_stateful
 from accelerate.data.rank_batches import SingleIndexSampler
-from accelerate.data.source_shard import SourceShard, can_split
+from accelerate.data.sample_order import SeedableRandomSampler
 from accelerate.world import collective
 from accelerate.world.mesh_layout import mesh_data_shard
 

@@ -41,8 +41,8 @@ from accelerate.data.epoch_order import (
     restore_generators,
     uses_torch_iterator,
 )
-from accelerate.data.iterable_dataset import STATE_METHODS, IterableDatasetShard
-from accelerate.data.position import Epoch, FetchLayout
+from accelerate.data.iterable_dataset import STATE_METHODS, IterableDatasetShard, SourceShard, split_stream
+from accelerate.data.position import Epoch, FetchLayout, StreamSplit
 from accelerate.data.sample_order import END, StepSampleIndices
 from accelerate.world import collective
 from accelerate.world.rng import derive
@@ -338,3 +338,67 @@ def _replace_stream(
         dataset.dataset = rest
     loader.__dict__.update(dataset=dataset, _iterator=None)
     return loader, rest
+
+
+# --- streams of which each rank reads its own files
+
+
+class SplitOrder(IterableDataset[Any]):
+    """All rows of a stream, in the order in which the ranks of an earlier run shared them.
+
+    That is the one in which a step takes a batch of each rank's part in turn.
+
+    Args:
+        stream: the whole stream; its attributes are visible here.
+        split: how those ranks shared it.
+    """
+
+    def __init__(self, stream: Any, split: StreamSplit) -> None:
+        self.stream, self.samples = stream, split.samples
+        self.parts = [split_stream(stream, rank, split.ranks) for rank in range(split.ranks)]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("stream", "samples", "parts", "state_dict", "load_state_dict") or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.stream, name)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of all parts."""
+        for part in (self.stream, *self.parts):
+            part.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        parts = [iter(part) for part in self.parts]
+        while parts:
+            for part in list(parts):
+                batch = list(islice(part, self.samples))
+                yield from batch
+                if len(batch) < self.samples:
+                    parts.remove(part)
+
+
+def with_saved_split(base: DataLoader[Any], epoch: Epoch) -> DataLoader[Any]:
+    """Return the loader of a stream in the order that the epoch had when it was saved.
+
+    Args:
+        base: the sharded loader.
+        epoch: the epoch that begins.
+    """
+    stream: Any = base.dataset
+    saved = None if epoch.fetches is None else epoch.fetches.split
+    now = stream.split if isinstance(stream, SourceShard) else None
+    if epoch.fetches is None or saved == now:
+        return base
+    whole = stream.dataset if isinstance(stream, IterableDatasetShard) else stream
+    ordered = whole if saved is None else SplitOrder(whole, saved)
+    if isinstance(ordered, SplitOrder):
+        ordered.set_epoch(epoch.number)
+    parts: dict[str, Any] = {"dataset": ordered}
+    if isinstance(stream, IterableDatasetShard):
+        options = (stream.batch_size, stream.drop_last, stream.num_processes, stream.process_index)
+        shard = IterableDatasetShard(ordered, *options, stream.split_batches)
+        shard.even_batches, shard.marks = stream.even_batches, stream.marks
+        parts["dataset"] = shard
+    if base.batch_sampler is not None:
+        parts["batch_sampler"] = copy.copy(base.batch_sampler)  # another loader, by its sampler
+    return copy_loader(base, **parts)

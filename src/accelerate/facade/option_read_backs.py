@@ -17,11 +17,11 @@ from torch.utils.data import RandomSampler
 
 from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.core.units import show_bytes
-from accelerate.data.batch_sampler_shard import SeedableRandomSampler
 from accelerate.data.batch_source import find_shard
 from accelerate.data.dispatch import DataLoaderDispatcher
 from accelerate.data.iterable_dataset import IterableDatasetShard
 from accelerate.data.loader import get_sampler
+from accelerate.data.sample_order import SeedableRandomSampler
 from accelerate.device.machine import DeviceProbeHost
 from accelerate.facade.preparer import PreparedObjects
 from accelerate.facade.runtime import Runtime
