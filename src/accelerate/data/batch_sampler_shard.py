@@ -178,13 +178,11 @@ class BatchSamplerShard(BatchSampler):
             if len(first) < self.num_processes:
                 first.append(batch)
             group.append(batch)
-        if len(group) == self.num_processes and all(map(self._is_full, group)):
+        size = self.batch_size
+        if len(group) == self.num_processes and all(size is None or len(batch) >= size for batch in group):
             yield self._take_batch(group, skipped)
         elif group and (len(group) == self.num_processes or not self.drop_last):
             yield from self._fill_last_step(group, first, skipped)
-
-    def _is_full(self, batch: list[Any]) -> bool:
-        return self.batch_size is None or len(batch) >= self.batch_size
 
     def _take_batch(self, group: list[list[Any]], skipped: int, remainder: int = 0) -> StepSampleIndices:
         batch = group[self.process_index]

@@ -102,7 +102,9 @@ class BatchCopier:
         if is_pinned and sum(tensor.nbytes for tensor in tensors) <= _SMALL_BATCH:
             return send_to_device(batch, self.device, True)
         now = self._hardware.current_stream(self.device.index)
-        self._limit_lead(now)
+        self._requests.append(self._hardware.record_event(now))
+        if len(self._requests) > _BATCHES_AHEAD:
+            self._requests.popleft().synchronize()
         with self._hardware.use_stream(self._stream):
             copied = send_to_device(batch, self.device, self.non_blocking or is_pinned)
             event = self._hardware.record_event(self._stream)
@@ -112,11 +114,6 @@ class BatchCopier:
                 # Allocated on the copy stream, which must not use the memory before ``now`` has read it.
                 leaf.record_stream(now)
         return copied
-
-    def _limit_lead(self, stream: Any) -> None:
-        self._requests.append(self._hardware.record_event(stream))
-        if len(self._requests) > _BATCHES_AHEAD:
-            self._requests.popleft().synchronize()
 
 
 def _flat_values(batch: Any) -> Iterable[Any] | None:

@@ -256,7 +256,9 @@ def loader_facts(
             if is_marked and not is_rank0_read:
                 text = text or _data_text(value)
             is_rank = is_marked and name.strip("_") in RANK_ATTRIBUTES
-            if text is not None and not is_rank and not _is_rank_specific(name.lower()):
+            plain = name.lower()
+            is_rank = is_rank or plain.strip("_") in _PROCESS_ATTRIBUTES
+            if text is not None and not is_rank and not any(part in plain for part in _RANK_SPECIFIC):
                 facts[f"{type(holder).__name__}.{name}"] = text
     return facts
 
@@ -302,10 +304,6 @@ def _leaf_text(leaf: Any) -> str:
         return type(leaf).__qualname__  # its own text often holds its address
     values = leaf.reshape(-1)[:COMPARED_VALUES].tolist() if has_values else ""
     return f"{leaf.dtype}{[*leaf.shape]} {values}"
-
-
-def _is_rank_specific(name: str) -> bool:
-    return name.strip("_") in _PROCESS_ATTRIBUTES or any(part in name for part in _RANK_SPECIFIC)
 
 
 def _short_text(value: Any, everything: bool) -> str | None:

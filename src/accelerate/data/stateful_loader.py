@@ -136,7 +136,8 @@ class TorchdataState:
                 _warn_of_order(self._full_base)
         self.position.torchdata_state = dict(state_dict)
         base = self._full_base
-        if own and _saved_workers(state_dict) == base.num_workers and not state_dict["_iterator_finished"]:
+        workers = _main_part(state_dict).get("_num_workers", 0)
+        if own and workers == base.num_workers and not state_dict["_iterator_finished"]:
             self.position.restored_state = _state_to_restore(state_dict)
 
     def _count(self, state: dict[str, Any]) -> int:
@@ -169,10 +170,6 @@ class TorchdataAdapter:
 def _main_part(state: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a state that is the main process's, and not the workers'."""
     return state["_snapshot"]["_main_snapshot"] if "_snapshot" in state else state
-
-
-def _saved_workers(state: dict[str, Any]) -> int:
-    return _main_part(state).get("_num_workers", 0)
 
 
 def _with_main(state: dict[str, Any], **entries: Any) -> dict[str, Any]:

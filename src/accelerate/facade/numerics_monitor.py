@@ -45,17 +45,16 @@ class SpikeDetector:
         if len(self._losses) >= LEAST_LOSSES:
             usual = _middle(self._sorted)
             was_high, above = self._is_high, loss - usual
-            self._is_high = above > 0.1 * abs(usual) and self._deviates(above, usual)
+            self._is_high = above > 0.1 * abs(usual)
+            if self._is_high:
+                deviation = _middle(sorted(abs(each - usual) for each in self._losses))
+                self._is_high = above > SPIKE_DEVIATIONS * 1.4826 * deviation
             usual = usual if self._is_high and not was_high else None
         if len(self._losses) == WINDOW:
             del self._sorted[bisect_left(self._sorted, self._losses.popleft())]
         self._losses.append(loss)
         insort(self._sorted, loss)
         return usual
-
-    def _deviates(self, difference: float, usual: float) -> bool:
-        deviation = _middle(sorted(abs(each - usual) for each in self._losses))
-        return difference > SPIKE_DEVIATIONS * 1.4826 * deviation
 
 
 def _middle(numbers: list[float]) -> float:

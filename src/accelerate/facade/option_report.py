@@ -222,9 +222,8 @@ class OptionReporter:
         self._failed_statuses += failed
         if current_watchdog is not None:
             # All of them: rank 0 may not have read earlier ones.
-            current_watchdog.store.put(
-                f"{self._store_key}/{self._run.runtime.world.rank}", _to_json(self._failed_statuses)
-            )
+            rows = [[e.option, e.value_text, e.where, e.why] for e in self._failed_statuses]
+            current_watchdog.store.put(f"{self._store_key}/{self._run.runtime.world.rank}", json.dumps(rows))
             current_watchdog.store.put(self._store_key, "")
 
     def _refuse_not_applied(self, fresh: list[OptionStatus]) -> None:
@@ -279,7 +278,8 @@ class OptionReporter:
             [f"{self._store_key}/{rank}" for rank in range(1, self._run.runtime.world.size)]
         ).items():
             rank = int(key.rpartition("/")[2])
-            for status in _from_json(text):
+            for option, value, where, why in json.loads(text):
+                status = OptionStatus(option, value, where, False, why)
                 if status.option not in local_options and (rank, status) not in self._reported_of_ranks:
                     self._reported_of_ranks.add((rank, status))
                     ranks_of.setdefault(status, []).append(rank)
@@ -327,15 +327,6 @@ def unused_options(request: StrategyRequest, chosen: Strategy) -> Iterator[Optio
 def _format_ranks(ranks: Iterable[int]) -> str:
     numbers = sorted(ranks)
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
-
-
-def _to_json(effects: Iterable[OptionStatus]) -> str:
-    return json.dumps([[e.option, e.value_text, e.where, e.why] for e in effects])
-
-
-def _from_json(text: str) -> Iterator[OptionStatus]:
-    rows: list[list[str]] = json.loads(text)
-    return (OptionStatus(option, value, origin, False, reason) for option, value, origin, reason in rows)
 
 
 def _parse_launched(asked: str | None) -> dict[str, Any]:

@@ -75,7 +75,15 @@ class RunRecorder(GeneralTracker):
         self._file.open()
         self._write(start=self.run_name)
         if self._world.rank == 0:
-            self._write(environment={"Environment": self._environment()})
+            stands_on = {
+                "command": " ".join(sys.argv),
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "platform": platform.platform(),
+                "processes": self._world.size,
+                "device": str(self._world.device),
+            }
+            self._write(environment={"Environment": stands_on})
 
     def record_options(self, launched: Iterable[RequestedOption], statuses: Iterable[OptionStatus]) -> None:
         """Write on rank 0 what the launcher was asked for, and the status of every requested option."""
@@ -113,16 +121,6 @@ class RunRecorder(GeneralTracker):
         if self._file.is_open:
             self._write(end="failed" if self.failed else "finished")
             self._file.close()
-
-    def _environment(self) -> dict[str, Any]:
-        return {
-            "command": " ".join(sys.argv),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "platform": platform.platform(),
-            "processes": self._world.size,
-            "device": str(self._world.device),
-        }
 
     def watch(self, kind: str, item: Any) -> None:
         """Begin to record a prepared loader, or the first optimizer, whose steps are counted."""

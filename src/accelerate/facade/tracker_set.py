@@ -70,7 +70,10 @@ class TrackerSet:
             return
         if self.recorder is not None and config is not None:
             self.recorder.store_init_configuration(config)
-        track.finish_runs(tracker for tracker in self.trackers if not self._is_users_tracker(tracker))
+        # A tracker that the user made goes on.
+        track.finish_runs(
+            tracker for tracker in self.trackers if not any(tracker is chosen for chosen in self.log_with)
+        )
         self.trackers, self._ended = [], []
         if self._uses_all:
             print(
@@ -83,9 +86,6 @@ class TrackerSet:
         if config is not None:
             for tracker in self.trackers:
                 tracker.store_init_configuration(config)
-
-    def _is_users_tracker(self, tracker: GeneralTracker) -> bool:
-        return any(tracker is chosen for chosen in self.log_with)
 
     def _check_options(self, options: Iterable[str], where: str) -> None:
         instance_names = [each.name for each in self.log_with if isinstance(each, GeneralTracker)]
