@@ -34,11 +34,11 @@ BOUNDS = {
     # With the lines that it logs, the lock of the place, and the comparison of the ranks. Rank 0 is counted,
     # which combines what the ranks say for all of them, in 5 of these functions; in 3 it is seen that nothing
     # new is planned. One asks a batch sampler for its batch size, which may have changed.
-    "save_state, FSDP2": (149, 34),  #      90 / 15
-    "save_state, DDP": (146, 33),  # with the question who calls: the main process may do so alone
+    "save_state, FSDP2": (145, 33),  #      90 / 15
+    "save_state, DDP": (143, 32),  # with the question who calls: the main process may do so alone
     # It compares everything with the objects, takes back what one of them refuses, and shows its progress.
-    "load_state, FSDP2": (166, 35),  #      90 / 15
-    "load_state, DDP": (159, 33),
+    "load_state, FSDP2": (166, 34),  #      90 / 15
+    "load_state, DDP": (162, 33),
     # Reached. Two functions and a file more count the cores where OMP_NUM_THREADS says nothing.
     "launch of 2 processes": (119, 25),  #  120 / 25
 }

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from accelerate.checkpoint import discovery, layout, load, rank_group, save
-from accelerate.checkpoint.errors import CheckpointNotFoundError
+from accelerate.checkpoint.file_access import CheckpointNotFoundError
 from accelerate.checkpoint.layout import CheckpointContents, StatefulAdapter
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.storage import FileRecord, LocalCheckpointStorage
@@ -54,7 +54,7 @@ class Faulty(LocalCheckpointStorage):
             raise OSError(28, "No space left on device")
 
     def refuse_if_killed(self, path: Path) -> None:
-        from accelerate.checkpoint.errors import file_errors
+        from accelerate.checkpoint.file_access import file_errors
 
         with file_errors("write", path):
             self.tick()

@@ -29,7 +29,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from accelerate import Accelerator
 from accelerate.checkpoint import discovery, load, save, save_lock
 from accelerate.checkpoint.discovery import parse_address, split_address
-from accelerate.checkpoint.errors import CheckpointExistsError, CheckpointNotFoundError
+from accelerate.checkpoint.file_access import CheckpointExistsError, CheckpointNotFoundError
 from accelerate.checkpoint.layout import CheckpointContents
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.remote import RemoteCheckpointStorage

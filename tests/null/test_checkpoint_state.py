@@ -31,7 +31,7 @@ from accelerate import (
     utils,
 )
 from accelerate.checkpoint import load, save, torch_files
-from accelerate.checkpoint.errors import CheckpointNotFoundError
+from accelerate.checkpoint.file_access import CheckpointNotFoundError
 from accelerate.checkpoint.layout import CheckpointContents, StatefulAdapter
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.core.errors import AccelerateError, CheckpointError

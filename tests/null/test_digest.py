@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from accelerate.checkpoint import durable_file
-from accelerate.checkpoint.durable_file import DurableFile, file_digest
+from accelerate.checkpoint import file_access
+from accelerate.checkpoint.file_access import DurableFile, file_digest
 
 SIZES = (0, 1, 4095, 4096, 12_288, 12_289, 20_480, 100_001)
 
@@ -23,10 +23,10 @@ SIZES = (0, 1, 4095, 4096, 12_288, 12_289, 20_480, 100_001)
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces, blocks and slices so small that every file has several."""
-    monkeypatch.setattr(durable_file, "PIECE", 10_000)
-    monkeypatch.setattr(durable_file, "_CHUNK", 999)
-    monkeypatch.setattr(durable_file, "_SLICE", 3000)
-    monkeypatch.setattr(durable_file, "BLOCK", 4096)
+    monkeypatch.setattr(file_access, "PIECE", 10_000)
+    monkeypatch.setattr(file_access, "_CHUNK", 999)
+    monkeypatch.setattr(file_access, "_SLICE", 3000)
+    monkeypatch.setattr(file_access, "BLOCK", 4096)
 
 
 def content(size: int) -> bytes:
@@ -60,8 +60,8 @@ def test_many_files_at_once_give_each_its_own_digest(tmp_path: Path) -> None:
     paths = [tmp_path / str(size) for size in SIZES]
     expected = [write_digested(path, content(size), 5000) for path, size in zip(paths, SIZES, strict=True)]
     for threads in (1, 3):
-        assert durable_file.file_digests(paths, threads=threads) == expected
-    assert durable_file.file_digests([]) == []
+        assert file_access.file_digests(paths, threads=threads) == expected
+    assert file_access.file_digests([]) == []
 
 
 def test_a_flipped_bit_anywhere_changes_the_digest(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_an_error_of_a_writing_thread_is_raised(
 
 def test_without_pwrite_the_file_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = write_digested(tmp_path / "a", content(50_000), 3000)
-    monkeypatch.setattr(durable_file, "_HAS_PWRITE", False)
+    monkeypatch.setattr(file_access, "_HAS_PWRITE", False)
     assert write_digested(tmp_path / "b", content(50_000), 3000) == expected == file_digest(tmp_path / "b")
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
-from accelerate.checkpoint.errors import CheckpointNotFoundError
+from accelerate.checkpoint.file_access import CheckpointNotFoundError
 from accelerate.core.errors import CheckpointError, SettingError
 from accelerate.launch import rank_reports
 from accelerate.launch.rank_reports import GracefulStopRegistration, JobOutcome, ProcessExit

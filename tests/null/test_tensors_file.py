@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from accelerate.checkpoint import file_reads, state_dict_files, torch_files
-from accelerate.checkpoint.device_uploads import DeviceUploads
 from accelerate.core.errors import CheckpointError
 from tests.support.numbers import can_be_copied
 
@@ -158,7 +157,7 @@ def load_mapped(path: Path, model: nn.Module, **kwargs: Any) -> dict[str, Any]:
     state, aliases = state_dict_files.read_safetensors(path)
     files = [file_reads.MappedTensorAddresses.create(path, state)]
     state = state_dict_files.fit_names(state, aliases, model.state_dict())
-    file_reads.load_from_mapped(files, DeviceUploads, model.load_state_dict, state, **kwargs)
+    file_reads.load_from_mapped(files, model.load_state_dict, state, **kwargs)
     return state
 
 
@@ -201,7 +200,7 @@ def test_a_file_that_got_shorter_meanwhile_is_an_error(tmp_path: Path) -> None:
     files = [file_reads.MappedTensorAddresses.create(path, state)]
     os.truncate(path, 3000)
     try:
-        file_reads.load_from_mapped(files, DeviceUploads, model.load_state_dict, state)
+        file_reads.load_from_mapped(files, model.load_state_dict, state)
         text = ""
     except CheckpointError as error:
         text = str(error)
@@ -220,4 +219,4 @@ def test_copies_elsewhere_are_left_alone(tmp_path: Path) -> None:
         assert torch.equal(torch.zeros(500).copy_(state["a"][:500]), torch.ones(500))
         assert torch.equal(torch.zeros(500).copy_(state["a"][::2]), torch.ones(500))
 
-    file_reads.load_from_mapped([file_reads.MappedTensorAddresses.create(path, state)], DeviceUploads, load)
+    file_reads.load_from_mapped([file_reads.MappedTensorAddresses.create(path, state)], load)

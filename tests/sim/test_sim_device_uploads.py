@@ -15,8 +15,8 @@ from torch import nn
 
 from accelerate import Accelerator, init_empty_weights, load_checkpoint_in_model
 from accelerate import device as devices
-from accelerate.checkpoint import device_uploads
-from accelerate.checkpoint.device_uploads import DeviceUploads
+from accelerate.checkpoint import file_reads
+from accelerate.checkpoint.file_reads import DeviceUploads
 from accelerate.checkpoint.read_plan import ReadPlan
 from accelerate.core.errors import CheckpointError
 from accelerate.device.base import Device
@@ -72,8 +72,8 @@ def hardware(monkeypatch: pytest.MonkeyPatch) -> Pinning:
     """It stands for ``sim`` in all of the package; blocks are small."""
     hardware = Pinning()
     monkeypatch.setattr(devices, "get", lambda type: hardware if type == "sim" else HOST)
-    monkeypatch.setattr(device_uploads, "BLOCK", 32 * KiB)
-    monkeypatch.setattr(device_uploads, "CHUNK", 12 * KiB)
+    monkeypatch.setattr(file_reads, "BLOCK", 32 * KiB)
+    monkeypatch.setattr(file_reads, "CHUNK", 12 * KiB)
     return hardware
 
 
@@ -84,8 +84,8 @@ Read = tuple[int, int]
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Read]:
     """(Position, bytes) of each read. None goes into a block that is still copied from."""
     known: list[Read] = []
-    read: Callable[..., None] = device_uploads.read_exactly
-    next_block = device_uploads.DeviceUploader._next_block
+    read: Callable[..., None] = file_reads.read_exactly
+    next_block = file_reads.DeviceUploader._next_block
 
     def watched_block(uploader: Any, size: int) -> torch.Tensor:
         copied_from = [*uploader._blocks]
@@ -97,22 +97,22 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Read]:
         known.append((at, len(view)))
         read(path, at, view)
 
-    monkeypatch.setattr(device_uploads.DeviceUploader, "_next_block", watched_block)
-    monkeypatch.setattr(device_uploads, "read_exactly", watched_read)
+    monkeypatch.setattr(file_reads.DeviceUploader, "_next_block", watched_block)
+    monkeypatch.setattr(file_reads, "read_exactly", watched_read)
     return known
 
 
 @pytest.fixture
 def read_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ninth read of a load fails."""
-    read, calls = device_uploads.read_exactly, itertools.count()
+    read, calls = file_reads.read_exactly, itertools.count()
 
     def fails_late(path: Path, at: int, view: memoryview) -> None:
         if next(calls) == 8:
             raise OSError(5, "Input/output error")
         read(path, at, view)
 
-    monkeypatch.setattr(device_uploads, "read_exactly", fails_late)
+    monkeypatch.setattr(file_reads, "read_exactly", fails_late)
 
 
 class Net(nn.Module):

@@ -47,7 +47,7 @@ def save_accelerator_state(
     whole += [(o.category, o.index, o.class_name, o.item.state_dict()) for o in contents.objects().values()]
     for state in whole:
         writer = whole_state_writer(*state, process_index, safe=safe_serialization)
-        if writer is not None and (replicated or KINDS[writer.category].per_rank):
+        if replicated or KINDS[writer.category].per_rank:
             replace_file(folder / writer.file, writer.fill)
     for index in range(len(model_states) if replicated else 0):
         # The other format would be read in its place, or beside it.

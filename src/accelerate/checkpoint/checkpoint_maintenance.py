@@ -19,8 +19,7 @@ from pathlib import Path, PurePosixPath
 
 from accelerate.checkpoint import discovery
 from accelerate.checkpoint.discovery import CheckpointCandidate
-from accelerate.checkpoint.durable_file import PIECE, file_digest
-from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
+from accelerate.checkpoint.file_access import PIECE, CheckpointNotFoundError, file_digest, file_errors
 from accelerate.checkpoint.layout import AUTOMATIC_FOLDER, SHARDED_INDEX
 from accelerate.checkpoint.storage import CheckpointStorage, FileRecord, parse_working_name
 from accelerate.core.errors import CheckpointError

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.tensor import DTensor
 
 from accelerate.checkpoint import layout, torch_files
-from accelerate.checkpoint.errors import CheckpointNotFoundError, MissingFileError, file_errors
+from accelerate.checkpoint.file_access import CheckpointNotFoundError, MissingFileError, file_errors
 from accelerate.checkpoint.file_reads import FileRangeReader, LazyTensor
 from accelerate.checkpoint.layout import ManifestEntry
 from accelerate.checkpoint.read_plan import ReadPlan, TensorLocation

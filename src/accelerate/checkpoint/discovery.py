@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 
 from safetensors import SafetensorError, safe_open
 
-from accelerate.checkpoint.errors import CheckpointExistsError, CheckpointNotFoundError
+from accelerate.checkpoint.file_access import CheckpointExistsError, CheckpointNotFoundError
 from accelerate.checkpoint.layout import (
     AUTOMATIC_FOLDER,
     AUTOMATIC_NAME,

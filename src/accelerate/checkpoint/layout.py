@@ -35,7 +35,7 @@ from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 import msgspec
 
-from accelerate.checkpoint.durable_file import HASHING, FileRecord
+from accelerate.checkpoint.file_access import HASHING, FileRecord
 from accelerate.core.errors import CheckpointError
 
 MODEL_NAME = "pytorch_model"
@@ -449,7 +449,7 @@ class CheckpointObject:
     """One object of a checkpoint.
 
     Attributes:
-        category, kind: a key of ``KINDS``, and what it says.
+        category: a key of ``KINDS``.
         index: its number among those of its kind.
         item: the object, a ``Stateful``.
         label: its name for errors: ``"optimizer 1"``.
@@ -457,7 +457,6 @@ class CheckpointObject:
     """
 
     category: str
-    kind: ContentKind
     index: int
     item: Any
     label: str
@@ -527,9 +526,7 @@ class CheckpointContents:
             for index, item in enumerate(items):
                 label = kind.label if category == "scaler" else f"{kind.label} {index}"
                 class_name = item.name if isinstance(item, StatefulAdapter) else type(item).__name__
-                objects[f"{category}/{index}"] = CheckpointObject(
-                    category, kind, index, item, label, class_name
-                )
+                objects[f"{category}/{index}"] = CheckpointObject(category, index, item, label, class_name)
                 if not isinstance(item, Stateful):
                     raise CheckpointError(
                         f"{label} cannot be saved: it is a {type(item).__name__} and "
@@ -537,13 +534,3 @@ class CheckpointContents:
                         fix="give the class these two methods",
                     )
         return objects
-
-    def sharded_states(self, objects: Mapping[str, CheckpointObject]) -> dict[str, ShardedState]:
-        """Return those of ``objects`` that are saved sharded, by name: of the models all, or none."""
-        states = {name: each.sharded_state for name, each in objects.items()} if self.sharded else {}
-        keeps_models = all(states.get(name) for name in objects if name.startswith("models/"))
-        return {
-            name: state
-            for name, state in states.items()
-            if state is not None and (keeps_models or not name.startswith("models/"))
-        }

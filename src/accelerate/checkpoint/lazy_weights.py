@@ -16,7 +16,7 @@ import struct
 import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -26,7 +26,7 @@ from safetensors import safe_open
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from accelerate.checkpoint import layout, state_dict_files, torch_files
-from accelerate.checkpoint.errors import CheckpointNotFoundError, MissingFileError, file_errors
+from accelerate.checkpoint.file_access import CheckpointNotFoundError, MissingFileError, file_errors
 from accelerate.checkpoint.file_reads import FileRegion, LazyTensor, SavedTensors
 from accelerate.core.errors import AccelerateError, CheckpointError
 from accelerate.world import collective
@@ -378,31 +378,6 @@ def in_memory(value: torch.Tensor) -> LazyTensor:
     )
 
 
-class LazyDtypeCast:
-    """A lazy tensor with another dtype, which a writer uses like a tensor."""
-
-    def __init__(self, tensor: LazyTensor, dtype: torch.dtype | None = None) -> None:
-        self.tensor = tensor
-        self.shape = tensor.shape
-        self.dtype = cast_to(tensor.dtype, dtype)
-
-    def numel(self) -> int:
-        """Return the number of elements."""
-        return self.shape.numel()
-
-    def element_size(self) -> int:
-        """Return the bytes of one element."""
-        return self.dtype.itemsize
-
-    def detach(self) -> torch.Tensor:
-        """Read the tensor in its new dtype."""
-        return self.tensor.read().to(self.dtype)
-
-    def meta(self) -> torch.Tensor:
-        """Return a tensor of the same shape and dtype on the meta device."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
-
-
 _CASTABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -411,11 +386,22 @@ def cast_to(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and own in _CASTABLE else own
 
 
-def lazy_casts(
-    weights: Mapping[str, LazyTensor], dtype: torch.dtype | None = None
-) -> dict[str, LazyDtypeCast]:
+def lazy_casts(weights: Mapping[str, LazyTensor], dtype: torch.dtype | None) -> dict[str, LazyTensor]:
     """Return the weights as lazy tensors of another dtype, by name."""
-    return {name: LazyDtypeCast(tensor, dtype) for name, tensor in weights.items()}
+
+    def read_as(tensor: LazyTensor, new: torch.dtype) -> torch.Tensor:
+        return tensor.read().to(new)
+
+    news = {name: cast_to(tensor.dtype, dtype) for name, tensor in weights.items()}
+    return {
+        name: replace(tensor, dtype=news[name], read=partial(read_as, tensor, news[name]), region=None)
+        for name, tensor in weights.items()
+    }
+
+
+def outline(tensors: Mapping[str, LazyTensor]) -> dict[str, torch.Tensor]:
+    """Return tensors of the same shapes and dtypes on the meta device."""
+    return {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
 
 
 def weights_from_state(state: Mapping[str, Any]) -> LazyWeights:

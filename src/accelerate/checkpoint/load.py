@@ -21,8 +21,7 @@ import torch
 
 from accelerate.checkpoint import async_save, discovery, layout
 from accelerate.checkpoint.discovery import Address, ProjectConfiguration
-from accelerate.checkpoint.durable_file import file_digests
-from accelerate.checkpoint.errors import MissingFileError, file_errors
+from accelerate.checkpoint.file_access import MissingFileError, file_digests, file_errors
 from accelerate.checkpoint.layout import CheckpointContents, Manifest
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.state_reader import TrainingStateReader

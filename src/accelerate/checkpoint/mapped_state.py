@@ -44,9 +44,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelerate import device as devices
 from accelerate.checkpoint import torch_files
-from accelerate.checkpoint.errors import file_errors
+from accelerate.checkpoint.file_access import file_errors
 from accelerate.checkpoint.file_reads import read_at
-from accelerate.checkpoint.owned_state import MappedFile
+from accelerate.checkpoint.read_plan import MappedFile
 from accelerate.core import tree
 from accelerate.core.errors import CheckpointError
 

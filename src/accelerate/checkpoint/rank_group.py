@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
-from accelerate.checkpoint.durable_file import FileRecord
+from accelerate.checkpoint.file_access import FileRecord
 from accelerate.core.errors import AccelerateError, CheckpointError, CollectiveError, PeerError
 from accelerate.world import collective, watchdog
 from accelerate.world import world as worlds

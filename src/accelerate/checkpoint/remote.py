@@ -25,8 +25,7 @@ from io import RawIOBase
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, cast
 
-from accelerate.checkpoint.durable_file import Digester, FileRecord
-from accelerate.checkpoint.errors import remote_errors
+from accelerate.checkpoint.file_access import Digester, FileRecord, remote_errors
 from accelerate.checkpoint.layout import MANIFEST_NAME, Manifest, encode_manifest, is_checkpoint_name
 from accelerate.checkpoint.save_lock import RemoteSaveLock, SaveLock
 from accelerate.checkpoint.storage import WorkingFolder, read_manifest

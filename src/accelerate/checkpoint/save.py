@@ -32,19 +32,13 @@ from typing import Any, BinaryIO
 import torch
 
 from accelerate.checkpoint import async_save, discovery, state_dict_files, torch_files
-from accelerate.checkpoint.discovery import (
-    Address,
-    ProjectConfiguration,
-    automatic_number,
-    inspect_folder,
-    open_store,
-    split_address,
-)
+from accelerate.checkpoint.discovery import Address, ProjectConfiguration, open_store
 from accelerate.checkpoint.layout import (
     AUTOMATIC_NAME,
     KINDS,
     MANIFEST_NAME,
     CheckpointContents,
+    CheckpointObject,
     Manifest,
     ManifestEntry,
     ShardedState,
@@ -108,7 +102,7 @@ def save(
         async_save.wait()
         if each_node or ranks.rank == 0:
             address = discovery.save_address(directory, project)
-            root, name = split_address(address)
+            root, name = discovery.split_address(address)
             if numbered and ranks.is_writer(each_node):
                 discovery.refuse_existing_number(store(root), name)
             section.value = address, root, name, store(root).temp_prefix(name), new_id(), project.iteration
@@ -117,11 +111,14 @@ def save(
     ranks.log("accelerator", "saving a checkpoint in %s", address)
     lock_name = AUTOMATIC_NAME if numbered else name
     transaction = CommitTransaction(store(root), name, prefix, id_, ranks, each_node, lock_name)
-    run = _SaveRun(transaction, contents, action, iteration if numbered else None, project.total_limit)
+    number = iteration if numbered else None
+    run = _SaveRun(
+        transaction, contents, action, number, project.total_limit, before, safe=safe_serialization
+    )
     channel = ranks.open_channel(id_, transaction.target) if in_background else None
     copy_states = run.in_background = in_background and (channel is not None or ranks.size == 1)
     with transaction.discarded_on_error():
-        run.collect(before, safe=safe_serialization, copy_states=copy_states)
+        run.collect(copy_states=copy_states)
     if copy_states:
         if channel is not None:
             transaction.ranks = replace(ranks, channel=channel.combine)
@@ -178,8 +175,8 @@ class WholeStateFile:
 
 def whole_state_writer(
     category: str, index: int, class_name: str, state: Any, rank: int, *, safe: bool
-) -> StateWriter | None:
-    """Return the writer of an object's whole state; None for what is in the manifest.
+) -> StateWriter:
+    """Return the writer of an object's whole state.
 
     Args:
         category, index, class_name: see ``CheckpointObject``.
@@ -187,17 +184,10 @@ def whole_state_writer(
         rank: this one.
         safe: see ``WholeStateFile``.
     """
-    if category == "loaders":
-        return None
     file_kind = "torch_models" if category == "models" and not safe else category
     file = file_name(file_kind, index, rank)
     log_name = f"{file} ({class_name})" if KINDS[category].is_users else ""
     return WholeStateFile(category, file, ManifestEntry(file, class_name), [state], log_name, safe)
-
-
-def _find_new_plans(known: list[dict[str, str]]) -> list[str]:
-    """Return the names of the states of which not all ranks know the same plan."""
-    return [name for name, id in known[0].items() if not id or any(each[name] != id for each in known)]
 
 
 @dataclass
@@ -210,6 +200,7 @@ class _SaveRun:
         action: for errors.
         iteration: its number under automatic naming, else None.
         limit: how many numbered checkpoints to keep.
+        before, safe: see ``save``.
         writers: of the states as ``collect`` found them, or of copies; those of this rank.
         positions: of the loaders, and
         metadata: of the caller, as plain values.
@@ -223,6 +214,8 @@ class _SaveRun:
     action: str
     iteration: int | None
     limit: int | None
+    before: Callable[[ModelStates, Path], None] | None
+    safe: bool
     writers: list[StateWriter] = field(default_factory=list)
     positions: list[Any] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -230,9 +223,7 @@ class _SaveRun:
     waits: list[Callable[[], None]] = field(default_factory=list)
     in_background: bool = False
 
-    def collect(
-        self, before: Callable[[ModelStates, Path], None] | None, *, safe: bool, copy_states: bool
-    ) -> None:
+    def collect(self, *, copy_states: bool) -> None:
         """Collect the states; with ``copy_states``, later changes of the objects do not change them."""
         collective_section, transaction = self.transaction.ranks.collective_section, self.transaction
         contents, rank = self.contents, transaction.ranks.rank
@@ -243,49 +234,47 @@ class _SaveRun:
                     each.item.check()
             transaction.open()
         sharded: dict[str, ShardedState] = {}
-        with collective_section(self.action, _find_new_plans) as section:
+        # All learn the names of the states of which not all ranks know the same plan.
+        with collective_section(
+            self.action,
+            lambda ids: [name for name, id in ids[0].items() if not id or any(o[name] != id for o in ids)],
+        ) as section:
             # May be collective, so no rank begins before all have come this far.
             for each in objects.values():
                 if isinstance(each.item, StatefulAdapter) and each.item.settle is not None:
                     each.item.settle()
-            sharded |= contents.sharded_states(objects)
+            if contents.sharded:  # of the models all, or none
+                sharded |= {name: state for name, each in objects.items() if (state := each.sharded_state)}
+            if any(name.startswith("models/") and name not in sharded for name in objects):
+                sharded = {name: state for name, state in sharded.items() if not name.startswith("models/")}
             plans = {name: state.local_plan(rank) for name, state in sharded.items()}
             size = transaction.ranks.size
             section.value = {name: state.known_plan(size) for name, state in sharded.items()}
-            rng = [name for name, each in objects.items() if each.category == "rng"]
-            whole_names = [name for name in objects if name not in sharded and name not in rng]
-            states = {name: objects[name].item.state_dict() for name in whole_names}
+            states = {
+                name: each.item.state_dict()
+                for name, each in objects.items()
+                if name not in sharded and each.category != "rng"
+            }
             self.positions = [
                 to_plain(states[name], f"the position of {each.label}")
                 for name, each in objects.items()
                 if each.category == "loaders"
             ]
             self.metadata = to_plain(contents.metadata, "metadata")
-        new = section.values
-        combined = self._combine_plans(sharded, {name: plans[name] for name in new}) if new else {}
+        combined: dict[str, Any] = {}
+        if new := section.values:
+            # Rank 0 alone keeps the index that the plans make.
+            assert not (transaction.each_node and transaction.ranks.node), "refused by the caller"
+            with collective_section(
+                self.action,
+                lambda ranks: {name: sharded[name].combine_plans([r[name] for r in ranks]) for name in new},
+            ) as section:
+                section.value = {name: plans[name] for name in new}
+            combined = section.values
         with collective_section(self.action):
             for name, state in sharded.items():
                 self.writers.append(state.shard_writer(combined.get(name), objects[name].index, rank))
-            models = [name for name in states if objects[name].category == "models"]
-            class_names = {id(states[name]): objects[name].class_name for name in models}
-            model_states = [states[name] for name in models]
-            if before is not None:
-                before(model_states, transaction.folder)
-            # A hook may draw random numbers, for instance to build a model: the run goes on after these.
-            states |= {name: objects[name].item.state_dict() for name in rng}
-            whole = [
-                ("models", index, class_names.get(id(state), ""), state)
-                for index, state in enumerate(model_states)
-            ]
-            whole += [
-                (each.category, each.index, each.class_name, states[name])
-                for name, each in objects.items()
-                if name in states and each.category != "models"
-            ]
-            for category, index, class_name, state in whole:
-                if transaction.is_committer or KINDS[category].per_rank:
-                    writer = whole_state_writer(category, index, class_name, state, rank, safe=safe)
-                    self.writers += [] if writer is None else [writer]
+            self._add_whole_states(objects, states)
         with collective_section(self.action):
             # May be collective too.
             for own_files in contents.own_files:
@@ -293,17 +282,28 @@ class _SaveRun:
             if copy_states:
                 self.waits = async_save.take_snapshot([writer.content for writer in self.writers])
 
-    def _combine_plans(self, sharded: dict[str, ShardedState], plans: dict[str, Any]) -> dict[str, Any]:
-        """Exchange new plans of this rank; return by name what the writers must know of those of all."""
-
-        def combine(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
-            return {name: sharded[name].combine_plans([each[name] for each in by_rank]) for name in plans}
-
-        # Rank 0 alone keeps the index that the plans make.
-        assert not (self.transaction.each_node and self.transaction.ranks.node), "refused by the caller"
-        with self.transaction.ranks.collective_section(self.action, combine) as section:
-            section.value = plans
-        return section.values
+    def _add_whole_states(self, objects: dict[str, CheckpointObject], states: dict[str, Any]) -> None:
+        """Add the writers of whole states, after hooks have taken or changed those of models."""
+        models = [name for name in states if objects[name].category == "models"]
+        class_names = {id(states[name]): objects[name].class_name for name in models}
+        model_states = [states[name] for name in models]
+        if self.before is not None:
+            self.before(model_states, self.transaction.folder)
+        whole = [
+            ("models", index, class_names.get(id(state), ""), state)
+            for index, state in enumerate(model_states)
+        ]
+        for name, each in objects.items():
+            # A hook may draw random numbers, for instance to build a model: the run goes on after these.
+            if each.category == "rng":
+                states[name] = each.item.state_dict()
+            if name in states and each.category not in ("models", "loaders"):
+                whole.append((each.category, each.index, each.class_name, states[name]))
+        self.writers += [
+            whole_state_writer(*each, self.transaction.ranks.rank, safe=self.safe)
+            for each in whole
+            if self.transaction.is_committer or KINDS[each[0]].per_rank
+        ]
 
     def finish(self) -> None:
         """Write and commit the states; the objects are needed no more."""
@@ -379,15 +379,19 @@ class _SaveRun:
         A failure must not stop the training, since the new one is committed.
         """
         store, transaction = self.transaction.store, self.transaction
-        newest = automatic_number(transaction.name)
+        newest = discovery.automatic_number(transaction.name)
         assert newest is not None
         try:
             if self.limit is not None:
                 numbered = sorted(
-                    (n, name) for name in store.entries() if (n := automatic_number(name)) is not None
+                    (n, name)
+                    for name in store.entries()
+                    if (n := discovery.automatic_number(name)) is not None
                 )
                 complete = [
-                    name for _, name in numbered if (c := inspect_folder(store, name)) and not c.problem
+                    name
+                    for _, name in numbered
+                    if (c := discovery.inspect_folder(store, name)) and not c.problem
                 ]
                 for name in complete[: max(0, len(complete) - self.limit)]:
                     if name != transaction.name:
@@ -396,7 +400,7 @@ class _SaveRun:
                             "accelerator", "removed %s: total_limit is %s", name, self.limit
                         )
             for leftover in store.leftovers():
-                number = automatic_number(leftover.name)
+                number = discovery.automatic_number(leftover.name)
                 if number is not None and number <= newest and leftover.is_removable:
                     store.remove(leftover.folder)
         except CheckpointError as error:
@@ -527,8 +531,13 @@ class CommitTransaction:
         # Hooks and objects that write files of their own do not report: their files are sealed here.
         for name in sizes.keys() - records.keys():
             records[name] = replace(self.store.seal(f"{self.temp}/{name}"), rank=self.ranks.rank)
-        if self.each_node:
-            self._refuse_shared_folder()
+        for leftover in self.store.leftovers(self.name) if self.each_node else ():
+            if leftover.id == self.id and leftover.folder != self.temp:  # another machine's
+                raise CheckpointError(
+                    f"save_on_each_node=True, but the machines share {self.store.label()}",
+                    why="each would replace the other's checkpoint",
+                    fix="leave out save_on_each_node, or save to a disk of each machine",
+                )
         data = encode_manifest(describe(dict(sorted(records.items()))))
         self.store.write(f"{self.temp}/{MANIFEST_NAME}", lambda file: file.write(data))
         for folder in {Path(name).parent.as_posix() for name in records} | {"."}:
@@ -545,13 +554,3 @@ class CommitTransaction:
                     self.store.remove(self.temp)
             self.lock.release()
             raise
-
-    def _refuse_shared_folder(self) -> None:
-        of_this_save = [leftover for leftover in self.store.leftovers(self.name) if leftover.id == self.id]
-        others = [leftover for leftover in of_this_save if leftover.folder != self.temp]
-        if others:
-            raise CheckpointError(
-                f"save_on_each_node=True, but the machines share {self.store.label()}",
-                why="each would replace the other's checkpoint",
-                fix="leave out save_on_each_node, or save to a disk of each machine",
-            )

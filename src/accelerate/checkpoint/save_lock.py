@@ -36,7 +36,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from accelerate.checkpoint.errors import file_errors
+from accelerate.checkpoint.file_access import file_errors
 from accelerate.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

@@ -234,7 +234,10 @@ class ShardedModelState(_ShardedState):
                 planned.add(owners[name])
             elif name in state:
                 state[name] = read_nested(shards, group, 2)
-        return partial(self._load, read_plan, state, context)
+        if self.only is not None:
+            return partial(_read_and_load, read_plan, lambda _: _IncompatibleKeys([], []), state)
+        # What is not the model's own memory (extra states, tensors that hooks have made) is loaded there.
+        return partial(_read_and_load, read_plan, self.module.load_state_dict, state, **context.model_kwargs)
 
     def _compare_names(
         self,
@@ -269,13 +272,6 @@ class ShardedModelState(_ShardedState):
                     f"{name} has no memory to be loaded into (it is on the meta device)",
                     fix="model.to_empty(device=...) gives it some",
                 )
-
-    def _load(self, read_plan: ReadPlan, state: dict[str, Any], context: CheckpointLoadContext) -> Any:
-        read_plan.run()
-        if self.only is not None:
-            return _IncompatibleKeys([], [])
-        # What is not the model's own memory (extra states, tensors that hooks have made) is loaded here.
-        return self.module.load_state_dict(state, **context.model_kwargs)
 
 
 @dataclass(eq=False)
@@ -340,11 +336,13 @@ class ShardedOptimizerState(_ShardedState):
                 state[index] = read_nested(shards, entries[name], 3, make)
         for key in entries.keys() - saved_names:
             state[key] = read_nested(shards, entries[key], 3)
-        return partial(self._load, read_plan, {**read, "state": state, "param_groups": groups})
+        state = {**read, "state": state, "param_groups": groups}
+        return partial(_read_and_load, read_plan, self.optimizer.load_state_dict, state)
 
-    def _load(self, read_plan: ReadPlan, state: dict[str, Any]) -> None:
-        read_plan.run()
-        self.optimizer.load_state_dict(state)
+
+def _read_and_load(read_plan: ReadPlan, load: Callable[..., Any], state: Any, **options: Any) -> Any:
+    read_plan.run()
+    return load(state, **options)
 
 
 def optimizer_state_by_name(

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from accelerate.checkpoint.errors import NoTensorsError
+from accelerate.checkpoint.file_access import NoTensorsError
 from accelerate.core import tree
 from accelerate.core.errors import CheckpointError, SettingError
 

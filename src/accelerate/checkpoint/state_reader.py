@@ -18,9 +18,7 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint import file_reads, layout, mapped_state, state_dict_files, torch_files
-from accelerate.checkpoint.device_uploads import DeviceUploads
-from accelerate.checkpoint.durable_file import file_digest
-from accelerate.checkpoint.errors import MissingFileError, file_errors
+from accelerate.checkpoint.file_access import MissingFileError, file_digest, file_errors
 from accelerate.checkpoint.layout import (
     KINDS,
     CheckpointContents,
@@ -31,7 +29,7 @@ from accelerate.checkpoint.layout import (
     StatefulAdapter,
 )
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
-from accelerate.checkpoint.rank_shards import select_rank_shards
+from accelerate.checkpoint.registered_objects import load_copy, select_rank_shards, writes_into
 from accelerate.checkpoint.state_dict_files import (
     converts_states,
     copy_state,
@@ -39,7 +37,6 @@ from accelerate.checkpoint.state_dict_files import (
     describe_optimizer,
     model_differences,
 )
-from accelerate.checkpoint.state_writes import load_copy, writes_into
 from accelerate.core import tree
 from accelerate.core.errors import CheckpointError
 from accelerate.core.progress import ProgressBar
@@ -247,7 +244,7 @@ class TrainingStateReader:
         for alias, name in state_dict_files.find_untied(aliases, template).items():
             self.notes.append(f"{path.name} has {alias} tied to {name}; in this model they are two tensors")
         state = state_dict_files.fit_names(state, aliases, template)
-        load = partial(file_reads.load_from_mapped, files, DeviceUploads, model.load_state_dict, state)
+        load = partial(file_reads.load_from_mapped, files, model.load_state_dict, state)
         self._add_model(each, path, state, template, load)
 
     def _add_model(
@@ -283,7 +280,7 @@ class TrainingStateReader:
     def _read_torch_file(self, each: CheckpointObject) -> None:
         item, label = each.item, f"{each.label} ({each.class_name})"
         file = layout.file_name(each.category, each.index, self.ranks.rank)
-        if each.kind.per_rank and not (self.folder / file).is_file():
+        if KINDS[each.category].per_rank and not (self.folder / file).is_file():
             file = layout.file_name(each.category, each.index, 0)
         path = self.folder / file
         if not path.is_file():
@@ -392,8 +389,12 @@ class TrainingStateReader:
             # Generators take their states from the host, whatever device they are of.
             state = dict(torch_files.read(path, **{**self.load_kwargs, "map_location": "cpu"}))
             self.step = state.pop("step", None)
+            note = "no random state is saved for the generator {}: it stays as it is"
             self.pending_last.append(
-                (f"restore the random states of {path}", partial(self._restore_rng, rng, state))
+                (
+                    f"restore the random states of {path}",
+                    lambda: self.notes.extend(map(note.format, rng.restore(state))),
+                )
             )
         elif rank >= count > 0 and (self.folder / layout.file_name("rng", rank=0)).is_file():
             self.pending_last.append((f"seed rank {rank}", partial(rng.set_seed, self._derive_seed(rank))))
@@ -403,10 +404,6 @@ class TrainingStateReader:
                 logger.warning("%s is missing: the random states of rank %d stay as they are", path, rank)
         if self.ranks.size != count > 0:
             self.notes.append(_describe_world_size(count, self.ranks.size))
-
-    def _restore_rng(self, rng: RNGStates, state: Mapping[str, Any]) -> None:
-        for name in rng.restore(state):
-            self.notes.append(f"no random state is saved for the generator {name}: it stays as it is")
 
     def _derive_seed(self, rank: int) -> int:
         """Return a seed from the saved state of rank 0, this rank and the world size alone."""

@@ -25,12 +25,12 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import BinaryIO, ClassVar, NamedTuple, Protocol, cast
 
-from accelerate.checkpoint.durable_file import DurableFile, FileRecord, file_digest
-from accelerate.checkpoint.errors import file_errors
+from accelerate.checkpoint.file_access import DurableFile, FileRecord, file_digest, file_errors
 from accelerate.checkpoint.layout import MANIFEST_NAME, Manifest, decode_manifest, is_checkpoint_name
 from accelerate.checkpoint.save_lock import LocalSaveLock, SaveLock
 from accelerate.core.errors import CheckpointError
@@ -204,17 +204,16 @@ def sync_file(path: Path) -> None:
         os.close(handle)
 
 
+@dataclass(eq=False)
 class LocalCheckpointStorage:
     """A folder of this machine's file systems, network file systems included.
 
-    Args:
+    Attributes:
         root: the folder; it is made when something is written.
     """
 
     is_shared: ClassVar[bool] = False
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    root: Path
 
     def label(self, name: str = "") -> str:
         return str(self.root / name)

@@ -31,7 +31,7 @@ import torch
 from torch import _utils as torch_utils
 from torch.storage import TypedStorage, _LegacyStorage
 
-from accelerate.checkpoint.errors import CodeInFileError, file_errors
+from accelerate.checkpoint.file_access import CodeInFileError, file_errors
 from accelerate.checkpoint.file_reads import FileRangeReader
 from accelerate.core.errors import CheckpointError
 from accelerate.core.pickle_scan import DamagedPickleError, RefusedPickleError, scan_torch_file

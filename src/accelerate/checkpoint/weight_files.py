@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 
 from accelerate.checkpoint import checkpoint_maintenance, layout, lazy_weights, state_dict_files, torch_files
 from accelerate.checkpoint.discovery import CheckpointCandidate
-from accelerate.checkpoint.errors import file_errors
+from accelerate.checkpoint.file_access import file_errors
 from accelerate.checkpoint.file_reads import LazyTensor
 from accelerate.checkpoint.lazy_weights import (
     LazyWeights,
@@ -42,10 +42,6 @@ from accelerate.core.errors import CheckpointError, SettingError
 from accelerate.core.progress import ProgressBar
 from accelerate.core.units import parse_bytes
 from accelerate.world import world as worlds
-
-# A script that saves neither weights in the hub's files nor shards does not wait for these imports.
-if TYPE_CHECKING:
-    from huggingface_hub import StateDictSplit
 
 LIMIT = "10GB"
 _SHOWN = 50  # characters of a file's name that its working file's name has: the system limits these
@@ -178,11 +174,6 @@ def replace_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
             raise
 
 
-def _parse_shard_size(size: int | str) -> int:
-    """Return bytes; a file has no bits, so ``"1kb"`` are kilobytes, as in 1.15."""
-    return parse_bytes(size.upper() if isinstance(size, str) else size)
-
-
 def save_weights(
     state: Mapping[str, Any],
     directory: str | Path,
@@ -218,20 +209,13 @@ def save_weights(
                 "%s shares memory with %s: it is not saved, and loading ties it again", alias, name
             )
         return write_weights(weights, folder, max_shard_size=max_shard_size)
-    from huggingface_hub import split_torch_state_dict_into_shards
-
-    split = split_torch_state_dict_into_shards(
+    return _write_shards(
         dict(state),
-        filename_pattern=layout.WEIGHTS_PATTERN_NAME,
-        max_shard_size=_parse_shard_size(max_shard_size),
+        folder,
+        lambda names: partial(torch_files.write, {name: state[name] for name in names}),
+        max_shard_size=max_shard_size,
+        safe=False,
     )
-    fills = {
-        file: partial(torch_files.write, {name: state[name] for name in members})
-        for file, members in split.filename_to_tensors.items()
-    }
-    index, size = _encode_index(split), split.metadata["total_size"]
-    _replace_files(folder, layout.WEIGHTS_PATTERN_NAME, layout.WEIGHTS_INDEX_NAME, fills, index, size)
-    return list(fills)
 
 
 def write_weights(
@@ -251,34 +235,58 @@ def write_weights(
         dtype: what floating point weights become.
         on_file: called with the name of each file when it is written.
     """
+    casts = lazy_weights.lazy_casts(weights.tensors, dtype)
+
+    def fill(names: list[str]) -> Callable[[BinaryIO], object]:
+        aliases = {alias: name for alias, name in weights.aliases.items() if name in names}
+        # The writer asks a tensor for its size and then, once, for its data: a lazy one is read there.
+        shard = cast("dict[str, torch.Tensor]", {name: casts[name] for name in names})
+        return partial(state_dict_files.write_safetensors, shard, aliases)
+
+    return _write_shards(
+        lazy_weights.outline(casts), folder, fill, max_shard_size=max_shard_size, on_file=on_file
+    )
+
+
+def _write_shards(
+    state: dict[str, torch.Tensor],
+    folder: Path,
+    fill: Callable[[list[str]], Callable[[BinaryIO], object]],
+    *,
+    max_shard_size: int | str,
+    safe: bool = True,
+    on_file: Callable[[str], object] | None = None,
+    action: str = "saving",
+) -> list[str]:
+    """Split tensors into shards and write them with their index; return the names of the files.
+
+    Args:
+        state: the tensors, of which sizes and ties count.
+        folder: see ``save_weights``.
+        fill: returns the function that writes the tensors of these names.
+        max_shard_size: see ``save_weights``.
+        safe: safetensors, otherwise torch files.
+        on_file: called with the name of each file when it is written.
+        action: for the progress bar.
+    """
     from huggingface_hub import split_torch_state_dict_into_shards
 
-    casts = lazy_weights.lazy_casts(weights.tensors, dtype)
+    pattern = layout.SAFE_WEIGHTS_PATTERN_NAME if safe else layout.WEIGHTS_PATTERN_NAME
     split = split_torch_state_dict_into_shards(
-        {name: tensor.meta() for name, tensor in casts.items()},
-        filename_pattern=layout.SAFE_WEIGHTS_PATTERN_NAME,
-        max_shard_size=_parse_shard_size(max_shard_size),
+        state,
+        filename_pattern=pattern,
+        # A file has no bits, so "1kb" are kilobytes, as in 1.15.
+        max_shard_size=parse_bytes(
+            max_shard_size.upper() if isinstance(max_shard_size, str) else max_shard_size
+        ),
     )
-    fills: dict[str, Callable[[BinaryIO], object]] = {}
-    for file, members in split.filename_to_tensors.items():
-        file_aliases = {alias: name for alias, name in weights.aliases.items() if name in members}
-        shard = cast(dict[str, torch.Tensor], {name: casts[name] for name in members})
-        fills[file] = partial(state_dict_files.write_safetensors, shard, file_aliases)
-    index, size = _encode_index(split), split.metadata["total_size"]
-    names = layout.SAFE_WEIGHTS_PATTERN_NAME, layout.SAFE_WEIGHTS_INDEX_NAME
-    _replace_files(folder, *names, fills, index, size, on_file)
+    fills = {file: fill(names) for file, names in split.filename_to_tensors.items()}
+    size = split.metadata["total_size"]
+    body = {"metadata": {"total_size": size}, "weight_map": dict(split.tensor_to_filename)}
+    index = (json.dumps(body, indent=2, sort_keys=True) + "\n").encode() if split.is_sharded else b""
+    index_name = layout.SAFE_WEIGHTS_INDEX_NAME if safe else layout.WEIGHTS_INDEX_NAME
+    _replace_files(folder, pattern, index_name, fills, index, size, on_file, action)
     return list(fills)
-
-
-def _encode_index(split: StateDictSplit) -> bytes:
-    """Return the index of the shards as JSON; empty if there is one file only."""
-    if not split.is_sharded:
-        return b""
-    body = {
-        "metadata": {"total_size": split.metadata["total_size"]},
-        "weight_map": dict(split.tensor_to_filename),
-    }
-    return (json.dumps(body, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _replace_files(
@@ -288,8 +296,8 @@ def _replace_files(
     fills: Mapping[str, Callable[[BinaryIO], object]],
     index: bytes,
     size: int,
-    on_file: Callable[[str], object] | None = None,
-    action: str = "saving",
+    on_file: Callable[[str], object] | None,
+    action: str,
 ) -> None:
     """Replace all weights of one format in a folder by new ones, of about ``size`` bytes together.
 
@@ -431,43 +439,15 @@ def write_merged(
         safe: as safetensors, otherwise as torch files.
         limit: of one file, in bytes or as text.
     """
-    shards = _split_shards(lazy_tensors, _parse_shard_size(limit))
-    pattern = layout.SAFE_WEIGHTS_PATTERN_NAME if safe else layout.WEIGHTS_PATTERN_NAME
-    fills: dict[str, Callable[[BinaryIO], object]] = {}
-    file_of_tensor: dict[str, str] = {}
-    total = sum(tensor.nbytes for tensor in lazy_tensors.values())
-    for number, shard in enumerate(shards, 1):
-        suffix = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-        file = pattern.format(suffix=suffix)
-        file_of_tensor.update(dict.fromkeys(shard, file))
-        # The writer asks a tensor for its size and then, once, for its data: a lazy one is read there.
-        shard_tensors = cast("Mapping[str, torch.Tensor]", shard)
-        fills[file] = (
-            partial(state_dict_files.write_safetensors, shard_tensors, {})
-            if safe
-            else partial(_write_torch, shard)
-        )
-    body = {"metadata": {"total_size": total}, "weight_map": file_of_tensor}
-    index = (json.dumps(body, indent=2, sort_keys=True) + "\n").encode() if len(shards) > 1 else b""
-    index_name = layout.SAFE_WEIGHTS_INDEX_NAME if safe else layout.WEIGHTS_INDEX_NAME
-    _replace_files(folder, pattern, index_name, fills, index, total, action="merging")
-    return sorted(fills)
 
+    def fill(names: list[str]) -> Callable[[BinaryIO], object]:
+        shard = {name: lazy_tensors[name] for name in names}
+        if safe:
+            return partial(state_dict_files.write_safetensors, cast("dict[str, torch.Tensor]", shard), {})
+        return lambda file: torch_files.write({name: tensor.read() for name, tensor in shard.items()}, file)
 
-def _split_shards(lazy_tensors: Mapping[str, LazyTensor], limit: int) -> list[dict[str, LazyTensor]]:
-    shards: list[dict[str, LazyTensor]] = [{}]
-    size = 0
-    for name, tensor in lazy_tensors.items():
-        if shards[-1] and size + tensor.nbytes > limit:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    return shards
-
-
-def _write_torch(shard: Mapping[str, LazyTensor], file: Any) -> None:
-    torch_files.write({name: tensor.read() for name, tensor in shard.items()}, file)
+    state = lazy_weights.outline(lazy_tensors)
+    return _write_shards(state, folder, fill, max_shard_size=limit, safe=safe, action="merging")
 
 
 @dataclass(frozen=True)

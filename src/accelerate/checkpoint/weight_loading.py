@@ -4,7 +4,7 @@ Names and shapes of all files are compared with the model before the first tenso
 ``WeightPlacer`` says where a tensor goes: memory, a device, or the file itself. There is never a second
 copy of the model.
 
-Modules that convert what they load are in ``custom_state_dicts.py``.
+Modules that convert what they load are in ``model_tensors.py``.
 """
 
 from __future__ import annotations
@@ -19,19 +19,16 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from accelerate.checkpoint.custom_state_dicts import (
-    convert_memory,
-    find_custom_modules,
-    settle_assigned,
-    warn_unconverted,
-)
-from accelerate.checkpoint.device_uploads import DeviceUploads
-from accelerate.checkpoint.file_reads import FileRegion, LazyTensor, MappedFiles, SavedTensors
+from accelerate.checkpoint.file_reads import DeviceUploads, FileRegion, LazyTensor, MappedFiles, SavedTensors
 from accelerate.checkpoint.model_tensors import (
     ModelTensor,
     WeightsMismatchError,
     assign_tensor,
+    convert_memory,
+    find_custom_modules,
     list_model_tensors,
+    settle_assigned,
+    warn_unconverted,
 )
 from accelerate.checkpoint.state_dict_files import as_dtype, is_distributed, match_names
 from accelerate.core.progress import ProgressBar

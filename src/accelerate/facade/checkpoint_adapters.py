@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +22,14 @@ from accelerate.checkpoint.state_dict_files import describe_optimizer, describe_
 from accelerate.core.user_warning import warn_user
 from accelerate.facade.loss_weighting import LossWeighting
 from accelerate.facade.preparer import PreparedObjects
-from accelerate.facade.runtime import Runtime
 from accelerate.offload.offloaded_tensor import source_of
 from accelerate.strategy.base import DataSharding, GradientPiece, OpenGradients, join_pieces
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.layout import ShardedState
+    from accelerate.facade.gradient_state import GradientState
+    from accelerate.precision.base import Precision
     from accelerate.strategy.base import Strategy
 
 
@@ -89,7 +91,7 @@ def registered_adapter(strategy: Strategy, item: Any, is_writer: bool, models: S
         return optimizer_adapter(strategy, inner, models, is_registered=True)
     from torch.distributed.tensor import DTensor
 
-    from accelerate.checkpoint.rank_shards import gather_rank_shards
+    from accelerate.checkpoint.registered_objects import gather_rank_shards
     from accelerate.strategy.sharding.full_state import distribute_leaves, gather_leaves
 
     name = type(item).__name__
@@ -212,17 +214,19 @@ def sharded_optimizer_state(
     return ShardedOptimizerState(view, modules, local_training=strategy.local_training, group_names=groups)
 
 
+@dataclass(eq=False)
 class OpenWindow:
     """Saves and restores the open window of an ``Accelerator``, on each rank.
 
-    Args:
-        runtime: the strategy, precision and gradient accumulation of the run.
+    Attributes:
+        gradients, strategy, precision: gradient accumulation, strategy and precision of the run.
         prepared: the models and optimizers that are trained.
     """
 
-    def __init__(self, runtime: Runtime, prepared: PreparedObjects) -> None:
-        self.runtime, self.prepared = runtime, prepared
-        self.gradients, self.strategy = runtime.gradients, runtime.strategy
+    gradients: GradientState
+    strategy: Strategy
+    precision: Precision
+    prepared: PreparedObjects
 
     @property
     def is_open(self) -> bool:
@@ -307,7 +311,14 @@ class OpenWindow:
             states: what each rank has saved, empty if no window was open.
             rank: this one.
         """
-        self._forget()
+        gradients = self.gradients
+        if self.is_open:
+            for optimizer in self.prepared.optimizers:
+                self.strategy.zero_grad(optimizer.optimizer, optimizer.optimizer.zero_grad)
+        gradients.sync_gradients, gradients.has_unweighted_grads = True, False
+        gradients.abandoned_window, gradients.resumed_window = "", None
+        for group in gradients.loss_weighting.groups if gradients.loss_weighting is not None else ():
+            group.reset()
         if not states:
             return
         if not self._has_readable_gradients:
@@ -335,19 +346,8 @@ class OpenWindow:
             else:
                 self.strategy.load_gradients(model, JoinedGradients(states, index, scale))
                 self.strategy.resume_window(model, *own.get("micro_batches", (0, 1)))
-        gradients = self.gradients
         gradients.sync_gradients, gradients.has_unweighted_grads = own["sync_gradients"], weighting is None
         gradients.resumed_window = own["window"]
-
-    def _forget(self) -> None:
-        gradients = self.gradients
-        if self.is_open:
-            for optimizer in self.prepared.optimizers:
-                self.strategy.zero_grad(optimizer.optimizer, optimizer.optimizer.zero_grad)
-        gradients.sync_gradients, gradients.has_unweighted_grads = True, False
-        gradients.abandoned_window, gradients.resumed_window = "", None
-        for group in gradients.loss_weighting.groups if gradients.loss_weighting is not None else ():
-            group.reset()
 
     def _load_weighting(
         self, states: Sequence[Mapping[str, Any]], own: Mapping[str, Any], is_same: bool
@@ -355,7 +355,7 @@ class OpenWindow:
         """Restore the counted items; return the factor for gradients that other ranks have saved."""
         gradients, saved = self.gradients, own["weighting"]
         if gradients.loss_weighting is None:
-            gradients.loss_weighting = LossWeighting(gradients, self.strategy, self.runtime.precision)
+            gradients.loss_weighting = LossWeighting(gradients, self.strategy, self.precision)
         weighting = gradients.loss_weighting
         weighting.update_prepared(self.prepared.models, self.prepared.optimizers)
         weighting.reference, weighting.next_reference = saved["reference"]

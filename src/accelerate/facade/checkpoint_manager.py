@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 from weakref import ref
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -35,11 +36,12 @@ from accelerate.facade.checkpoint_adapters import (
 from accelerate.facade.engine_checkpoint_import import engine_state_loaders
 from accelerate.facade.module_queries import extract_model_from_parallel
 from accelerate.facade.preparer import PreparedObjects
-from accelerate.facade.replica_agreement import check_replicas
 from accelerate.facade.runtime import Runtime
 from accelerate.strategy.base import WrapperNames
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 from accelerate.world import collective, rng
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class CheckpointManager:
@@ -60,7 +62,7 @@ class CheckpointManager:
     def __init__(self, runtime: Runtime, prepared: PreparedObjects, project: ProjectConfiguration) -> None:
         self.world, self.strategy, self.precision = runtime.world, runtime.strategy, runtime.precision
         self.gradients, self.prepared, self.project = runtime.gradients, prepared, project
-        self.window = OpenWindow(runtime, prepared)
+        self.window = OpenWindow(runtime.gradients, runtime.strategy, runtime.precision, prepared)
         self.custom_objects: list[Any] = []
         self._saves = 0
         # OrderedDicts: torch's handles hold them weakly, which a plain dict does not allow.
@@ -185,16 +187,46 @@ class CheckpointManager:
         )
 
     def _check_replicas(self, action: str) -> None:
-        """Compare replicas and learning rates of the ranks, at each so many saves."""
+        """Warn on rank 0 about the first parameter of a replica, or the first learning rate, that differs.
+
+        Collective, at each so many saves. Each parameter is read once, and one message is exchanged; a
+        checksum is the sum of its bits.
+
+        Args:
+            action: the save, for the error if another rank does not save.
+        """
         interval = self.project.replica_check_interval
-        if interval and self.world.size > 1 and not self.strategy.local_training:
-            if self._saves % interval == 0:
-                replicas = self.prepared.models if self.strategy.replicates_model else []
-                try:
-                    check_replicas(replicas, self.prepared.optimizers, action)
-                except CollectiveError as lost:  # a save may only meet a save
-                    raise CheckpointPeerError.from_collective(lost) from lost.__cause__
-            self._saves += 1
+        if not interval or self.world.size == 1 or self.strategy.local_training:
+            return
+        self._saves += 1
+        if (self._saves - 1) % interval:
+            return
+        named = [
+            (f"{name} of model {number}" if number else name, parameter.detach())
+            for number, model in enumerate(self.prepared.models if self.strategy.replicates_model else ())
+            for name, parameter in model.named_parameters()
+        ]
+        sums: list[torch.Tensor] = []
+        for _, values in named:
+            values = torch.view_as_real(values) if values.is_complex() else values
+            sums.append(values.view(_INTEGERS[values.itemsize]).sum(dtype=torch.int64))
+        # One copy to the host for each device.
+        devices = {total.device for total in sums}
+        by_device = {d: iter(torch.stack([s for s in sums if s.device == d]).tolist()) for d in devices}
+        local = {name: next(by_device[total.device]) for (name, _), total in zip(named, sums, strict=True)}
+        # The ranks step with equal learning rates, sharded or not.
+        for optimizer in self.prepared.optimizers:
+            for number, group in enumerate(optimizer.optimizer.param_groups):
+                name = f"the learning rate of group {number} of the {type(optimizer.optimizer).__name__}"
+                local[name] = repr(group.get("lr"))
+        try:
+            digests = collective.all_gather_object(crc32(repr(local).encode()), "save_state", label=action)
+            if len(set(digests)) > 1:
+                by_rank = collective.all_gather_object(local, "save_state", label=action)
+                if self.world.is_main:
+                    warn_user(_describe_drift(by_rank))
+        except CollectiveError as lost:  # a save may only meet a save
+            raise CheckpointPeerError.from_collective(lost) from lost.__cause__
 
     def _may_be_solo(self, is_sharded: bool) -> bool:
         """Return whether the main process has all that a checkpoint needs, so that it may save alone."""
@@ -345,6 +377,17 @@ def _allocate_staging_after_step(manager: CheckpointManager) -> None:
             saving.allocate_staging()
 
     register_optimizer_step_post_hook(allocate_once)
+
+
+def _describe_drift(by_rank: list[dict[str, Any]]) -> str:
+    names = dict.fromkeys(name for facts in by_rank for name in facts)
+    other = [name for name in names if len({facts.get(name) for facts in by_rank}) > 1]
+    ranks = [rank for rank, facts in enumerate(by_rank) if facts.get(other[0]) != by_rank[0].get(other[0])]
+    more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+    return (
+        f"the ranks have drifted apart: {other[0]}{more} of rank {ranks[0]} is not that of rank 0, whose "
+        "values are saved. A gradient was not averaged, or the ranks step differently"
+    )
 
 
 def register_hook(table: dict[int, Any], hook: Callable[..., None]) -> RemovableHandle:

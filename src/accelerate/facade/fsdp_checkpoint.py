@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from accelerate.checkpoint import layout, torch_files
-from accelerate.checkpoint.errors import CheckpointNotFoundError, file_errors
+from accelerate.checkpoint.file_access import CheckpointNotFoundError, file_errors
 from accelerate.checkpoint.layout import CheckpointLoadContext
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.weight_files import replace_file

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakMethod
 from zlib import crc32
@@ -18,6 +18,7 @@ from accelerate.facade.gradient_state import GradientState
 from accelerate.precision.base import Precision
 from accelerate.strategy.base import NO_CONTEXT, ReductionMonitor, Strategy
 from accelerate.strategy.protocol.engine_strategy import EngineStrategy
+from accelerate.world import collective
 
 # The kinds of options of a group that all ranks must have alike; a text may name a device.
 _PLAIN = (int, float, tuple, type(None))
@@ -424,7 +425,7 @@ def agree_on_optimizers(optimizers: Iterable[Any], device: torch.device) -> None
     """Check that all ranks prepare optimizers with equal options and state: one all-reduce of four numbers.
 
     Raises:
-        PrepareError: options differ; see ``replica_agreement.settle_optimizers``, also about the state.
+        PrepareError: options differ; see ``settle_optimizers``, also about the state.
     """
     fresh = [o for o in optimizers if not isinstance(o, AcceleratedOptimizer) and hasattr(o, "param_groups")]
     options = [
@@ -444,9 +445,64 @@ def agree_on_optimizers(optimizers: Iterable[Any], device: torch.device) -> None
     dist.all_reduce(both, dist.ReduceOp.MAX)
     greatest = both.tolist()
     if greatest[:2] != [-least for least in greatest[2:]]:
-        from accelerate.facade.replica_agreement import settle_optimizers
-
         settle_optimizers(fresh, options)
+
+
+def settle_optimizers(optimizers: Sequence[Any], options: list[Any]) -> None:
+    """Refuse optimizers with other options on other ranks; give those with another state that of rank 0.
+
+    Collective; called when a digest has told that they differ.
+
+    Args:
+        optimizers: the optimizers of one ``prepare``.
+        options: of each, the options of each group.
+
+    Raises:
+        PrepareError: options differ, or the weights are on the meta device; on all ranks.
+    """
+    is_meta = any(p.is_meta for o in optimizers for group in o.param_groups for p in group["params"])
+    answers = collective.all_gather_object((options, is_meta), "prepare(optimizer)")
+    _refuse_other_options(optimizers, [options for options, _ in answers])
+    if any(is_meta for _, is_meta in answers):
+        raise PrepareError(
+            "the state of the optimizer is not the same on all ranks, and parameters are on the meta device",
+            why="each rank shards the state that it has",
+            fix="load the state after prepare, with accelerator.load_state",
+        )
+    for optimizer in (each for each in optimizers if isinstance(each, Optimizer)):
+        state = optimizer.state_dict()
+        # Numbers stand for the parameters, which are each rank's own.
+        first: dict[str, Any] = collective.broadcast_object(
+            move_to_device(state["state"], torch.device("cpu")), 0
+        )
+        if collective.rank() != 0:
+            optimizer.load_state_dict({**state, "state": first})
+    if collective.rank() == 0:
+        warn_user(
+            "the state of an optimizer was not the same on all ranks when it was prepared: that of rank 0 "
+            "counts, as the weights of rank 0 do"
+        )
+
+
+def _refuse_other_options(optimizers: Sequence[Any], options_by_rank: list[list[Any]]) -> None:
+    for rank, options in enumerate(options_by_rank):
+        pairs = zip(optimizers, options_by_rank[0], options, strict=False)
+        for optimizer, groups, others in pairs:
+            if len(groups) != len(others):
+                _refuse(optimizer, "the number of groups", len(groups), len(others), rank)
+            for number, (group, other) in enumerate(zip(groups, others, strict=True)):
+                for name in dict.fromkeys((*group, *other)):
+                    if group.get(name) != other.get(name):
+                        what = f"{name} of group {number}"
+                        _refuse(optimizer, what, group.get(name), other.get(name), rank)
+
+
+def _refuse(optimizer: Any, what: str, first: Any, other: Any, rank: int) -> None:
+    raise PrepareError(
+        f"{what} of the {type(optimizer).__name__} is {first} on rank 0 and {other} on rank {rank}",
+        why="the ranks train one model: with other options on each, its replicas or shards drift apart",
+        fix="make the optimizer with the same options on all ranks",
+    )
 
 
 def _has_values(value: Any) -> bool:

@@ -11,7 +11,7 @@ from weakref import ReferenceType, ref
 
 from accelerate.checkpoint import discovery
 from accelerate.checkpoint.discovery import Address, ProjectConfiguration, join_address, open_store
-from accelerate.checkpoint.errors import CheckpointNotFoundError
+from accelerate.checkpoint.file_access import CheckpointNotFoundError
 from accelerate.checkpoint.layout import AUTOMATIC_FOLDER
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.core.errors import SettingError
