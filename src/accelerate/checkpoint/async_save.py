@@ -23,6 +23,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -219,7 +220,8 @@ class SnapshotHostMemory:
             atexit.register(self.stop_preparing)  # it must not be inside torch while the interpreter ends
 
     def _prepare(self, sizes: dict[str, Sequence[int]]) -> None:
-        for kind, slab in ((kind, slab) for kind, each in sizes.items() for slab in _slab_sizes(each)):
+        slabs = {kind: _place(dict(enumerate(each)), [])[1] for kind, each in sizes.items()}
+        for kind, slab in ((kind, slab) for kind, each in slabs.items() for slab in each):
             with self._lock:
                 if self._stop.is_set():
                     return
@@ -255,18 +257,14 @@ class SnapshotHostMemory:
 
     def _allocate_from_blocks(self, kind: str, sizes: dict[int, int]) -> dict[int, torch.UntypedStorage]:
         blocks = self._blocks.setdefault(kind, [])
-        places, unplaced = _place(sizes, [block.numel() for block in blocks])
-        if unplaced:
-            slabs = _slab_sizes(list(unplaced.values()))
-            more, _ = _place(unplaced, slabs)
-            places |= {index: (len(blocks) + slab, start) for index, (slab, start) in more.items()}
-            blocks += [devices.get(kind).host_memory(slab) for slab in slabs]
+        places, slabs = _place(sizes, [block.numel() for block in blocks])
+        blocks += [devices.get(kind).host_memory(slab) for slab in slabs]
         return {index: _slice(blocks[b], start, sizes[index]) for index, (b, start) in places.items()}
 
 
 def _place(
     sizes: Mapping[int, int], capacities: Sequence[int]
-) -> tuple[dict[int, tuple[int, int]], dict[int, int]]:
+) -> tuple[dict[int, tuple[int, int]], list[int]]:
     """Place storages in blocks: the largest first, each in the first block that has room for it.
 
     Args:
@@ -274,36 +272,20 @@ def _place(
         capacities: of the blocks, in bytes.
 
     Returns:
-        (index -> (block, first byte in it), the sizes that have no place).
+        (index -> (block, first byte in it), bytes of the new blocks that come after these: each of at most
+        ``SLAB``, or one larger storage).
     """
     used = [0] * len(capacities)
     places: dict[int, tuple[int, int]] = {}
-    unplaced: dict[int, int] = {}
     for index in sorted(sizes, key=sizes.__getitem__, reverse=True):
-        end = _align_up(sizes[index])
-        block = next((b for b, capacity in enumerate(capacities) if used[b] + end <= capacity), None)
-        if block is None:
-            unplaced[index] = sizes[index]
-        else:
-            places[index] = block, used[block]
-            used[block] += end
-    return places, unplaced
-
-
-def _slab_sizes(sizes: Sequence[int]) -> list[int]:
-    """Return the bytes of blocks that ``_place`` fills: each of at most ``SLAB``, or one larger storage."""
-    slabs: list[int] = []
-    for size in sorted(map(_align_up, sizes), reverse=True):
-        block = next((b for b, used in enumerate(slabs) if used + size <= SLAB), None)
-        if block is None:
-            slabs.append(size)
-        else:
-            slabs[block] += size
-    return [slab for slab in slabs if slab]
-
-
-def _align_up(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+        size = -(-sizes[index] // _ALIGNED) * _ALIGNED
+        room = (capacity - taken for capacity, taken in zip_longest(capacities, used, fillvalue=SLAB))
+        block = next((block for block, free in enumerate(room) if size <= free), len(used))
+        if block == len(used):
+            used.append(0)
+        places[index] = block, used[block]
+        used[block] += size
+    return places, used[len(capacities) :]
 
 
 def _slice(block: torch.Tensor, start: int, size: int) -> torch.UntypedStorage:

@@ -89,8 +89,9 @@ class CheckpointCandidate:
 
     @property
     def number(self) -> int | None:
-        """The number at the end of its name."""
-        return trailing_number(self.name)
+        """The number at the end of its name: 10 for ``"checkpoint_10"``, None for ``"best"``."""
+        match = _NUMBERED.fullmatch(self.name)
+        return int(match["number"]) if match else None
 
     @property
     def saved_at(self) -> datetime:
@@ -111,12 +112,6 @@ class CheckpointSearchResult:
 
     candidate: CheckpointCandidate
     ignored: tuple[str, ...]
-
-
-def trailing_number(name: str) -> int | None:
-    """Return the number at the end of a name: 10 for ``"checkpoint_10"``, None for ``"best"``."""
-    match = _NUMBERED.fullmatch(name)
-    return int(match["number"]) if match else None
 
 
 def automatic_number(name: str) -> int | None:

@@ -15,7 +15,7 @@ import json
 import struct
 import sys
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -83,7 +83,9 @@ def open_weights(path: Path) -> LazyWeights:
     if path.is_dir():
         path = find_weights(path)
     if path.is_dir():
-        return _open_sharded(path)
+        from accelerate.checkpoint.dcp_files import lazy_tensors
+
+        return group_ties(lazy_tensors(path))
     if not path.is_file():
         raise CheckpointNotFoundError(
             f"there is no file or folder {path}",
@@ -191,12 +193,6 @@ def _join_shards(shards: Mapping[Path, Iterable[str]]) -> LazyWeights:
         metadata |= shard.metadata
     aliases = {alias: name for alias, name in aliases.items() if alias not in lazy_tensors}
     return LazyWeights(lazy_tensors, aliases, others, metadata)
-
-
-def _open_sharded(folder: Path) -> LazyWeights:
-    from accelerate.checkpoint.dcp_files import lazy_tensors
-
-    return group_ties(lazy_tensors(folder))
 
 
 def group_ties(lazy_tensors: Mapping[str, LazyTensor]) -> LazyWeights:
@@ -411,19 +407,12 @@ def weights_from_state(state: Mapping[str, Any]) -> LazyWeights:
         CheckpointError: a value is no tensor, or has no data.
     """
     aliases = state_dict_files.find_ties(state)
-    return LazyWeights(dict(_checked_tensors(state, aliases)), aliases)
-
-
-def _checked_tensors(
-    state: Mapping[str, Any], aliases: Mapping[str, str]
-) -> Iterator[tuple[str, LazyTensor]]:
-    for name, value in state.items():
-        if name in aliases:
-            continue
+    own = {name: value for name, value in state.items() if name not in aliases}
+    for name, value in own.items():
         dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
         if not dense or value.device.type == "meta":
             state_dict_files.untie({name: value})  # raises the error
-        yield name, in_memory(value)
+    return LazyWeights({name: in_memory(value) for name, value in own.items()}, aliases)
 
 
 _TensorInfo = tuple[tuple[int, ...], torch.dtype, tuple[tuple[str, int, int], ...]]

@@ -285,10 +285,18 @@ def local_checkpoint(
         ranks_here = [rank for rank, (node, _) in enumerate(nodes) if node == ranks.node]
         folder_here = next(path for node, path in nodes if node == ranks.node and path is not None)
         with ranks.collective_section(action):
-            file_sizes = _needed_files(_sizes(store, folder, manifest), manifest, train_state, ranks_here)
+            if manifest is None:
+                file_sizes = store.files(folder)
+            else:
+                file_sizes = {file: record.size for file, record in manifest.files.items()}
+            file_sizes = _needed_files(file_sizes, manifest, train_state, ranks_here)
             _refuse_too_large(store.label(name), file_sizes, folder_here)
-            _fetch(store, folder, _local_share(file_sizes, ranks), folder_here, file_sizes)
-        yield folder_here, _narrow_manifest(manifest, file_sizes)
+            largest_first = sorted(file_sizes, key=lambda file: (-file_sizes[file], file))
+            local_share = largest_first[ranks.local_rank :: ranks.local_size]
+            _fetch(store, folder, local_share, folder_here, file_sizes)
+        if manifest is not None:  # without the files that are not fetched
+            manifest = replace(manifest, files={file: manifest.files[file] for file in file_sizes})
+        yield folder_here, manifest
     except CheckpointError as error:
         message, reason = error.what, error.why
         for fetched_path in (str(path) for _, path in nodes if path is not None):
@@ -300,13 +308,6 @@ def local_checkpoint(
             shutil.rmtree(target, ignore_errors=True)
 
 
-def _sizes(store: CheckpointStorage, folder: str, manifest: Manifest | None) -> dict[str, int]:
-    """Return the size of every file of the checkpoint, by its name."""
-    if manifest is None:
-        return store.files(folder)
-    return {file: record.size for file, record in manifest.files.items()}
-
-
 def _needed_files(
     sizes: dict[str, int],
     manifest: Manifest | None,
@@ -315,31 +316,17 @@ def _needed_files(
 ) -> dict[str, int]:
     """Return name and size of the files that a load by the ranks ``ranks_here`` may read."""
     wanted_ranks = {*ranks_here, 0}  # the random states of new ranks are derived from those of rank 0
-    unrequested = _unrequested_files(manifest, train_state) if manifest is not None else set[str]()
+    unrequested = set[str]()
+    if manifest is not None and not train_state.own_files:  # these may read any file
+        for category in ("models", "optimizers"):
+            entries = manifest.parts.get(category, [])[len(getattr(train_state, category)) :]
+            unrequested |= {entry.file for entry in entries}
     file_sizes: dict[str, int] = {}
     for file, size in sizes.items():
         match = _OF_RANK.fullmatch(file)
         if file not in unrequested and (match is None or int(match[1] or match[2]) in wanted_ranks):
             file_sizes[file] = size
     return file_sizes
-
-
-def _unrequested_files(manifest: Manifest, train_state: CheckpointContents) -> set[str]:
-    """Return files of models and optimizers that the load does not ask for."""
-    if train_state.own_files:
-        return set()  # these may read any file
-    return {
-        entry.file
-        for category in ("models", "optimizers")
-        for entry in manifest.parts.get(category, [])[len(getattr(train_state, category)) :]
-    }
-
-
-def _narrow_manifest(manifest: Manifest | None, needed: dict[str, int]) -> Manifest | None:
-    """Return the manifest without the files that are not fetched."""
-    if manifest is None:
-        return None
-    return replace(manifest, files={file: manifest.files[file] for file in needed})
 
 
 def _refuse_too_large(label: str, needed: dict[str, int], target: Path) -> None:
@@ -354,12 +341,6 @@ def _refuse_too_large(label: str, needed: dict[str, int], target: Path) -> None:
         )
 
 
-def _local_share(needed: dict[str, int], ranks: CheckpointRankGroup) -> list[str]:
-    """Return the files that this rank fetches for its machine, the largest first."""
-    largest_first = sorted(needed, key=lambda file: (-needed[file], file))
-    return largest_first[ranks.local_rank :: ranks.local_size]
-
-
 def _fetch(
     store: CheckpointStorage, folder: str, files: list[str], target: Path, sizes: Mapping[str, int]
 ) -> None:
@@ -368,11 +349,7 @@ def _fetch(
             (target / parent).mkdir(parents=True, exist_ok=True)
     total = sum(sizes[file] for file in files)
     with ProgressBar("fetching the checkpoint", total) as progress, ThreadPoolExecutor(_AT_ONCE) as pool:
-        fetched = [pool.submit(_fetch_one, store, folder, target, file) for file in files]
+        fetched = [pool.submit(store.fetch, f"{folder}/{file}", target / file) for file in files]
         for future, file in zip(fetched, files, strict=True):
             future.result()
             progress.advance(sizes[file])
-
-
-def _fetch_one(store: CheckpointStorage, folder: str, target: Path, file: str) -> None:
-    store.fetch(f"{folder}/{file}", target / file)

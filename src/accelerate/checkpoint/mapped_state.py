@@ -54,8 +54,8 @@ LARGE = 64 * 2**20  # bytes; less is read at once
 _CHUNK = 16 * 2**20
 _MAY_MOVE, _AT_ADDRESS = 1, 2
 _PAGEMAP = Path("/proc/self/pagemap")
-# Bits of an entry: the page is in memory, is swapped out, belongs to a file.
-_PRESENT, _SWAPPED, _OF_FILE = 1 << 63, 1 << 62, 1 << 61
+# Bits of an entry of 64, which torch takes for signed: the page is in memory, is swapped out, is a file's.
+_PRESENT, _SWAPPED, _OF_FILE = -1 << 63, 1 << 62, 1 << 61
 # A network file system that does not answer would end the process when a page is read.
 _LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs"}
 _Stamp = tuple[int, int]
@@ -365,15 +365,11 @@ def written_pages(pages: MemoryRange) -> Iterable[MemoryRange]:
     with _PAGEMAP.open("rb", buffering=0) as file:
         file.seek(pages.start // page * 8)
         entries = torch.frombuffer(bytearray(file.read(pages.size // page * 8)), dtype=torch.int64)
-    in_use = (entries & _signed(_PRESENT | _SWAPPED)) != 0
+    in_use = (entries & (_PRESENT | _SWAPPED)) != 0
     written = (in_use & ((entries & _OF_FILE) == 0)).nonzero().flatten()
     runs = written.tensor_split((written.diff() != 1).nonzero().flatten() + 1)
     for first, last in ((int(run[0]), int(run[-1])) for run in runs if len(run)):
         yield MemoryRange(pages.start + first * page, pages.start + (last + 1) * page)
-
-
-def _signed(bits: int) -> int:
-    return bits - (1 << 64) if bits >> 63 else bits
 
 
 def _find_mapping(address: int) -> MemoryRange:

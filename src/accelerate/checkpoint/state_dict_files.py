@@ -270,14 +270,10 @@ def canonical_names(names: Iterable[str], others: Iterable[str] = ()) -> list[st
     prefix goes that all names have. Two sides that are compared give each other's names as ``others``.
     """
     sides = list(names), list(others)
-    for strip in (_strip_each, _strip_common):
+    for strip in (lambda names: list(map(canonical_name, names)), _strip_common):
         if all(len(set(strip(side))) == len(side) for side in sides):
             return strip(sides[0])
     return sides[0]
-
-
-def _strip_each(names: Iterable[str]) -> list[str]:
-    return [canonical_name(name) for name in names]
 
 
 def _strip_common(names: Iterable[str]) -> list[str]:
@@ -315,8 +311,10 @@ def fit_names(state: State, aliases: Mapping[str, str], model_state: Mapping[str
             own_paths = {canonical_name(f"{p}.")[:-1]: p for p in getattr(model_state, "_metadata", ())}
             short = {canonical_name(f"{path}.")[:-1]: note for path, note in versions.items()}
             versions = {own_paths.get(path, path): note for path, note in short.items()}
-    owners = find_ties(model_state)
-    for group in _group_ties(owners):
+    groups: dict[str, list[str]] = {}
+    for alias, owner in find_ties(model_state).items():
+        groups.setdefault(owner, [owner]).append(alias)
+    for group in groups.values():
         saved_name = next((name for name in group if name in state), None)
         for name in group:
             if saved_name is not None:
@@ -332,13 +330,6 @@ def match_names(names: Collection[str], others: Collection[str]) -> dict[str, st
     full_names = dict(zip(canonical_names(others, names), others, strict=True))
     short_names = zip(names, canonical_names(names, others), strict=True)
     return {name: full_names[short] for name, short in short_names if short in full_names}
-
-
-def _group_ties(owners: Mapping[str, str]) -> list[list[str]]:
-    groups: dict[str, list[str]] = {}
-    for alias, owner in owners.items():
-        groups.setdefault(owner, [owner]).append(alias)
-    return list(groups.values())
 
 
 def find_untied(aliases: Mapping[str, str], model_state: Mapping[str, Any]) -> dict[str, str]:
@@ -383,11 +374,11 @@ def as_dtype(text: str | torch.dtype | None) -> torch.dtype | None:
 # ---------------------------------------------------------------- comparison with objects
 
 
-def list_names(names: Iterable[str]) -> str:
+def list_names(names: Iterable[str], shown: int = _SHOWN) -> str:
     """Return the first names, and how many more there are."""
     listed = list(names)
-    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-    return ", ".join(listed[:_SHOWN]) + more
+    more = f" and {len(listed) - shown} more" if len(listed) > shown else ""
+    return ", ".join(listed[:shown]) + more
 
 
 def copy_state(state: Any) -> Any:

@@ -20,6 +20,7 @@ import re
 import types
 import uuid
 import zipfile
+from codecs import encode
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
@@ -60,26 +61,20 @@ def safe_globals() -> list[Any]:
 
     They are plain classes of Python and of numpy's data.
 
-    These hold data and run nothing.
+    These hold data and run nothing; numpy pickles bytes through ``codecs.encode``.
     """
     array = np.zeros(1, np.uint32)
     rebuild_array: Any = array.__reduce__()[0]
     scalar: Any = np.float64(0).__reduce__()[0]
     dtypes = [value for name, value in vars(np.dtypes).items() if name.endswith("DType")]
     numbers = [(partial(_make_number, kind), f"{kind.__module__}.{kind.__name__}") for kind in _NUMBERS]
-    return [rebuild_array, np.ndarray, scalar, np.dtype, _encode(), *dtypes, *_PLAIN, *numbers]
+    return [rebuild_array, np.ndarray, scalar, np.dtype, encode, *dtypes, *_PLAIN, *numbers]
 
 
 def _make_number(kind: Callable[..., Any], *parts: Any) -> Any:
     if any(type(part) not in (int, str) or _LONG_NUMBER.search(str(part)) for part in parts):
         raise ValueError(f"a {getattr(kind, '__name__', kind)} is made from no number")
     return kind(*parts)
-
-
-def _encode() -> Any:
-    from codecs import encode
-
-    return encode  # numpy pickles bytes through it
 
 
 class _WeightsOnlyCompatiblePickler(pickle.Pickler):

@@ -142,9 +142,7 @@ def load_state_dict(
 
 
 def _place_tensor(name: str, value: Any, device_map: Mapping[str, Any]) -> Any:
-    matches = [
-        module for module in device_map if not module or name == module or name.startswith(f"{module}.")
-    ]
+    matches = [m for m in device_map if not m or name == m or name.startswith(f"{m}.")]
     device = device_map[max(matches, key=len)] if matches else "cpu"
     return value if device in ("cpu", "disk") or not isinstance(value, torch.Tensor) else value.to(device)
 

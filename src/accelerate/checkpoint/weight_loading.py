@@ -30,7 +30,7 @@ from accelerate.checkpoint.model_tensors import (
     settle_assigned,
     warn_unconverted,
 )
-from accelerate.checkpoint.state_dict_files import as_dtype, is_distributed, match_names
+from accelerate.checkpoint.state_dict_files import as_dtype, is_distributed, list_names, match_names
 from accelerate.core.progress import ProgressBar
 
 logger = logging.getLogger(__name__)
@@ -386,9 +386,8 @@ def _holds_exactly(dtype: torch.dtype, saved: LazyTensor) -> bool:
 
 
 def _format_names(what: str, names: Iterable[str]) -> str:
-    name_list = list(names)
-    more = f" and {len(name_list) - _SHOWN} more" if len(name_list) > _SHOWN else ""
-    return f"{what}: {', '.join(name_list[:_SHOWN])}{more}" if name_list else ""
+    listed = list_names(names, _SHOWN)
+    return f"{what}: {listed}" if listed else ""
 
 
 def _target_dtype(
