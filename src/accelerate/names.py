@@ -294,7 +294,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     )
     | exports("strategy.megatron.train_step: AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep")
     | exports("strategy.megatron.engine: MegatronEngine")
-    | exports("strategy.megatron.lr_schedule: MegatronLMDummyScheduler")
+    | exports("strategy.megatron.engine_factory: MegatronLMDummyScheduler")
     | exports("facade.engine_wrappers: MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper"),
     "accelerate.utils.memory": exports(
         "watch.batch_size_search: clear_device_cache find_executable_batch_size release_memory "

@@ -45,7 +45,7 @@ def around() -> list[dict[str, float]]:
     """Distances of a ring of one from torch's attention, of result and gradients, by number format."""
     from accelerate import Accelerator
     from accelerate.strategy.parallelism.context.attention import AttentionCall
-    from accelerate.strategy.parallelism.context.ring_attention import RingAttention
+    from accelerate.strategy.parallelism.context.context_parallel import RingAttention
 
     where = Accelerator().device
     ring = RingAttention(1, 0, dist.group.WORLD, True)

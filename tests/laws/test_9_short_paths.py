@@ -20,8 +20,8 @@ BOUNDS = {
     "Accelerator(), FSDP2": (108, 36),  #   70 / 20
     "Accelerator(), DDP": (93, 32),
     # Two of them are where programs change or shard the models by functions of their own.
-    "prepare, FSDP2": (108, 30),  #         110 / 20
-    "prepare, DDP": (55, 20),  #            80 / 18: functions reached
+    "prepare, FSDP2": (112, 33),  #         110 / 20
+    "prepare, DDP": (60, 23),  #            80 / 18: functions reached
     # Two of them see whether the optimizer reads numbers of partial DTensors.
     "first optimizer.step, FSDP2": (10, 7),  # 10 / 5: functions reached
     "first optimizer.step, DDP": (8, 6),

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from accelerate.core.errors import PrepareError, SettingError
-from accelerate.strategy.parallelism.context import ring_attention
+from accelerate.strategy.parallelism.context import context_parallel
 from accelerate.strategy.parallelism.context.attention import AttentionCall
-from accelerate.strategy.parallelism.context.ring_attention import (
+from accelerate.strategy.parallelism.context.context_parallel import (
     KERNELS,
     TORCH_MODULE,
     AttentionKernel,
@@ -132,21 +132,21 @@ def test_torchs_options_are_changed_for_the_time_of_a_call(alone: list[Any]) -> 
 
 
 def test_it_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    ring_attention.check_ring_support("cpu")
+    context_parallel.check_ring_support("cpu")
     with pytest.raises(SettingError, match="no attention kernel for mps") as caught:
-        ring_attention.check_ring_support("mps")
+        context_parallel.check_ring_support("mps")
     assert 'cp_comm_strategy="allgather"' in str(caught.value)
-    taken = {**ring_attention._SIGNATURES, "_templated_ring_attention": ("mesh", "seq_dim", "op")}
-    monkeypatch.setattr(ring_attention, "_SIGNATURES", taken)
+    taken = {**context_parallel._SIGNATURES, "_templated_ring_attention": ("mesh", "seq_dim", "op")}
+    monkeypatch.setattr(context_parallel, "_SIGNATURES", taken)
     with pytest.raises(
         SettingError, match=r"no ring attention that is known here; torch 2\.10 or newer has it"
     ):
-        ring_attention.check_ring_support("cpu")
+        context_parallel.check_ring_support("cpu")
     monkeypatch.setattr(
-        ring_attention, "TORCH_MODULE", "torch.distributed.tensor.experimental.elsewhere.ring"
+        context_parallel, "TORCH_MODULE", "torch.distributed.tensor.experimental.elsewhere.ring"
     )
     with pytest.raises(SettingError, match="no ring attention that is known here"):
-        ring_attention.check_ring_support("cpu")
+        context_parallel.check_ring_support("cpu")
 
 
 def test_tensors_that_no_kernel_takes_are_refused() -> None:

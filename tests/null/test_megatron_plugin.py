@@ -14,8 +14,8 @@ from torch import nn
 
 from accelerate.core.errors import FeatureNotBuiltError, PrepareError, SettingError, UnknownNameError
 from accelerate.strategy.megatron import model_families
+from accelerate.strategy.megatron.engine_factory import build_lr_schedule
 from accelerate.strategy.megatron.layout import MegatronLayout, megatron_layout
-from accelerate.strategy.megatron.lr_schedule import build_lr_schedule
 from accelerate.strategy.megatron.model_families import FAMILIES, model_family
 from accelerate.strategy.megatron.plugin import check_options
 from accelerate.utils import (

@@ -9,13 +9,13 @@ from accelerate.strategy.base import (
     BatchPlacement,
     CustomSharding,
     DataSharding,
+    EngineStrategy,
     ModuleWrapping,
     ReductionMonitor,
     Strategy,
     StrategyRequest,
     WrapperNames,
 )
-from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 from accelerate.strategy.single import SingleProcessStrategy
 from accelerate.world.world import World
 

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.base import PrepareBundle, PrepareStep, StrategyRequest
-from accelerate.strategy.protocol.engine_strategy import EngineStrategy
+from accelerate.strategy.base import EngineStrategy, PrepareBundle, PrepareStep, StrategyRequest
 
 
 def unchecked_accelerator(**options: Any) -> Any:

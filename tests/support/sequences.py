@@ -173,6 +173,6 @@ def same(jobs: Jobs, found: list[list[Numbers]]) -> None:
 
 def ring_options() -> dict[str, Any]:
     """Return the options of torch's ring, which belong to the user."""
-    from accelerate.strategy.parallelism.context.ring_attention import TORCH_MODULE
+    from accelerate.strategy.parallelism.context.context_parallel import TORCH_MODULE
 
     return dict(vars(import_module(TORCH_MODULE)._cp_options))

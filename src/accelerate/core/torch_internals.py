@@ -111,13 +111,14 @@ _MODULE = "torch.nn.modules.module"
 INTERNALS = (
     Internals(
         "FSDP2",
-        ("strategy/sharding/", "strategy/parallelism/pipeline/shared_grads.py"),
+        ("strategy/sharding/", "strategy/parallelism/pipeline/stage.py"),
         {
             "torch.distributed.fsdp": "FSDPModule._get_fsdp_state",
             f"{_FSDP2}._fsdp_state": "FSDPState._mp_policy FSDPState._states_to_backward_prefetch "
             "FSDPState._states_to_forward_prefetch",
             f"{_FSDP2}._fsdp_param_group": "FSDPParamGroup.fsdp_params FSDPParamGroup.reduce_grads "
-            "FSDPParamGroup.mesh_info FSDPParamGroup.device FSDPParamGroup._reshard_after_forward",
+            "FSDPParamGroup.mesh_info FSDPParamGroup.mp_policy FSDPParamGroup.device "
+            "FSDPParamGroup._reshard_after_forward",
             f"{_FSDP2}._fsdp_param": "FSDPParam.sharded_param FSDPParam._unsharded_param "
             "FSDPParam._orig_size FSDPParam._module_info FSDPParam.fsdp_placement FSDPParam.offload_to_cpu "
             "FSDPParam.padded_sharded_param_size FSDPParam.device FSDPParam.pin_memory "
@@ -206,7 +207,7 @@ INTERNALS = (
     ),
     Internals(
         "ring attention",
-        ("strategy/parallelism/context/ring_attention.py",),
+        ("strategy/parallelism/context/context_parallel.py",),
         {
             "torch.distributed.tensor.experimental._context_parallel._attention": "_cp_options>=2.10 "
             "_templated_ring_attention>=2.10 _templated_ring_attention_backward>=2.10",
@@ -334,7 +335,7 @@ INTERNALS = (
     ),
     Internals(
         "hooks of parameters",
-        ("strategy/sharding/gradient_hooks.py", "strategy/sharding/fsdp2_sharder.py"),
+        ("strategy/sharding/fsdp2_sharder.py",),
         {"torch": "Tensor._backward_hooks Tensor._post_accumulate_grad_hooks"},
     ),
     Internals(

@@ -54,8 +54,7 @@ from accelerate.precision.autocast import AutocastKwargs, detach_autocast
 from accelerate.precision.base import FORWARD_CONTEXTS, Precision
 from accelerate.precision.fp16 import GradScalerKwargs
 from accelerate.strategy import STRATEGIES
-from accelerate.strategy.base import CustomSharding, DataSharding, ObjectKind, Strategy
-from accelerate.strategy.protocol.engine_strategy import EngineStrategy
+from accelerate.strategy.base import CustomSharding, DataSharding, EngineStrategy, ObjectKind, Strategy
 from accelerate.track.base import GeneralTracker
 from accelerate.watch.batch_size_search import release_memory, restore_after_failure
 from accelerate.watch.profile import ProfileKwargs, record_profile, write_holders

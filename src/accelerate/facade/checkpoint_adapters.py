@@ -23,8 +23,7 @@ from accelerate.core.user_warning import warn_user
 from accelerate.facade.loss_weighting import LossWeighting
 from accelerate.facade.preparer import PreparedObjects
 from accelerate.offload.offloaded_tensor import source_of
-from accelerate.strategy.base import DataSharding, GradientPiece, OpenGradients, join_pieces
-from accelerate.strategy.protocol.engine_strategy import EngineStrategy
+from accelerate.strategy.base import DataSharding, EngineStrategy, GradientPiece, OpenGradients, join_pieces
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.layout import ShardedState

@@ -37,8 +37,7 @@ from accelerate.facade.engine_checkpoint_import import engine_state_loaders
 from accelerate.facade.module_queries import extract_model_from_parallel
 from accelerate.facade.preparer import PreparedObjects
 from accelerate.facade.runtime import Runtime
-from accelerate.strategy.base import WrapperNames
-from accelerate.strategy.protocol.engine_strategy import EngineStrategy
+from accelerate.strategy.base import EngineStrategy, WrapperNames
 from accelerate.world import collective, rng
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

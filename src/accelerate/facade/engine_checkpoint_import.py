@@ -14,13 +14,11 @@ from accelerate.checkpoint.state_dict_files import describe_shapes
 from accelerate.core.errors import CheckpointError
 from accelerate.facade.checkpoint_adapters import load_optimizer_state, state_template
 from accelerate.strategy import STRATEGIES
-from accelerate.strategy.base import DataSharding
-from accelerate.strategy.protocol.engine_strategy import EngineStrategy
+from accelerate.strategy.base import DataSharding, EngineStrategy
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.file_reads import LazyTensor
-    from accelerate.strategy.base import Strategy
-    from accelerate.strategy.protocol.engine_strategy import EngineCheckpoint
+    from accelerate.strategy.base import EngineCheckpoint, Strategy
 
 
 class EngineStateLoader:

@@ -21,8 +21,7 @@ from torch import nn
 from accelerate.core.errors import PrepareError
 from accelerate.facade.gradient_state import GradientState
 from accelerate.precision.base import Precision
-from accelerate.strategy.base import Strategy, ZeroBackward
-from accelerate.strategy.protocol.engine_strategy import EngineStrategy
+from accelerate.strategy.base import EngineStrategy, Strategy, ZeroBackward
 from accelerate.world import collective
 
 _GradVersion = tuple[torch.Tensor, int]

@@ -13,8 +13,7 @@ from accelerate.core.errors import PrepareError
 from accelerate.data.active_loaders import DataLoaderStateMixin
 from accelerate.facade.gradient_state import GradientState
 from accelerate.facade.loss_weighting import scale_gradients
-from accelerate.strategy.base import Strategy
-from accelerate.strategy.protocol.engine_strategy import EngineStrategy
+from accelerate.strategy.base import EngineStrategy, Strategy
 
 _END = object()
 

@@ -16,9 +16,7 @@ from accelerate.core.errors import PrepareError
 from accelerate.core.user_warning import warn_user
 from accelerate.facade.gradient_state import GradientState
 from accelerate.precision.base import Precision
-from accelerate.strategy.base import NO_CONTEXT, ReductionMonitor, Strategy
-from accelerate.strategy.protocol.engine_strategy import EngineStrategy
-from accelerate.world import collective
+from accelerate.strategy.base import NO_CONTEXT, EngineStrategy, ReductionMonitor, Strategy
 
 # The kinds of options of a group that all ranks must have alike; a text may name a device.
 _PLAIN = (int, float, tuple, type(None))
@@ -283,7 +281,7 @@ class AcceleratedOptimizer(Optimizer):
                     if (check := reference()) is not None:
                         check(self)
             if self._strategy is not None and self._strategy.shards_params:
-                from accelerate.strategy.sharding.partial_reads import PartialReads
+                from accelerate.strategy.sharding.grads import PartialReads
 
                 self._partial_reads = PartialReads()
         if self._unreduced and self._monitor is not None:

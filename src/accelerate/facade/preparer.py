@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -39,8 +38,14 @@ from accelerate.facade.runtime import Runtime
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.offload.offloaded_tensor import check_trainable
 from accelerate.offload.quantization.base import check_adapters, quantized_models
-from accelerate.strategy.base import BatchPlacement, DataSharding, ObjectKind, PrepareBundle, PrepareStep
-from accelerate.strategy.protocol.engine_strategy import EngineStrategy
+from accelerate.strategy.base import (
+    BatchPlacement,
+    DataSharding,
+    EngineStrategy,
+    ObjectKind,
+    PrepareBundle,
+    PrepareStep,
+)
 
 logger = logging.getLogger(__name__)
 _bitsandbytes_has_cpu = feature_checker("bitsandbytes:features", "multi_backend")
@@ -366,7 +371,7 @@ class Preparer:
                 return prepared
         runtime, wrapper_class = self.runtime, AcceleratedOptimizer
         if isinstance(runtime.strategy, EngineStrategy):
-            wrapper_class = _engine_wrapper(runtime.strategy, "optimizer") or AcceleratedOptimizer
+            wrapper_class = runtime.strategy.wrapper_class("optimizer") or AcceleratedOptimizer
         wrapped = wrapper_class(optimizer).bind(
             runtime.gradients, runtime.precision, runtime.strategy, self.first_step_checks
         )
@@ -386,7 +391,7 @@ class Preparer:
         followed = [each for each in optimizers if each.optimizer is inner or each is inner] or optimizers
         strategy = self.runtime.strategy
         if isinstance(strategy, EngineStrategy) and strategy.advances_scheduler(scheduler):
-            wrapper_class = _engine_wrapper(strategy, "scheduler") or AcceleratedScheduler
+            wrapper_class = strategy.wrapper_class("scheduler") or AcceleratedScheduler
             return wrapper_class(scheduler, list(followed))
         return AcceleratedScheduler(
             scheduler,
@@ -449,12 +454,6 @@ class Preparer:
             slicer = strategy.batch_placer_for(shard)
         shard.slice_batch, shard.data_shard = slicer, share
         return shard
-
-
-def _engine_wrapper(strategy: EngineStrategy, kind: str) -> Any:
-    """Return the class by which an engine wraps optimizers or schedulers; None for the usual one."""
-    module, _, name = strategy.wrapper_classes.get(kind, "").partition(":")
-    return getattr(import_module(module), name) if module else None
 
 
 def object_kind(value: Any) -> ObjectKind:

@@ -22,8 +22,7 @@ from accelerate.facade.state import AcceleratorState
 from accelerate.precision import PRECISIONS
 from accelerate.precision.base import Precision
 from accelerate.strategy import STRATEGIES
-from accelerate.strategy.base import Strategy, StrategyRequest, SubclassGathering
-from accelerate.strategy.protocol.engine_strategy import EngineStrategy
+from accelerate.strategy.base import EngineStrategy, Strategy, StrategyRequest, SubclassGathering
 from accelerate.watch.profile import ProfileKwargs
 from accelerate.world import world as worlds
 from accelerate.world.preemption import PreemptionKwargs

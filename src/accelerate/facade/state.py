@@ -18,9 +18,8 @@ from accelerate.facade.gradient_state import _SharedStateDescriptor
 from accelerate.facade.launch_settings import PrecisionSettings
 from accelerate.facade.processes import ProcessMixin
 from accelerate.strategy import STRATEGIES
-from accelerate.strategy.base import Strategy
+from accelerate.strategy.base import EarlyPartitioning, Strategy
 from accelerate.strategy.launch_settings import SETTINGS
-from accelerate.strategy.protocol.engine_strategy import EarlyPartitioning
 from accelerate.world import affinity
 from accelerate.world import world as worlds
 from accelerate.world.world import ProcessDeviceSettings, World

@@ -1,1 +1,1 @@
-"""Pipeline stages: split.py cuts a model into stages, tensor_tree.py flattens values sent between them."""
+"""Pipeline stages: where a model is cut, and trees of the tensors sent between stages."""

@@ -1,17 +1,22 @@
 """Cuts a model into pipeline stages: lists its blocks in order and finds the most even division.
 
-This module only reads names, classes and sizes of a model; it runs nothing.
+Only names, classes and sizes of a model are read; nothing is run. At the end of the file, values sent between
+stages are flattened into their tensors.
 """
 
 from __future__ import annotations
 
+import enum
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
+import torch
 from torch import nn
 
+from accelerate.core import tree
 from accelerate.core.errors import PrepareError, UnknownNameError
 
 # A longer chain is merged to so many pieces before the search for the best division, which is O(n^2).
@@ -217,3 +222,47 @@ def check_split_points(model: nn.Module, split_points: Sequence[str], stages: in
 def stage_map(chain: Sequence[ModelBlock], cuts: Sequence[int]) -> dict[str, int]:
     """Return the stage of each block, by the block's name."""
     return {block.name: sum(index >= cut for cut in cuts) for index, block in enumerate(chain)}
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, slice, enum.Enum)
+_PLAIN += (torch.dtype, torch.device, torch.memory_format, torch.layout)
+
+
+class TensorLeafIndex(int):
+    """The index of a tensor in the list of tensors."""
+
+    def __repr__(self) -> str:
+        return f"tensor {int(self)}"
+
+
+def flatten_tree(value: Any, label: str) -> tuple[Any, list[torch.Tensor]]:
+    """Flatten a tree; return (structure, tensors).
+
+    Args:
+        value: containers, tensors and plain values (numbers, strings, None, dtypes ...).
+        label: the name of the value in errors.
+
+    Raises:
+        PrepareError: the tree has another leaf, such as a cache.
+    """
+    tensors: list[torch.Tensor] = []
+
+    def to_index(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        tensors.append(leaf)
+        return TensorLeafIndex(len(tensors) - 1)
+
+    for path, leaf in tree.iterate_leaves(value):
+        if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+            raise PrepareError(
+                f"{label}{path} is a {type(leaf).__name__}, which cannot go through a pipeline",
+                why="only tensors and plain values are cut into chunks and sent from stage to stage",
+                fix="leave it out (for a cache of keys and values: use_cache=False)",
+            )
+    return tree.map_tree(to_index, value), tensors
+
+
+def unflatten_tree(structure: Any, tensors: Sequence[Any]) -> Any:
+    """Return the tree of a structure and a list of tensors."""
+    return tree.map_tree(lambda leaf: tensors[leaf] if isinstance(leaf, TensorLeafIndex) else leaf, structure)

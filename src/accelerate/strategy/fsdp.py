@@ -72,7 +72,7 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
 
     def call_late_hooks(self, model: nn.Module) -> None:
         """Call the hooks on the unsharded parameters, which the graph reaches."""
-        from accelerate.strategy.sharding.gradient_hooks import call_late_hooks
+        from accelerate.strategy.sharding.fsdp2_sharder import call_late_hooks
 
         call_late_hooks(model)
 
@@ -125,8 +125,7 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
         return any(p in sharded for p in module.parameters(recurse=False))
 
     def _remap_optimizers(self, renewed: Mapping[int, tuple[Any, Any]], optimizers: list[Any]) -> None:
-        from accelerate.strategy.sharding.fsdp2_sharder import remap_optimizer_params
-        from accelerate.strategy.sharding.gradient_hooks import move_hooks
+        from accelerate.strategy.sharding.fsdp2_sharder import move_hooks, remap_optimizer_params
 
         remap_optimizer_params(renewed, optimizers)
         move_hooks(renewed.values())

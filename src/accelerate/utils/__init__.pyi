@@ -195,7 +195,7 @@ from accelerate.strategy.deepspeed.config_tree import (
 from accelerate.strategy.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from accelerate.strategy.deepspeed.strategy import GatheredParameters as GatheredParameters
 from accelerate.strategy.megatron.engine import MegatronEngine as MegatronEngine
-from accelerate.strategy.megatron.lr_schedule import MegatronLMDummyScheduler as MegatronLMDummyScheduler
+from accelerate.strategy.megatron.engine_factory import MegatronLMDummyScheduler as MegatronLMDummyScheduler
 from accelerate.strategy.megatron.parsers import (
     MODEL_CONFIGS_TO_MEGATRON_PARSERS as MODEL_CONFIGS_TO_MEGATRON_PARSERS,
 )

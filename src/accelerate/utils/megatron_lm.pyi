@@ -4,7 +4,7 @@
 from accelerate.facade.engine_wrappers import MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper
 from accelerate.facade.engine_wrappers import MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper
 from accelerate.strategy.megatron.engine import MegatronEngine as MegatronEngine
-from accelerate.strategy.megatron.lr_schedule import MegatronLMDummyScheduler as MegatronLMDummyScheduler
+from accelerate.strategy.megatron.engine_factory import MegatronLMDummyScheduler as MegatronLMDummyScheduler
 from accelerate.strategy.megatron.public_functions import (
     MegatronLMDummyDataLoader as MegatronLMDummyDataLoader,
 )

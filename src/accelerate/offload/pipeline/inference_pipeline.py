@@ -21,7 +21,7 @@ from accelerate.core import tree
 from accelerate.core.errors import AccelerateError, PrepareError
 from accelerate.core.packages import is_torch_version
 from accelerate.offload.pipeline.inference_stages import InferenceStage
-from accelerate.stages import tensor_tree
+from accelerate.stages.split import TensorLeafIndex, flatten_tree, unflatten_tree
 from accelerate.world import collective
 from accelerate.world.world import World
 
@@ -229,7 +229,7 @@ class InferenceSchedule:
         joined = [
             torch.cat(parts)[: size * each] if each else self._take_common(parts) for each, parts in leaves
         ]
-        return tensor_tree.unflatten_tree(self.result.form, joined)
+        return unflatten_tree(self.result.form, joined)
 
     def _take_common(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the value that is equal in all chunks."""
@@ -302,7 +302,7 @@ class InferencePipeline:
         call_info: tuple[PipelineInputSignature, int] | AccelerateError | None = None
         if self.world.rank == 0:
             try:
-                form, tensors = tensor_tree.flatten_tree((args, kwargs), "the argument ")
+                form, tensors = flatten_tree((args, kwargs), "the argument ")
                 call_info = self.measure_call(form, tensors)
             except AccelerateError as error:
                 call_info = error  # raised below, on every rank
@@ -329,9 +329,7 @@ class InferencePipeline:
                 why="no tensor among its arguments has a first dimension with something in it",
                 fix="call the model with the tensors of at least one sample",
             )
-        paths = [
-            path for path, leaf in tree.iterate_leaves(form) if isinstance(leaf, tensor_tree.TensorLeafIndex)
-        ]
+        paths = [path for path, leaf in tree.iterate_leaves(form) if isinstance(leaf, TensorLeafIndex)]
         batched = tuple(
             tensor.dim() > 0 and tensor.shape[0] == size and self.shared.get(path) != tensor.shape
             for path, tensor in zip(paths, tensors, strict=True)

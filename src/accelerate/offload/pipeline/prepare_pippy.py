@@ -32,7 +32,8 @@ from accelerate.offload.pipeline.inference_stages import (
     build_chain_stage,
     find_chain,
 )
-from accelerate.stages import split, tensor_tree
+from accelerate.stages import split
+from accelerate.stages.split import TensorLeafIndex, flatten_tree, unflatten_tree
 from accelerate.world import collective
 from accelerate.world import world as worlds
 from accelerate.world.local_tensor_trees import ignorant_find_batch_size, pad_input_tensors, send_to_device
@@ -190,9 +191,9 @@ def pippy_forward(
     else:
         output = forward()
     if world.is_last and missing:
-        form, tensors = tensor_tree.flatten_tree(output, "the result")
+        form, tensors = flatten_tree(output, "the result")
         cut = [t[:size] if t.dim() and t.shape[0] == size + missing else t for t in tensors]
-        output = tensor_tree.unflatten_tree(form, cut)
+        output = unflatten_tree(form, cut)
     return _broadcast_output(output, world) if gather_output else output
 
 
@@ -200,13 +201,13 @@ def _broadcast_output(output: Any, world: World) -> Any:
     """Broadcast the last rank's result to all ranks."""
     if world.size == 1:
         return output
-    form, tensors = tensor_tree.flatten_tree(output if world.is_last else None, "the result")
+    form, tensors = flatten_tree(output if world.is_last else None, "the result")
     metas = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
     last = world.size - 1
     form, metas = collective.broadcast_object((form, metas), last, "gather_output")
     if not world.is_last:
         tensors = [torch.empty(shape, dtype=dtype, device=world.device) for shape, dtype in metas]
-    return tensor_tree.unflatten_tree(form, collective.broadcast(tensors, last))
+    return unflatten_tree(form, collective.broadcast(tensors, last))
 
 
 def _no_split_classes(model: nn.Module, asked: Iterable[str] | None) -> list[str]:
@@ -250,7 +251,7 @@ class _ModelSplit:
         chunks = self.world.size if num_chunks is None else num_chunks
         if chunks < 1:
             raise SettingError(f"num_chunks is {chunks}, but it is at least 1", fix="leave it out")
-        form, tensors = tensor_tree.flatten_tree((args, kwargs), "the example argument ")
+        form, tensors = flatten_tree((args, kwargs), "the example argument ")
         if not tensors:
             raise PrepareError(
                 "prepare_pippy was given no example",
@@ -282,11 +283,9 @@ class _ModelSplit:
         """Trace this rank's stage for inputs of these shapes, and the layout of the model's result."""
 
         def call(flat: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
-            args, kwargs = tensor_tree.unflatten_tree(shapes.form, flat)
+            args, kwargs = unflatten_tree(shapes.form, flat)
             # A cache of keys and values would be spread over the stages, and is of no use to one forward.
-            return tensor_tree.flatten_tree(
-                self.forward(*args, **(self.cache_options | kwargs)), "the result"
-            )
+            return flatten_tree(self.forward(*args, **(self.cache_options | kwargs)), "the result")
 
         traced = TracedForward(self.model, call, shapes.make_inputs, rows, self.world.device)
         if self.is_auto and not self.points:
@@ -350,7 +349,7 @@ class _ModelSplit:
             chunk = tensors[0][: min(rows, len(tensors[0]))]
             chunk = torch.cat([chunk, chunk[-1:].expand(rows - len(chunk), *chunk.shape[1:])])
         return build_chain_stage(self.model, self.parts, chunk, self.world), ResultLayout(
-            tensor_tree.TensorLeafIndex(0), [1]
+            TensorLeafIndex(0), [1]
         )
 
 

@@ -22,6 +22,9 @@ from accelerate.core.packages import is_installed
 from accelerate.core.user_warning import warn_user
 from accelerate.strategy.base import (
     NO_CONTEXT,
+    EarlyPartitioning,
+    EngineCheckpoint,
+    EngineStrategy,
     ModuleWrapping,
     PrepareBundle,
     PrepareStep,
@@ -33,7 +36,6 @@ from accelerate.strategy.base import (
 )
 from accelerate.strategy.deepspeed.open_gradients import DeepSpeedOpenGradients
 from accelerate.strategy.launch_settings import deepspeed as deepspeed_settings
-from accelerate.strategy.protocol.engine_strategy import EarlyPartitioning, EngineCheckpoint, EngineStrategy
 
 if TYPE_CHECKING:
     from accelerate.strategy.deepspeed.engine_handle import DeepSpeedEngineRegistry, EngineHandle
@@ -76,7 +78,7 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, Modul
     )
     priority: ClassVar[int] = 10
     shards_params: ClassVar[bool] = True
-    wrapper_classes: ClassVar[Mapping[str, str]] = {
+    _wrapper_classes: ClassVar[Mapping[str, str]] = {
         "optimizer": "accelerate.facade.engine_wrappers:DeepSpeedOptimizerWrapper",
         "scheduler": "accelerate.facade.engine_wrappers:DeepSpeedSchedulerWrapper",
     }

@@ -24,13 +24,13 @@ from accelerate.core.user_warning import warn_user
 from accelerate.strategy.fsdp1.flat_parameter_layout import walk_modules
 from accelerate.strategy.fsdp1.model_state_dict import FSDP1WrappedModel
 from accelerate.strategy.sharding.activation_checkpointing import checkpoint_activations
+from accelerate.strategy.sharding.fsdp2_sharder import has_hooks
 from accelerate.strategy.sharding.fsdp_unit_plan import (
     FSDPShardingPlan,
     model_digest,
     plan_layout,
     unequal_models_error,
 )
-from accelerate.strategy.sharding.gradient_hooks import has_hooks
 from accelerate.strategy.sharding.initial_weights import (
     is_unwritten,
     refuse_uninitialized,

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from accelerate.core import tree
 from accelerate.core.errors import FeatureNotBuiltError, PrepareError
+from accelerate.strategy.megatron.engine_factory import MegatronLMDummyScheduler, build_lr_schedule
 from accelerate.strategy.megatron.layout import open_groups
-from accelerate.strategy.megatron.lr_schedule import MegatronLMDummyScheduler, build_lr_schedule
 
 _SCRIPT = (
     "it is part of Megatron-LM's training script, and the package megatron-core is a library without one"

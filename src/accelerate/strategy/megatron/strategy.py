@@ -18,6 +18,7 @@ from accelerate.core.errors import PrepareError
 from accelerate.core.option_report import OptionStatus
 from accelerate.core.setting import declared_settings
 from accelerate.strategy.base import (
+    EngineStrategy,
     PrepareBundle,
     PrepareStep,
     RankDataShard,
@@ -26,7 +27,6 @@ from accelerate.strategy.base import (
 )
 from accelerate.strategy.launch_settings.megatron import MegatronSettings, UseMegatronSetting
 from accelerate.strategy.megatron.open_gradients import MegatronOpenGradients
-from accelerate.strategy.protocol.engine_strategy import EngineStrategy
 
 if TYPE_CHECKING:
     from accelerate.strategy.megatron.engine import MegatronEngine
@@ -50,7 +50,7 @@ class Megatron(MegatronOpenGradients, EngineStrategy):
     priority: ClassVar[int] = 10
     shards_params: ClassVar[bool] = True
     supports_loss_weighting: ClassVar[bool] = False
-    wrapper_classes: ClassVar[Mapping[str, str]] = {
+    _wrapper_classes: ClassVar[Mapping[str, str]] = {
         "optimizer": "accelerate.facade.engine_wrappers:MegatronLMOptimizerWrapper"
     }
 

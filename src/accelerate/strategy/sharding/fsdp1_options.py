@@ -12,16 +12,12 @@ from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
     CPUOffloadPolicy,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     FullyShardedDataParallel,
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
     MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
 )
@@ -33,12 +29,15 @@ from accelerate.core.setting import SettingsWithOrigins
 from accelerate.strategy.launch_settings.fsdp import FSDPSettings
 from accelerate.strategy.sharding.fsdp2_options import (
     NO_TRAINED_MODEL,
+    make_state_dict_configs,
+    parse_dtype,
+    parse_enum_name,
+    parse_policy_fields,
     plugin_options,
     rank0_loading_status,
     recompute_status,
     wrap_status,
 )
-from accelerate.strategy.sharding.parsing import parse_dtype, parse_enum_name, parse_policy_fields
 
 STATE_DICT_TYPE = "FULL_STATE_DICT"
 _FIELDS = (
@@ -122,14 +121,9 @@ def state_dict_configs(kind: StateDictType) -> tuple[Any, Any]:
     already, and reads them: the process dies. So ``offload_to_cpu`` is False there.
     """
     offload = torch.accelerator.is_available()
-    if kind == StateDictType.FULL_STATE_DICT:
-        return (
-            FullStateDictConfig(offload_to_cpu=offload, rank0_only=True),
-            FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=True),
-        )
     if kind == StateDictType.LOCAL_STATE_DICT:
         return LocalStateDictConfig(offload_to_cpu=offload), LocalOptimStateDictConfig(offload_to_cpu=offload)
-    return ShardedStateDictConfig(offload_to_cpu=offload), ShardedOptimStateDictConfig(offload_to_cpu=offload)
+    return make_state_dict_configs(kind, offload=offload)
 
 
 def parse_offload(value: Any) -> CPUOffload:
@@ -190,11 +184,8 @@ def option_statuses(
         if option.value is not True:  # the plugin itself
             continue
         parts = sum(part._handle is not None for part in _units(models))
-        yield (
-            option.report_applied(f"{parts} FSDP units are wrapped")
-            if models
-            else option.report_pending(NO_TRAINED_MODEL)
-        )
+        applied = option.report_applied(f"{parts} FSDP units are wrapped")
+        yield applied if models else option.report_pending(NO_TRAINED_MODEL)
     for option in plugin_options(plugin):
         look = READ_BACKS.get(option.name)
         if option.name == "fsdp_reshard_after_forward" and plugin._settings.value.sharding_strategy:
@@ -214,14 +205,13 @@ def _units(models: Sequence[nn.Module]) -> list[Any]:
 
 
 def _field_status(
-    attribute: str,
-    option: RequestedOption,
-    plugin: Any,
-    models: Sequence[nn.Module],
+    attribute: str, option: RequestedOption, plugin: Any, models: Sequence[nn.Module]
 ) -> OptionStatus:
     """Read back an attribute of torch's wrapper."""
+    # The plugin holds torch's member of an enumeration that the option names.
+    expected = getattr(plugin, attribute) if attribute == "backward_prefetch" else option.value
     unit_values = {getattr(part, attribute) for part in _units(models)}
-    return option.report_unless("" if unit_values == {option.value} else f"the FSDP units have {unit_values}")
+    return option.report_unless("" if unit_values == {expected} else f"the FSDP units have {unit_values}")
 
 
 def _strategy_status(option: RequestedOption, plugin: Any, models: Sequence[nn.Module]) -> OptionStatus:
@@ -232,13 +222,6 @@ def _strategy_status(option: RequestedOption, plugin: Any, models: Sequence[nn.M
     if plugin.hybrid:
         return option.report_applied(f"there is one replica, which is {' and '.join(sorted(strategies))}")
     return option.report_not_applied(f"the FSDP units have {' and '.join(sorted(strategies))}")
-
-
-def _prefetch_status(option: RequestedOption, plugin: Any, models: Sequence[nn.Module]) -> OptionStatus:
-    prefetch_modes = {part.backward_prefetch for part in _units(models)}
-    return option.report_unless(
-        "" if prefetch_modes == {plugin.backward_prefetch} else f"the FSDP units have {prefetch_modes}"
-    )
 
 
 def _offload_status(option: RequestedOption, plugin: Any, models: Sequence[nn.Module]) -> OptionStatus:
@@ -265,7 +248,7 @@ READ_BACKS: dict[str, Callable[[RequestedOption, Any, Sequence[nn.Module]], Opti
     "limit_all_gathers": partial(_field_status, "limit_all_gathers"),
     "fsdp_sharding_strategy": _strategy_status,
     "fsdp_reshard_after_forward": _strategy_status,
-    "fsdp_backward_prefetch": _prefetch_status,
+    "fsdp_backward_prefetch": partial(_field_status, "backward_prefetch"),
     "fsdp_auto_wrap_policy": lambda option, _, models: wrap_status(option, len(_units(models)) - len(models)),
     "fsdp_offload_params": _offload_status,
     "fsdp_activation_checkpointing": lambda option, _, models: recompute_status(option, models),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -27,13 +28,63 @@ from torch.distributed.fsdp import (
 )
 
 from accelerate.core import environ
-from accelerate.core.errors import SettingError
+from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.core.option_report import OptionStatus, RequestedOption, requested_options
 from accelerate.core.setting import SettingsWithOrigins, declared_settings
 from accelerate.strategy.launch_settings.fsdp import FSDPSettings
 from accelerate.strategy.sharding.activation_checkpointing import checkpoint, offloads_inputs
 from accelerate.strategy.sharding.grads import fsdp_param_groups, unsharded_param
-from accelerate.strategy.sharding.parsing import parse_dtype, parse_enum_name, parse_policy_fields
+
+_DTYPES = {"no": torch.float32, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def parse_enum_name(value: Any, kind: type[Enum], field: str) -> str:
+    """Return the member name that ``value`` means: a member, or its name in any case or number from 1.
+
+    A leading underscore, with which torch marks unstable members, is ignored.
+
+    Raises:
+        UnknownNameError: there is no such member.
+    """
+    names = [member.name.lstrip("_") for member in kind]
+    text = str(value.name if isinstance(value, Enum) else value).upper().lstrip("_")
+    if text.isdigit() and 1 <= int(text) <= len(names):
+        return names[int(text) - 1]
+    if text not in names:
+        raise UnknownNameError("value", str(value), names, where=f"of {field}")
+    return text
+
+
+def parse_dtype(value: Any) -> torch.dtype:
+    """Return the dtype of a name such as ``"bf16"`` or ``"bfloat16"``.
+
+    Raises:
+        UnknownNameError: there is no such dtype.
+    """
+    if isinstance(value, torch.dtype):
+        return value
+    name = str(value).removeprefix("torch.")
+    dtype = _DTYPES.get(name) or getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnknownNameError("number format", str(value), _DTYPES, where="in mixed_precision_policy")
+    return dtype
+
+
+def parse_policy_fields(policy: dict[Any, Any], fields: tuple[str, ...]) -> dict[str, Any]:
+    """Return the fields of a mixed precision policy with dtypes; those that are None are left out.
+
+    Raises:
+        UnknownNameError: a field or a dtype does not exist.
+    """
+    for name in policy:
+        if name not in fields:
+            raise UnknownNameError("key of mixed_precision_policy", str(name), fields)
+    return {
+        name: value if isinstance(value, bool) else parse_dtype(value)
+        for name, value in policy.items()
+        if value is not None
+    }
+
 
 STATE_DICT_TYPE = "SHARDED_STATE_DICT"
 _FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
@@ -119,12 +170,17 @@ def state_dict_configs(kind: StateDictType) -> tuple[Any, Any]:
             "state_dict_type LOCAL_STATE_DICT is one of FSDP1",
             fix="use SHARDED_STATE_DICT, a shard per rank, or FULL_STATE_DICT",
         )
+    return make_state_dict_configs(kind, offload=True)
+
+
+def make_state_dict_configs(kind: StateDictType, *, offload: bool) -> tuple[Any, Any]:
+    """Return torch's configurations of full or sharded state dicts, for models and for optimizers."""
     if kind == StateDictType.FULL_STATE_DICT:
         return (
-            FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
-            FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True),
+            FullStateDictConfig(offload_to_cpu=offload, rank0_only=True),
+            FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=True),
         )
-    return ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig(offload_to_cpu=True)
+    return ShardedStateDictConfig(offload_to_cpu=offload), ShardedOptimStateDictConfig(offload_to_cpu=offload)
 
 
 def parse_offload(value: Any) -> Any:
@@ -177,10 +233,8 @@ def option_statuses(
     for option in switch:
         if option.value is not True:  # the plugin itself
             continue
-        if models:
-            yield option.report_applied(f"{sharded} parameters are sharded")
-        else:
-            yield option.report_pending(NO_TRAINED_MODEL)
+        applied = option.report_applied(f"{sharded} parameters are sharded")
+        yield applied if models else option.report_pending(NO_TRAINED_MODEL)
     objects = {"mixed_precision_policy": plugin.mixed_precision_policy, "buffer_dtype": plugin._buffer_dtype}
     given = ((name, value) for name, value in objects.items() if value is not None)
     for option in (
@@ -234,10 +288,6 @@ def wrap_status(option: RequestedOption, parts: int) -> OptionStatus:
     if not parts:
         return option.report_not_applied("it matches no module: the whole model is one FSDP unit")
     return option.report_applied(f"{parts} FSDP units")
-
-
-def _wrap_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
-    return wrap_status(option, _unit_count(models))
 
 
 def _offload_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
@@ -438,7 +488,7 @@ def rank0_loading_status(option: RequestedOption, models: Sequence[nn.Module]) -
 
 
 READ_BACKS: dict[str, Callable[[RequestedOption, Sequence[nn.Module]], OptionStatus]] = {
-    "fsdp_auto_wrap_policy": _wrap_status,
+    "fsdp_auto_wrap_policy": lambda option, models: wrap_status(option, _unit_count(models)),
     "fsdp_offload_params": _offload_status,
     "fsdp_activation_checkpointing": recompute_status,
     "fsdp_activation_checkpointing_offload": _activation_offload_status,

@@ -2,11 +2,17 @@
 
 Source: Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel"
 (arXiv:2304.11277), and ``torch.distributed.fsdp.fully_shard``, which does the work.
+
+``fully_shard`` gives a model new parameters without the gradient hooks of the old ones; they are moved here.
+No graph reaches a sharded parameter: hooks of ``Tensor.register_hook`` have to be on the unsharded one, which
+the first forward makes.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -21,12 +27,12 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError
-from accelerate.core.torch_internals import accepts
+from accelerate.core.torch_internals import accepts, require
 from accelerate.core.user_warning import warn_user
 from accelerate.strategy.sharding.activation_checkpointing import checkpoint_activations
 from accelerate.strategy.sharding.fsdp_unit_plan import FSDPShardingPlan, model_digest, unequal_models_error
 from accelerate.strategy.sharding.full_state import distribute, mark_shards
-from accelerate.strategy.sharding.gradient_hooks import call_hooks_of_unit, move_hooks
+from accelerate.strategy.sharding.grads import fsdp_params, unsharded_param
 from accelerate.strategy.sharding.initial_weights import (
     InitialWeights,
     InitialWeightsInfo,
@@ -37,6 +43,8 @@ from accelerate.strategy.sharding.initial_weights import (
 )
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 from accelerate.world import collective
+
+require("hooks of parameters")
 
 # Told to average, gloo of torch 2.8 sums in a reduce-scatter, without an error; that of 2.10 averages.
 GLOO_SUMS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10)
@@ -355,3 +363,101 @@ def _shard_optimizer_state(state: dict[str, Any], parameter: Any) -> dict[str, A
         if type(value) is torch.Tensor and value.shape == parameter.shape:
             broadcast_over_mesh(value, parameter.device_mesh)
     return {name: distribute(value, parameter) for name, value in state.items()}
+
+
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Return whether functions of the user wait for the gradient of a parameter."""
+    return _has_own_hooks(parameter) or bool(parameter._post_accumulate_grad_hooks)
+
+
+def _has_own_hooks(parameter: torch.Tensor) -> bool:
+    return any(not _steps_in_backward(hook) for hook in (parameter._backward_hooks or {}).values())
+
+
+def _steps_in_backward(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook is that of LOMO, which updates in it what has a gradient by then.
+
+    Sharded parameters have theirs at the end of the backward, where ``fused_backward`` updates what is left.
+    """
+    for cell in getattr(hook, "__closure__", None) or ():
+        with suppress(ValueError):  # a variable that is not assigned yet
+            if callable(getattr(cell.cell_contents, "fused_backward", None)):
+                return True
+    return False
+
+
+def move_hooks(replaced: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Give new parameters the hooks of the old ones; the handles that the user has remove them still."""
+    for old, new in replaced:
+        if _has_own_hooks(old):
+            new._backward_hooks = old._backward_hooks
+        if old._post_accumulate_grad_hooks:
+            new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+
+
+def call_hooks_of_unit(unit: nn.Module, modules: Iterable[nn.Module]) -> None:
+    """Call the hooks of the sharded parameters of an FSDP unit on the gradients of its unsharded ones.
+
+    They get this rank's gradient before it is reduced, as under DDP.
+
+    Args:
+        unit: the unit, sharded; its next forward has the unsharded parameters.
+        modules: its modules.
+    """
+    hooked = [
+        (m, n, p) for m in modules for n, p in m._parameters.items() if p is not None and p._backward_hooks
+    ]
+    hooks_of: list[Any] = [(module, name, sharded._backward_hooks) for module, name, sharded in hooked]
+    if not hooked:
+        return
+    for _, _, sharded in hooked:
+        sharded._backward_hooks = None
+
+    def attach(*_: Any) -> None:
+        handle.remove()
+        for whole, hooks in {module._parameters[name]: hooks for module, name, hooks in hooks_of}.items():
+            if whole is not None:
+                whole.register_hook(_caller_of(hooks))
+
+    uncompiled: Any = torch.compiler.disable(attach)
+    handle = unit.register_forward_pre_hook(uncompiled)
+
+
+def call_late_hooks(model: nn.Module) -> None:
+    """Call hooks that are registered on the sharded parameters of a model before its first forward, or later.
+
+    The forward has made the unsharded parameters, and the backward is to come.
+    """
+    for sharded, fsdp_param in fsdp_params([model]).items():
+        whole = unsharded_param(fsdp_param)
+        if whole is not None and sharded._backward_hooks:
+            whole.register_hook(_caller_of(sharded._backward_hooks))
+        elif whole is not None:
+            sharded._backward_hooks = _LateHooks(whole)
+
+
+class _LateHooks(OrderedDict[int, Callable[..., Any]]):
+    """The hooks of a sharded parameter; the first that is registered makes the unsharded one call all."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        super().__init__()
+        self.whole: torch.Tensor | None = whole
+
+    def __setitem__(self, key: int, hook: Callable[..., Any]) -> None:
+        super().__setitem__(key, hook)
+        whole, self.whole = self.whole, None
+        if whole is not None:
+            # The sharded one trains, and the next all-gather would say so here.
+            whole.requires_grad_(True).register_hook(_caller_of(self))
+
+
+def _caller_of(hooks: Mapping[int, Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    def call(gradient: Any) -> Any:
+        if gradient is None:  # the node of all pipeline stages, which has the gradients by other graphs
+            return None
+        for hook in tuple(hooks.values()):
+            changed = None if _steps_in_backward(hook) else hook(gradient)
+            gradient = gradient if changed is None else changed
+        return gradient
+
+    return call

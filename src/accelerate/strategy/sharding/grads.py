@@ -1,4 +1,4 @@
-"""Gradients of sharded parameters: unreduced gradients, norms, clipping, zero backwards.
+"""Gradients of sharded parameters: unreduced gradients, norms, clipping; numbers that optimizers read.
 
 Between the micro-batches of a window torch keeps unsharded gradients at its own unsharded parameters, not in
 ``parameter.grad``. It has no public name for them, so this file reads the FSDP state of its modules.
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
+from torch.overrides import TorchFunctionMode
 
 from accelerate.core.errors import SettingError
 from accelerate.core.torch_internals import require
@@ -27,11 +28,6 @@ require("FSDP2", "distributed tensors", "index of sharded checkpoints")
 
 def fsdp_param_groups(model: nn.Module) -> Iterator[Any]:
     """Yield torch's FSDP parameter groups, whose parameters are all-gathered together."""
-    return (group for group, _ in _groups_with_policies(model))
-
-
-def _groups_with_policies(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield each parameter group with the ``MixedPrecisionPolicy`` of its module."""
     seen: set[int] = set()
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -40,7 +36,7 @@ def _groups_with_policies(model: nn.Module) -> Iterator[tuple[Any, Any]]:
             for group in [state._fsdp_param_group] if several is None else several:
                 if group is not None and id(group) not in seen:
                     seen.add(id(group))
-                    yield group, state._mp_policy
+                    yield group
 
 
 def reduces_gradients(model: nn.Module) -> bool:
@@ -114,7 +110,8 @@ def clear_unreduced(fsdp_param: Any) -> None:
 def unreduced_bytes(models: Iterable[nn.Module]) -> int:
     """Return the bytes of the unsharded gradients that wait for the last micro-batch of a window."""
     total = 0
-    for group, policy in (pair for model in models for pair in _groups_with_policies(model)):
+    for group in (group for model in models for group in fsdp_param_groups(model)):
+        policy = group.mp_policy
         for fsdp_param in group.fsdp_params:
             sharded_param = fsdp_param.sharded_param
             if sharded_param.requires_grad:
@@ -361,3 +358,43 @@ def clip_value(parameters: Iterable[torch.Tensor], limit: float) -> None:
             # The sum is clamped, not its summands.
             parameter.grad = _reduce_partial(parameter.grad)
             local_grad(parameter.grad).clamp_(-limit, limit)
+
+
+_READS = frozenset(
+    {
+        torch.Tensor.item,
+        torch.Tensor.tolist,
+        torch.Tensor.__float__,
+        torch.Tensor.__int__,
+        torch.Tensor.__bool__,
+    }
+)
+
+
+class PartialReads(TorchFunctionMode):
+    """Inside, numbers that an optimizer reads of partial DTensors are those over all ranks: a collective.
+
+    A norm or sum over shards (``p.norm().item()``) is a partial DTensor. torch gives this rank's summand of
+    it as the number, so that every rank would step with another one. All ranks step alike: the sum can be
+    formed where the number is read.
+
+    Attributes:
+        has_read: there was such a number.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_read = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call ``func``, on the sum over all ranks if it reads a partial DTensor."""
+        if (
+            func in _READS
+            and isinstance(args[0], DTensor)
+            and any(p.is_partial() for p in args[0].placements)
+        ):
+            self.has_read = True
+            args = (args[0].full_tensor(), *args[1:])
+        return func(*args, **(kwargs or {}))

@@ -18,11 +18,11 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 
 from accelerate.core import environ
 from accelerate.core.argument_checks import check_arguments
-from accelerate.core.errors import SettingError
+from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.core.setting import describe_fields, load_fields
 from accelerate.strategy.launch_settings.fsdp import POLICIES, FSDPSettings
 from accelerate.strategy.sharding import fsdp1_options, fsdp2_options
-from accelerate.strategy.sharding.parsing import enum_name, find_layer_classes, parse_enum_name
+from accelerate.strategy.sharding.fsdp2_options import parse_enum_name
 
 _POLICY: dict[str, Callable[..., bool] | None] = dict(
     zip(POLICIES, (transformer_auto_wrap_policy, size_based_auto_wrap_policy, None), strict=True)
@@ -74,7 +74,7 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
         # The buffer dtype of an FSDP1 policy; FSDP2 does not cast buffers.
         self._buffer_dtype: Any = getattr(self.mixed_precision_policy, "buffer_dtype", None)
         self._ignored_options: set[str] = set()
-        options = self._version_options
+        options = _VERSIONS[self.fsdp_version]
         options.apply_settings(self, loaded)
         if isinstance(self.auto_wrap_policy, str):
             self.auto_wrap_policy: Any = _POLICY[self.auto_wrap_policy]
@@ -92,10 +92,6 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
             self.set_state_dict_type()
         else:
             self.set_state_dict_type(self.state_dict_type)
-
-    @property
-    def _version_options(self) -> ModuleType:
-        return _VERSIONS[self.fsdp_version]
 
     @property
     def offloads_params(self) -> bool:
@@ -117,10 +113,12 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
             return 1
         copies = nodes if self.replicate_size is None else self.replicate_size
         if copies < 1 or size % copies:
+            # More than one replica, and two ranks or more that shard each.
+            divisors = [n for n in range(2, size // 2 + 1) if size % n == 0] or [1]
             raise SettingError(
                 f"HYBRID_SHARD with {copies} replicas, and {size} processes",
                 why="each replica is sharded over as many processes as any other",
-                fix=f"replicate_size: {' or '.join(map(str, _divisors(size)))}",
+                fix=f"replicate_size: {' or '.join(map(str, divisors))}",
             )
         if size > 1 and size == copies and self.fsdp_version == 1:
             raise SettingError(
@@ -138,15 +136,15 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
             SettingError: there is no such type in this FSDP version.
         """
         if state_dict_type is not None:
-            name = parse_enum_name(enum_name(state_dict_type), StateDictType, "state_dict_type")
+            name = parse_enum_name(state_dict_type, StateDictType, "state_dict_type")
             self.state_dict_type = StateDictType[name]
-        configs = self._version_options.state_dict_configs(self.state_dict_type)
+        configs = _VERSIONS[self.fsdp_version].state_dict_configs(self.state_dict_type)
         self.state_dict_config: Any = configs[0]
         self.optim_state_dict_config: Any = configs[1]
 
     def set_cpu_offload(self) -> None:
         """Convert ``cpu_offload`` to torch's object."""
-        self.cpu_offload = self._version_options.parse_offload(self.cpu_offload)
+        self.cpu_offload = _VERSIONS[self.fsdp_version].parse_offload(self.cpu_offload)
 
     def validate_cpu_offload(self) -> None:
         """Refuse a ``cpu_offload`` that was assigned and is no offload policy.
@@ -154,11 +152,11 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
         Raises:
             SettingError: it is none.
         """
-        kind = type(self._version_options.parse_offload(None)).__name__
-        if not isinstance(self.cpu_offload, type(self._version_options.parse_offload(None))):
+        kind = type(_VERSIONS[self.fsdp_version].parse_offload(None))
+        if not isinstance(self.cpu_offload, kind):
             raise SettingError(
                 f"cpu_offload is a {type(self.cpu_offload).__name__}",
-                fix=f"use True, False or, in FSDP{self.fsdp_version}, an object {kind}",
+                fix=f"use True, False or, in FSDP{self.fsdp_version}, an object {kind.__name__}",
             )
 
     def validate_mixed_precision_policy(self) -> None:
@@ -168,7 +166,9 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
             UnknownNameError: it names a dtype or a field that does not exist.
         """
         if self.mixed_precision_policy is not None:
-            self.mixed_precision_policy = self._version_options.parse_precision(self.mixed_precision_policy)
+            self.mixed_precision_policy = _VERSIONS[self.fsdp_version].parse_precision(
+                self.mixed_precision_policy
+            )
 
     def set_mixed_precision(
         self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False
@@ -181,7 +181,7 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
             override: also where a policy was given.
         """
         if self.mixed_precision_policy is None or override:
-            self.mixed_precision_policy = self._version_options.parse_precision(
+            self.mixed_precision_policy = _VERSIONS[self.fsdp_version].parse_precision(
                 mixed_precision, buffer_autocast
             )
 
@@ -206,11 +206,31 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
         return self.auto_wrap_policy
 
 
-def _divisors(size: int) -> list[int]:
-    """Return numbers of replicas, more than one, that leave two ranks or more to shard each."""
-    return [n for n in range(2, size // 2 + 1) if size % n == 0] or [1]
-
-
 def precision_policy(precision: str, version: int = 2) -> Any:
     """Return the FSDP policy of a ``mixed_precision``: weights and gradient reduction in float32."""
     return None if precision == "no" else _VERSIONS[version].parse_precision(precision)
+
+
+def find_layer_classes(model: nn.Module, names: Iterable[str] | None) -> set[type[nn.Module]]:
+    """Return the classes of these names in ``model``; with None those in its ``_no_split_modules``.
+
+    Raises:
+        UnknownNameError: it has no module of a class that was named.
+        SettingError: no class was named, and it names none itself.
+    """
+    classes = {type(part).__name__: type(part) for part in model.modules()}
+    if names is not None:
+        for name in names:
+            if name not in classes:
+                raise UnknownNameError(
+                    "class to wrap", name, classes, where=f"in the model {type(model).__name__}"
+                )
+        return {classes[name] for name in names}
+    unsplit = {classes[name] for name in getattr(model, "_no_split_modules", None) or () if name in classes}
+    if not unsplit:
+        raise SettingError(
+            f"auto_wrap_policy is transformer_based_wrap, and a {type(model).__name__} does not say what its "
+            "layers are",
+            fix=f"transformer_cls_names_to_wrap=[...], with some of {', '.join(sorted(classes))}",
+        )
+    return unsplit

@@ -33,7 +33,7 @@ from accelerate.strategy.parallelism.context.attention import (
     uses_library_masks,
 )
 from accelerate.strategy.parallelism.context.sequence_shards import MASK, TOKENS, SequenceSharder, join_shards
-from accelerate.strategy.parallelism.dimension import MeshDimension
+from accelerate.strategy.parallelism.strategy import MeshDimension
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accelerate.core import tree
 from accelerate.core.errors import PrepareError
 from accelerate.core.torch_internals import require
-from accelerate.stages import tensor_tree
+from accelerate.stages.split import flatten_tree
 
 require("fake tensors")
 
@@ -190,7 +190,7 @@ class PipelineForwardTracer:
             output = run(*args, **kwargs)
         finally:
             self.tracker.paused -= 1
-        form, tensors = tensor_tree.flatten_tree(output, f"the output of {name} ")
+        form, tensors = flatten_tree(output, f"the output of {name} ")
         for place, tensor in enumerate(tensors):
             self.tracker.origins[tensor] = frozenset({BlockOutputKey(len(self.calls), place)})
         metas = tuple(TensorMeta(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.parallelism.pipeline import shared_grads as grads
 from accelerate.strategy.parallelism.pipeline.forward_trace import BlockOutputKey
 from accelerate.strategy.parallelism.pipeline.micro_batches import (
     PipelineBatch,
@@ -30,7 +29,9 @@ from accelerate.strategy.parallelism.pipeline.stage import (
     TwoPhaseGPipeSchedule,
     make_stage,
     reject_call,
+    sum_shared_grads,
 )
+from accelerate.strategy.sharding.grads import mixed_precision_dtypes, partial_backward, reduces_gradients
 
 
 class GPipeCall:
@@ -71,7 +72,7 @@ class GPipeCall:
         args, kwargs = runner.cast(batch.all_samples())
         output = runner.shadow.run_outer_code(final, args, kwargs, outer_weights)
         final.stage_outputs(())
-        output_dtype = grads.mixed_precision_dtypes(runner.model)[2]
+        output_dtype = mixed_precision_dtypes(runner.model)[2]
         return output if output_dtype is None else cast_floats(output, output_dtype)
 
     def _attach_backward(
@@ -157,7 +158,7 @@ class GPipeCall:
 
     @contextmanager
     def _backward_context(self, chunk: int, stage: int, last: bool) -> Iterator[None]:
-        reducing = grads.partial_backward(self.runner.model, last=last, sync=self.sync)
+        reducing = partial_backward(self.runner.model, last=last, sync=self.sync)
         with self.runner.record_timing("backward", stage, chunk), reducing:
             yield
 
@@ -180,8 +181,8 @@ class GPipeCall:
         cut = [self._cut(gradient, place) for place, gradient in enumerate(gradients[:count])]
         rows = [[parts[chunk] for parts in cut] for chunk in range(runner.options.num_microbatches)]
         rows[0] += gradients[count:]
-        self.sync = grads.reduces_gradients(runner.model)
-        with grads.sum_shared_grads(runner.model, runner.shared, runner.group, sync=self.sync):
+        self.sync = reduces_gradients(runner.model)
+        with sum_shared_grads(runner.model, runner.shared, runner.group, sync=self.sync):
             for schedule in self.schedules:
                 schedule.run_backwards(rows, self.outputs, self.outer_weights[: len(gradients) - count])
         self.release()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accelerate import device as devices
 from accelerate.core import tree
 from accelerate.core.errors import PrepareError
-from accelerate.stages import tensor_tree
+from accelerate.stages.split import unflatten_tree
 from accelerate.strategy.parallelism.pipeline.forward_trace import PipelineForwardTrace
 
 
@@ -37,14 +37,12 @@ class PipelineBatch:
 
     def all_samples(self) -> tuple[Any, Any, Any]:
         """Return (args, kwargs, {"target": ...}) of all samples."""
-        return tensor_tree.unflatten_tree(self.form, self.tensors)
+        return unflatten_tree(self.form, self.tensors)
 
     def chunk(self, number: int) -> tuple[Any, Any, Any]:
         """Return (args, kwargs, {"target": ...}) of one micro-batch."""
         pairs = zip(self.tensors, self.batched, strict=True)
-        return tensor_tree.unflatten_tree(
-            self.form, [self._cut(t, number * self.rows) if b else t for t, b in pairs]
-        )
+        return unflatten_tree(self.form, [self._cut(t, number * self.rows) if b else t for t, b in pairs])
 
     def _cut(self, tensor: torch.Tensor, begin: int) -> torch.Tensor:
         rows = _padded_rows(tensor, begin, self.rows)

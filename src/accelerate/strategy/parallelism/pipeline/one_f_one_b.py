@@ -19,10 +19,15 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
 from accelerate.core.errors import PrepareError
 from accelerate.core.torch_internals import accepts
-from accelerate.strategy.parallelism.pipeline import shared_grads as grads
 from accelerate.strategy.parallelism.pipeline.forward_trace import TensorMeta
 from accelerate.strategy.parallelism.pipeline.micro_batches import PipelineBatch, PipelineExecutionPlan
-from accelerate.strategy.parallelism.pipeline.stage import PipelineStageModule, make_stage
+from accelerate.strategy.parallelism.pipeline.stage import (
+    PipelineStageModule,
+    make_stage,
+    sum_shared_grads,
+    trainable_params,
+)
+from accelerate.strategy.sharding.grads import partial_backward, reduces_gradients
 
 _IGNORED = -100  # the label that torch's losses ignore
 
@@ -66,7 +71,7 @@ class OneFOneBCall:
                 fix="use bf16, or schedule='gpipe'",
             )
         self.loss_weights = self._compute_loss_weights()
-        params = grads.trainable_params(runner.model)
+        params = trainable_params(runner.model)
         computed_grads = self._compute_grads(params)
         value = self.value.to(runner.device)
         runner.broadcast_from_last(value)
@@ -83,7 +88,7 @@ class OneFOneBCall:
         try:
             with (
                 _force_grad_sync(runner.model),
-                grads.sum_shared_grads(runner.model, runner.shared, runner.group, sync=True),
+                sum_shared_grads(runner.model, runner.shared, runner.group, sync=True),
             ):
                 self._run_schedule()
             return [(p, p.grad) for p in params if p.grad is not None]
@@ -125,7 +130,7 @@ class OneFOneBCall:
 
     @contextmanager
     def _backward_context(self, chunk: int, stage: int, last: bool) -> Iterator[None]:
-        reducing = grads.partial_backward(self.runner.model, last=last, sync=True)
+        reducing = partial_backward(self.runner.model, last=last, sync=True)
         with self.runner.record_timing("backward", stage, chunk), reducing:
             yield
 
@@ -239,7 +244,7 @@ def _loss_output(output: Any, loss: torch.Tensor, alone: bool) -> Any:
 @contextmanager
 def _force_grad_sync(model: Any) -> Iterator[None]:
     """Reduce sharded gradients in every call: unreduced ones could not be scaled later."""
-    quiet = not grads.reduces_gradients(model)
+    quiet = not reduces_gradients(model)
     if quiet:
         model.set_requires_gradient_sync(True)
     try:

@@ -20,7 +20,6 @@ from accelerate.core.errors import PrepareError
 from accelerate.core.user_warning import warn_user
 from accelerate.strategy.base import PrepareBundle, PrepareStep
 from accelerate.strategy.parallelism.config import PipelineParallelConfig
-from accelerate.strategy.parallelism.dimension import MeshDimension
 from accelerate.strategy.parallelism.pipeline.forward_trace import (
     PipelineBlockCallInterceptor,
     add_base_class,
@@ -33,7 +32,7 @@ from accelerate.strategy.parallelism.pipeline.model_split import (
     keep_local_stages,
 )
 from accelerate.strategy.parallelism.pipeline.runner import PipelinedModel, PipelineParallelRunner
-from accelerate.strategy.parallelism.pipeline.shared_grads import StageSharedParam
+from accelerate.strategy.parallelism.pipeline.stage import StageSharedParam
 from accelerate.strategy.parallelism.pipeline.state_dicts import (
     UnsplitOptimizerParamGroups,
     gather_model_state,
@@ -42,6 +41,7 @@ from accelerate.strategy.parallelism.pipeline.state_dicts import (
     select_optimizer_state,
     wrapped_model_of,
 )
+from accelerate.strategy.parallelism.strategy import MeshDimension
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

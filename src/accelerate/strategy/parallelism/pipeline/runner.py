@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerate.core.errors import PrepareError
-from accelerate.stages import tensor_tree
-from accelerate.strategy.parallelism.pipeline import shared_grads as grads
+from accelerate.stages.split import flatten_tree
 from accelerate.strategy.parallelism.pipeline.fake_tensor_model import FakeTensorModel
 from accelerate.strategy.parallelism.pipeline.forward_trace import (
     BlockOutputKey,
@@ -37,11 +36,12 @@ from accelerate.strategy.parallelism.pipeline.micro_batches import (
     cast_floats,
 )
 from accelerate.strategy.parallelism.pipeline.one_f_one_b import OneFOneBCall, check_loss
-from accelerate.strategy.parallelism.pipeline.stage import StageForward
+from accelerate.strategy.parallelism.pipeline.stage import StageForward, StageSharedParam
+from accelerate.strategy.sharding.grads import mixed_precision_dtypes
 
 if TYPE_CHECKING:
-    from accelerate.strategy.parallelism.dimension import MeshDimension
     from accelerate.strategy.parallelism.pipeline.model_split import StageAssignment
+    from accelerate.strategy.parallelism.strategy import MeshDimension
 
 _PLANS = 16  # that are kept: each has memory for what it receives
 
@@ -123,7 +123,7 @@ class PipelineParallelRunner:
         self.shadow = FakeTensorModel(model, list(cut.stage_of), device, self.mode)
         self.model: Any = None
         self.names: Any = None
-        self.shared: list[grads.StageSharedParam] = []
+        self.shared: list[StageSharedParam] = []
         self.plans: dict[str, PipelineExecutionPlan] = {}
         self.active_forward: StageForward | None = None
         self.timings: list[MicroBatchTiming] | None = None
@@ -187,7 +187,7 @@ class PipelineParallelRunner:
 
     def _make_batch(self, args: Any, kwargs: Any, target: Any) -> PipelineBatch:
         goal = {} if target is None else {"target": target}
-        form, tensors = tensor_tree.flatten_tree((args, kwargs, goal), "the argument ")
+        form, tensors = flatten_tree((args, kwargs, goal), "the argument ")
         size = next((t.shape[0] for t in tensors if t.dim()), 0)
         metas = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in tensors]
         description = repr((form, metas, self.model.training, torch.is_grad_enabled(), self._autocast()))
@@ -253,7 +253,7 @@ class PipelineParallelRunner:
 
     def _trace_forward(self, given: Any) -> PipelineForwardTrace:
         args, kwargs = self.cast(given)
-        dtype = grads.mixed_precision_dtypes(self.model)[0]
+        dtype = mixed_precision_dtypes(self.model)[0]
         with ExitStack() as stack:
             for other in self.other_dimensions:
                 stack.enter_context(other.trace_context(self.model, lambda: self.shadow.is_inside_block))
@@ -286,7 +286,7 @@ class PipelineParallelRunner:
 
     def cast(self, given: Any) -> tuple[Any, Any]:
         """Cast (args, kwargs) to the dtype in which sharded weights compute, as the model itself does."""
-        dtype, casts, _ = grads.mixed_precision_dtypes(self.model)
+        dtype, casts, _ = mixed_precision_dtypes(self.model)
         return given[:2] if dtype is None or not casts else cast_floats(given[:2], dtype)
 
     # --- chunks

@@ -12,17 +12,19 @@ the loss is. The backward of that graph runs the stages' backwards.
 model, and fewer activations are kept. Gradients are kept apart until the backward of the loss, which adds
 them, multiplied by what arrives there.
 
+Of a weight that several stages hold, a tied one or one outside the blocks, each stage computes its part of
+the gradient; the sum is the gradient. It is taken of what one backward has added, so that it does not matter
+how many there are before a step. All holders add in the same order: their weights stay equal bit by bit.
+
 Source: Huang et al. 2019, "GPipe" (arXiv:1811.06965); Narayanan et al. 2019, "PipeDream" (arXiv:1806.03377);
 ``torch.distributed.pipelining``.
 """
-
-# torch's schedules are partly untyped: what is unknown is torch's.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,12 +34,17 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, _utils
 
 from accelerate.core.errors import PrepareError
 from accelerate.core.torch_internals import accepts, require
-from accelerate.stages import tensor_tree
+from accelerate.stages.split import flatten_tree, unflatten_tree
 from accelerate.strategy.parallelism.pipeline.forward_trace import (
     BlockOutputKey,
     PipelineForwardTrace,
     TensorMeta,
     is_fake,
+)
+from accelerate.strategy.sharding.grads import (
+    fsdp_params,
+    local_grad,
+    unsharded_param,
 )
 from accelerate.world.call_site import waits_for_ranks
 
@@ -89,9 +96,9 @@ class StageForward:
         call = calls[number]
         values = [BlockOutputKey(number, place) for place in range(len(call.metas))]
         if call.stage != self.stage:
-            return tensor_tree.unflatten_tree(call.form, [self._input_tensor(value) for value in values])
+            return unflatten_tree(call.form, [self._input_tensor(value) for value in values])
         output = run(*args, **kwargs)
-        _, tensors = tensor_tree.flatten_tree(output, f"the output of {name} ")
+        _, tensors = flatten_tree(output, f"the output of {name} ")
         if len(tensors) != len(values) or any(map(is_fake, tensors)):
             raise _control_flow_error(name)
         self.kept.update({v: t for v, t in zip(values, tensors, strict=True) if v in self.wanted})
@@ -99,7 +106,7 @@ class StageForward:
             return output
         pairs = zip(values, tensors, strict=True)
         seen = [t if self._is_visible(v) else self.make_fake(self.trace.meta(v)) for v, t in pairs]
-        return tensor_tree.unflatten_tree(tensor_tree.flatten_tree(output, "")[0], seen)
+        return unflatten_tree(flatten_tree(output, "")[0], seen)
 
     def _input_tensor(self, value: BlockOutputKey) -> torch.Tensor:
         received = self.inputs.get(value)
@@ -320,3 +327,81 @@ def wait_all(works: list[dist.Work]) -> None:
     """Wait until transfers between stages have ended."""
     for work in works:
         work.wait()
+
+
+@dataclass
+class StageSharedParam:
+    """A parameter that several stages hold.
+
+    Attributes:
+        name: its first name in the user's model.
+        holders: the places in the pipeline that have it.
+        module, label: where it is here; None where it is not.
+    """
+
+    name: str
+    holders: tuple[int, ...]
+    module: nn.Module | None
+    label: str
+
+    def optimizer_param(self, model: nn.Module) -> torch.Tensor | None:
+        """Return it as optimizers hold it; None where this process does not hold it, or it does not train."""
+        if self.module is None:
+            return None
+        now: Any = self.module._parameters[self.label]
+        whole = {unsharded_param(place): p for p, place in fsdp_params([model]).items()}
+        param = whole.get(now, now)
+        return param if param is not None and param.requires_grad else None
+
+
+def trainable_params(model: nn.Module) -> list[torch.Tensor]:
+    """Return the parameters that train, as optimizers hold them."""
+    whole = {unsharded_param(place): p for p, place in fsdp_params([model]).items()}
+    return [p for p in dict.fromkeys(whole.get(p, p) for p in model.parameters()) if p.requires_grad]
+
+
+@contextmanager
+def sum_shared_grads(
+    model: nn.Module, shared: Sequence[StageSharedParam], group: Any, *, sync: bool
+) -> Iterator[None]:
+    """Sum the gradients that a backward adds to shared parameters over their holders; a context.
+
+    Args:
+        sync: False while gradients are kept back elsewhere: there is nothing to be summed yet.
+    """
+    pairs = [
+        (shared_param, p) for shared_param in shared if (p := shared_param.optimizer_param(model)) is not None
+    ]
+    before = [p.grad for _, p in pairs]
+    for _, p in pairs:
+        p.grad = None
+    yield
+    for (shared_param, p), old in zip(pairs, before, strict=True):
+        new = p.grad
+        if sync:
+            if new is None:
+                new = torch.zeros_like(p)
+            with torch.no_grad():
+                _sum_over_holders(local_grad(new), shared_param.holders, group)
+        p.grad = old if new is None else new if old is None else old.add_(new)
+
+
+def _sum_over_holders(mine: torch.Tensor, holders: Sequence[int], group: Any) -> None:
+    """Sum a tensor over the holders, in place."""
+    rank = dist.get_rank(group)
+    parts = {place: mine.clone(memory_format=torch.contiguous_format) for place in holders}
+    works = [
+        dist.isend(parts[rank], dist.get_global_rank(group, place), group)
+        for place in holders
+        if place != rank
+    ]
+    works += [
+        dist.irecv(parts[place], dist.get_global_rank(group, place), group)
+        for place in holders
+        if place != rank
+    ]
+    wait_all([work for work in works if work is not None])
+    total = parts[holders[0]].clone()
+    for place in holders[1:]:
+        total += parts[place]
+    mine.copy_(total)

@@ -20,7 +20,7 @@ from accelerate import device as devices
 from accelerate.core.errors import PrepareError
 from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.strategy.base import PrepareBundle, PrepareStep
-from accelerate.strategy.parallelism.dimension import MeshDimension
+from accelerate.strategy.parallelism.strategy import MeshDimension
 from accelerate.world import watchdog
 
 if TYPE_CHECKING:
