@@ -17,6 +17,7 @@ from accelerate.core.user_warning import warn_user
 from accelerate.facade.gradient_state import GradientState
 from accelerate.precision.base import Precision
 from accelerate.strategy.base import NO_CONTEXT, EngineStrategy, ReductionMonitor, Strategy
+from accelerate.world import collective
 
 # The kinds of options of a group that all ranks must have alike; a text may name a device.
 _PLAIN = (int, float, tuple, type(None))

@@ -24,6 +24,7 @@ from accelerate.facade.optimizer import AcceleratedOptimizer, explain_sharded_st
 from accelerate.facade.preparer import PreparedObjects
 from accelerate.facade.run_recorder import RunRecorder
 from accelerate.facade.runtime import Runtime
+from accelerate.precision.base import LossScaling
 from accelerate.strategy.base import NO_CONTEXT, EngineStrategy, ReductionMonitor
 
 _SHORT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}

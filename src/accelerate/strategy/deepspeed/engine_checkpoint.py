@@ -14,6 +14,7 @@ from accelerate.strategy.deepspeed.zero_checkpoint import (
     MARK_FILE,
     ZeroCheckpoint,
     find_unsupported_file,
+    rank_of_file,
     read_mark,
 )
 from accelerate.strategy.protocol.replicated_buffers import settle_buffers
@@ -71,12 +72,9 @@ class DeepSpeedEngineCheckpointer:
 
     def _own_file_names(self, folder: Path) -> list[str]:
         """Return this rank's files: its shards; on rank 0 also the files without a rank."""
-        names: list[str] = []
         rank = self.world.rank
-        for name in sorted(_file_names(folder / self.name)):
-            owner = _rank_of_file(name)
-            if owner == rank or (owner is None and rank == 0):
-                names.append(f"{self.name}/{name}")
+        written = sorted(path for path in (folder / self.name).rglob("*") if path.is_file())
+        names = [str(path.relative_to(folder)) for path in written if rank_of_file(path.name) == rank]
         if rank == 0:
             names += [name for name in ("latest", "zero_to_fp32.py") if (folder / name).is_file()]
         return names
@@ -156,7 +154,9 @@ class DeepSpeedEngineCheckpointer:
         )
         if checkpoint.has_optimizer_state and not only and options.get("load_optimizer_states", True):
             full_state.load_optimizer(handle, checkpoint.optimizer_state(*self._group_names()))
-            _restore_loss_scale(handle.engine_optimizer, checkpoint.scaler)
+            if (scaler := getattr(handle.engine_optimizer, "loss_scaler", None)) is not None:
+                own = vars(scaler)
+                own.update({name: value for name, value in checkpoint.scaler.items() if name in own})
         schedule, loads_schedule = (
             checkpoint.rank0_state.get("lr_scheduler"),
             options.get("load_lr_scheduler_states", True),
@@ -192,13 +192,6 @@ def _written_layout(folder: Path, here: dict[str, int]) -> dict[str, int]:
     return {"stage": checkpoint.stage, "processes": checkpoint.processes}
 
 
-def _restore_loss_scale(inner: Any, saved: dict[str, Any]) -> None:
-    """Restore the loss scale."""
-    scaler = getattr(inner, "loss_scaler", None)
-    if scaler is not None:
-        vars(scaler).update({name: value for name, value in saved.items() if name in vars(scaler)})
-
-
 def find_engine_checkpoints(folder: Path) -> list[ZeroCheckpoint]:
     """Return the DeepSpeed checkpoints in a checkpoint, or the one in DeepSpeed's own folder."""
     if _is_engine_folder(folder):
@@ -211,17 +204,6 @@ def find_engine_checkpoints(folder: Path) -> list[ZeroCheckpoint]:
 
 def _is_engine_folder(folder: Path) -> bool:
     return folder.is_dir() and any(path.name.endswith("_model_states.pt") for path in folder.iterdir())
-
-
-def _file_names(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-
-
-def _rank_of_file(name: str) -> int | None:
-    """Return the rank that wrote a shard, such as ``zero_pp_rank_3_mp_rank_00_model_states.pt``."""
-    _, marker, rest = name.partition("zero_pp_rank_")
-    digits = rest.partition("_")[0]
-    return int(digits) if marker and digits.isdigit() else None
 
 
 def _check_options(options: dict[str, Any], names: Iterable[str], where: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,31 +141,24 @@ def _fill_batch(engine_config: EngineConfig, plugin: DeepSpeedPlugin, inputs: De
         engine_config.set_owned(
             "gradient_accumulation_steps", inputs.steps, "gradient_accumulation_steps of the Accelerator"
         )
+    steps = int(config_tree.get_key(engine_config.config, "gradient_accumulation_steps"))
     micro = "train_micro_batch_size_per_gpu"
     batch_sizes = [size for size in inputs.batches if size]
     written = config_tree.get_key(engine_config.config, micro)
     if written in (None, AUTO):
-        chosen = (
-            (min(batch_sizes) if plugin.is_train_batch_min else max(batch_sizes))
-            if batch_sizes
-            else _micro_batch_from_total(engine_config, inputs)
-        )
-        engine_config.set_owned(
-            micro, chosen, "the loader" if batch_sizes else "nothing: it is only for reports of DeepSpeed"
-        )
+        if batch_sizes:
+            chosen = min(batch_sizes) if plugin.is_train_batch_min else max(batch_sizes)
+            engine_config.set_owned(micro, chosen, "the loader")
+        else:
+            total = config_tree.get_key(engine_config.config, "train_batch_size")
+            chosen = max(1, int(total) // (steps * inputs.processes)) if total not in (None, AUTO) else 1
+            engine_config.set_owned(micro, chosen, "nothing: it is only for reports of DeepSpeed")
     elif batch_sizes and int(written) not in batch_sizes:
         engine_config.set_owned(micro, batch_sizes[0], "the batch size of the loader")
-    steps = int(config_tree.get_key(engine_config.config, "gradient_accumulation_steps"))
     total = int(config_tree.get_key(engine_config.config, micro)) * steps * inputs.processes
     engine_config.set_owned(
         "train_batch_size", total, f"{micro} x gradient_accumulation_steps x {inputs.processes} processes"
     )
-
-
-def _micro_batch_from_total(engine_config: EngineConfig, inputs: DeepSpeedConfigInputs) -> int:
-    total = config_tree.get_key(engine_config.config, "train_batch_size")
-    steps = int(config_tree.get_key(engine_config.config, "gradient_accumulation_steps"))
-    return max(1, int(total) // (steps * inputs.processes)) if total not in (None, AUTO) else 1
 
 
 def _fill_precision(engine_config: EngineConfig, inputs: DeepSpeedConfigInputs) -> None:
@@ -186,7 +179,10 @@ def _fill_optimizer(engine_config: EngineConfig, inputs: DeepSpeedConfigInputs) 
                 fix='add "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, or prepare one of torch',
             )
         _fill_dummy(engine_config, optimizer)
-        _use_torch_adam(engine_config, inputs)
+        # On the CPU torch's Adam: DeepSpeed would compile its own, with the same results.
+        name = str(config_tree.get_key(config, "optimizer.type")).lower()
+        if inputs.host and name in ("adam", "adamw"):
+            engine_config.set_default("optimizer.params.torch_adam", True)
         return
     if optimizer is None:
         return
@@ -215,13 +211,6 @@ def _fill_dummy(engine_config: EngineConfig, optimizer: DummyOptim) -> None:
         )
 
 
-def _use_torch_adam(engine_config: EngineConfig, inputs: DeepSpeedConfigInputs) -> None:
-    """Use torch's Adam on the CPU: DeepSpeed would compile its own, with the same results."""
-    adam = str(config_tree.get_key(engine_config.config, "optimizer.type")).lower() in ("adam", "adamw")
-    if inputs.host and adam:
-        engine_config.set_default("optimizer.params.torch_adam", True)
-
-
 def _fill_scheduler(engine_config: EngineConfig, inputs: DeepSpeedConfigInputs) -> None:
     scheduler = inputs.scheduler
     if not isinstance(scheduler, DummyScheduler):
@@ -239,18 +228,15 @@ def _fill_scheduler(engine_config: EngineConfig, inputs: DeepSpeedConfigInputs) 
             fix="keep one of them",
         )
     params, source = "scheduler.params", "the DummyScheduler"
-    rate = config_tree.get_key(engine_config.config, "optimizer.params.lr", _learning_rate(inputs.optimizer))
+    groups = getattr(inputs.optimizer, "param_groups", None)
+    own_rate = groups[0]["lr"] if groups else getattr(inputs.optimizer, "lr", None)
+    rate = config_tree.get_key(engine_config.config, "optimizer.params.lr", own_rate)
     engine_config.fill_auto(f"{params}.warmup_min_lr", 0, source)
     engine_config.fill_auto(f"{params}.warmup_max_lr", rate, "the optimizer's lr")
     engine_config.fill_auto(f"{params}.warmup_num_steps", max(1, scheduler.warmup_num_steps), source)
     if scheduler.total_num_steps is not None:
         total = math.ceil(scheduler.total_num_steps / inputs.schedule_advances)
         engine_config.fill_auto(f"{params}.total_num_steps", total, source)
-
-
-def _learning_rate(optimizer: Any) -> Any:
-    groups = getattr(optimizer, "param_groups", None)
-    return groups[0]["lr"] if groups else getattr(optimizer, "lr", None)
 
 
 _SIZES = {
@@ -275,17 +261,15 @@ def _fill_sizes(engine_config: EngineConfig, inputs: DeepSpeedConfigInputs) -> N
 def hidden_size(model: nn.Module) -> int | None:
     """Return the hidden size of a model of transformers, the largest of several; None if unknown."""
     config = getattr(model, "config", None)
-    return max(_widths(config), default=None)
-
-
-def _widths(config: Any) -> Iterator[int]:
+    widths: list[int] = []
     for part in (config, getattr(config, "text_config", None)):
         for name in ("hidden_size", "hidden_sizes"):
             value = part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)
             if isinstance(value, int):
-                yield value
+                widths.append(value)
             elif isinstance(value, list | tuple):
-                yield from (int(each) for each in value)
+                widths += map(int, value)
+    return max(widths, default=None)
 
 
 def _remove_optimizer(engine_config: EngineConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
@@ -78,10 +79,6 @@ class EngineHandle:
         """DeepSpeed's optimizer, around the user's."""
         return self.engine.optimizer
 
-    def steps_optimizer(self, optimizer: Any) -> bool:
-        """Return whether ``optimizer`` steps in this handle's engine."""
-        return optimizer is not None and optimizer is self.optimizer
-
     # --- one window
 
     def backward(self, loss: torch.Tensor, *, complete: bool, **kwargs: Any) -> None:
@@ -122,14 +119,29 @@ class EngineHandle:
         if not self.has_gradients:
             return
         self.engine.set_gradient_accumulation_boundary(True)
-        with _gradient_scale_override(self.engine_optimizer, self.grad_factor):
-            if self.grad_factor != 1.0 and not hasattr(self.engine_optimizer, "loss_scaler"):
-                own = getattr(self.engine_optimizer, "fp32_groups_gradients_flat", ())
-                _multiply(own or (p.grad for p in self.module.parameters()), self.grad_factor)
+        if self.grad_factor != 1.0 and not hasattr(self.engine_optimizer, "loss_scaler"):
+            own = getattr(self.engine_optimizer, "fp32_groups_gradients_flat", ())
+            for gradient in own or (p.grad for p in self.module.parameters()):
+                if gradient is not None:
+                    gradient.mul_(self.grad_factor)
+        with self._changed_loss_scale():
             self.engine.step()
         reduced_gradients.clear_reduced(self.engine_optimizer)
         self.has_gradients, self.grad_factor = False, 1.0
-        self._set_clipping(self.clip_norm)
+        self.set_clipping(self.clip_norm)
+
+    @contextmanager
+    def _changed_loss_scale(self) -> Iterator[None]:
+        """Let a step multiply gradients by ``grad_factor``, where DeepSpeed scales losses; a context."""
+        scaler = getattr(self.engine_optimizer, "loss_scaler", None) if self.grad_factor != 1.0 else None
+        if scaler is None:
+            yield
+            return
+        scaler.cur_scale /= self.grad_factor
+        try:
+            yield
+        finally:
+            scaler.cur_scale *= self.grad_factor
 
     def _refuse_changed(self) -> None:
         pairs = zip(chain(*self.groups), self.trained, strict=True)
@@ -197,47 +209,19 @@ class EngineHandle:
             norm = get_global_norm_of_tensors(inner.get_grads_for_norm()[0], mpu=inner.mpu)
         else:
             norm = _grad_norm(p.grad for p in self.module.parameters() if p.grad is not None)
-        return torch.as_tensor(norm, dtype=torch.float32) * (self.grad_factor / _loss_scale(inner))
+        loss_scale = float(getattr(inner, "loss_scale", 1.0) or 1.0)
+        return torch.as_tensor(norm, dtype=torch.float32) * (self.grad_factor / loss_scale)
 
     def set_clipping(self, value: float) -> None:
-        """Make the next step scale gradients so that their norm is at most ``value``."""
-        self._set_clipping(0.0 if value == float("inf") else value)
-
-    def _set_clipping(self, value: float) -> None:
+        """Make the next step scale gradients so that their norm is at most ``value``; 0 scales nothing."""
         self.engine._config.gradient_clipping = value
         if hasattr(self.engine_optimizer, "clip_grad"):
             self.engine_optimizer.clip_grad = value
 
 
-def _loss_scale(inner: Any) -> float:
-    return float(getattr(inner, "loss_scale", 1.0) or 1.0)
-
-
-class _gradient_scale_override:  # noqa: N801 - used as a with block
-    """A context in which DeepSpeed's step multiplies gradients by ``factor``, by a changed loss scale."""
-
-    def __init__(self, inner: Any, stretch: float) -> None:
-        self.scaler = getattr(inner, "loss_scaler", None) if stretch != 1.0 else None
-        self.grad_factor = stretch
-
-    def __enter__(self) -> None:
-        if self.scaler is not None:
-            self.scaler.cur_scale /= self.grad_factor
-
-    def __exit__(self, *error: object) -> None:
-        if self.scaler is not None:
-            self.scaler.cur_scale *= self.grad_factor
-
-
 def _grad_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     norms = [torch.linalg.vector_norm(gradient.float()) for gradient in gradients]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-
-
-def _multiply(gradients: Iterable[torch.Tensor | None], factor: float) -> None:
-    for gradient in gradients:
-        if gradient is not None:
-            gradient.mul_(factor)
 
 
 # --- making one
@@ -314,8 +298,11 @@ def make_engine(model: nn.Module, config: Mapping[str, Any], optimizer: Any, sch
         arguments["lr_scheduler"] = scheduler
     user_groups = [list(group["params"]) for group in groups]
     configured = str(config_value(config, "optimizer.type")).lower()
-    if isinstance(optimizer, torch.optim.Adagrad) or configured == "adagrad":
-        _mark_unlinked(user_groups, config)
+    is_adagrad = isinstance(optimizer, torch.optim.Adagrad) or configured == "adagrad"
+    if is_adagrad and config_value(config, "zero_optimization.stage") in (1, 2):
+        # They have no vector until ``_restore_adagrad`` links those of each group to theirs.
+        for parameter in chain(*user_groups):
+            parameter._hp_mapping = None
     engine, _, _, schedule = deepspeed.initialize(**arguments)
     handle = EngineHandle(
         engine, dict(config), getattr(engine, "basic_optimizer", None), user_groups, schedule
@@ -331,13 +318,6 @@ def make_engine(model: nn.Module, config: Mapping[str, Any], optimizer: Any, sch
     if handle.stage == 3:
         handle.hooks.append(_guard_state_dict(engine))
     return handle
-
-
-def _mark_unlinked(groups: Iterable[list[Any]], config: Mapping[str, Any]) -> None:
-    """Mark parameters as without a vector, until ``_restore_adagrad`` links those of each group to theirs."""
-    if config_value(config, "zero_optimization.stage") in (1, 2):
-        for parameter in chain(*groups):
-            parameter._hp_mapping = None
 
 
 def _restore_adagrad(handle: EngineHandle) -> None:
@@ -390,11 +370,10 @@ def _undo_first_step(handle: EngineHandle) -> None:
     engine_optimizer = handle.engine_optimizer
     if handle.stage or handle.optimizer is None or not hasattr(engine_optimizer, "fp16_groups"):
         return
-    flat = hasattr(engine_optimizer, "fp32_groups_flat")
-    pairs = [(engine_optimizer.fp32_groups_flat, engine_optimizer.fp16_groups_flat)] if flat else []
-    pairs += (
-        [] if flat else list(zip(engine_optimizer.fp32_groups, engine_optimizer.fp16_groups, strict=True))
-    )
+    if hasattr(engine_optimizer, "fp32_groups_flat"):
+        pairs = [(engine_optimizer.fp32_groups_flat, engine_optimizer.fp16_groups_flat)]
+    else:
+        pairs = zip(engine_optimizer.fp32_groups, engine_optimizer.fp16_groups, strict=True)
     for highs, lows in pairs:
         for high, low in zip(highs, lows, strict=True):
             high.data.copy_(low.data)
@@ -410,14 +389,12 @@ def _cast_inputs_outputs(module: nn.Module, dtype: torch.dtype) -> list[Any]:
     def to_float32(leaf: Any) -> Any:
         return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype is dtype else leaf
 
-    def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tree.map_tree(to_half, (args, kwargs))
-
-    def cast_outputs(_: nn.Module, __: Any, output: Any) -> Any:
-        return tree.map_tree(to_float32, output)
-
-    input_hook = module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
-    return [input_hook, module.register_forward_hook(cast_outputs)]
+    return [
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: tree.map_tree(to_half, (args, kwargs)), with_kwargs=True
+        ),
+        module.register_forward_hook(lambda _, __, output: tree.map_tree(to_float32, output)),
+    ]
 
 
 def _guard_state_dict(engine: Any) -> Any:
@@ -495,7 +472,7 @@ class DeepSpeedEngineRegistry:
 
     def find_by_optimizer(self, optimizer: Any) -> EngineHandle | None:
         """Return the handle of the engine in which an optimizer steps, or None."""
-        return next((m for m in self._handles if m.steps_optimizer(optimizer)), None)
+        return next((m for m in self.trained_engines() if m.optimizer is optimizer), None)
 
     def trained_engines(self) -> list[EngineHandle]:
         """Return the handles with an optimizer."""

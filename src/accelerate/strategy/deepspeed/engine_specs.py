@@ -36,40 +36,32 @@ class EngineSpec:
     engine_config: EngineConfig
 
 
-@dataclass(frozen=True)
-class DeepSpeedPrepareContext:
-    """The context of one ``prepare``.
+def engine_specs(
+    bundle: PrepareBundle,
+    engines: DeepSpeedEngineRegistry,
+    plugin: DeepSpeedPlugin,
+    precision: str,
+    processes: int,
+    *,
+    host: bool,
+    schedule_advances: int,
+) -> Iterator[EngineSpec]:
+    """Yield the engines that a bundle needs; changes nothing.
 
-    Attributes:
+    Args:
+        bundle: the objects of one ``prepare``.
         engines: the existing engines.
         plugin: the selected plugin.
-        steps: micro-batches per step.
         precision: mixed precision.
         processes: the world size.
         host: whether the device is the CPU.
-        shared: whether a loader's batch is that of all ranks (``split_batches``).
         schedule_advances: how often an optimizer step advances a schedule of torch.
-    """
-
-    engines: DeepSpeedEngineRegistry
-    plugin: DeepSpeedPlugin
-    steps: int
-    precision: str
-    processes: int
-    host: bool
-    shared: bool
-    schedule_advances: int
-
-
-def engine_specs(context: DeepSpeedPrepareContext, bundle: PrepareBundle) -> Iterator[EngineSpec]:
-    """Yield the engines that a bundle needs; changes nothing.
 
     Raises:
         PrepareError: an optimizer or a stand-in belongs to no model, or to two, or two to one.
         SettingError: the configuration contradicts what is prepared.
     """
     models = list(dict.fromkeys(bundle.objects_of("model")))
-    engines = context.engines
     left = [
         o
         for o in _unique(bundle.objects_of("optimizer"))
@@ -83,7 +75,11 @@ def engine_specs(context: DeepSpeedPrepareContext, bundle: PrepareBundle) -> Ite
             continue
         optimizers = [o for o in left if _trains_model(o, model, alone=len(models) == 1)]
         if len(optimizers) > 1:
-            raise _several_optimizers_error(f"{len(optimizers)} optimizers for one {type(model).__name__}")
+            raise PrepareError(
+                f"{len(optimizers)} optimizers for one {type(model).__name__}",
+                why="a DeepSpeed engine steps one optimizer",
+                fix="use the groups of one optimizer: torch.optim.AdamW([{'params': ..., 'lr': ...}, ...])",
+            )
         for optimizer in optimizers:
             _refuse_shared_optimizer(optimizer, model, [*models, *(handle.module for handle in engines)])
         left = [o for o in left if o not in optimizers]
@@ -102,30 +98,26 @@ def engine_specs(context: DeepSpeedPrepareContext, bundle: PrepareBundle) -> Ite
             (s for s in schedulers if optimizer is not None and _belongs_to(s, optimizer)), None
         )
         schedulers = [s for s in schedulers if s is not engine_scheduler]
-        yield _make_spec(context, bundle, model, optimizer, engine_scheduler)
+        handle = engines.find(model)
+        module = model if handle is None else handle.module
+        shared_by = processes if bundle.split_batches else 1
+        inputs = DeepSpeedConfigInputs(
+            module,
+            bundle.accumulation_steps,
+            precision,
+            processes,
+            host,
+            [_micro_batch_size(loader, shared_by) for loader in bundle.objects_of("loader")],
+            optimizer,
+            engine_scheduler,
+            schedule_advances,
+        )
+        engine_config = build_config(plugin, inputs)
+        _refuse_unsupported_params(module, optimizer, engine_config.config)
+        yield EngineSpec(model, optimizer, engine_scheduler, engine_config)
     for scheduler in schedulers:
         if hasattr(scheduler, "prepared_as"):
             raise _stray_scheduler_error(scheduler)
-
-
-def _make_spec(
-    context: DeepSpeedPrepareContext, bundle: PrepareBundle, model: Any, optimizer: Any, scheduler: Any
-) -> EngineSpec:
-    handle = context.engines.find(model)
-    inputs = DeepSpeedConfigInputs(
-        model if handle is None else handle.module,
-        context.steps,
-        context.precision,
-        context.processes,
-        context.host,
-        [_micro_batch_size(context, loader) for loader in bundle.objects_of("loader")],
-        optimizer,
-        scheduler,
-        context.schedule_advances,
-    )
-    engine_config = build_config(context.plugin, inputs)
-    _refuse_unsupported_params(inputs.model, optimizer, engine_config.config)
-    return EngineSpec(model, optimizer, scheduler, engine_config)
 
 
 def _refuse_unsupported_params(model: nn.Module, optimizer: Any, config: Mapping[str, Any]) -> None:
@@ -175,14 +167,17 @@ def _refuse_mixed_dtypes(model: nn.Module, optimizer: Any, config: Mapping[str, 
             raise PrepareError(f"DeepSpeed cannot train {listed} in stage {stage}", why=why, fix=fix)
 
 
-def _micro_batch_size(context: DeepSpeedPrepareContext, loader: Any) -> int | None:
-    """Return the samples per rank and micro-batch, None where the loader does not say."""
+def _micro_batch_size(loader: Any, shared_by: int) -> int | None:
+    """Return the samples per rank and micro-batch, None where the loader does not say.
+
+    Args:
+        loader: any loader.
+        shared_by: the ranks that share one of its batches.
+    """
     size = getattr(loader, "batch_size", None)
     if size is None:
         size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    if not isinstance(size, int):
-        return None
-    return max(1, size // context.processes) if context.shared else size
+    return max(1, size // shared_by) if isinstance(size, int) else None
 
 
 def _unique(items: Iterable[Any]) -> list[Any]:
@@ -218,14 +213,6 @@ def _runs_in_engine(scheduler: Any) -> bool:
 def _belongs_to(scheduler: Any, optimizer: Any) -> bool:
     made_for = getattr(scheduler, "optimizer", None)
     return made_for is None or made_for is optimizer or _user_optimizer(made_for) is optimizer
-
-
-def _several_optimizers_error(what: str) -> PrepareError:
-    return PrepareError(
-        what,
-        why="a DeepSpeed engine steps one optimizer",
-        fix="use the groups of one optimizer: torch.optim.AdamW([{'params': ..., 'lr': ...}, ...])",
-    )
 
 
 def _refuse_shared_optimizer(optimizer: Any, model: nn.Module, models: list[nn.Module]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import CheckpointError, PrepareError
-from accelerate.strategy.deepspeed.engine_handle import EngineHandle, is_partitioned
+from accelerate.strategy.deepspeed.engine_handle import EngineHandle
 
 # Elements that are gathered at once: 256 MB of float32.
 GATHER_NUMEL = 64 * 2**20
@@ -146,16 +146,16 @@ def model_state(handle: EngineHandle, keep: bool, *, exact: bool) -> dict[str, A
         exact: return the float32 master weights of the optimizer instead of the compute weights.
     """
     module = handle.module
-    masters: dict[int, torch.Tensor] = {}
+    seen: dict[int, Any] = {}
+    done: set[int] = set()
     if exact and has_fp32_copies(handle):
-        fragments = local_fragments(handle)
         parameters = _fragmented_params(handle)
-        masters = gather_params(
+        done = set(map(id, parameters))
+        fragments = local_fragments(handle)
+        seen |= gather_params(
             handle, parameters, fragments, lambda piece: piece.slice_vector(piece.flat), keep
         )
     state: dict[str, Any] = {}
-    seen: dict[int, Any] = dict(masters)
-    done = {id(p) for p in _fragmented_params(handle)} if exact and has_fp32_copies(handle) else set()
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor) and id(value) not in seen and id(value) not in done:
             seen[id(value)] = _fetch_to_host(value, keep)
@@ -269,7 +269,9 @@ def optimizer_state(handle: EngineHandle, keep: bool) -> dict[str, Any]:
     numbers = {id(p): number for number, p in enumerate(p for group in handle.groups for p in group)}
     vector_states = handle.optimizer.state
     states: dict[int, dict[str, Any]] = {}
-    for name in _vector_names(vector_states):
+    # In the same order on all ranks.
+    elementwise = {n for flat, s in vector_states.items() for n, v in s.items() if _is_elementwise(v, flat)}
+    for name in sorted(elementwise):
         whole = gather_params(
             handle,
             parameters,
@@ -281,10 +283,10 @@ def optimizer_state(handle: EngineHandle, keep: bool) -> dict[str, Any]:
             states.setdefault(numbers[id(parameter)], {})[name] = whole[id(parameter)]
     if not keep:
         return {}
-    if states:
-        for name, value in _scalar_state(vector_states).items():
-            for number in states:
-                states[number][name] = value.clone() if isinstance(value, torch.Tensor) else value
+    # What is kept once for a vector, such as a step count, is the same for all vectors.
+    for name, value in next(iter(vector_states.values())).items() if states else ():
+        for number in states if name not in elementwise else ():
+            states[number][name] = value.clone() if isinstance(value, torch.Tensor) else value
     return {"state": dict(sorted(states.items())), "param_groups": _param_groups(handle)}
 
 
@@ -300,21 +302,8 @@ def _require_fragments(handle: EngineHandle) -> list[torch.Tensor]:
     return parameters
 
 
-def _vector_names(vector_states: Mapping[Any, Any]) -> list[str]:
-    """Return the names of elementwise state, in the same order on all ranks."""
-    names = {n for flat, state in vector_states.items() for n, v in state.items() if _is_elementwise(v, flat)}
-    return sorted(names)
-
-
 def _is_elementwise(value: Any, flat: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == flat.numel()
-
-
-def _scalar_state(vector_states: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the state that is kept once for a vector, such as a step count; all vectors have the same."""
-    for flat, state in vector_states.items():
-        return {name: value for name, value in state.items() if not _is_elementwise(value, flat)}
-    return {}
 
 
 def optimizer_view(handle: EngineHandle) -> Any:
@@ -376,13 +365,3 @@ def _load_fragment(vector_states: dict[str, Any], piece: ParamFragment, name: st
     if name not in vector_states:
         vector_states[name] = torch.zeros_like(piece.flat, dtype=value.dtype)
     piece.slice_vector(vector_states[name]).copy_(value.reshape(-1).narrow(0, piece.param_start, piece.numel))
-
-
-__all__ = [
-    "gather_params",
-    "is_partitioned",
-    "load_model",
-    "load_optimizer",
-    "model_state",
-    "optimizer_state",
-]

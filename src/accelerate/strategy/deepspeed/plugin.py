@@ -88,9 +88,10 @@ class DeepSpeedPlugin(DeepSpeedOptions):
     # --- where the values come from
 
     def _build_from_fields(self) -> None:
-        self.gradient_accumulation_steps: PositiveInt | Literal["auto"] | None = _accumulation_steps(
-            self.gradient_accumulation_steps
-        )
+        steps: Any = self.gradient_accumulation_steps
+        steps = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", AUTO) if steps is None else steps
+        accumulation = AUTO if str(steps).lower() == AUTO else int(steps)
+        self.gradient_accumulation_steps: PositiveInt | Literal["auto"] | None = accumulation
         config: dict[str, Any] = {
             "train_batch_size": AUTO,
             "train_micro_batch_size_per_gpu": AUTO,
@@ -272,15 +273,11 @@ class DeepSpeedPlugin(DeepSpeedOptions):
 
     def config_template(self) -> dict[str, Any]:
         """Return the configuration before an engine's values were filled in; if changed since, as it is."""
-        config = self.deepspeed_config
-        if (
-            self._shown_config is None
-            or self._shown_config[0] is not config
-            or self._shown_config[1] != config
-        ):
-            self._shown_config = None
-            return config
-        return self._shown_config[2]
+        shown = self._shown_config
+        if shown is not None and shown[0] is self.deepspeed_config and shown[1] == self.deepspeed_config:
+            return shown[2]
+        self._shown_config = None
+        return self.deepspeed_config
 
     def publish_config(self, filled: Mapping[str, Any]) -> None:
         """Write the values of the newest engine into ``deepspeed_config``, which clients read."""
@@ -391,23 +388,11 @@ class DeepSpeedPlugin(DeepSpeedOptions):
             raise SettingError(
                 "a plugin does not select itself", fix="AcceleratorState().select_deepspeed_plugin(name)"
             )
-        self._set_selected(True)
+        self._selected = True
+        self.set_deepspeed_weakref()
 
     def _unselect(self) -> None:
-        self._set_selected(False)
-
-    def _set_selected(self, value: bool) -> None:
-        self._selected = value
-        if value:
-            self.set_deepspeed_weakref()
-
-
-def _accumulation_steps(source: int | Literal["auto"] | None) -> int | Literal["auto"]:
-    """Return the micro-batches per step: given, of the launcher's variable, or ``"auto"``."""
-    text = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS") if source is None else source
-    if text is None or str(text).lower() == AUTO:
-        return AUTO
-    return int(text)
+        self._selected = False
 
 
 def plugin_table(*given: Any) -> dict[str, DeepSpeedPlugin]:

@@ -39,7 +39,7 @@ from accelerate.strategy.launch_settings import deepspeed as deepspeed_settings
 
 if TYPE_CHECKING:
     from accelerate.strategy.deepspeed.engine_handle import DeepSpeedEngineRegistry, EngineHandle
-    from accelerate.strategy.deepspeed.engine_specs import DeepSpeedPrepareContext, EngineSpec
+    from accelerate.strategy.deepspeed.engine_specs import EngineSpec
     from accelerate.strategy.deepspeed.plugin import DeepSpeedPlugin
     from accelerate.world.world import World
 
@@ -104,6 +104,8 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, Modul
 
     def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
         """Return the status of each option, read from the engines' configuration."""
+        from accelerate.strategy.deepspeed import config_tree
+
         handles = self.engines.trained_engines()
         for option in self._requested_options:
             if option.name not in deepspeed_settings.COUNTERPARTS:
@@ -111,17 +113,11 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, Modul
             elif not handles:
                 yield option.report_pending("no model is prepared with its optimizer")
             else:
-                yield self._config_status(option, handles[-1])
-
-    def _config_status(self, option: RequestedOption, handle: EngineHandle) -> OptionStatus:
-        from accelerate.strategy.deepspeed import config_tree
-
-        key, absent = deepspeed_settings.COUNTERPARTS[option.name]
-        configured = config_tree.get_key(handle.config, key, absent)
-        is_applied = option.value in ("auto", None) or config_tree.is_same(option.value, configured)
-        return option.report_unless(
-            "" if is_applied else f"the DeepSpeed configuration says {key}: {configured}"
-        )
+                key, absent = deepspeed_settings.COUNTERPARTS[option.name]
+                value = config_tree.get_key(handles[-1].config, key, absent)
+                is_applied = option.value in ("auto", None) or config_tree.is_same(option.value, value)
+                other = "" if is_applied else f"the DeepSpeed configuration says {key}: {value}"
+                yield option.report_unless(other)
 
     @classmethod
     def join_world(cls, world: World) -> None:
@@ -147,21 +143,18 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, Modul
                     "DeepSpeed cannot compute in fp16 on the CPU",
                     fix="use mixed_precision='bf16', or 'no'",
                 )
-        self._warn_of_nvme()
-        if self.request.precision not in ("no", "fp16", "bf16"):
-            raise SettingError(
-                f"mixed_precision={self.request.precision!r} does not go with DeepSpeed",
-                fix="use 'bf16', 'fp16' or 'no'",
-            )
-        next(iter(self.table.values())).select(_from_accelerator_state=True)
-
-    def _warn_of_nvme(self) -> None:
         devices = {(p.offload_optimizer_device, p.offload_param_device) for p in self.table.values()}
         if any("nvme" in pair for pair in devices) and self.world.device.type == "cpu":
             warn_user(
                 "offload to NVMe on a machine without an accelerator: DeepSpeed compiles a reader that "
                 "needs libaio, and has been seen to abort when the program ends (SIGABRT)"
             )
+        if self.request.precision not in ("no", "fp16", "bf16"):
+            raise SettingError(
+                f"mixed_precision={self.request.precision!r} does not go with DeepSpeed",
+                fix="use 'bf16', 'fp16' or 'no'",
+            )
+        next(iter(self.table.values())).select(_from_accelerator_state=True)
 
     @property
     def plugin(self) -> DeepSpeedPlugin:
@@ -188,26 +181,22 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, Modul
         """Return a step for each engine: a model with its optimizer and DeepSpeed's own schedule."""
         from accelerate.strategy.deepspeed.engine_specs import engine_specs
 
-        jobs = list(engine_specs(self._prepare_context(bundle), bundle)) if bundle.training else []
+        host, advances = self.world.device.type == "cpu", bundle.schedule_advances(self.data_shard.count)
+        specs = engine_specs(
+            bundle,
+            self.engines,
+            self.plugin,
+            self.request.precision,
+            self.world.size,
+            host=host,
+            schedule_advances=advances,
+        )
+        jobs = list(specs) if bundle.training else []
         for job in jobs:
             reason = f"{self.world.size} process(es), {job.engine_config.describe()}"
             yield PrepareStep("engine", reason, lambda b, job=job: self._make_engine(b, job))
         if not bundle.training and any(self.engines.find(m) is None for m in bundle.objects_of("model")):
             yield PrepareStep("place", f"the weights go to {self.world.device}", self._move_to_device)
-
-    def _prepare_context(self, bundle: PrepareBundle) -> DeepSpeedPrepareContext:
-        from accelerate.strategy.deepspeed.engine_specs import DeepSpeedPrepareContext
-
-        return DeepSpeedPrepareContext(
-            self.engines,
-            self.plugin,
-            steps=bundle.accumulation_steps,
-            precision=self.request.precision,
-            processes=self.world.size,
-            host=self.world.device.type == "cpu",
-            shared=bundle.split_batches,
-            schedule_advances=bundle.schedule_advances(self.data_shard.count),
-        )
 
     def _make_engine(self, bundle: PrepareBundle, job: EngineSpec) -> None:
         from accelerate.strategy.deepspeed import engine_handle
@@ -398,10 +387,6 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, Modul
             )
         return matches[0]
 
-    def gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the unpartitioned gradients on this rank, without those in DeepSpeed's buffers."""
-        return [p.grad for p in parameters if p.grad is not None]
-
     def optimizer_step(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> Any:
         """Run DeepSpeed's step: it clips, steps, clears gradients and advances its own schedule."""
         handle = self.engines.find_by_optimizer(optimizer)
@@ -498,10 +483,10 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, Modul
         """Return the DeepSpeed checkpoint of each model that is trained."""
         from accelerate.strategy.deepspeed.engine_checkpoint import DeepSpeedEngineCheckpointer
 
-        handles = [(index, self.engines.find(model)) for index, model in enumerate(models)]
-        trained = [(i, h) for i, h in handles if h is not None and h.optimizer is not None]
         return [
-            DeepSpeedEngineCheckpointer(handle, index, self.world, dict(options)) for index, handle in trained
+            DeepSpeedEngineCheckpointer(handle, index, self.world, dict(options))
+            for index, model in enumerate(models)
+            for handle in self.trained_engines([model])
         ]
 
     @classmethod

@@ -160,17 +160,12 @@ class ZeroCheckpoint:
     def _read_shapes(self) -> Iterator[tuple[str, tuple[torch.dtype, torch.Size]]]:
         trained = {name: shape for group in self._param_groups for name, shape in group.items()}
         frozen: dict[str, torch.Size] = {}
-        if self._partitions_params:
+        if self.stage == 3:  # frozen parameters are partitioned too
             frozen = dict(self.rank0_state.get("frozen_param_shapes") or {})
         for name, value in self._module_state.items():
             saved_name = self.tied_names.get(name, name)
             dtype = torch.float32 if saved_name in trained else value.dtype
             yield name, (dtype, torch.Size(trained.get(saved_name, frozen.get(saved_name, value.shape))))
-
-    @property
-    def _partitions_params(self) -> bool:
-        """True if frozen parameters are partitioned too."""
-        return self.stage == 3
 
     @cached_property
     def _module_state(self) -> dict[str, torch.Tensor]:
@@ -180,7 +175,7 @@ class ZeroCheckpoint:
         shape = self.shapes[name][1]
         if name in self._spans:
             return self._join_pieces(name, self._fp32_vectors, shape)
-        if self._partitions_params and name in (self.rank0_state.get("frozen_param_shapes") or {}):
+        if self.stage == 3 and name in (self.rank0_state.get("frozen_param_shapes") or {}):
             parts = [_load_file(path)["frozen_param_fragments"][name] for path in self._model_files]
             return torch.cat([part.view(-1) for part in parts])[: shape.numel()].view(shape)
         return self._module_state[name]
@@ -285,9 +280,9 @@ class ZeroCheckpoint:
             chosen: Mapping[str, Any] = {}
             for aliases in members:
                 name = next((each for each in aliases if each in self._spans), None)
-                if name is not None and self._vector_index(name) is not None:
+                if name is not None and (vector := self._vector_index(name)) is not None:
                     readers[number] = partial(self._param_state, name)
-                    chosen = chosen or self._group_of(name, saved)
+                    chosen = chosen or next((group for group in saved if vector in group["params"]), {})
                 number += 1
             saved_options = {key: value for key, value in chosen.items() if key != "params"}
             groups.append({**group_options, **saved_options, "params": list(range(first, number))})
@@ -319,10 +314,6 @@ class ZeroCheckpoint:
             lengths = [flat.numel() for flat in self._fp32_vectors[0]]
             group = next(index for index, _, _ in _split_span(lengths, spans[0][1], spans[0][2]))
         return group if group in self._base_states[0]["state"] else None
-
-    def _group_of(self, name: str, saved: list[dict[str, Any]]) -> Mapping[str, Any]:
-        vector = self._vector_index(name)
-        return next((group for group in saved if vector in group["params"]), {})
 
     def _param_state(self, name: str) -> dict[str, Any]:
         """Return the optimizer state of one parameter."""
@@ -388,7 +379,7 @@ def find_unsupported_file(folder: Path) -> str:
 
 def _model_files(folder: Path) -> list[Path]:
     """Return the model files by rank; one, unless parameters are partitioned."""
-    names = sorted((path.name for path in folder.iterdir()), key=_rank_of_file)
+    names = sorted((path.name for path in folder.iterdir()), key=rank_of_file)
     files = [folder / name for name in names if name.endswith("_model_states.pt")]
     other = find_unsupported_file(folder)
     if other or not files:
@@ -403,8 +394,8 @@ def _model_files(folder: Path) -> list[Path]:
 def _find_optimizer_files(folder: Path) -> list[Path]:
     """Return the optimizer files by rank."""
     files = sorted((path for path in folder.iterdir() if path.name.endswith("_optim_states.pt")),
-                   key=lambda path: _rank_of_file(path.name))  # fmt: skip
-    if [_rank_of_file(path.name) for path in files] != list(range(len(files))):
+                   key=lambda path: rank_of_file(path.name))  # fmt: skip
+    if [rank_of_file(path.name) for path in files] != list(range(len(files))):
         raise CheckpointError(
             f"files of the optimizer are missing in {folder}",
             why=f"it has {', '.join(path.name for path in files)}",
@@ -412,7 +403,7 @@ def _find_optimizer_files(folder: Path) -> list[Path]:
     return files
 
 
-def _rank_of_file(name: str) -> int:
-    """Return the rank that has written a file."""
+def rank_of_file(name: str) -> int:
+    """Return the rank that wrote a file, such as 3 of ``zero_pp_rank_3_mp_rank_00_model_states.pt``; or 0."""
     match = re.search(r"zero_pp_rank_(\d+)_", name)
     return int(match[1]) if match else 0

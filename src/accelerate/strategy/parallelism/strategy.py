@@ -30,7 +30,7 @@ from accelerate.strategy.base import (
 )
 from accelerate.strategy.fsdp import FSDP2Strategy
 from accelerate.strategy.launch_settings.parallelism import ParallelismSettings, UseParallelismConfigSetting
-from accelerate.strategy.sharding.sharded_strategy import FSDP_SELECTION, watch_mesh
+from accelerate.strategy.sharding.sharded_strategy import watch_mesh
 from accelerate.world.world import World
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class DeviceMeshStrategy(FSDP2Strategy, DataSharding):
         """Yield the switch, and the options of sharding."""
         yield from super().requested_options(request)
         if cls.claims(request):
-            yield from FSDP_SELECTION.options(request)
+            yield from FSDP2Strategy.requested_options(request)
 
     def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
         """Yield the status of sharding options, of each size, and of the dimensions' own options."""
