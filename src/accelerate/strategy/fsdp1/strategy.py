@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from accelerate.strategy.fsdp1.model_state_dict import FSDP1WrappedModel
     from accelerate.strategy.fsdp1.optimizer_state import FSDP1Optimizer, ParamOrder
-    from accelerate.strategy.fsdp1.wrap import FSDP1WrapLayout, FSDP1Wrapper
+    from accelerate.strategy.fsdp1.wrap import FSDP1WrapLayout
     from accelerate.strategy.protocol.gradient_sync import GradientPiece
 
 _WRAPPED_MODULE = "_fsdp_wrapped_module"
@@ -79,12 +79,6 @@ class FSDP1Strategy(ShardedStrategy, ModuleWrapping):
             ShardingStrategy._HYBRID_SHARD_ZERO2: ShardingStrategy.SHARD_GRAD_OP,
         }
         return simple.get(strategy, strategy) if self._mesh_shape[0] == 1 else strategy
-
-    @cached_property
-    def _wrapper(self) -> FSDP1Wrapper:
-        from accelerate.strategy.fsdp1.wrap import FSDP1Wrapper
-
-        return FSDP1Wrapper(self._shard_mesh, self.plugin, self._sharding_strategy, self.world.device)
 
     # --- prepare
 
@@ -139,7 +133,10 @@ class FSDP1Strategy(ShardedStrategy, ModuleWrapping):
     def _wrap_model(self, model: nn.Module) -> nn.Module:
         if self._is_sharded(model):
             return model
-        wrapped_model, renewed = self._wrapper.wrap(model, self._plan_layout(model))
+        from accelerate.strategy.fsdp1.wrap import FSDP1Wrapper
+
+        wrapper = FSDP1Wrapper(self._shard_mesh, self.plugin, self._sharding_strategy, self.world.device)
+        wrapped_model, renewed = wrapper.wrap(model, self._plan_layout(model))
         self._replaced_params.update(renewed)
         self._register(wrapped_model.root)
         return wrapped_model.root
@@ -322,9 +319,9 @@ class FSDP1Strategy(ShardedStrategy, ModuleWrapping):
             )
         zero()
 
-    def flag_reduction(self) -> Callable[[torch.Tensor], None]:
+    def flag_reduction(self) -> Callable[[torch.Tensor], Any]:
         """Return a max all-reduce: a flag about the pieces of one rank counts for all."""
-        return _max_reduce
+        return partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX)
 
     # --- states
 
@@ -395,10 +392,6 @@ class FSDP1Strategy(ShardedStrategy, ModuleWrapping):
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own module."""
         return self.inner_module(model)
-
-
-def _max_reduce(flag: torch.Tensor) -> None:
-    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
 
 
 PLUGIN = FSDP1Strategy

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,7 +23,7 @@ from accelerate.core.user_warning import warn_user
 from accelerate.strategy.fsdp1.flat_parameter_layout import walk_modules
 from accelerate.strategy.fsdp1.model_state_dict import FSDP1WrappedModel
 from accelerate.strategy.sharding.activation_checkpointing import checkpoint_activations
-from accelerate.strategy.sharding.fsdp2_sharder import has_hooks
+from accelerate.strategy.sharding.fsdp2_sharder import broadcast_over_mesh, has_hooks
 from accelerate.strategy.sharding.fsdp_unit_plan import (
     FSDPShardingPlan,
     model_digest,
@@ -270,7 +269,7 @@ class FSDP1Wrapper:
         tensors = {id(t): t for _, table in tables for t in table.values() if t is not None}
         if self.plugin.sync_module_states:
             for tensor in tensors.values():
-                _broadcast(tensor.data)
+                broadcast_over_mesh(tensor.data, self.mesh)
         # Rank 0 may have written what this rank has not.
         unwritten = {key for key in unwritten if key in tensors and is_unwritten(tensors[key])}
         if not self.plugin.sync_module_states:
@@ -323,13 +322,6 @@ def _parent_modules(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, s
             if child is not None:
                 parents.setdefault(child, []).append((module, name))
     return parents
-
-
-def _broadcast(tensor: torch.Tensor) -> None:
-    whole = tensor.contiguous()
-    dist.broadcast(whole, src=0)
-    if whole is not tensor:
-        tensor.copy_(whole)
 
 
 def _check_equal_weights(tensors: Iterable[torch.Tensor]) -> None:

@@ -46,7 +46,8 @@ class MegatronEngine(nn.Module):
         strategy = getattr(accelerator, "strategy", accelerator)
         self.module, self.scheduler = model, scheduler
         self.stepper: MegatronOptimizerStepper | None = optimizer
-        self.plugin, self.layout, self.device = strategy.plugin, _layout(strategy), strategy.world.device
+        self.plugin, self.device = strategy.plugin, strategy.world.device
+        self.layout: MegatronLayout = strategy.layout
         self.module_config = self.get_module_config()
         self.iteration = self.calls = self.resumed_calls = 0
         self.resumed_window_size = 1
@@ -168,14 +169,12 @@ class MegatronEngine(nn.Module):
             micro_batch_size=rows // self.plugin.num_micro_batches,
             forward_only=forward_only,
         )
-        loss, tokens = self._mean_loss(reports) if self._has_loss(batch) else (None, None)
+        has_loss = self.plugin.custom_get_batch_function is not None or batch.get("labels") is not None
+        loss, tokens = self._mean_loss(reports) if has_loss else (None, None)
         if not forward_only and tokens is not None:
             self.tokens = tokens if self.tokens is None else self.tokens + tokens
         returns_logits = loss is None or self.plugin.return_logits
         return loss, self._logits(reports, (rows, length)) if returns_logits else None
-
-    def _has_loss(self, batch: Mapping[str, Any]) -> bool:
-        return self.plugin.custom_get_batch_function is not None or batch.get("labels") is not None
 
     def _mean_loss(self, reports: list[Mapping[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean loss of this process's batch and its number of tokens, on all stages."""
@@ -264,10 +263,6 @@ class MegatronEngine(nn.Module):
 
     def log_eval_results(self) -> None:
         """Nothing: losses are returned, and ``accelerator.log`` takes them."""
-
-
-def _layout(strategy: Any) -> MegatronLayout:
-    return strategy.layout
 
 
 class _ComputedLoss(torch.autograd.Function):

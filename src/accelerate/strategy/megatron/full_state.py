@@ -53,8 +53,11 @@ class MegatronFullStateConverter:
     def model_state(self) -> dict[str, Any]:
         """Gather the weights on the host of rank 0; other ranks return nothing."""
         full: dict[str, Any] = {}
+        stepper = self.engine.stepper
         for rule, parameter in self.params:
-            local = None if parameter is None else {"": self._master_weight(parameter)}
+            local = None
+            if parameter is not None:
+                local = {"": parameter.detach() if stepper is None else stepper.master_weight(parameter)}
             for name, values in self._gather_full(rule, local).items():
                 full[name] = values[""]
         if not self.receives_full:
@@ -63,10 +66,6 @@ class MegatronFullStateConverter:
         full |= {alias: full[name] for alias, name in ties.items() if name in full}
         order = self.engine.base_model.state_dict()
         return {name: full[name] for name in order if name in full}
-
-    def _master_weight(self, parameter: nn.Parameter) -> torch.Tensor:
-        stepper = self.engine.stepper
-        return parameter.detach() if stepper is None else stepper.master_weight(parameter)
 
     @torch.no_grad()
     def load_weights(self, state: Mapping[str, Any], strict: bool) -> _IncompatibleKeys:
@@ -86,16 +85,12 @@ class MegatronFullStateConverter:
             )
         for rule, parameter in (*self.params, *self.copies):
             if parameter is not None and all(name in weights for name in rule.names):
-                self._overwrite_param(
-                    parameter, self.local_shard(rule, [weights[name] for name in rule.names])
-                )
+                value = self.local_shard(rule, [weights[name] for name in rule.names])
+                if self.engine.stepper is None:
+                    parameter.copy_(value)
+                else:
+                    self.engine.stepper.overwrite_param(parameter, value)
         return _IncompatibleKeys(missing, more)
-
-    def _overwrite_param(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        if self.engine.stepper is None:
-            parameter.copy_(value)
-        else:
-            self.engine.stepper.overwrite_param(parameter, value)
 
     def local_shard(self, rule: WeightRule, wholes: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return this process's shard of full tensors."""

@@ -115,7 +115,8 @@ def open_groups(layout: MegatronLayout, backend: str) -> None:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     if parallel_state.model_parallel_is_initialized():
-        if _groups_are_stale():
+        # They may belong to a world that is closed.
+        if not _groups_world or _groups_world[0] is not dist.group.WORLD:
             parallel_state.destroy_model_parallel()
         else:
             _check_same(layout)
@@ -128,11 +129,6 @@ def open_groups(layout: MegatronLayout, backend: str) -> None:
 
 # The world whose groups Megatron-LM keeps in its module.
 _groups_world: list[Any] = []
-
-
-def _groups_are_stale() -> bool:
-    """Return whether the process groups belong to a world that is closed."""
-    return not _groups_world or _groups_world[0] is not dist.group.WORLD
 
 
 def _check_same(layout: MegatronLayout) -> None:

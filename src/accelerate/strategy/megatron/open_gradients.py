@@ -54,6 +54,8 @@ class MegatronOpenGradients(OpenGradients):
 
         The ranks that share a tensor share its unsharded gradient in equal parts, each of one dimension.
         """
+        from megatron.core import parallel_state
+
         converter = self._converter(model)
         engine = converter.engine
         if not engine.calls or engine.grads_stale:
@@ -64,7 +66,8 @@ class MegatronOpenGradients(OpenGradients):
             gradient: torch.Tensor = parameter.main_grad  # type: ignore[assignment]
             if _is_partial(parameter):
                 gradient = gradient.clone()
-                dist.all_reduce(gradient, group=_tensor_parallel_group())
+                group: Any = parallel_state.get_tensor_model_parallel_group()
+                dist.all_reduce(gradient, group=group)
             unsharded = rule.join(converter.gather_tp_shards(gradient))
             for name, whole in zip(rule.names, unsharded, strict=True):
                 start, stop = _equal_part(whole.numel(), converter.layout)
@@ -125,12 +128,6 @@ def _trained_params(converter: MegatronFullStateConverter) -> Iterator[tuple[Wei
 def _is_partial(parameter: nn.Parameter) -> bool:
     """Return whether the tensor parallel ranks have to sum the gradients of a replicated parameter."""
     return bool(getattr(parameter, "sequence_parallel", False))
-
-
-def _tensor_parallel_group() -> Any:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_tensor_model_parallel_group()
 
 
 def _mean_divisor(engine: MegatronEngine) -> float:

@@ -275,9 +275,8 @@ def check_options(plugin: MegatronLMPlugin, precision: str) -> None:
     for name, (is_unsupported, reason, fix) in _UNSUPPORTED.items():
         value = plugin.explicit_value(name)
         if is_unsupported(value):
-            raise SettingError(
-                f"Megatron-LM with {name}={_display_value(value)} does not work", why=reason, fix=fix
-            )
+            shown = value if isinstance(value, str) else getattr(value, "__name__", repr(value))
+            raise SettingError(f"Megatron-LM with {name}={shown} does not work", why=reason, fix=fix)
     if plugin.sequence_parallelism:
         _check_sequence_parallel(plugin)
     if precision not in ("no", "bf16"):
@@ -302,7 +301,3 @@ def _check_sequence_parallel(plugin: MegatronLMPlugin) -> None:
             why="Megatron-LM refuses it with torch's norms: it needs Apex's or TransformerEngine's",
             fix="install apex from its repository, or leave sequence_parallelism out",
         )
-
-
-def _display_value(value: Any) -> str:
-    return value if isinstance(value, str) else getattr(value, "__name__", repr(value))

@@ -170,14 +170,6 @@ class Megatron(MegatronOpenGradients, EngineStrategy):
 
     # --- the loop
 
-    def backward(self, loss: torch.Tensor, *, sync_gradients: bool = True, **kwargs: Any) -> None:
-        """Check the loss: Megatron-LM has run its backward already, so another loss is refused."""
-        loss.backward(**kwargs)
-
-    def reduces_gradients(self, model: nn.Module) -> bool:
-        """Gradients are reduced when the optimizer steps."""
-        return True
-
     def gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return the ``main_grad`` buffers in which Megatron-LM accumulates gradients."""
         grads = (getattr(parameter, "main_grad", None) for parameter in parameters)

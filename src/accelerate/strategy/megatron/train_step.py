@@ -65,7 +65,7 @@ class GPTTrainStep(AbstractTrainStep):
         super().__init__("GPTTrainStep")
         from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
-        plugin = plugin_of(accelerator)
+        plugin = getattr(accelerator, "strategy", accelerator).plugin
         self.args, self.plugin = args, plugin
         self.eod_token = self.pad_token = getattr(args, "eod_token", None)
         self.eod_mask_loss = bool(plugin.eod_mask_loss)
@@ -83,8 +83,7 @@ class GPTTrainStep(AbstractTrainStep):
     def _indexed_batch(self, iterator: Iterator[Any]) -> Any:
         """Read a batch of Megatron-LM's own datasets: ``text`` has one token more than is computed."""
         text = next(iterator)["text"].long()
-        batch = {"input_ids": text[:, :-1], "labels": text[:, 1:]}
-        return self._model_inputs(batch["input_ids"], batch["labels"], None, None)
+        return self._model_inputs(text[:, :-1], text[:, 1:], None, None)
 
     def _batch(self, iterator: Iterator[Any]) -> Any:
         batch: Mapping[str, torch.Tensor] = next(iterator)
@@ -112,9 +111,11 @@ class GPTTrainStep(AbstractTrainStep):
         """Return the forward step: the last stage returns a loss per token, or logits without labels."""
 
         def forward_step(iterator: Iterator[Any], model: Any) -> Any:
+            from megatron.core import parallel_state
+
             tokens, labels, mask, hidden, positions = self.get_batch(iterator)
             output = model(tokens, positions, hidden)
-            if not _is_last_stage():
+            if not parallel_state.is_pipeline_last_stage():
                 return output, lambda *_, **__: None
             logits = self.mask_vocab_padding(output)
             if labels is None:
@@ -174,12 +175,6 @@ def _attention_mask(kept: torch.Tensor | None, tokens: torch.Tensor) -> torch.Te
     return later | ~kept.bool()[:, None, None, :]
 
 
-def _is_last_stage() -> bool:
-    from megatron.core import parallel_state
-
-    return parallel_state.is_pipeline_last_stage()
-
-
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the cross entropy of each token, from logits sharded over the vocabulary."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
@@ -202,11 +197,6 @@ def check_batch(batch: Mapping[str, Any]) -> None:
             why=f"Megatron-LM computes the loss of a causal language model from {', '.join(_BATCH_KEYS)}",
             fix="leave other columns out, or give MegatronLMPlugin(custom_get_batch_function=...)",
         )
-
-
-def plugin_of(accelerator: Any) -> Any:
-    """Return the plugin of an ``Accelerator``, or of its strategy."""
-    return getattr(accelerator, "strategy", accelerator).plugin
 
 
 class BertTrainStep(AbstractTrainStep):

@@ -372,7 +372,9 @@ class ParallelismConfig(MeshSettings):
             self.fits(dist.get_world_size())
         require("device meshes")
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
-        joined = {"dp": self.dp_dim_names, "dp_shard_cp": self._sharding, "dp_cp": self.dp_cp_dim_names}
+        # Context and sequence parallel too.
+        sharding = [name for name in ("dp_shard", "cp", "sp") if self._is_enabled(name)]
+        joined = {"dp": self.dp_dim_names, "dp_shard_cp": sharding, "dp_cp": self.dp_cp_dim_names}
         for name, parts in joined.items():
             if parts:
                 mesh[tuple(parts)]._flatten(name)
@@ -403,18 +405,17 @@ class ParallelismConfig(MeshSettings):
             self._plane = init_device_mesh(device_type, shape, mesh_dim_names=tuple(active))
         return self._plane
 
-    @property
-    def _sharding(self) -> list[str]:
-        """The dimensions that are flattened to ``dp_shard_cp``: context and sequence parallel too."""
-        return [name for name in ("dp_shard", "cp", "sp") if self._is_enabled(name)]
-
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """Return the mesh; build it if there is none yet.
 
         Raises:
             WorldError: there is none, and nothing says for which device.
         """
-        if self.device_mesh is None or self._is_over():
+        import torch.distributed as dist
+
+        # The world may be closed in which it was built.
+        is_over = self._made_in is not None and self._made_in() is not dist.group.WORLD
+        if self.device_mesh is None or is_over:
             if device_type is None:
                 raise WorldError(
                     "there is no mesh yet",
@@ -422,13 +423,6 @@ class ParallelismConfig(MeshSettings):
                 )
             return self.build_device_mesh(device_type)
         return self.device_mesh
-
-    def _is_over(self) -> bool:
-        """Return whether the world is closed in which the mesh was built."""
-        import torch.distributed as dist
-
-        made_in = self._made_in
-        return made_in is not None and made_in() is not dist.group.WORLD
 
     def _set_size(self, parallelism: str, size: int) -> None:
         """Change one size: ``"tp"``, ``"dp_shard"`` ...

@@ -46,7 +46,9 @@ def checkpoint_activations(model: nn.Module, blocks: list[nn.Module], offload: b
                 offload_inputs(block)
             _keep_statistics(block)
             checkpoint(block)
-    _disable_cache(model)
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        # A recomputed block would put its keys and values into the cache twice.
+        model.register_forward_pre_hook(_without_cache, with_kwargs=True)
 
 
 def _keep_statistics(block: nn.Module) -> None:
@@ -67,12 +69,6 @@ def _keep_statistics(block: nn.Module) -> None:
 
     block.register_forward_pre_hook(keep)
     block.register_forward_hook(restore, always_call=True)
-
-
-def _disable_cache(model: nn.Module) -> None:
-    """Turn ``use_cache`` off: a recomputed block would put its keys and values into the cache twice."""
-    if "use_cache" in inspect.signature(model.forward).parameters:
-        model.register_forward_pre_hook(_without_cache, with_kwargs=True)
 
 
 def _without_cache(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -98,8 +94,11 @@ def offloads_inputs(block: nn.Module) -> bool:
 def _enter(block: nn.Module, args: Any, kwargs: Any) -> None:
     # In the backward, ``checkpoint`` computes the block again, and takes all that it saves.
     if checkpoint.state(block).enable_hook and torch.is_grad_enabled():
-        moved: set[int] = set()
-        tree.map_tree(lambda leaf: _record_address(leaf, moved), (args, kwargs))
+        moved = {
+            leaf.data_ptr()
+            for _, leaf in tree.iterate_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.device.type != "cpu"
+        }
         context = saved_tensors_hooks(lambda tensor: _pack(tensor, moved), _unpack)
         context.__enter__()
         setattr(block, _CONTEXT, context)
@@ -109,12 +108,6 @@ def _leave(block: nn.Module, args: Any, output: Any) -> None:
     context = block.__dict__.pop(_CONTEXT, None)
     if context is not None:
         context.__exit__()
-
-
-def _record_address(leaf: Any, addresses: set[int]) -> Any:
-    if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.device.type != "cpu":
-        addresses.add(leaf.data_ptr())
-    return leaf
 
 
 def _pack(tensor: torch.Tensor, moved: set[int]) -> Any:

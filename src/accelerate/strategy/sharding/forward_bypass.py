@@ -81,7 +81,10 @@ def _is_users_own(error: RuntimeError) -> bool:
 
 def _explain_bypass(error: RuntimeError, root: nn.Module, strategy: HoldsShards) -> PrepareError | None:
     """Return the error for a call that computes with shards of a model; None for any other place."""
-    names = {module: _user_name(name) for name, module in root.named_modules()}
+    names = {
+        module: ".".join(part for part in name.split(".") if part not in _WRAPPED)
+        for name, module in root.named_modules()
+    }
     stack = list(traceback.walk_tb(error.__traceback__))
     modules: list[Any] = [frame.f_locals.get("self") for frame, _ in stack]
     inside = [at for at, module in enumerate(modules) if isinstance(module, nn.Module) and module in names]
@@ -105,10 +108,6 @@ def _explain_bypass(error: RuntimeError, root: nn.Module, strategy: HoldsShards)
         f"{str(error).splitlines()[0]}",
         fix=_advice(version, owner, method),
     )
-
-
-def _user_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 
 def _advice(version: int, owner: str, method: str) -> str:

@@ -124,7 +124,10 @@ class Sharder:
                 modules, layout, (WeakIdKeyDictionary(), buffers), initialize, values
             )
             self._broadcast_values(modules, values)
-            places = _unwritten_places(modules, unwritten) if unwritten else []
+            # The tables and names of the tensors that the broadcast did not fill either.
+            left = {id(tensor) for tensor in unwritten if is_unwritten(tensor)}
+            tables: Any = [table for m in modules for table in (m._parameters, m._buffers)] if left else ()
+            places = [(table, name) for table in tables for name, t in table.items() if id(t) in left]
             waiting = values.pending_params(modules) if values.sources else {}
             if part is model:
                 fully_shard(part, mp_policy=policy, **options, **root_reshard)
@@ -237,15 +240,6 @@ class Sharder:
                         "with it has the weights of before, which are not trained. Compute with the "
                         "attribute that registers it, as in self.embed.weight"
                     )
-
-
-def _unwritten_places(
-    modules: Iterable[nn.Module], unwritten: Iterable[torch.Tensor]
-) -> list[tuple[dict[str, Any], str]]:
-    """Return the (table of a module, name) pairs of tensors that the broadcast did not fill either."""
-    left = {id(tensor) for tensor in unwritten if is_unwritten(tensor)}
-    tables: list[dict[str, Any]] = [table for m in modules for table in (m._parameters, m._buffers)]
-    return [(table, name) for table in tables for name, tensor in table.items() if id(tensor) in left]
 
 
 def _old_torch_error(problem: str) -> PrepareError:

@@ -240,11 +240,13 @@ def _find_ignored(model: nn.Module, ignored_modules: Iterable[nn.Module] | str) 
         PrepareError: they hold trained parameters, whose gradients nobody would reduce.
     """
     if isinstance(ignored_modules, str):
-        tops = [
-            module
-            for name, module in model.named_modules()
-            if _compile_pattern(ignored_modules).fullmatch(name)
-        ]
+        try:
+            pattern = re.compile(ignored_modules)
+        except re.error as error:
+            raise SettingError(
+                f"ignored_modules {ignored_modules!r} is no regular expression", why=str(error)
+            ) from error
+        tops = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
         if not tops:
             raise SettingError(
                 f"ignored_modules {ignored_modules!r} matches no module of the {type(model).__name__}",
@@ -269,13 +271,6 @@ def _find_ignored(model: nn.Module, ignored_modules: Iterable[nn.Module] | str) 
             fix="freeze them (requires_grad_(False)), or take them out of ignored_modules",
         )
     return ignored
-
-
-def _compile_pattern(text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise SettingError(f"ignored_modules {text!r} is no regular expression", why=str(error)) from error
 
 
 def _check_params(model: nn.Module, layout: FSDPShardingPlan) -> None:

@@ -159,7 +159,12 @@ def restore_pieces(model: nn.Module, pieces: Mapping[str, Sequence[GradientPiece
         for piece in pieces.get(name, ()):
             if fsdp_param is None or piece.ranks == 0:
                 values = piece.values.to(local_grad(parameter).device, parameter.dtype, copy=True)
-                parameter.grad = _like(parameter, values)
+                if isinstance(parameter, DTensor):
+                    mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
+                    values = DTensor.from_local(
+                        values, mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+                    )
+                parameter.grad = values
                 continue
             values = piece.values.to(fsdp_param.device, copy=True)
             spec = _unsharded_spec(fsdp_param)
@@ -220,13 +225,6 @@ def _sharded_pieces(gradient: Any, ranks: int) -> list[GradientPiece]:
     return [GradientPiece(local, tuple(gradient.shape), tuple(chunk.offsets), ranks // shards)]
 
 
-def _like(parameter: Any, local: torch.Tensor) -> Any:
-    if not isinstance(parameter, DTensor):
-        return local
-    mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
-    return DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
-
-
 @torch.no_grad()
 def local_grad(gradient: Any) -> torch.Tensor:
     """Return the local shard of a gradient; in-place changes take effect."""
@@ -261,7 +259,11 @@ def clip_norm(
         return norm
     # As torch does it: 1e-6 keeps the division defined.
     scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    for shards in _group_by_dtype(map(local_grad, grads)):
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    for shard in map(local_grad, grads):
+        if shard.numel():
+            kinds.setdefault((shard.device, shard.dtype), []).append(shard)
+    for shards in kinds.values():
         torch._foreach_mul_(shards, scale.to(shards[0].device))  # pyright: ignore[reportPrivateImportUsage]
     return norm
 
@@ -315,7 +317,11 @@ def _sum_of_powers(
     over: tuple[Any, ...], parts: Sequence[torch.Tensor], p: float, device: torch.device
 ) -> Any:
     """Return the sum of p-th powers of gradients sharded ``over`` dimensions; see ``_join_powers``."""
-    norms = [torch.linalg.vector_norm(part, p, dtype=_norm_dtype(part)) for part in parts if part.numel()]
+    norms = [
+        torch.linalg.vector_norm(part, p, dtype=torch.promote_types(part.dtype, torch.float32))
+        for part in parts
+        if part.numel()
+    ]
     norms = [norm.to(device, torch.float32) for norm in norms]
     value = _join_powers(norms if math.isinf(p) else [norm**p for norm in norms], p, device)
     for axis in over[1:]:
@@ -331,23 +337,10 @@ def _join_powers(powers: Sequence[torch.Tensor], p: float, device: torch.device)
     return (stacked.amax() if p > 0 else stacked.amin()) if math.isinf(p) else stacked.sum()
 
 
-def _norm_dtype(part: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(part.dtype, torch.float32)
-
-
 def _reduce_op(p: float) -> Any:
     if math.isinf(p):
         return dist.ReduceOp.MAX if p > 0 else dist.ReduceOp.MIN
     return dist.ReduceOp.SUM
-
-
-def _group_by_dtype(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield the tensors in lists of one device and dtype each."""
-    kinds: dict[Any, list[torch.Tensor]] = {}
-    for part in parts:
-        if part.numel():
-            kinds.setdefault((part.device, part.dtype), []).append(part)
-    yield from kinds.values()
 
 
 @torch.no_grad()

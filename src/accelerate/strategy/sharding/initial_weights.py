@@ -287,11 +287,7 @@ class InitialWeights:
     @torch.no_grad()
     def fill_params(self, part: nn.Module, waiting: ParamSources) -> None:
         """Allocate the shards of ``part`` after it has been sharded, and fill them from the mapped files."""
-        for fsdp_param in (
-            (fsdp_param for group in fsdp_param_groups(part) for fsdp_param in group.fsdp_params)
-            if waiting
-            else ()
-        ):
+        for fsdp_param in (each for group in fsdp_param_groups(part) for each in group.fsdp_params):
             key = fsdp_param._module_info.module, fsdp_param._module_info.param_name
             if key in waiting and fsdp_param.sharded_param.is_meta:
                 source = waiting[key]

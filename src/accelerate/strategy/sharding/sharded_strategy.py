@@ -43,8 +43,7 @@ FSDP_SELECTION = StrategySelection((UseFSDPSetting,), "FullyShardedDataParallelP
 
 def watch_mesh(mesh: DeviceMesh) -> None:
     """Let the watchdog count the collectives of the groups of a mesh, to detect deadlocks."""
-    watch = watchdog.current()
-    if watch is not None:
+    if (watch := watchdog.current()) is not None:
         for group in mesh.get_all_groups():
             watch.track_group(group)
 
@@ -147,8 +146,7 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor):
             yield PrepareStep("parameters", "optimizers hold the sharded parameters", self._update_optimizers)
 
     def _describe_shards(self, layouts: Mapping[nn.Module, FSDPShardingPlan]) -> str:
-        units = "; ".join(dict.fromkeys(layout.describe() for layout in layouts.values()))
-        return f"{self._shard_description}; {units}"
+        return "; ".join(dict.fromkeys([self._shard_description, *(p.describe() for p in layouts.values())]))
 
     def _shard_memory(self, layouts: Mapping[nn.Module, FSDPShardingPlan]) -> tuple[int, int]:
         """Return the bytes of models on this rank's device before and after they are sharded."""

@@ -144,14 +144,11 @@ class OneFOneBCall:
             self.output = output
             if not last:
                 return sent
-            loss = self._chunk_loss(output, chunk) * self.loss_weights[chunk]
+            loss_fn = self.options.loss_fn
+            loss = _extract_loss(output) if loss_fn is None else loss_fn(output, args[2]["target"])
+            loss = loss * self.loss_weights[chunk]
         self.value = self.value.to(loss.device) + loss.detach()
         return torch.stack([loss.float()])  # torch 2.6 concatenates them
-
-    def _chunk_loss(self, output: Any, chunk: int) -> torch.Tensor:
-        if self.options.loss_fn is not None:
-            return self.options.loss_fn(output, self.batch.chunk(chunk)[2]["target"])
-        return _extract_loss(output)
 
     def _compute_loss_weights(self) -> list[float]:
         """Return the weight of each micro-batch in the loss.
@@ -185,7 +182,13 @@ def check_loss(options: Any, output: Any, batch: PipelineBatch) -> None:
     loss = _extract_loss(output)
     inside = isinstance(loss, torch.Tensor) and not loss.dim()
     if not (batch.chunk(0)[2] if options.loss_fn is not None else inside):
-        raise _no_loss_error(options.schedule, output)
+        raise PrepareError(
+            f"schedule={options.schedule!r} needs the loss inside of the model, and what the model gives, a "
+            f"{type(output).__name__}, has none",
+            why="backwards begin before the forward of the whole batch has ended",
+            fix="give the model its labels, if it takes them; or PipelineParallelConfig(loss_fn=...) and "
+            "call model(..., target=labels); or schedule='gpipe', with which the loss may be anywhere",
+        )
 
 
 def _check_labels(labels: Sequence[Any], schedule: str) -> None:
@@ -213,16 +216,6 @@ def _extract_loss(output: Any) -> Any:
     if isinstance(output, tuple | list) and output:
         return output[0]
     return getattr(output, "loss", None)
-
-
-def _no_loss_error(schedule: str, output: Any) -> PrepareError:
-    return PrepareError(
-        f"schedule={schedule!r} needs the loss inside of the model, and what the model gives, a "
-        f"{type(output).__name__}, has none",
-        why="backwards begin before the forward of the whole batch has ended",
-        fix="give the model its labels, if it takes them; or PipelineParallelConfig(loss_fn=...) and call "
-        "model(..., target=labels); or schedule='gpipe', with which the loss may be anywhere",
-    )
 
 
 def _loss_output(output: Any, loss: torch.Tensor, alone: bool) -> Any:

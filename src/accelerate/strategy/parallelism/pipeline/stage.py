@@ -309,11 +309,8 @@ def _weighted_sum(
     """Return a scalar whose gradient for ``outputs`` is ``gradients``."""
     pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
     with torch.enable_grad():
-        return (
-            sum(((o * g).sum() for o, g in pairs[1:]), start=(pairs[0][0] * pairs[0][1]).sum())
-            if pairs
-            else None
-        )
+        terms = [(o * g).sum() for o, g in pairs]
+        return sum(terms[1:], start=terms[0]) if terms else None
 
 
 def _start_ops(operations: list[dist.P2POp]) -> list[dist.Work]:

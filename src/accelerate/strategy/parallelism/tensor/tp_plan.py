@@ -185,9 +185,11 @@ def _no_plan_error(model: nn.Module) -> PrepareError:
 def _sharded_module(name: str, module: nn.Module, style: Any) -> TPPlanEntry | None:
     if isinstance(style, str):
         if style not in STYLES:
-            raise UnknownNameError(
-                "tensor parallel style", style, STYLES, where=f"of {name}", why=_style_hint(style)
+            why = (
+                f"known: {', '.join(STYLES)}. A model whose own plan has others may apply it by itself: "
+                "from_pretrained(..., tp_plan='auto') of transformers does; that is recognised here"
             )
+            raise UnknownNameError("tensor parallel style", style, STYLES, where=f"of {name}", why=why)
         make = STYLES[style]
         if make is None:
             return None
@@ -206,13 +208,6 @@ def _sharded_module(name: str, module: nn.Module, style: Any) -> TPPlanEntry | N
             fix="name a layer inside of it, or give a ParallelStyle of your own",
         )
     return TPPlanEntry(name, module, style, _placements(module, style))
-
-
-def _style_hint(style: str) -> str:
-    return (
-        f"known: {', '.join(STYLES)}. A model whose own plan has others may apply it by itself: "
-        "from_pretrained(..., tp_plan='auto') of transformers does; that is recognised here"
-    )
 
 
 def _placements(module: nn.Module, style: ParallelStyle) -> dict[str, Placement]:
