@@ -318,7 +318,8 @@ class DDP(OpenGradients, Strategy, ReductionMonitor, WrapperNames):
             return
         reduced = {p for progress in self._progress for p in progress.params}
         waiting = {p for progress in self._unfinished for p in progress.params}
-        names = _names_of(stepped, self._progress)
+        models = [replica.module for each in self._progress if (replica := each.replica()) is not None]
+        names = {p: name for model in models for name, p in model.named_parameters() if p in stepped}
         unfinished = [name for p, name in names.items() if p in waiting and name not in self._reported]
         self._reported.update(unfinished)
         unfrozen = [name for p, name in names.items() if p not in reduced and name not in self._reported]
@@ -450,12 +451,6 @@ class DDP(OpenGradients, Strategy, ReductionMonitor, WrapperNames):
         if isinstance(model, ReplicatedModule):
             return model._user_module
         return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def _names_of(params: set[torch.Tensor], replicas: Iterable[ReplicaProgress]) -> dict[torch.Tensor, str]:
-    """Return the names of those of ``params`` that a replica has, in its order."""
-    models = [replica.module for progress in replicas if (replica := progress.replica()) is not None]
-    return {p: name for model in models for name, p in model.named_parameters() if p in params}
 
 
 def _describe_difference(option: RequestedOption, replica: DistributedDataParallel) -> str:

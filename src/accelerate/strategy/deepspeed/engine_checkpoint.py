@@ -153,26 +153,20 @@ class DeepSpeedEngineCheckpointer:
             handle, checkpoint.weights, strict=bool(options.get("load_module_strict", True))
         )
         if checkpoint.has_optimizer_state and not only and options.get("load_optimizer_states", True):
-            full_state.load_optimizer(handle, checkpoint.optimizer_state(*self._group_names()))
+            names: dict[int, list[str]] = {}
+            for name, parameter in handle.module.named_parameters(remove_duplicate=False):
+                names.setdefault(id(parameter), []).append(name)
+            groups = [[names.get(id(p), []) for p in group] for group in handle.groups]
+            full_state.load_optimizer(handle, checkpoint.optimizer_state(groups, [{} for _ in groups]))
             if (scaler := getattr(handle.engine_optimizer, "loss_scaler", None)) is not None:
                 own = vars(scaler)
                 own.update({name: value for name, value in checkpoint.scaler.items() if name in own})
-        schedule, loads_schedule = (
-            checkpoint.rank0_state.get("lr_scheduler"),
-            options.get("load_lr_scheduler_states", True),
-        )
-        if handle.scheduler is not None and schedule is not None and loads_schedule and not only:
+        schedule = checkpoint.rank0_state.get("lr_scheduler")
+        loads_schedule = options.get("load_lr_scheduler_states", True) and not only
+        if handle.scheduler is not None and schedule is not None and loads_schedule:
             handle.scheduler.load_state_dict(schedule)
         for name in ("global_steps", "global_samples", "skipped_steps") if not only else ():
             setattr(handle.engine, name, checkpoint.rank0_state.get(name, getattr(handle.engine, name)))
-
-    def _group_names(self) -> tuple[list[list[list[str]]], list[dict[str, Any]]]:
-        """Return the names of each parameter of each optimizer group, and the groups' options."""
-        names: dict[int, list[str]] = {}
-        for name, parameter in self.handle.module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
-        groups = [[names.get(id(p), []) for p in group] for group in self.handle.groups]
-        return groups, [{} for _ in groups]
 
 
 def _describe_optimizer(handle: EngineHandle) -> dict[str, Any] | None:

@@ -111,7 +111,11 @@ def build_config(plugin: DeepSpeedPlugin, inputs: DeepSpeedConfigInputs) -> Engi
     """
     engine_config = EngineConfig(copy.deepcopy(plugin.config_template()))
     _fill_batch(engine_config, plugin, inputs)
-    _fill_precision(engine_config, inputs)
+    for kind in ("fp16", "bf16"):
+        enabled = inputs.precision == kind
+        configured = config_tree.get_key(engine_config.config, f"{kind}.enabled")
+        if enabled or configured == AUTO or (inputs.precision != "no" and configured is not None):
+            engine_config.set_owned(f"{kind}.enabled", enabled, f"mixed_precision={inputs.precision}")
     _fill_optimizer(engine_config, inputs)
     _fill_scheduler(engine_config, inputs)
     _fill_sizes(engine_config, inputs)
@@ -121,7 +125,12 @@ def build_config(plugin: DeepSpeedPlugin, inputs: DeepSpeedConfigInputs) -> Engi
     )
     engine_config.set_default("steps_per_print", float("inf"))
     if inputs.optimizer is None:
-        _remove_optimizer(engine_config)
+        # Partitioned in stage 3, unpartitioned otherwise.
+        for name in ("optimizer", "scheduler"):
+            engine_config.config.pop(name, None)
+        config_tree.delete_key(engine_config.config, "zero_optimization.offload_optimizer")
+        if config_tree.get_key(engine_config.config, "zero_optimization.stage") != 3:
+            config_tree.set_key(engine_config.config, "zero_optimization", {"stage": 0})
     left = sorted(config_tree.auto_keys(engine_config.config))
     if left:
         raise SettingError(
@@ -159,14 +168,6 @@ def _fill_batch(engine_config: EngineConfig, plugin: DeepSpeedPlugin, inputs: De
     engine_config.set_owned(
         "train_batch_size", total, f"{micro} x gradient_accumulation_steps x {inputs.processes} processes"
     )
-
-
-def _fill_precision(engine_config: EngineConfig, inputs: DeepSpeedConfigInputs) -> None:
-    for kind in ("fp16", "bf16"):
-        enabled = inputs.precision == kind
-        configured = config_tree.get_key(engine_config.config, f"{kind}.enabled")
-        if enabled or configured == AUTO or (inputs.precision != "no" and configured is not None):
-            engine_config.set_owned(f"{kind}.enabled", enabled, f"mixed_precision={inputs.precision}")
 
 
 def _fill_optimizer(engine_config: EngineConfig, inputs: DeepSpeedConfigInputs) -> None:
@@ -270,12 +271,3 @@ def hidden_size(model: nn.Module) -> int | None:
             elif isinstance(value, list | tuple):
                 widths += map(int, value)
     return max(widths, default=None)
-
-
-def _remove_optimizer(engine_config: EngineConfig) -> None:
-    """Configure a model without optimizer: partitioned in stage 3, unpartitioned otherwise."""
-    for name in ("optimizer", "scheduler"):
-        engine_config.config.pop(name, None)
-    config_tree.delete_key(engine_config.config, "zero_optimization.offload_optimizer")
-    if config_tree.get_key(engine_config.config, "zero_optimization.stage") != 3:
-        config_tree.set_key(engine_config.config, "zero_optimization", {"stage": 0})

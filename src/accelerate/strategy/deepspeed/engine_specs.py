@@ -61,13 +61,47 @@ def engine_specs(
         PrepareError: an optimizer or a stand-in belongs to no model, or to two, or two to one.
         SettingError: the configuration contradicts what is prepared.
     """
+    # DeepSpeed advances a ``DummyScheduler``, and a schedule of a class of its own.
+    schedulers = [
+        s
+        for s in _unique(bundle.objects_of("scheduler"))
+        if getattr(s, "prepared_as", "") == "scheduler" or type(s).__module__.startswith("deepspeed.")
+    ]
+    for model, optimizer in _pair_optimizers(bundle, engines):
+        engine_scheduler = next(
+            (s for s in schedulers if optimizer is not None and _belongs_to(s, optimizer)), None
+        )
+        schedulers = [s for s in schedulers if s is not engine_scheduler]
+        handle = engines.find(model)
+        module = model if handle is None else handle.module
+        shared_by = processes if bundle.split_batches else 1
+        inputs = DeepSpeedConfigInputs(
+            module,
+            bundle.accumulation_steps,
+            precision,
+            processes,
+            host,
+            [_micro_batch_size(loader, shared_by) for loader in bundle.objects_of("loader")],
+            optimizer,
+            engine_scheduler,
+            schedule_advances,
+        )
+        engine_config = build_config(plugin, inputs)
+        _refuse_unsupported_params(module, optimizer, engine_config.config)
+        yield EngineSpec(model, optimizer, engine_scheduler, engine_config)
+    for scheduler in schedulers:
+        if hasattr(scheduler, "prepared_as"):
+            raise _stray_scheduler_error(scheduler)
+
+
+def _pair_optimizers(bundle: PrepareBundle, engines: DeepSpeedEngineRegistry) -> list[tuple[Any, Any]]:
+    """Return each model that needs an engine with its optimizer, or None."""
     models = list(dict.fromkeys(bundle.objects_of("model")))
     left = [
         o
         for o in _unique(bundle.objects_of("optimizer"))
         if engines.find_by_optimizer(_user_optimizer(o)) is None
     ]
-    schedulers = [s for s in _unique(bundle.objects_of("scheduler")) if _runs_in_engine(s)]
     pairs: list[tuple[Any, Any]] = []
     for model in models:
         existing_handle = engines.find(model)
@@ -93,31 +127,7 @@ def engine_specs(
             raise _stray_optimizer_error(optimizer)
         _refuse_shared_optimizer(optimizer, handle.module, [each.module for each in engines])
         pairs.append((handle.engine, optimizer))
-    for model, optimizer in pairs:
-        engine_scheduler = next(
-            (s for s in schedulers if optimizer is not None and _belongs_to(s, optimizer)), None
-        )
-        schedulers = [s for s in schedulers if s is not engine_scheduler]
-        handle = engines.find(model)
-        module = model if handle is None else handle.module
-        shared_by = processes if bundle.split_batches else 1
-        inputs = DeepSpeedConfigInputs(
-            module,
-            bundle.accumulation_steps,
-            precision,
-            processes,
-            host,
-            [_micro_batch_size(loader, shared_by) for loader in bundle.objects_of("loader")],
-            optimizer,
-            engine_scheduler,
-            schedule_advances,
-        )
-        engine_config = build_config(plugin, inputs)
-        _refuse_unsupported_params(module, optimizer, engine_config.config)
-        yield EngineSpec(model, optimizer, engine_scheduler, engine_config)
-    for scheduler in schedulers:
-        if hasattr(scheduler, "prepared_as"):
-            raise _stray_scheduler_error(scheduler)
+    return pairs
 
 
 def _refuse_unsupported_params(model: nn.Module, optimizer: Any, config: Mapping[str, Any]) -> None:
@@ -202,12 +212,6 @@ def _trains_model(optimizer: Any, model: nn.Module, alone: bool = False) -> bool
     """Return whether the optimizer has parameters of ``model``."""
     parameters = _optimizer_params(optimizer)
     return not parameters.isdisjoint(model.parameters()) or (alone and not parameters)
-
-
-def _runs_in_engine(scheduler: Any) -> bool:
-    """Return whether DeepSpeed advances the schedule: a ``DummyScheduler`` or a class of DeepSpeed."""
-    stands_in = getattr(scheduler, "prepared_as", "") == "scheduler"
-    return stands_in or type(scheduler).__module__.startswith("deepspeed.")
 
 
 def _belongs_to(scheduler: Any, optimizer: Any) -> bool:

@@ -64,7 +64,13 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         if self.gradient_accumulation_steps is not None:
             self._code_values["gradient_accumulation_steps"] = self.gradient_accumulation_steps
         self._may_gather = self._settings.value.zero3_save_16bit_model
-        self._refuse_msamp()
+        if self.enable_msamp or environ.get("ACCELERATE_FP8_BACKEND") == "MSAMP":
+            raise SettingError(
+                "enable_msamp (or ACCELERATE_FP8_BACKEND=MSAMP) asks for MS-AMP, which cannot be had",
+                why="it is on no package index, and does not know this version of DeepSpeed",
+                fix="leave it out and train in bf16",
+            )
+        self.enable_msamp, self.msamp_opt_level = False, self.msamp_opt_level or "O1"
         names = self.transformer_moe_cls_names
         self.transformer_moe_cls_names: Any = names if isinstance(names, str | None) else ",".join(names)
         source = self.hf_ds_config
@@ -166,15 +172,6 @@ class DeepSpeedPlugin(DeepSpeedOptions):
     def _apply_zero3_init(self) -> None:
         flag = self._settings.value.zero3_init_flag
         self.zero3_init_flag = self.zero_stage == 3 if flag is None else flag
-
-    def _refuse_msamp(self) -> None:
-        if self.enable_msamp or environ.get("ACCELERATE_FP8_BACKEND") == "MSAMP":
-            raise SettingError(
-                "enable_msamp (or ACCELERATE_FP8_BACKEND=MSAMP) asks for MS-AMP, which cannot be had",
-                why="it is on no package index, and does not know this version of DeepSpeed",
-                fix="leave it out and train in bf16",
-            )
-        self.enable_msamp, self.msamp_opt_level = False, self.msamp_opt_level or "O1"
 
     # --- what clients ask of it
 

@@ -269,7 +269,13 @@ class ZeroCheckpoint:
             CheckpointError: the form is unknown, or the parameters are others.
         """
         if not self._optimizer_states:
-            return self._stage0_state()
+            # Every rank has all of it.
+            state = self.rank0_state["optimizer"]
+            if not isinstance(state, Mapping) or "param_groups" not in state:
+                raise self._unknown_form_error(
+                    "in stage 0 and 16 bits the optimizer's state has a form of its own"
+                )
+            return dict(state)
         base_states = self._base_states
         number = 0
         groups: list[dict[str, Any]] = []
@@ -297,15 +303,6 @@ class ZeroCheckpoint:
                 why=f"it has no parameter {unknown[0]}",
                 fix="prepare the optimizer of the same parameters as when it was saved",
             )
-
-    def _stage0_state(self) -> dict[str, Any]:
-        """Return the state of stage 0, which every rank has in full."""
-        state = self.rank0_state["optimizer"]
-        if not isinstance(state, Mapping) or "param_groups" not in state:
-            raise self._unknown_form_error(
-                "in stage 0 and 16 bits the optimizer's state has a form of its own"
-            )
-        return dict(state)
 
     def _vector_index(self, name: str) -> int | None:
         """Return the number of the vector with a parameter; None where it has no state."""

@@ -25,6 +25,8 @@ _BY_NUMBER = {
     names: {str(number): name for number, name in enumerate(names, 1)}
     for names in (STRATEGIES, PREFETCHES, STATES)
 }
+# An option that is off unless somebody gives it ``true``; its field takes an object too.
+_OFF: dict[str, Any] = {"type": bool, "switch": False, "fallback": False}
 
 
 @frozen_dataclass
@@ -108,9 +110,7 @@ class FSDPSettings:
     cpu_offload: Any = setting(
         None,
         name="fsdp_offload_params",
-        type=bool,
-        switch=False,
-        fallback=False,
+        **_OFF,
         help="keep parameters, gradients and optimizer state in the memory of the host",
         question="CPU offload of parameters?",
     )
@@ -149,31 +149,23 @@ class FSDPSettings:
     )
     forward_prefetch: Any = setting(
         None,
-        type=bool,
-        switch=False,
-        fallback=False,
+        **_OFF,
         help="of FSDP1: all-gather the next unit while one computes",
     )
     activation_checkpointing: Any = setting(
         None,
-        type=bool,
-        switch=False,
-        fallback=False,
+        **_OFF,
         help="recompute the activations of each FSDP unit in the backward",
         question="Activation checkpointing?",
     )
     activation_checkpointing_offload: Any = setting(
         None,
-        type=bool,
-        switch=False,
-        fallback=False,
+        **_OFF,
         help="keep the checkpointed inputs in the memory of the host",
     )
     cpu_ram_efficient_loading: Any = setting(
         None,
-        type=bool,
-        switch=False,
-        fallback=False,
+        **_OFF,
         help="only rank 0 reads the weights of a pretrained model, and broadcasts them; a job of accelerate "
         "launch has it on unless it is switched off",
         question="Read pretrained weights on rank 0 only (CPU RAM efficient loading)?",

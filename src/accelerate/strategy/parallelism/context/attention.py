@@ -311,7 +311,11 @@ def check_model(model: nn.Module, what: str) -> None:
         PrepareError: with the module and the reason.
     """
     for name, module in model.named_modules():
-        reason = _token_mixing_reason(module)
+        reason = ""
+        if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+            reason = "it goes through tokens one after another"
+        elif isinstance(module, nn.Conv1d) and any(size > 1 for size in module.kernel_size):
+            reason = "it mixes neighbouring tokens"
         if reason:
             raise PrepareError(
                 f"{name or 'the model'} ({type(module).__name__}) cannot compute a part of a sequence",
@@ -321,14 +325,6 @@ def check_model(model: nn.Module, what: str) -> None:
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     for config in configs.values():
         _check_config(config, what)
-
-
-def _token_mixing_reason(module: nn.Module) -> str:
-    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
-        return "it goes through tokens one after another"
-    if isinstance(module, nn.Conv1d) and any(size > 1 for size in module.kernel_size):
-        return "it mixes neighbouring tokens"
-    return ""
 
 
 def _check_config(config: Any, what: str) -> None:
@@ -392,20 +388,18 @@ def _local_mask_rows(
         if original(**{**options, "q_length": 1}) is None:
             return None
     else:
-        options["mask_function"] = _same_document(documents, given["mask_function"])
+        inner = given["mask_function"]
+
+        def mask_function(row: Any, head: Any, query: Any, key: Any) -> Any:
+            return inner(row, head, query, key) & (documents[row, query] == documents[row, key])
+
+        options["mask_function"] = mask_function
     options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     parts = [
         original(**{**options, "q_length": b - a, "q_offset": a})
         for a, b in attention.query_ranges(local_length)
     ]
     return torch.cat(parts, -2) if len(parts) > 1 else parts[0]
-
-
-def _same_document(documents: torch.Tensor, inner: Any) -> Any:
-    def same(row: Any, head: Any, query: Any, key: Any) -> Any:
-        return inner(row, head, query, key) & (documents[row, query] == documents[row, key])
-
-    return same
 
 
 def add_mask_kwargs(

@@ -144,8 +144,9 @@ class SequenceParallelMeshDimension(MeshDimension):
         if not self.sharder.has_tokens(batch):
             if self._option is None:
                 return batch
+            keys = f" with {', '.join(map(str, batch))}" if tree.is_mapping(batch) else ""
             raise PrepareError(
-                f"a batch, {_describe_batch(batch)}, has no tokens to shard by {self.title}",
+                f"a batch, a {type(batch).__name__}{keys}, has no tokens to shard by {self.title}",
                 why="cut= asks for it, and a batch is cut by its keys",
                 fix='give dicts with "input_ids", or name the keys and the dimensions of their tokens: '
                 'cut={"tokens": 1}',
@@ -201,7 +202,7 @@ class SequenceParallelMeshDimension(MeshDimension):
         lengths: set[int] = set()
         # All are sharded before any is changed: an error leaves them full.
         shards = [
-            (b, b.detach() if b in self._shards else self._shard_buffer(b, d))
+            (b, b.detach() if b in self._shards else self.sharder.local_shard(b.detach(), d))
             for b, d in zip(buffers, dims, strict=True)
         ]
         for (buffer, part), dim in zip(shards, dims, strict=True):
@@ -221,20 +222,14 @@ class SequenceParallelMeshDimension(MeshDimension):
             for buffer, tokens in whole:
                 buffer.data = tokens
 
-    def _shard_buffer(self, buffer: torch.Tensor, dim: int) -> torch.Tensor:
-        return self.sharder.local_shard(buffer.detach(), dim)
-
     # --- the model
 
     def _pre_forward(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Decide whether the forward is on shards, and add positions and masks of full sequences."""
         tensors = [leaf for _, leaf in tree.iterate_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         attention = self.attention
-        attention.lengths, attention.documents, attention.calls = (
-            self._sequence_lengths(model, tensors),
-            None,
-            0,
-        )
+        attention.lengths = self._sequence_lengths(model, tensors)
+        attention.documents, attention.calls = None, 0
         if not attention.lengths:
             return None
         names = inspect.signature(model.forward).parameters
@@ -250,17 +245,14 @@ class SequenceParallelMeshDimension(MeshDimension):
         if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2:
             return None
         if named.get("position_ids") is None:
-            named["position_ids"] = self._position_ids(tokens)
+            # Those of the shard's tokens in their sequences.
+            positions = torch.arange(tokens.shape[1] * self.size, device=tokens.device)
+            named["position_ids"] = self.sharder.local_shard(positions, 0).expand(tokens.shape[0], -1)
         if library_masks:
             cached = named.get("use_cache")
             cached = getattr(model.config, "use_cache", False) if cached is None else cached
             named = add_mask_kwargs(attention, tokens.shape[1], named, bool(cached))
         return args[len(fixed) :], named
-
-    def _position_ids(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the positions of a shard's tokens in their sequences."""
-        whole = torch.arange(tokens.shape[1] * self.size, device=tokens.device)
-        return self.sharder.local_shard(whole, 0).expand(tokens.shape[0], -1)
 
     def _check_positions(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
         """Refuse a model that gets no positions: it would count from 0 in every shard.
@@ -397,8 +389,3 @@ def _accepts_positions(model: nn.Module) -> bool:
     names = inspect.signature(model.forward).parameters
     open_ended = any(name.kind is name.VAR_KEYWORD for name in names.values())
     return "position_ids" in names or (open_ended and uses_library_masks(model))
-
-
-def _describe_batch(batch: Any) -> str:
-    keys = f" with {', '.join(map(str, batch))}" if tree.is_mapping(batch) else ""
-    return f"a {type(batch).__name__}{keys}"

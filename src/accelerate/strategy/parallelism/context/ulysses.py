@@ -196,21 +196,16 @@ class SequenceShardLoader:
     def __iter__(self) -> Iterator[Any]:
         waiting: deque[Any] = deque()
         for batch in self.dl:
-            waiting += self._gather_batches(batch)
+            # Those of all processes, on this one's device.
+            batches: list[Any] = [None] * self._dimension.size
+            dist.all_gather_object(batches, tree.map_tree(_to_host, batch), group=self._dimension.group)
+            waiting += [tree.map_tree(self._to_device, other) for other in batches]
             while waiting:
                 yield self._dimension.slice_batch(waiting.popleft())
 
-    def _gather_batches(self, batch: Any) -> list[Any]:
-        """All-gather the batches of all processes to this one's device."""
-        device = self._dimension.world.device
-        batches: list[Any] = [None] * self._dimension.size
-        dist.all_gather_object(batches, tree.map_tree(_to_host, batch), group=self._dimension.group)
-        return [tree.map_tree(lambda leaf: _to_device(leaf, device), other) for other in batches]
+    def _to_device(self, leaf: Any) -> Any:
+        return leaf.to(self._dimension.world.device) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _to_host(leaf: Any) -> Any:
     return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _to_device(leaf: Any, device: torch.device) -> Any:
-    return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf

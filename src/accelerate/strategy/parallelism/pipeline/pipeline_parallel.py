@@ -140,12 +140,11 @@ class PipelineParallel(MeshDimension):
         self.remap_optimizer_params(
             {key: pair for key, pair in changed.items() if pair[1] is not None}, list(optimizers)
         )
-        for part in self._remote_modules(model, cut):
-            vars(part)["_on_another_stage"] = True
         for name in cut.stage_of:
-            add_base_class(
-                model.get_submodule(name), PipelineBlockCallInterceptor, _runner=runner, _block_name=name
-            )
+            block = model.get_submodule(name)
+            for part in block.modules() if cut.rank_of(name) != self.pp_rank else ():
+                vars(part)["_on_another_stage"] = True
+            add_base_class(block, PipelineBlockCallInterceptor, _runner=runner, _block_name=name)
         runner.model = model
         runner.shared = _find_shared_params(model, names)
         model.register_forward_hook(runner.expose_stage_outputs)
@@ -160,11 +159,6 @@ class PipelineParallel(MeshDimension):
                 "micro-batches, and not over the batch as one process does. The numbers of one process come "
                 "with PipelineParallelConfig(num_microbatches=1), or with another kind of norm"
             )
-
-    def _remote_modules(self, model: nn.Module, cut: StageAssignment) -> list[nn.Module]:
-        """Return the modules inside of blocks that other processes hold."""
-        names = [name for name in cut.stage_of if cut.rank_of(name) != self.pp_rank]
-        return [part for name in names for part in model.get_submodule(name).modules()]
 
     def _prune_optimizers(self, bundle: PrepareBundle) -> None:
         for optimizer in bundle.objects_of("optimizer"):

@@ -235,7 +235,12 @@ class PipelineParallelRunner:
         part = self._trace_forward(batch.chunk(0))
         missing = set(range(self.cut.count)) - {call.stage for call in part.calls}
         if missing:
-            raise _idle_stage_error(self.cut, min(missing))
+            stage = min(missing)
+            raise PrepareError(
+                f"stage {stage} of the pipeline computes nothing in this forward",
+                why=f"none of its modules is called: {', '.join(self.cut.blocks(stage)[:4])}",
+                fix="give PipelineParallelConfig(split_points=[...])",
+            )
         if not whole:
             check_loss(self.options, part.result, batch)
             return PipelineExecutionPlan(part)
@@ -345,11 +350,3 @@ class PipelineParallelRunner:
         if self.device.type != "cpu":
             torch.get_device_module(self.device).synchronize()
         self.timings.append(MicroBatchTiming(kind, stage, chunk, begin, time.perf_counter()))
-
-
-def _idle_stage_error(cut: StageAssignment, stage: int) -> PrepareError:
-    return PrepareError(
-        f"stage {stage} of the pipeline computes nothing in this forward",
-        why=f"none of its modules is called: {', '.join(cut.blocks(stage)[:4])}",
-        fix="give PipelineParallelConfig(split_points=[...])",
-    )
