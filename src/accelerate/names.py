@@ -7,9 +7,12 @@ and everything is loaded when it is first used. ``core/lazy_names.py`` explains 
 
 from __future__ import annotations
 
-from accelerate.core.lazy_names import LazyCall, NameSource, PublicNames, UnimplementedName
-from accelerate.core.name_sources import (
+from accelerate.core.lazy_names import (
     PARTIAL_REEXPORTS,
+    LazyCall,
+    NameSource,
+    PublicNames,
+    UnimplementedName,
     all_names,
     constants,
     device_checks,
@@ -184,7 +187,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "PrecisionType RNGType SageMakerDistributedType"
     )
     | exports("core.value_types: BaseEnum CustomDtype EnumWithContains")
-    | exports("core.kwargs_handler: KwargsHandler")
+    | exports("core.argument_checks: KwargsHandler")
     | exports("precision.autocast: AutocastKwargs")
     | exports("facade.launch_settings: DynamoBackend")
     | exports("precision.fp16: GradScalerKwargs")
@@ -326,18 +329,16 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     ),
     "accelerate.utils.operations": exports(
         "world.collective: DistributedOperationException broadcast broadcast_object_list chained_operation "
-        "gather gather_object gather_tensor_shape pad_across_processes reduce verify_operation "
-        "_gpu_broadcast=broadcast_from _gpu_gather=gather _gpu_gather_object=gather_object"
+        "copy_tensor_to_devices gather gather_object gather_tensor_shape pad_across_processes reduce "
+        "verify_operation _gpu_broadcast=broadcast_from _gpu_gather=gather _gpu_gather_object=gather_object"
     )
     | exports(
         "world.local_tensor_trees: CannotPadNestedTensorWarning ConvertOutputsToFp32 concatenate "
         "convert_outputs_to_fp32 convert_to_fp32 find_batch_size find_device get_data_structure get_shape "
-        "honor_type ignorant_find_batch_size initialize_tensors is_tensor_information is_torch_tensor "
-        "listify pad_input_tensors recursively_apply send_to_device slice_tensors"
+        "honor_type ignorant_find_batch_size initialize_tensors is_namedtuple is_tensor_information "
+        "is_torch_tensor listify pad_input_tensors recursively_apply send_to_device slice_tensors"
     )
-    | exports("core.tree: is_namedtuple")
     | exports("facade.module_queries: TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT")
-    | exports("world.collective: copy_tensor_to_devices")
     | {"is_torch_xpu_tensor": LazyCall("facade.device_availability:tensor_checker", "xpu")}
     | exports("strategy.deepspeed.strategy: GatheredParameters"),
     "accelerate.utils.other": exports(
@@ -350,7 +351,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     )
     | exports("facade.v1_utilities: check_os_kernel get_pretty_name merge_dicts recursive_getattr")
     | exports("core.units: convert_bytes")
-    | exports("world.ports: get_free_port is_port_in_use")
+    | exports("world.network: get_free_port is_port_in_use")
     | exports("world.collective: wait_for_everyone=barrier")
     | exports("checkpoint.weight_files: TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors load save"),
     "accelerate.utils.random": exports("world.rng: set_seed synchronize_rng_state synchronize_rng_states"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from accelerate.core.errors import WorldError
 from accelerate.world.clusters import ClusterRankInfo, detect, expand_counts, expand_nodes
-from accelerate.world.ports import DEFAULT_PORT, JOB_PORT_COUNT
+from accelerate.world.network import DEFAULT_PORT, JOB_PORT_COUNT
 from tests.support.launchers import RECORDED, environments
 
 TORCHRUN = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from accelerate import device as devices
-from accelerate.device.machine import DeviceProbeHost, container_limit, count_visible, torch_build
+from accelerate.device.base import DeviceProbeHost, container_limit, count_visible, torch_build
 from tests.support.devices import machine
 
 EIGHT = [f"dev/nvidia{index}" for index in range(8)] + [

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from accelerate.core.errors import UNKNOWN_RANK, CollectiveError, PeerError, find_failed_rank
-from accelerate.world import peer_statuses
+from accelerate.world import peers
 from accelerate.world.rank_failure_report import (
     FailureReport,
     RankStatus,
@@ -156,8 +156,8 @@ def test_reports_and_their_errors_travel() -> None:
 def test_ranks_stand_still_only_while_all_wait_and_none_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """C8: a rank that computes, has gone on or has not been read may free the others."""
     now = 0.0
-    monkeypatch.setattr(peer_statuses.time, "monotonic", lambda: now)
-    peers = peer_statuses.PeerStatuses(Mock(), 0, 3, 1.0)
+    monkeypatch.setattr(peers.time, "monotonic", lambda: now)
+    statuses = peers.PeerStatuses(Mock(), 0, 3, 1.0)
     left = RankStatus(letters=3, doing="find_executable_batch_size at train.py:12")
     waiting = RankStatus(letters=2, inside="recv at train.py:10", calls=4, waits=True)
     for reading, expected in (
@@ -171,4 +171,4 @@ def test_ranks_stand_still_only_while_all_wait_and_none_goes_on(monkeypatch: pyt
         ({1: waiting, 2: left}, 0),
     ):
         now += 1
-        assert peers.measure_standstill(reading) == expected, (now, reading)
+        assert statuses.measure_standstill(reading) == expected, (now, reading)

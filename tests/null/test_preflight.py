@@ -12,9 +12,15 @@ import pytest
 from accelerate.core.errors import LaunchError
 from accelerate.launch.elastic import rendezvous
 from accelerate.launch.elastic.rendezvous import find_gloo_interface, is_this_machine
-from accelerate.world import network, ports
-from accelerate.world.network import find_interface, find_local_address, find_rank_interface
-from accelerate.world.ports import DEFAULT_PORT
+from accelerate.world import network
+from accelerate.world.network import (
+    DEFAULT_PORT,
+    find_interface,
+    find_local_address,
+    find_rank_interface,
+    get_free_port,
+    is_port_in_use,
+)
 
 SAME = {"accelerate": "1.0", "torch": "2.13.0", "Python": "3.11", "device": "cpu", "devices": "2 x cpu"}
 
@@ -49,7 +55,7 @@ def test_a_port_that_is_taken_on_machine_0() -> None:
 
 
 def test_a_machine_0_that_does_not_come() -> None:
-    port = ports.free_port()
+    port = get_free_port()
     with pytest.raises(LaunchError, match=f"machine 0 does not answer at 127.0.0.1:{port}"):
         static(port, 1)
 
@@ -124,33 +130,32 @@ def test_equal_machines_and_the_facts_of_this_one() -> None:
 
 
 def test_a_free_port_can_be_bound_and_is_then_in_use() -> None:
-    port = ports.get_free_port()
+    port = get_free_port()
     assert 0 < port < 65536
-    assert not ports.is_port_in_use(port)
+    assert not is_port_in_use(port)
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
         server.bind(("127.0.0.1", port))
         server.listen(1)
-        assert ports.is_port_in_use(port)
-        assert ports.is_listening(port, "localhost")
-    assert not ports.is_port_in_use(port)
+        assert is_port_in_use(port)
+    assert not is_port_in_use(port)
 
 
 def test_free_ports_differ_while_they_are_held() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
-        holder.bind(("", ports.free_port()))
-        assert ports.free_port() != holder.getsockname()[1]
+        holder.bind(("", get_free_port()))
+        assert get_free_port() != holder.getsockname()[1]
 
 
 def test_the_default_is_torchs_own_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+    asked: list[tuple[str, int]] = []
 
-    def listen(port: int, host: str = "") -> bool:
-        asked.append(port)
-        return True
+    def connect(self: socket.socket, address: tuple[str, int]) -> int:
+        asked.append(address)
+        return 0
 
-    monkeypatch.setattr(ports, "is_listening", listen)
-    assert ports.is_port_in_use()
-    assert asked == [DEFAULT_PORT] == [29500]
+    monkeypatch.setattr(socket.socket, "connect_ex", connect)
+    assert is_port_in_use()
+    assert asked == [("127.0.0.1", DEFAULT_PORT)] == [("127.0.0.1", 29500)]
 
 
 OPENS_WORLD = """
@@ -165,7 +170,7 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE))
 def test_a_world_may_open_as_many_files_as_the_system_allows() -> None:
     """A gloo group of 512 ranks has more sockets than the 1,024 files of a usual soft limit."""
     numbers = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports.free_port())}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
     done = subprocess.run(
         [sys.executable, "-c", OPENS_WORLD],
         env={**os.environ, **numbers, **place},

@@ -17,7 +17,7 @@ from torch.profiler import profile
 
 from accelerate import Accelerator, ProfileKwargs
 from accelerate.core.errors import MissingExtraError, SettingError
-from accelerate.watch import memory_timeline
+from accelerate.watch import memory_report
 from accelerate.watch.profile import record_profile
 from tests.support.packages import pretend_installed
 
@@ -47,7 +47,7 @@ def test_a_trace_and_a_picture_of_what_fills_the_memory(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["memory_0.png", "profile_0.json"]
     assert "aten::mm" in events(folder / "profile_0.json")
 
-    (line,) = memory_timeline.read_timelines(profiler)
+    (line,) = memory_report.read_timelines(profiler)
     assert line.device == "cpu"
     top = {name: values.max() / MB for name, values in line.bytes.items()}
     assert top["optimizer state"] >= 2
@@ -58,7 +58,7 @@ def test_a_trace_and_a_picture_of_what_fills_the_memory(tmp_path: Path) -> None:
 
     pixels = imread(folder / "memory_0.png")[..., :3]
     for name in ("optimizer state", "gradients", "activations"):
-        near = np.abs(pixels - np.array(to_rgb(memory_timeline.KINDS[name]))).max(axis=2) < 0.02
+        near = np.abs(pixels - np.array(to_rgb(memory_report.KINDS[name]))).max(axis=2) < 0.02
         assert near.mean() > 0.001, f"{name} is an area of the picture"
 
 
@@ -69,7 +69,7 @@ def test_without_torchs_memory_profile_the_total_is_drawn(monkeypatch, tmp_path:
     with record_profile(ProfileKwargs(output_trace_dir=str(tmp_path), memory_timeline=True), 3) as profiler:
         kept = torch.ones(MB)
         train()
-    (line,) = memory_timeline.read_timelines(profiler)
+    (line,) = memory_report.read_timelines(profiler)
     assert list(line.bytes) == ["other"]
     assert line.total.max() >= 4 * MB + 4 * MB
     assert line.total[-1] >= kept.nbytes
@@ -91,26 +91,26 @@ def test_where_torch_loses_its_way_the_total_is_drawn_and_it_is_said(
     ):
         train()
     with pytest.warns(UserWarning, match="shown as other"):
-        (line,) = memory_timeline.read_timelines(profiler)
+        (line,) = memory_report.read_timelines(profiler)
     assert list(line.bytes) == ["other"]
 
 
 def test_many_moments_are_thinned_to_the_fullest() -> None:
-    count = 10 * memory_timeline.MOMENTS
+    count = 10 * memory_report.MOMENTS
     seconds = np.linspace(5, 6, count)
     steps = np.zeros(count, dtype=np.int64)
     steps[12345] = 7 * MB
-    line = memory_timeline._make_timeline("cpu", seconds, {"other": steps, "inputs": np.zeros_like(steps)})
-    assert len(line.seconds) == memory_timeline.MOMENTS
+    line = memory_report._make_timeline("cpu", seconds, {"other": steps, "inputs": np.zeros_like(steps)})
+    assert len(line.seconds) == memory_report.MOMENTS
     assert line.total.max() == 7 * MB
     assert list(line.bytes) == ["other"]
 
 
 def test_the_colours_have_numbers_of_the_fullest_moment() -> None:
     sizes = {"parameters": np.array([2, 2, 2]) * MB, "activations": np.array([0, 3, 1]) * MB}
-    line = memory_timeline._make_timeline("cpu", np.array([0.0, 0.5, 1.0]), sizes)
+    line = memory_report._make_timeline("cpu", np.array([0.0, 0.5, 1.0]), sizes)
     axes = Figure().subplots()
-    memory_timeline._draw_panel(axes, line)
+    memory_report._draw_panel(axes, line)
     assert [text.get_text() for text in axes.get_legend().get_texts()] == [
         "activations: 3.00 MB",
         "parameters: 2.00 MB",
@@ -118,7 +118,7 @@ def test_the_colours_have_numbers_of_the_fullest_moment() -> None:
 
 
 def test_no_allocation_makes_a_picture_too(tmp_path: Path) -> None:
-    memory_timeline.draw_timelines([], tmp_path / "empty.png")
+    memory_report.draw_timelines([], tmp_path / "empty.png")
     assert imread(tmp_path / "empty.png").shape[0] > 100
 
 
@@ -171,7 +171,7 @@ def test_an_error_of_writing_leaves_no_half_file(tmp_path: Path, monkeypatch) ->
         path.write_text("half")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(memory_timeline, "draw_timelines", fill_the_disk)
+    monkeypatch.setattr(memory_report, "draw_timelines", fill_the_disk)
     options = ProfileKwargs(output_trace_dir=str(tmp_path), memory_timeline=True)
     with pytest.raises(OSError, match="no space"), record_profile(options, 0):
         train(1)

@@ -12,7 +12,7 @@ import pytest
 from accelerate import device as devices
 from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
-from accelerate.device.machine import DeviceProbeHost
+from accelerate.device import DeviceProbeHost
 from accelerate.launch.base import LaunchKind
 from accelerate.launch.device_selection import allocate_devices, count_cores
 from accelerate.launch.kinds import KINDS

@@ -11,7 +11,7 @@ import pytest
 from accelerate import device as devices
 from accelerate import utils
 from accelerate.core.errors import DeviceError, SettingError, WorldError
-from accelerate.device.machine import DeviceProbeHost
+from accelerate.device import DeviceProbeHost
 from accelerate.facade import v1_utilities
 from accelerate.world import affinity
 from accelerate.world import world as worlds

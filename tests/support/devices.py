@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.device import DEVICES, get, probe_devices
+from accelerate.device import DEVICES, DeviceProbeHost, get, probe_devices
 from accelerate.device.base import Device
-from accelerate.device.machine import DeviceProbeHost
 from accelerate.device.null import FakeTestDevice
 
 TOTAL = 16 * 2**30

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from accelerate.cli import options
 from accelerate.core.errors import RankError
-from accelerate.device.machine import DeviceProbeHost
+from accelerate.device import DeviceProbeHost
 from accelerate.launch import config_files, launcher
 from accelerate.launch.base import LaunchKind
 from accelerate.launch.config_files import ConfigFile

@@ -116,7 +116,7 @@ MUTATIONS = (
         name="statuses",
         room="world: statuses of the ranks",
         mistake="a rank that waits reads eight times as many statuses",
-        file="world/peer_statuses.py",
+        file="world/peers.py",
         old="first, count = self.rank + self._polls * LARGE_WORLD, LARGE_WORLD",
         new="first, count = self.rank + self._polls * LARGE_WORLD, 8 * LARGE_WORLD",
         tests=("tests/null/test_store_load.py::test_ranks_that_wait_for_a_slow_one_do_not_read_all_others",),

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from accelerate.core.errors import CollectiveError
-from accelerate.world import peer_statuses, preemption, process_group, solo_call, watchdog
+from accelerate.world import peers, preemption, process_group, solo_call, watchdog
 from accelerate.world.call_site import CallSite
 from accelerate.world.control_channel import ControlChannel
 from accelerate.world.control_tree import ControlTree
@@ -227,7 +227,7 @@ class SimulatedWorld:
 def simulated_world(size: int) -> Iterator[SimulatedWorld]:
     """Yield a world whose waits take no time."""
     world = SimulatedWorld(size)
-    modules = (watchdog, peer_statuses, process_group, preemption, solo_call)
+    modules = (watchdog, peers, process_group, preemption, solo_call)
     patches = [patch.object(module, "time", world.clock) for module in modules]
     for each in patches:
         each.start()

@@ -17,21 +17,21 @@ def peer_store() -> Any:
 
 def speed_up_watchdog() -> None:
     """Let the watchdog notice everything in less than a second; before the world opens."""
-    from accelerate.world import peer_processes, watchdog
+    from accelerate.world import peers, watchdog
 
     watchdog.HINT_DELAY, watchdog.WAIT_REPORT_DELAY, watchdog.POLL_INTERVAL = 0.4, 0.1, 0.05
-    watchdog.TORCH_WAIT_DELAY, peer_processes.ANSWER_TIMEOUT = 0.2, 1.0
+    watchdog.TORCH_WAIT_DELAY, peers.ANSWER_TIMEOUT = 0.2, 1.0
 
 
 def record_early_hints() -> list[str]:
     """Return a list that gets the watchdog's hints, which come after less than a second from now on."""
-    from accelerate.world import peer_processes
+    from accelerate.world import peers
 
     speed_up_watchdog()
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
-    peer_processes.logger.addHandler(handler)
+    peers.logger.addHandler(handler)
     return records
 
 

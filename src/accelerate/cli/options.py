@@ -11,6 +11,7 @@ from click.shell_completion import CompletionItem
 from accelerate.core.errors import UnknownNameError
 from accelerate.core.setting import Setting
 from accelerate.core.value_types import plain_type
+from accelerate.device import ProcessDeviceSettings
 from accelerate.facade.launch_settings import (
     CompileSettings,
     GradientAccumulationSettings,
@@ -21,7 +22,6 @@ from accelerate.facade.launch_settings import (
 from accelerate.launch.launch_request import all_settings
 from accelerate.precision.recipes import RECIPES
 from accelerate.strategy.launch_settings import SETTINGS
-from accelerate.world.settings import ProcessDeviceSettings
 
 # What a launch hands on to the script, in the order of its help.
 SCRIPT_SETTINGS: tuple[type[Any], ...] = (

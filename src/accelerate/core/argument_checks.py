@@ -1,4 +1,4 @@
-"""Arguments of public constructors are checked against their annotations before the constructor runs.
+"""Arguments of public constructors: checked against their annotations before the constructor runs.
 
     @check_arguments
     @dataclass
@@ -7,11 +7,12 @@
 
 refuses ``ProjectConfiguration(total_limit="abc")``. A dict is turned into the class where a class of options
 is annotated, and a member of an enumeration may be given by its value. A field that is a setting is checked
-with the other sources of its value, by ``load_fields``.
+with the other sources of its value, by ``load_fields``. ``KwargsHandler`` is the base of most such classes.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import inspect
@@ -172,3 +173,22 @@ def _wrong_argument(where: str, name: str, kind: Any, value: Any) -> SettingErro
             f"{where} is {describe_value(value)}, but {name} is {type_name(kind)}", fix=f"write {name}=[...]"
         )
     return wrong_value(where, name, kind, value)
+
+
+class KwargsHandler:
+    """The options of one component, passed in ``Accelerator(kwargs_handlers=[...])``.
+
+    Every argument of a subclass has a default; most subclasses are dataclasses.
+    """
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every field with a copy of its value."""
+        return copy.deepcopy({name: value for name, value in vars(self).items() if name[0] != "_"})
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the fields that differ from their default, as arguments for the component.
+
+        The others are left out, so that the component's own defaults stay in force.
+        """
+        defaults = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if value != defaults[name]}

@@ -1,4 +1,4 @@
-"""The errors of this package.
+"""The errors and warnings of this package.
 
     AccelerateError                what went wrong, why, and what to type
     |-- SettingError               a value, key, flag or variable is wrong           (ValueError)
@@ -15,18 +15,23 @@
     |-- MissingExtraError          an optional package is needed                     (ImportError)
     `-- FeatureNotBuiltError       promised, and not built yet                       (NotImplementedError)
 
-The second bases are what users of the public package already catch.
+The second bases are what users of the public package already catch. Warnings point at the line of the user's
+code which is concerned: ``warn_user``.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
 UNKNOWN_RANK = -1
 _PACKAGE_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+# Frames of these packages are not the user's: torch wraps ``optimizer.step``, contextlib wraps contexts.
+_LIBRARIES = frozenset({"accelerate", "torch", "contextlib"})
 
 
 class AccelerateError(Exception):
@@ -247,3 +252,26 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     table = {choice.lower(): choice for choice in known}
     near = difflib.get_close_matches(name.lower(), table, n=1, cutoff=0.6)
     return table[near[0]] if near else None
+
+
+# ---------------------------------------------------------------- warnings
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the innermost line outside of this package and of torch."""
+    level, _ = _user_frame(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+    warnings.warn(message, category, stacklevel=level + 1)
+
+
+def user_line() -> str:
+    """Return the innermost line outside of this package and of torch, as ``file.py:12``."""
+    _, frame = _user_frame(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _user_frame(frame: FrameType) -> tuple[int, FrameType]:
+    """Return (how many frames it is above ``frame``, counted from 1; the innermost frame of the user)."""
+    level = 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    return level, frame

@@ -371,7 +371,7 @@ INTERNALS = (
     ),
     Internals(
         "categories of memory in a profile",
-        ("watch/memory_timeline.py",),
+        ("watch/memory_report.py",),
         {
             "torch.profiler": "profile._memory_profile",
             "torch.profiler._memory_profiler": "_CATEGORY_TO_INDEX MemoryProfileTimeline._coalesce_timeline",

@@ -9,15 +9,23 @@ probe_devices()   the best device and how many there are, without importing torc
 from __future__ import annotations
 
 from accelerate.core.errors import DeviceError, nearest
+from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.registry import Registry
-from accelerate.device.base import Device
-from accelerate.device.machine import DeviceProbeHost
+from accelerate.core.setting import setting
+from accelerate.device.base import Device, DeviceProbeHost
 
-__all__ = ["DEVICES", "Device", "DeviceProbeHost", "accelerators", "detect", "get", "probe_devices"]
+__all__ = [
+    "DEVICES",
+    "Device",
+    "DeviceProbeHost",
+    "ProcessDeviceSettings",
+    "accelerators",
+    "detect",
+    "get",
+    "probe_devices",
+]
 
-DEVICES: Registry[Device] = Registry(
-    "device", "accelerate.device", "accelerate.devices", exclude=("base", "machine")
-)
+DEVICES: Registry[Device] = Registry("device", "accelerate.device", "accelerate.devices")
 
 
 def get(type: str) -> Device:
@@ -93,3 +101,28 @@ def probe_devices(machine: DeviceProbeHost | None = None) -> tuple[Device, int]:
         if count:
             return device, count
     return get("cpu"), 0
+
+
+@frozen_dataclass
+class ProcessDeviceSettings:
+    """Settings of the devices that the processes run on."""
+
+    __topic__ = "Hardware"
+    __common__ = ("use_cpu",)
+
+    use_cpu: bool = setting(
+        False,
+        flag="--cpu",
+        help="use the CPU even if there is an accelerator",
+        question="Train on the CPU only?",
+    )
+    debug: bool = setting(
+        False,
+        variable="ACCELERATE_DEBUG_MODE",
+        help="check the shapes of every collective on all ranks before it runs",
+    )
+    enable_cpu_affinity: bool = setting(
+        False,
+        variable="ACCELERATE_CPU_AFFINITY",
+        help="bind each process to the cores next to its device (Linux only)",
+    )

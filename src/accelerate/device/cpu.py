@@ -8,8 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from accelerate.device.base import Device
-from accelerate.device.machine import DeviceProbeHost, container_limit
+from accelerate.device.base import Device, DeviceProbeHost, container_limit
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +56,9 @@ class Cpu(Device):
 
     def bind(self, index: int) -> torch.device:
         """Do nothing: all processes of a machine share its CPU."""
-        return self.torch_device()
+        import torch
+
+        return torch.device(self.type)
 
     def current(self) -> int:
         return 0

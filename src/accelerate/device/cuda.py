@@ -9,8 +9,7 @@ from types import MappingProxyType
 from typing import cast
 
 from accelerate.core import environ
-from accelerate.device.base import Device
-from accelerate.device.machine import DeviceProbeHost, count_visible
+from accelerate.device.base import Device, DeviceProbeHost, count_visible
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from accelerate.device.base import Device
-from accelerate.device.machine import DeviceProbeHost
+from accelerate.device.base import Device, DeviceProbeHost
 
 if TYPE_CHECKING:
     import torch

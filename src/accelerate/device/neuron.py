@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from accelerate.device.base import Device
-from accelerate.device.machine import DeviceProbeHost
+from accelerate.device.base import Device, DeviceProbeHost
 
 
 class Neuron(Device):

@@ -9,8 +9,7 @@ from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from accelerate.device.base import Device
-from accelerate.device.machine import DeviceProbeHost
+from accelerate.device.base import Device, DeviceProbeHost
 
 if TYPE_CHECKING:
     import torch

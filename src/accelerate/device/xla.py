@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.core import environ
 from accelerate.core.errors import DeviceError
-from accelerate.device.base import Device
-from accelerate.device.machine import DeviceProbeHost
+from accelerate.device.base import Device, DeviceProbeHost
 
 if TYPE_CHECKING:
     import torch

@@ -22,12 +22,10 @@ from torch.utils.hooks import RemovableHandle
 from accelerate.checkpoint.discovery import Address, ProjectConfiguration
 from accelerate.checkpoint.load import CheckpointLoadResult
 from accelerate.checkpoint.weight_files import save as save_object
-from accelerate.core.argument_checks import LazyClass, check_arguments
-from accelerate.core.errors import SettingError, WorldError
-from accelerate.core.kwargs_handler import KwargsHandler
+from accelerate.core.argument_checks import KwargsHandler, LazyClass, check_arguments
+from accelerate.core.errors import SettingError, WorldError, warn_user
 from accelerate.core.option_report import OptionReport
 from accelerate.core.setting import load_settings
-from accelerate.core.user_warning import warn_user
 from accelerate.core.value_types import PathText, PositiveInt
 from accelerate.data.active_loaders import ActiveLoaders
 from accelerate.data.loader import skip_first_batches as skip

@@ -31,8 +31,13 @@ from accelerate.checkpoint.weight_loading import (
     load_weights,
     upload,
 )
-from accelerate.core.errors import CheckpointError, PrepareError, SettingError, UnknownNameError
-from accelerate.core.user_warning import warn_user
+from accelerate.core.errors import (
+    CheckpointError,
+    PrepareError,
+    SettingError,
+    UnknownNameError,
+    warn_user,
+)
 from accelerate.offload.device_maps import (
     describe_unmatched_names,
     device_of,

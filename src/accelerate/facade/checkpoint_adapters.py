@@ -19,7 +19,7 @@ from torch import nn
 
 from accelerate.checkpoint.layout import StatefulAdapter
 from accelerate.checkpoint.state_dict_files import describe_optimizer, describe_other_class
-from accelerate.core.user_warning import warn_user
+from accelerate.core.errors import warn_user
 from accelerate.facade.loss_weighting import LossWeighting
 from accelerate.facade.preparer import PreparedObjects
 from accelerate.offload.offloaded_tensor import source_of

@@ -23,8 +23,7 @@ from accelerate.checkpoint.load import CheckpointLoadResult
 from accelerate.checkpoint.rank_group import CheckpointPeerError, CheckpointRankGroup, saves_alone
 from accelerate.checkpoint.state_dict_files import strip_compile_prefix
 from accelerate.checkpoint.weight_files import save_weights
-from accelerate.core.errors import CollectiveError, PrepareError, SettingError
-from accelerate.core.user_warning import warn_user
+from accelerate.core.errors import CollectiveError, PrepareError, SettingError, warn_user
 from accelerate.facade.checkpoint_adapters import (
     OpenWindow,
     model_adapter,

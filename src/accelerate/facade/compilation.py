@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from accelerate.core import environ
-from accelerate.core.argument_checks import check_arguments
-from accelerate.core.kwargs_handler import KwargsHandler
+from accelerate.core.argument_checks import KwargsHandler, check_arguments
+from accelerate.core.errors import warn_user
 from accelerate.core.option_report import OptionStatus, RequestedOption, report_overridden, requested_options
 from accelerate.core.setting import load_settings
-from accelerate.core.user_warning import warn_user
 from accelerate.device.base import Device
 from accelerate.facade.launch_settings import CompileSettings, DynamoBackend
 from accelerate.facade.module_queries import is_repeated_blocks

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from accelerate.core.argument_checks import check_arguments
+from accelerate.core.argument_checks import KwargsHandler, check_arguments
 from accelerate.core.errors import PrepareError
-from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.value_types import PositiveInt
 from accelerate.data.active_loaders import UNOWNED, ActiveLoaders
 

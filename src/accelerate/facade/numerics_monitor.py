@@ -13,7 +13,7 @@ from torch import nn
 
 from accelerate.checkpoint.state_dict_files import is_distributed
 from accelerate.core import tree
-from accelerate.core.user_warning import warn_user
+from accelerate.core.errors import warn_user
 from accelerate.data.batches import FetchedBatch
 from accelerate.facade.run_recorder import RunRecorder
 from accelerate.strategy.base import Strategy

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from accelerate.core import tree
-from accelerate.core.errors import PrepareError
-from accelerate.core.user_warning import warn_user
+from accelerate.core.errors import PrepareError, warn_user
 from accelerate.facade.gradient_state import GradientState
 from accelerate.precision.base import Precision
 from accelerate.strategy.base import NO_CONTEXT, EngineStrategy, ReductionMonitor, Strategy

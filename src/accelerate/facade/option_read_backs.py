@@ -22,7 +22,7 @@ from accelerate.data.dispatch import DataLoaderDispatcher
 from accelerate.data.iterable_dataset import IterableDatasetShard
 from accelerate.data.loader import get_sampler
 from accelerate.data.sample_order import SeedableRandomSampler
-from accelerate.device.machine import DeviceProbeHost
+from accelerate.device import DeviceProbeHost
 from accelerate.facade.preparer import PreparedObjects
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.tracker_set import TrackerSet

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from accelerate.core import environ
-from accelerate.core.errors import SettingError
+from accelerate.core.errors import SettingError, warn_user
 from accelerate.core.option_report import (
     OptionReport,
     OptionStatus,
@@ -28,7 +28,6 @@ from accelerate.core.option_report import (
     requested_options,
 )
 from accelerate.core.setting import load_settings
-from accelerate.core.user_warning import warn_user
 from accelerate.data.loader import DataLoaderShard
 from accelerate.facade import compilation
 from accelerate.facade.launch_settings import (

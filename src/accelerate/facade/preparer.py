@@ -19,10 +19,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accelerate.core import environ, lazy_names
-from accelerate.core.errors import PrepareError
+from accelerate.core.errors import PrepareError, warn_user
 from accelerate.core.torch_internals import require
 from accelerate.core.units import show_bytes
-from accelerate.core.user_warning import warn_user
 from accelerate.data.loader import DataLoaderShard
 from accelerate.data.prepare import DataLoaderConfiguration, prepare_data_loader
 from accelerate.facade.compilation import compile_regions

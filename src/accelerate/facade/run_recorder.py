@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from accelerate import track
+from accelerate.core.errors import warn_user
 from accelerate.core.option_report import OptionStatus, RequestedOption
-from accelerate.core.user_warning import warn_user
 from accelerate.data.batches import FetchedBatch
 from accelerate.report.records import SLOW_STEPS, find_stragglers
 from accelerate.track.base import GeneralTracker, to_json_types

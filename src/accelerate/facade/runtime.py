@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from accelerate.core.argument_checks import KwargsHandler
 from accelerate.core.errors import SettingError
-from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.setting import SettingsWithOrigins, load_settings
 from accelerate.core.torch_internals import COMMON, require
 from accelerate.data.active_loaders import ActiveLoaders

@@ -11,7 +11,7 @@ from typing import Any
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from accelerate.core.user_warning import warn_user
+from accelerate.core.errors import warn_user
 from accelerate.facade.gradient_state import GradientState
 from accelerate.world import collective
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from accelerate import device as devices
 from accelerate.core import environ
-from accelerate.core.errors import SettingError, UnknownNameError, WorldError
+from accelerate.core.errors import SettingError, UnknownNameError, WorldError, warn_user
 from accelerate.core.setting import load_settings
-from accelerate.core.user_warning import warn_user
 from accelerate.facade.enums import DistributedType
 from accelerate.facade.gradient_state import GradientState as GradientState
 from accelerate.facade.gradient_state import _SharedStateDescriptor

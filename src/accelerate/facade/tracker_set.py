@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from accelerate import track
-from accelerate.core.errors import MissingExtraError, SettingError, UnknownNameError
-from accelerate.core.user_warning import warn_user
+from accelerate.core.errors import MissingExtraError, SettingError, UnknownNameError, warn_user
 from accelerate.core.value_types import refuse_nul
 from accelerate.facade.enums import LoggerType
 from accelerate.facade.run_recorder import RunRecorder

@@ -11,8 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 
 from accelerate.checkpoint.state_dict_files import is_distributed
-from accelerate.core.errors import PrepareError
-from accelerate.core.user_warning import warn_user
+from accelerate.core.errors import PrepareError, warn_user
 from accelerate.data.batch_sampler_shard import BatchSamplerShard
 from accelerate.data.batch_source import find_shard
 from accelerate.data.dispatch import DataLoaderDispatcher

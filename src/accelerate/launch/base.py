@@ -21,7 +21,7 @@ from accelerate.core.progress import QUIET_VARIABLE
 from accelerate.core.setting import Setting, SettingOrigin, declared_settings
 from accelerate.launch.kinds import KINDS
 from accelerate.launch.launch_request import LaunchRequest, format_value, launcher_settings
-from accelerate.world.ports import LOOPBACK
+from accelerate.world.network import LOOPBACK
 
 Variables = Mapping[str, object | None]
 

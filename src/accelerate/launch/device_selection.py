@@ -10,8 +10,7 @@ import accelerate.device as devices
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import SettingOrigin
-from accelerate.device import Device
-from accelerate.device.machine import DeviceProbeHost
+from accelerate.device import Device, DeviceProbeHost
 from accelerate.launch.launch_request import NOT_DISTRIBUTED, LaunchRequest
 
 CPU_GROUP = "MULTI_CPU"

@@ -26,7 +26,7 @@ from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import ClusterSchedulerValue, SettingOrigin
 from accelerate.world import clusters
 from accelerate.world.clusters import ClusterEnvironment
-from accelerate.world.ports import LOOPBACK
+from accelerate.world.network import LOOPBACK
 
 # Names the outer launch, in the environment of a launcher that its script has started.
 OUTER_LAUNCH_VARIABLE = "ACCELERATE_OUTER_LAUNCH"

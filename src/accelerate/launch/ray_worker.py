@@ -21,7 +21,7 @@ from accelerate.launch.job_scheduler import OUTER_LAUNCH_VARIABLE
 from accelerate.launch.logs import read_lines
 from accelerate.launch.rank_reports import RANK_SCRIPT
 from accelerate.launch.supervisor import GuardProcess
-from accelerate.world.ports import ReservedPort
+from accelerate.world.network import ReservedPort
 
 STOP_TIMEOUT = 12.0  # seconds that a launcher has, whose ranks have 3, before the guard kills it
 # What a scheduler or launcher around Ray's own processes says to them: not about the ranks of this job.

@@ -22,7 +22,7 @@ from typing import Any
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, nearest
-from accelerate.world.ports import LOOPBACK, ReservedPort
+from accelerate.world.network import LOOPBACK, ReservedPort
 
 
 def main(function: str, count: str, port: str, kind: str, target: str, *arguments: str) -> None:

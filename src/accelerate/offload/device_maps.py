@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from accelerate import device as devices
-from accelerate.core.errors import DeviceError, SettingError, UnknownNameError, nearest
-from accelerate.core.user_warning import warn_user
+from accelerate.core.errors import DeviceError, SettingError, UnknownNameError, nearest, warn_user
 from accelerate.offload.module_sizes import (
     Dtype,
     ModuleNode,

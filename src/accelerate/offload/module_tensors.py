@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from accelerate import device as devices
-from accelerate.core.errors import OffloadError, PrepareError, nearest
-from accelerate.core.user_warning import warn_user
+from accelerate.core.errors import OffloadError, PrepareError, nearest, warn_user
 from accelerate.offload.module_sizes import as_torch_dtype
 from accelerate.offload.offload_folder import load_offloaded_weight
 from accelerate.offload.offloaded_tensor import (

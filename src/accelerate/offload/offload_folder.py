@@ -22,9 +22,10 @@ from typing import Any, TypeAlias
 import torch
 from safetensors import SafetensorError, safe_open
 
-from accelerate.core.errors import OffloadError, PrepareError
-from accelerate.core.user_warning import warn_user
-from accelerate.offload.offloaded_tensor import in_memory
+from accelerate.core.errors import OffloadError, PrepareError, warn_user
+from accelerate.offload.offloaded_tensor import (
+    in_memory,
+)
 
 INDEX = "index.json"
 Folder: TypeAlias = "str | os.PathLike[str]"

@@ -17,9 +17,8 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from accelerate.core.argument_checks import check_arguments
+from accelerate.core.argument_checks import KwargsHandler, check_arguments
 from accelerate.core.errors import DeviceError
-from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.lazy_names import get_override
 from accelerate.core.torch_internals import is_available
 from accelerate.device.base import Device

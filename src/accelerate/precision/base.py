@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from accelerate.core.argument_checks import KwargsHandler
 from accelerate.core.errors import PrepareError
-from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.device.base import Device
 

@@ -11,10 +11,8 @@ from typing import ClassVar
 
 import torch
 
-from accelerate.core.argument_checks import check_arguments
-from accelerate.core.errors import PrepareError
-from accelerate.core.kwargs_handler import KwargsHandler
-from accelerate.core.user_warning import warn_user
+from accelerate.core.argument_checks import KwargsHandler, check_arguments
+from accelerate.core.errors import PrepareError, warn_user
 from accelerate.core.value_types import PositiveInt, PositiveNumber
 from accelerate.device.base import Device
 from accelerate.precision.autocast import AutocastKwargs, HalfPrecisionAutocast

@@ -11,12 +11,10 @@ import torch
 from torch import nn
 
 from accelerate.core import packages
-from accelerate.core.argument_checks import check_arguments
-from accelerate.core.errors import SettingError, UnknownNameError
-from accelerate.core.kwargs_handler import KwargsHandler
+from accelerate.core.argument_checks import KwargsHandler, check_arguments
+from accelerate.core.errors import SettingError, UnknownNameError, warn_user
 from accelerate.core.option_report import OptionStatus, RequestedOption, keep_requests
 from accelerate.core.setting import declared_settings, describe_fields, load_fields, load_settings
-from accelerate.core.user_warning import warn_user
 from accelerate.precision.autocast import AutocastKwargs, HalfPrecisionAutocast
 from accelerate.precision.float8.library import ConversionReport, Float8Library
 from accelerate.precision.float8.torchao import AORecipeKwargs, TorchAO

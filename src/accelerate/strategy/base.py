@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 import torch
 from torch import nn
 
-from accelerate.core.kwargs_handler import KwargsHandler
+from accelerate.core.argument_checks import KwargsHandler
 from accelerate.core.option_report import (
     OptionStatus,
     RequestedOption,

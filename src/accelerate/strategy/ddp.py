@@ -19,12 +19,10 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate.core.argument_checks import check_arguments
-from accelerate.core.errors import PrepareError, SettingError
-from accelerate.core.kwargs_handler import KwargsHandler
+from accelerate.core.argument_checks import KwargsHandler, check_arguments
+from accelerate.core.errors import PrepareError, SettingError, user_line, warn_user
 from accelerate.core.option_report import OptionStatus, RequestedOption, non_default_options
 from accelerate.core.torch_internals import require
-from accelerate.core.user_warning import user_line, warn_user
 from accelerate.core.value_types import BaseEnum, PositiveInt
 from accelerate.strategy.base import (
     NO_CONTEXT,

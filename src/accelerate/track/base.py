@@ -14,8 +14,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from accelerate.core import packages
-from accelerate.core.errors import MissingExtraError, SettingError
-from accelerate.core.user_warning import warn_user
+from accelerate.core.errors import MissingExtraError, SettingError, warn_user
 from accelerate.track.protocol.logged_values import (
     LoggedTable,
     flatten_config,

@@ -34,11 +34,10 @@ from accelerate.cli.v1_launcher import prepare_multi_gpu_env as prepare_multi_gp
 from accelerate.cli.v1_launcher import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
 from accelerate.cli.v1_launcher import prepare_tpu as prepare_tpu
 from accelerate.cli.v1_launcher import setup_fp8_env as setup_fp8_env
-from accelerate.core.kwargs_handler import KwargsHandler as KwargsHandler
+from accelerate.core.argument_checks import KwargsHandler as KwargsHandler
 from accelerate.core.packages import OPERATIONS as STR_OPERATION_TO_FUNC
 from accelerate.core.packages import compare_versions as compare_versions
 from accelerate.core.packages import is_torch_version as is_torch_version
-from accelerate.core.tree import is_namedtuple as is_namedtuple
 from accelerate.core.units import convert_bytes as convert_bytes
 from accelerate.core.value_types import BaseEnum as BaseEnum
 from accelerate.core.value_types import CustomDtype as CustomDtype
@@ -412,6 +411,7 @@ from accelerate.world.local_tensor_trees import get_shape as get_shape
 from accelerate.world.local_tensor_trees import honor_type as honor_type
 from accelerate.world.local_tensor_trees import ignorant_find_batch_size as ignorant_find_batch_size
 from accelerate.world.local_tensor_trees import initialize_tensors as initialize_tensors
+from accelerate.world.local_tensor_trees import is_namedtuple as is_namedtuple
 from accelerate.world.local_tensor_trees import is_tensor_information as is_tensor_information
 from accelerate.world.local_tensor_trees import is_torch_tensor as is_torch_tensor
 from accelerate.world.local_tensor_trees import listify as listify
@@ -419,8 +419,8 @@ from accelerate.world.local_tensor_trees import pad_input_tensors as pad_input_t
 from accelerate.world.local_tensor_trees import recursively_apply as recursively_apply
 from accelerate.world.local_tensor_trees import send_to_device as send_to_device
 from accelerate.world.local_tensor_trees import slice_tensors as slice_tensors
-from accelerate.world.ports import get_free_port as get_free_port
-from accelerate.world.ports import is_port_in_use as is_port_in_use
+from accelerate.world.network import get_free_port as get_free_port
+from accelerate.world.network import is_port_in_use as is_port_in_use
 from accelerate.world.preemption import PreemptionKwargs as PreemptionKwargs
 from accelerate.world.rng import set_seed as set_seed
 from accelerate.world.rng import synchronize_rng_state as synchronize_rng_state

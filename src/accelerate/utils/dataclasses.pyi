@@ -2,7 +2,7 @@
 # ruff: noqa
 
 from accelerate.checkpoint.discovery import ProjectConfiguration as ProjectConfiguration
-from accelerate.core.kwargs_handler import KwargsHandler as KwargsHandler
+from accelerate.core.argument_checks import KwargsHandler as KwargsHandler
 from accelerate.core.value_types import BaseEnum as BaseEnum
 from accelerate.core.value_types import CustomDtype as CustomDtype
 from accelerate.core.value_types import EnumWithContains as EnumWithContains

@@ -1,7 +1,6 @@
 # Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
 # ruff: noqa
 
-from accelerate.core.tree import is_namedtuple as is_namedtuple
 from accelerate.facade.module_queries import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
 from accelerate.facade.module_queries import TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT
 from accelerate.strategy.deepspeed.strategy import GatheredParameters as GatheredParameters
@@ -31,6 +30,7 @@ from accelerate.world.local_tensor_trees import get_shape as get_shape
 from accelerate.world.local_tensor_trees import honor_type as honor_type
 from accelerate.world.local_tensor_trees import ignorant_find_batch_size as ignorant_find_batch_size
 from accelerate.world.local_tensor_trees import initialize_tensors as initialize_tensors
+from accelerate.world.local_tensor_trees import is_namedtuple as is_namedtuple
 from accelerate.world.local_tensor_trees import is_tensor_information as is_tensor_information
 from accelerate.world.local_tensor_trees import is_torch_tensor as is_torch_tensor
 from accelerate.world.local_tensor_trees import listify as listify

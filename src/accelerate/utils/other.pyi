@@ -24,8 +24,8 @@ from accelerate.facade.v1_utilities import get_pretty_name as get_pretty_name
 from accelerate.facade.v1_utilities import merge_dicts as merge_dicts
 from accelerate.facade.v1_utilities import recursive_getattr as recursive_getattr
 from accelerate.world.collective import barrier as wait_for_everyone
-from accelerate.world.ports import get_free_port as get_free_port
-from accelerate.world.ports import is_port_in_use as is_port_in_use
+from accelerate.world.network import get_free_port as get_free_port
+from accelerate.world.network import is_port_in_use as is_port_in_use
 from typing import Any
 
 logger: Any

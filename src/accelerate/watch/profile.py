@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate.core import packages
-from accelerate.core.argument_checks import check_arguments
+from accelerate.core.argument_checks import KwargsHandler, check_arguments
 from accelerate.core.errors import MissingExtraError, SettingError, UnknownNameError
-from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.value_types import NonNegativeInt, PathText
 
 if TYPE_CHECKING:
@@ -155,7 +154,7 @@ def write_holders(
         hardware: the device.
         models, optimizers: whose tensors are named.
     """
-    from accelerate.watch.memory_holders import describe_holders  # torch
+    from accelerate.watch.memory_report import describe_holders  # torch
 
     folder = Path(options.output_trace_dir or ".")
     folder.mkdir(parents=True, exist_ok=True)
@@ -191,12 +190,12 @@ def _write_files(profiler: profile, folder: Path, rank: int, options: ProfileKwa
             lambda path: path.write_text(text, encoding="utf-8"),
         )
     if options.memory_timeline:
-        from accelerate.watch import memory_timeline  # numpy and torch: only where a picture is drawn
+        from accelerate.watch import memory_report  # numpy and torch: only where a picture is drawn
 
-        lines = memory_timeline.read_timelines(profiler)
+        lines = memory_report.read_timelines(profiler)
         write_atomically(
             folder / MEMORY_PATTERN_NAME.format(suffix=rank),
-            lambda path: memory_timeline.draw_timelines(lines, path),
+            lambda path: memory_report.draw_timelines(lines, path),
         )
 
 

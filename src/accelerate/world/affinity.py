@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from accelerate import device as devices
 from accelerate.core import environ
 from accelerate.core.errors import WorldError
-from accelerate.device.machine import DeviceProbeHost
+from accelerate.device import DeviceProbeHost
 from accelerate.world import world as worlds
 
 if TYPE_CHECKING:

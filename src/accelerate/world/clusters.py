@@ -20,7 +20,7 @@ from itertools import product
 
 from accelerate.core.errors import WorldError
 from accelerate.core.frozen_dataclass import frozen_dataclass
-from accelerate.world.ports import DEFAULT_PORT, JOB_PORT_COUNT
+from accelerate.world.network import DEFAULT_PORT, JOB_PORT_COUNT
 
 Env = Mapping[str, str]
 NODE = ("GROUP_RANK", "NODE_RANK", "CROSS_RANK")

@@ -21,11 +21,10 @@ import torch
 import torch.distributed as dist
 
 from accelerate.core import tree
-from accelerate.core.errors import CollectiveError, SettingError
-from accelerate.core.user_warning import warn_user
+from accelerate.core.errors import CollectiveError, SettingError, warn_user
 from accelerate.world import control_channel
 from accelerate.world import world as worlds
-from accelerate.world.control_channel import GatheredControlMessages, align
+from accelerate.world.control_channel import GatheredControlMessages
 from accelerate.world.local_tensor_trees import (
     CannotPadNestedTensorWarning,
     TensorInformation,
@@ -35,14 +34,12 @@ from accelerate.world.local_tensor_trees import (
 from accelerate.world.packed_tree import PackedTree
 from accelerate.world.rank_failure_report import rank_table
 from accelerate.world.reduction import (
-    accumulation_dtype,
     check_order,
     finish_reduction,
+    merge_values,
+    reduce_leaves,
     reduce_stacked,
-    rejoin_total,
     scale_tensor,
-    split_by_world_size,
-    total_dtype,
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -404,76 +401,13 @@ def reduce(tensor: T, reduction: str = "mean", scale: float = 1.0) -> T:
     with packed.channel.lock:
         messages = None
         if not packed.agree_on_device():
-            messages = packed.exchange(merge=functools.partial(_merge_values, packed, reduction))
+            messages = packed.exchange(merge=functools.partial(merge_values, packed, reduction))
             packed.check_agreement(messages)
-        totals = _reduce_leaves(packed, messages, reduction)
+        totals = reduce_leaves(packed, messages, reduction)
     leaves = zip(totals, packed.sources, strict=True)
     return packed.rebuild(
         [finish_reduction(total, leaf, reduction, scale, world_size()) for total, leaf in leaves]
     )
-
-
-def _reduce_leaves(
-    packed: PackedTree, messages: GatheredControlMessages | None, reduction: str
-) -> list[torch.Tensor]:
-    """Combine the values of all ranks, which agree; without messages they do so on the device."""
-    for leaf in packed.leaves:
-        check_order(leaf, reduction)
-    if messages is None or not messages.inline:
-        return [_reduce_large(packed.channel, leaf, reduction) for leaf in packed.leaves]
-    if not messages.is_merged:
-        return [reduce_stacked(values, reduction) for values in packed.stacked_values(messages)]
-    totals, start = list[torch.Tensor](), 0
-    for leaf in packed.leaves:
-        total = torch.empty(leaf.shape, dtype=total_dtype(leaf.dtype, reduction))
-        totals.append(_view_total(messages.buffer, start, total))
-        start += align(total.nbytes)
-    return totals
-
-
-def _merge_values(packed: PackedTree, reduction: str, messages: GatheredControlMessages) -> bytearray:
-    """Combine the values of all ranks for all of them; nothing where they have no order."""
-    if reduction in ("max", "min") and any(leaf.is_complex() for leaf in packed.leaves):
-        return bytearray()
-    totals = [reduce_stacked(values, reduction) for values in packed.stacked_values(messages)]
-    merged, start = bytearray(sum(align(total.nbytes) for total in totals)), 0
-    for total in totals:
-        _view_total(merged, start, total).copy_(total)
-        start += align(total.nbytes)
-    return merged
-
-
-def _view_total(buffer: bytearray, start: int, like: torch.Tensor) -> torch.Tensor:
-    if not like.numel():
-        return like
-    return torch.frombuffer(buffer, dtype=like.dtype, count=like.numel(), offset=start).view(like.shape)
-
-
-def _reduce_large(
-    channel: control_channel.ControlChannel, leaf: torch.Tensor, reduction: str
-) -> torch.Tensor:
-    total = leaf.to(accumulation_dtype(leaf.dtype), memory_format=torch.contiguous_format, copy=True)
-    if reduction == "mean" and leaf.dtype == torch.int64:
-        sums = split_by_world_size(total, world_size())
-        _all_reduce(sums, channel, dist.ReduceOp.SUM)
-        return rejoin_total(sums, world_size())
-    if reduction in ("sum", "mean"):
-        _all_reduce(total, channel, dist.ReduceOp.SUM)
-        return total
-    is_nan = total.isnan().to(torch.uint8)  # back ends differ in what a maximum with NaN is
-    _all_reduce(total, channel, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.MIN)
-    if total.is_floating_point():
-        _all_reduce(is_nan, channel, dist.ReduceOp.MAX)
-        total.masked_fill_(is_nan.bool(), torch.nan)
-    return total
-
-
-def _all_reduce(tensor: torch.Tensor, channel: control_channel.ControlChannel, op: Any) -> None:
-    """All-reduce a contiguous tensor in place."""
-    if tensor.device.type != "cpu":
-        dist.all_reduce(tensor, op)
-    elif tensor.numel():
-        channel.all_reduce(torch.view_as_real(tensor) if tensor.is_complex() else tensor, op, "reduce")
 
 
 def pad_across_processes(tensor: T, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> T:

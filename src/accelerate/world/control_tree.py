@@ -11,7 +11,6 @@ is cut into slices, so that one that cannot end is noticed (``watchdog.py``).
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 import secrets
@@ -22,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from accelerate.world.ports import LOOPBACK
+from accelerate.world.network import LOOPBACK, is_loopback
 from accelerate.world.process_group import StoreClient
 from accelerate.world.watchdog import Watchdog
 
@@ -281,7 +280,7 @@ class ControlTree:
             store.wait([key], CONNECT_TIMEOUT, check)
         token, host, port = json.loads(published)
         # The machine of rank 0 may know itself by a loopback address only.
-        host = store_host if ipaddress.ip_address(host.partition("%")[0]).is_loopback else host
+        host = store_host if is_loopback(host) else host
         while True:
             try:
                 endpoint = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT)

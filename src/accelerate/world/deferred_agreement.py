@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate.world import world as worlds
-from accelerate.world.peer_processes import ANSWER_TIMEOUT
+from accelerate.world.peers import ANSWER_TIMEOUT
 from accelerate.world.rank_failure_report import SAME_CALLS, FailureReport, RankStatus, rank_table
 from accelerate.world.watchdog import Watchdog
 

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-from accelerate.core.errors import WorldError
-from accelerate.core.user_warning import warn_user
+from accelerate.core.errors import WorldError, warn_user
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -26,9 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate.core import environ
-from accelerate.core.argument_checks import check_arguments
+from accelerate.core.argument_checks import KwargsHandler, check_arguments
 from accelerate.core.errors import CollectiveError, SettingError
-from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.world import watchdog
 from accelerate.world.process_group import StoreClient
 from accelerate.world.signals import PREEMPTION_SIGNALS, SignalHandler

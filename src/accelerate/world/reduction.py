@@ -1,10 +1,18 @@
-"""The arithmetic of ``reduce``: dtypes in which no sum over ranks overflows, means of integers, gradients."""
+"""The steps of ``reduce``: dtypes in which no sum over ranks overflows, means of integers, gradients."""
+
+# torch's signatures are partly untyped: what is unknown here is torch's.
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 
 from accelerate.core.errors import PrepareError
+from accelerate.world.control_channel import ControlChannel, GatheredControlMessages, align
+from accelerate.world.packed_tree import PackedTree
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -14,11 +22,6 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     if dtype.is_floating_point:
         return dtype if dtype.itemsize >= 4 else torch.float32
     return torch.int64
-
-
-def total_dtype(dtype: torch.dtype, reduction: str) -> torch.dtype:
-    """Return the dtype of a total that all ranks read alike, whatever default dtype each has."""
-    return torch.float64 if reduction == "mean" and dtype == torch.int64 else accumulation_dtype(dtype)
 
 
 def reduce_stacked(stacked: torch.Tensor, reduction: str) -> torch.Tensor:
@@ -91,3 +94,69 @@ def scale_tensor(tensor: torch.Tensor, scale: float) -> torch.Tensor:
     if tensor.is_floating_point() and tensor.itemsize == 1:  # torch does not multiply 8-bit floats
         return (tensor.float() * scale).to(tensor.dtype)
     return tensor * scale
+
+
+# --- values of all ranks
+
+
+def reduce_leaves(
+    packed: PackedTree, messages: GatheredControlMessages | None, reduction: str
+) -> list[torch.Tensor]:
+    """Combine the values of all ranks, which agree; without messages they do so on the device."""
+    for leaf in packed.leaves:
+        check_order(leaf, reduction)
+    if messages is None or not messages.inline:
+        return [_reduce_large(packed.channel, leaf, reduction) for leaf in packed.leaves]
+    if not messages.is_merged:
+        return [reduce_stacked(values, reduction) for values in packed.stacked_values(messages)]
+    totals, start = list[torch.Tensor](), 0
+    for leaf in packed.leaves:
+        # All ranks read it alike, whatever default dtype each has.
+        is_float = reduction == "mean" and leaf.dtype == torch.int64
+        total = torch.empty(leaf.shape, dtype=torch.float64 if is_float else accumulation_dtype(leaf.dtype))
+        totals.append(_view_total(messages.buffer, start, total))
+        start += align(total.nbytes)
+    return totals
+
+
+def merge_values(packed: PackedTree, reduction: str, messages: GatheredControlMessages) -> bytearray:
+    """Combine the values of all ranks for all of them; nothing where they have no order."""
+    if reduction in ("max", "min") and any(leaf.is_complex() for leaf in packed.leaves):
+        return bytearray()
+    totals = [reduce_stacked(values, reduction) for values in packed.stacked_values(messages)]
+    merged, start = bytearray(sum(align(total.nbytes) for total in totals)), 0
+    for total in totals:
+        _view_total(merged, start, total).copy_(total)
+        start += align(total.nbytes)
+    return merged
+
+
+def _view_total(buffer: bytearray, start: int, like: torch.Tensor) -> torch.Tensor:
+    if not like.numel():
+        return like
+    return torch.frombuffer(buffer, dtype=like.dtype, count=like.numel(), offset=start).view(like.shape)
+
+
+def _reduce_large(channel: ControlChannel, leaf: torch.Tensor, reduction: str) -> torch.Tensor:
+    total = leaf.to(accumulation_dtype(leaf.dtype), memory_format=torch.contiguous_format, copy=True)
+    if reduction == "mean" and leaf.dtype == torch.int64:
+        sums = split_by_world_size(total, channel.size)
+        _all_reduce(sums, channel, dist.ReduceOp.SUM)
+        return rejoin_total(sums, channel.size)
+    if reduction in ("sum", "mean"):
+        _all_reduce(total, channel, dist.ReduceOp.SUM)
+        return total
+    is_nan = total.isnan().to(torch.uint8)  # back ends differ in what a maximum with NaN is
+    _all_reduce(total, channel, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.MIN)
+    if total.is_floating_point():
+        _all_reduce(is_nan, channel, dist.ReduceOp.MAX)
+        total.masked_fill_(is_nan.bool(), torch.nan)
+    return total
+
+
+def _all_reduce(tensor: torch.Tensor, channel: ControlChannel, op: Any) -> None:
+    """All-reduce a contiguous tensor in place."""
+    if tensor.device.type != "cpu":
+        dist.all_reduce(tensor, op)
+    elif tensor.numel():
+        channel.all_reduce(torch.view_as_real(tensor) if tensor.is_complex() else tensor, op, "reduce")

@@ -18,7 +18,7 @@ from typing import Any
 from accelerate.core import environ
 from accelerate.core.errors import PeerError, WorldError
 from accelerate.world.clusters import ClusterRankInfo
-from accelerate.world.peer_processes import PeerProcesses
+from accelerate.world.peers import PeerProcesses
 from accelerate.world.process_group import StoreClient, close_store_connections
 
 SLICE = 0.5  # seconds between two looks at the processes

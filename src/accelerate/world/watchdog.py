@@ -13,7 +13,7 @@ has begun more collectives than another, logs which rank has begun the fewest.
 
 Whoever waits long asks the ranks that it waits for where they are, and logs their stacks. While no rank
 waits, each watchdog makes one store request per poll interval; while they wait, each makes a few, whatever
-the size of the world (``peer_statuses.py``).
+the size of the world (``peers.py``).
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ from accelerate.world.call_site import (
     torch_prefixes,
     waiting_place,
 )
-from accelerate.world.peer_processes import PeerProcesses, log_wait, write_stack_on_signal
-from accelerate.world.peer_statuses import PeerStatuses
+from accelerate.world.peers import PeerProcesses, PeerStatuses, log_wait, write_stack_on_signal
 from accelerate.world.process_group import (
     LARGE_WORLD,
     StoreClient,

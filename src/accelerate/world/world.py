@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import device as devices
 from accelerate.core import environ
-from accelerate.core.argument_checks import check_arguments
+from accelerate.core.argument_checks import KwargsHandler, check_arguments
 from accelerate.core.errors import PeerError, WorldError
-from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.setting import load_settings
 from accelerate.core.value_types import Timeout
+from accelerate.device import ProcessDeviceSettings
 from accelerate.world import clusters, network, process_group, rendezvous, watchdog
-from accelerate.world.settings import ProcessDeviceSettings
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from accelerate.core.errors import SettingError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import setting
 from accelerate.core.value_types import Index, PositiveNumber
-from accelerate.device.machine import DeviceProbeHost
+from accelerate.device import DeviceProbeHost
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, Variables, print_line
 from accelerate.launch.device_selection import LaunchDeviceSelection, allocate_devices
 from accelerate.launch.kinds.local import (

@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from typing import ClassVar
 
 from accelerate.core import environ
-from accelerate.device.machine import DeviceProbeHost
+from accelerate.device import DeviceProbeHost
 from accelerate.launch.base import (
     LaunchKind,
     LaunchPlan,
@@ -22,7 +22,7 @@ from accelerate.launch.device_selection import LaunchDeviceSelection, allocate_d
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
 from accelerate.world import clusters
-from accelerate.world.ports import LOOPBACK, PortInUseError, ReservedPort
+from accelerate.world.network import LOOPBACK, PortInUseError, ReservedPort
 
 # Settings that tell machines apart, and why one machine does not need them.
 UNUSED_ON_ONE_MACHINE = (

@@ -16,14 +16,14 @@ from typing import ClassVar
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, SettingError
-from accelerate.device.machine import DeviceProbeHost
+from accelerate.device import DeviceProbeHost
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, Variables
 from accelerate.launch.device_selection import LaunchDeviceSelection, count_cores, select_devices
 from accelerate.launch.job_scheduler import JobSchedulerContext
 from accelerate.launch.kinds.local import replace_process, script_command, shared_variables
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
-from accelerate.world.ports import DEFAULT_PORT
+from accelerate.world.network import DEFAULT_PORT
 
 
 class ScheduledRankLaunch(LaunchKind[LaunchPlan]):

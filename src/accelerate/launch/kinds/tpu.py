@@ -14,8 +14,7 @@ from accelerate.core.errors import LaunchError, MissingExtraError, SettingError
 from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.packages import is_installed
 from accelerate.core.setting import setting
-from accelerate.device import Device
-from accelerate.device.machine import DeviceProbeHost
+from accelerate.device import Device, DeviceProbeHost
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand
 from accelerate.launch.kinds.local import LocalLaunch, script_command
 from accelerate.launch.launch_request import LaunchRequest, file_setting, typed_setting

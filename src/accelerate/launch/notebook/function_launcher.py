@@ -38,7 +38,7 @@ from accelerate.launch.notebook.function_ranks import (
 )
 from accelerate.launch.rank_reports import JobOutcome, ProcessSpec
 from accelerate.launch.supervisor import WorkerSupervisor
-from accelerate.world.ports import LOOPBACK, PortInUseError, ReservedPort
+from accelerate.world.network import LOOPBACK, PortInUseError, ReservedPort
 
 STOP_TIMEOUT = 3.0  # seconds that ranks which are asked to stop have before they are killed
 

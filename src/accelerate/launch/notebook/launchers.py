@@ -301,7 +301,7 @@ def refuse_nested(name: str) -> None:
 
 def _detect_devices() -> tuple[Device, int]:
     """The device of the ranks, and how many there are; (CPU, 0) without."""
-    from accelerate.world.settings import ProcessDeviceSettings
+    from accelerate.device import ProcessDeviceSettings
 
     cpu = devices.get("cpu")
     fixed = (environ.get("ACCELERATE_TORCH_DEVICE") or "").partition(":")[0]

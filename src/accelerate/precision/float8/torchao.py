@@ -17,9 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accelerate.core.argument_checks import check_arguments
+from accelerate.core.argument_checks import KwargsHandler, check_arguments
 from accelerate.core.errors import SettingError
-from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.lazy_names import get_override
 from accelerate.core.option_report import keep_requests
 from accelerate.core.setting import describe_fields, load_fields, load_settings

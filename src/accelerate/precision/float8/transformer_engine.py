@@ -15,9 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from accelerate.core.argument_checks import check_arguments
+from accelerate.core.argument_checks import KwargsHandler, check_arguments
 from accelerate.core.errors import DeviceError, SettingError
-from accelerate.core.kwargs_handler import KwargsHandler
 from accelerate.core.option_report import keep_requests
 from accelerate.core.setting import describe_fields, load_fields, load_settings
 from accelerate.precision.float8.library import FITTING_SHAPE, MULTIPLE, Float8Library

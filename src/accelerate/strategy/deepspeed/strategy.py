@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from accelerate.core.errors import MissingExtraError, PrepareError, SettingError
+from accelerate.core.errors import MissingExtraError, PrepareError, SettingError, warn_user
 from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.core.packages import is_installed
-from accelerate.core.user_warning import warn_user
 from accelerate.strategy.base import (
     NO_CONTEXT,
     EarlyPartitioning,

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from accelerate.core.errors import PrepareError
-from accelerate.core.user_warning import warn_user
+from accelerate.core.errors import PrepareError, warn_user
 from accelerate.strategy.fsdp1.flat_parameter_layout import FlatParam, FlatSlot
 from accelerate.strategy.fsdp1.model_state_dict import FSDP1WrappedModel, TakeValue, as_distributed
 from accelerate.strategy.sharding.full_state import gather_whole

@@ -18,8 +18,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, FlatParameter, MixedPrecision, ShardingStrategy
 
-from accelerate.core.errors import PrepareError
-from accelerate.core.user_warning import warn_user
+from accelerate.core.errors import PrepareError, warn_user
 from accelerate.strategy.fsdp1.flat_parameter_layout import walk_modules
 from accelerate.strategy.fsdp1.model_state_dict import FSDP1WrappedModel
 from accelerate.strategy.sharding.activation_checkpointing import checkpoint_activations

@@ -22,8 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accelerate.core.errors import PrepareError
-from accelerate.core.user_warning import warn_user
+from accelerate.core.errors import PrepareError, warn_user
 
 # Parameters of copies of replicated modules whose gradients a backward has changed since they were averaged
 # last, by the number of the copy and their place in it: an order that all ranks share.

@@ -26,9 +26,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accelerate.core.errors import PrepareError
+from accelerate.core.errors import PrepareError, warn_user
 from accelerate.core.torch_internals import accepts, require
-from accelerate.core.user_warning import warn_user
 from accelerate.strategy.sharding.activation_checkpointing import checkpoint_activations
 from accelerate.strategy.sharding.fsdp_unit_plan import FSDPShardingPlan, model_digest, unequal_models_error
 from accelerate.strategy.sharding.full_state import distribute, mark_shards

@@ -14,8 +14,7 @@ from typing import Any
 
 import msgspec
 
-from accelerate.core.errors import AccelerateError, SettingError
-from accelerate.core.user_warning import warn_user
+from accelerate.core.errors import AccelerateError, SettingError, warn_user
 from accelerate.track.protocol.logged_values import to_json_types
 
 if sys.platform != "win32":

@@ -16,8 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accelerate.core.errors import PrepareError
-from accelerate.core.user_warning import warn_user
+from accelerate.core.errors import PrepareError, warn_user
 from accelerate.strategy.base import PrepareBundle, PrepareStep
 from accelerate.strategy.parallelism.config import PipelineParallelConfig
 from accelerate.strategy.parallelism.pipeline.forward_trace import (
