@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.core.value_types import frozen_dataclass
 
 
 @frozen_dataclass

@@ -17,8 +17,8 @@ from accelerate import DeepSpeedPlugin, FullyShardedDataParallelPlugin, Parallel
 from accelerate.cli.options import SCRIPT_SETTINGS, SettingFlag
 from accelerate.cli.wizard.questions import asked_settings
 from accelerate.core.errors import UnknownNameError
-from accelerate.core.frozen_dataclass import mutable_dataclass
 from accelerate.core.setting import declared_settings, describe_fields, setting
+from accelerate.core.value_types import mutable_dataclass
 from accelerate.launch.launch_request import read_request
 from accelerate.strategy.launch_settings.fsdp import FSDPSettings
 from accelerate.strategy.sharding import fsdp1_options

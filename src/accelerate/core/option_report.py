@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, cast
 
-from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import SettingsWithOrigins, declared_settings
+from accelerate.core.value_types import frozen_dataclass
 
 
 @frozen_dataclass

@@ -25,8 +25,7 @@ from typing import Any, Generic, Literal, TypeVar, cast, get_args, get_origin
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError, UnknownNameError
-from accelerate.core.frozen_dataclass import frozen_dataclass
-from accelerate.core.value_types import UNIONS, convert_to, is_choice, wrong_value
+from accelerate.core.value_types import UNIONS, convert_to, frozen_dataclass, is_choice, wrong_value
 
 T = TypeVar("T")
 SOURCES = ("code", "flag", "environment", "scheduler", "file", "default")

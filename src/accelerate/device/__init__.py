@@ -9,9 +9,9 @@ probe_devices()   the best device and how many there are, without importing torc
 from __future__ import annotations
 
 from accelerate.core.errors import DeviceError, nearest
-from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.registry import Registry
 from accelerate.core.setting import setting
+from accelerate.core.value_types import frozen_dataclass
 from accelerate.device.base import Device, DeviceProbeHost
 
 __all__ = [

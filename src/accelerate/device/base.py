@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.core import environ
 from accelerate.core.errors import DeviceError
-from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.core.value_types import frozen_dataclass
 
 if TYPE_CHECKING:
     import torch

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import SettingOrigin, setting
-from accelerate.core.value_types import BaseEnum, PositiveInt
+from accelerate.core.value_types import BaseEnum, PositiveInt, frozen_dataclass
 from accelerate.precision import PRECISIONS
 from accelerate.precision.recipes import RECIPES
 

@@ -15,9 +15,8 @@ from typing import Any
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError, nearest
-from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import declared_settings
-from accelerate.core.value_types import convert_to
+from accelerate.core.value_types import convert_to, frozen_dataclass
 
 WORKING_NAME = "accelerate.yaml"
 DEFAULT_NAME = "default_config.yaml"

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import accelerate.device as devices
 from accelerate.core.errors import SettingError, UnknownNameError
-from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import SettingOrigin
+from accelerate.core.value_types import frozen_dataclass
 from accelerate.device import Device, DeviceProbeHost
 from accelerate.launch.launch_request import NOT_DISTRIBUTED, LaunchRequest
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError
-from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import declared_settings
+from accelerate.core.value_types import frozen_dataclass
 from accelerate.launch.base import LaunchOptionOrigin, LaunchPlan, PlannedCommand, display_value
 from accelerate.launch.launch_request import LaunchRequest, launcher_settings
 from accelerate.strategy.launch_settings import SETTINGS

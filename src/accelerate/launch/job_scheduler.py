@@ -22,8 +22,8 @@ from collections.abc import Container, Mapping
 from dataclasses import field
 from typing import Any
 
-from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import ClusterSchedulerValue, SettingOrigin
+from accelerate.core.value_types import frozen_dataclass
 from accelerate.world import clusters
 from accelerate.world.clusters import ClusterEnvironment
 from accelerate.world.network import LOOPBACK

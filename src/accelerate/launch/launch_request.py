@@ -14,9 +14,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-from accelerate.core import environ
+from accelerate.core import environ, value_types
 from accelerate.core.errors import SettingError, UnknownNameError
-from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import (
     SOURCES,
     Setting,
@@ -26,7 +25,7 @@ from accelerate.core.setting import (
     load_settings,
     setting,
 )
-from accelerate.core.value_types import Count, FilledPath, Index, LocalCount, Port, Seconds, convert_to
+from accelerate.core.value_types import Count, FilledPath, Index, LocalCount, Port, Seconds, frozen_dataclass
 from accelerate.launch import config_files
 from accelerate.launch.config_files import ConfigFile
 from accelerate.launch.job_scheduler import JobSchedulerContext, detect_surrounding_job
@@ -249,7 +248,7 @@ class LaunchRequest:
                 fix="write a number, 2, or the fewest and the most, 1:4",
             )
         least, most = int(ends[0]), int(ends[-1])
-        if not (1 <= least <= most and convert_to(Count, most, "file")[0]):
+        if not (1 <= least <= most and value_types.convert_to(Count, most, "file")[0]):
             location = origin.where or "num_machines"
             raise SettingError(
                 f"{location} is {origin.value}, but it is 1 to 1000000, and the fewest come first"

@@ -15,8 +15,7 @@ from typing import Any
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, SettingError, nearest
-from accelerate.core.frozen_dataclass import frozen_dataclass
-from accelerate.core.value_types import LocalCount, convert_to
+from accelerate.core.value_types import LocalCount, convert_to, frozen_dataclass
 from accelerate.launch.base import LaunchKind, origin_variables, print_line, requested_options
 from accelerate.launch.job_scheduler import OUTER_LAUNCH_VARIABLE, overridden_lines
 from accelerate.launch.kinds import KINDS

@@ -18,8 +18,8 @@ from pathlib import PurePath
 from typing import Any
 
 from accelerate.core.errors import SettingError
-from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import Setting, declared_settings
+from accelerate.core.value_types import frozen_dataclass
 from accelerate.launch.base import SECRET
 from accelerate.launch.launch_request import LaunchRequest, format_value
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from accelerate.core import environ
 from accelerate.core.errors import UNKNOWN_RANK, LaunchError, RankError
-from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.core.value_types import frozen_dataclass
 from accelerate.launch.base import Variables
 from accelerate.launch.launch_request import LaunchRequest
 

@@ -22,9 +22,8 @@ from typing import Any
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, MissingExtraError, RankError, SettingError
-from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.packages import is_installed
-from accelerate.core.value_types import Count, Index, PositiveNumber
+from accelerate.core.value_types import Count, Index, PositiveNumber, frozen_dataclass
 from accelerate.launch import rank_reports
 from accelerate.launch.base import Variables
 from accelerate.launch.kinds.mpi import FORWARDED_VARIABLES

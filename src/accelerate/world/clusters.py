@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from itertools import product
 
 from accelerate.core.errors import WorldError
-from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.core.value_types import frozen_dataclass
 from accelerate.world.network import DEFAULT_PORT, JOB_PORT_COUNT
 
 Env = Mapping[str, str]

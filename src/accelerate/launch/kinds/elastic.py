@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError
-from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import setting
-from accelerate.core.value_types import Index, PositiveNumber
+from accelerate.core.value_types import Index, PositiveNumber, frozen_dataclass
 from accelerate.device import DeviceProbeHost
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, Variables, print_line
 from accelerate.launch.device_selection import LaunchDeviceSelection, allocate_devices

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, RankError, SettingError
-from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.packages import find_program
 from accelerate.core.setting import setting
+from accelerate.core.value_types import frozen_dataclass
 from accelerate.device import DeviceProbeHost
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, Variables, explain_start_error
 from accelerate.launch.device_selection import LaunchDeviceSelection, count_cores, select_devices

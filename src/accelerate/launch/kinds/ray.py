@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 from accelerate.core.errors import SettingError
-from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.setting import setting
+from accelerate.core.value_types import frozen_dataclass
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, print_line
 from accelerate.launch.kinds.elastic import parse_join_timeout, parse_rdzv_conf
 from accelerate.launch.launch_request import LaunchRequest

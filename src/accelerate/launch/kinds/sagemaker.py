@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, MissingExtraError, SettingError
-from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.packages import is_installed
 from accelerate.core.setting import declared_settings
+from accelerate.core.value_types import frozen_dataclass
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand
 from accelerate.launch.launch_request import JobSettings, LaunchRequest, file_setting, typed_setting
 

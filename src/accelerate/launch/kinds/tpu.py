@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 import accelerate.device as devices
 from accelerate.core.errors import LaunchError, MissingExtraError, SettingError
-from accelerate.core.frozen_dataclass import frozen_dataclass
 from accelerate.core.packages import is_installed
 from accelerate.core.setting import setting
+from accelerate.core.value_types import frozen_dataclass
 from accelerate.device import Device, DeviceProbeHost
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand
 from accelerate.launch.kinds.local import LocalLaunch, script_command

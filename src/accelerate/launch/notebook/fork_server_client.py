@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
-from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.core.value_types import frozen_dataclass
 from accelerate.launch.rank_reports import ProcessSpec
 from accelerate.launch.supervisor import GuardProcess, WorkerSupervisor
 

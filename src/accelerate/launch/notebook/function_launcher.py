@@ -23,7 +23,7 @@ from typing import Any
 
 from accelerate.core import environ
 from accelerate.core.errors import RankError
-from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.core.value_types import frozen_dataclass
 from accelerate.launch import rank_reports
 from accelerate.launch.base import Variables
 from accelerate.launch.job_scheduler import OUTER_LAUNCH_VARIABLE

@@ -7,9 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from accelerate.core import packages
 from accelerate.core.errors import MissingExtraError, SettingError
-from accelerate.core.frozen_dataclass import mutable_dataclass
 from accelerate.core.setting import SettingOrigin, setting
-from accelerate.core.value_types import PositiveInt
+from accelerate.core.value_types import PositiveInt, mutable_dataclass
 
 Origins = Callable[[str], tuple[SettingOrigin, ...]]
 BACKENDS = ("TE", "AO", "MSAMP", "NO")

@@ -14,9 +14,14 @@ from typing import Any, ClassVar, Literal
 
 from accelerate.core import environ
 from accelerate.core.errors import SettingError
-from accelerate.core.frozen_dataclass import frozen_dataclass, mutable_dataclass
 from accelerate.core.setting import SettingOrigin, declared_settings, setting
-from accelerate.core.value_types import FilledPath, NonNegativeNumber, PositiveInt
+from accelerate.core.value_types import (
+    FilledPath,
+    NonNegativeNumber,
+    PositiveInt,
+    frozen_dataclass,
+    mutable_dataclass,
+)
 
 Origins = Callable[[str], tuple[SettingOrigin, ...]]
 _SEVERAL_MACHINES = {"num_machines": range(2, 10_000)}

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from accelerate.core.frozen_dataclass import frozen_dataclass, mutable_dataclass
 from accelerate.core.setting import SettingOrigin, setting
-from accelerate.core.value_types import Count, NonNegativeInt
+from accelerate.core.value_types import Count, NonNegativeInt, frozen_dataclass, mutable_dataclass
 
 Origins = Callable[[str], tuple[SettingOrigin, ...]]
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from accelerate.core.frozen_dataclass import frozen_dataclass, mutable_dataclass
 from accelerate.core.setting import setting
-from accelerate.core.value_types import Count, PositiveInt
+from accelerate.core.value_types import Count, PositiveInt, frozen_dataclass, mutable_dataclass
 
 
 @frozen_dataclass

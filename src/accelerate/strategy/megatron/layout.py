@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from accelerate.core import packages
 from accelerate.core.errors import DeviceError, MissingExtraError, SettingError
-from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.core.value_types import frozen_dataclass
 from accelerate.strategy.base import RankDataShard
 from accelerate.world.world import World
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from accelerate.core.errors import PrepareError
-from accelerate.core.frozen_dataclass import frozen_dataclass
+from accelerate.core.value_types import frozen_dataclass
 
 Tensors = Sequence[torch.Tensor]
 
