@@ -15,7 +15,7 @@ from tests.support.packages import is_installed
 from tests.support.ranks import NO_LAUNCHER, RankServer
 
 # Everything here is over in less time than a bar waits for.
-PRELUDE = "import accelerate.core.progress as progress\nprogress.DELAY = 0\n"
+PRELUDE = "import accelerate.core.units as progress\nprogress.DELAY = 0\n"
 LOAD = """
 import torch
 from safetensors.torch import save_file

@@ -27,8 +27,7 @@ from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.state_reader import TrainingStateReader
 from accelerate.checkpoint.storage import CheckpointStorage, read_manifest
 from accelerate.core.errors import AccelerateError, CheckpointError
-from accelerate.core.progress import ProgressBar
-from accelerate.core.units import show_bytes
+from accelerate.core.units import ProgressBar, show_bytes
 from accelerate.core.value_types import PathText
 from accelerate.world import world as worlds
 

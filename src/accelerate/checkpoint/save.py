@@ -52,7 +52,7 @@ from accelerate.checkpoint.rank_group import CheckpointRankGroup, WrittenFilesRe
 from accelerate.checkpoint.storage import CheckpointStorage, FileRecord, new_id, parse_working_name
 from accelerate.core import tree
 from accelerate.core.errors import CheckpointError
-from accelerate.core.progress import ProgressBar
+from accelerate.core.units import ProgressBar
 from accelerate.core.value_types import PathText
 
 logger = logging.getLogger(__name__)

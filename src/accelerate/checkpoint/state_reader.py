@@ -39,7 +39,7 @@ from accelerate.checkpoint.state_dict_files import (
 )
 from accelerate.core import tree
 from accelerate.core.errors import CheckpointError
-from accelerate.core.progress import ProgressBar
+from accelerate.core.units import ProgressBar
 
 logger = logging.getLogger(__name__)
 # Errors that objects raise when a state does not fit them.

@@ -39,8 +39,7 @@ from accelerate.checkpoint.state_dict_files import (
 )
 from accelerate.checkpoint.storage import new_id, parse_working_name, sync_file, working_name
 from accelerate.core.errors import CheckpointError, SettingError
-from accelerate.core.progress import ProgressBar
-from accelerate.core.units import parse_bytes
+from accelerate.core.units import ProgressBar, parse_bytes
 from accelerate.world import world as worlds
 
 LIMIT = "10GB"

@@ -31,7 +31,7 @@ from accelerate.checkpoint.model_tensors import (
     warn_unconverted,
 )
 from accelerate.checkpoint.state_dict_files import as_dtype, is_distributed, list_names, match_names
-from accelerate.core.progress import ProgressBar
+from accelerate.core.units import ProgressBar
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from accelerate.checkpoint.discovery import CheckpointCandidate
 from accelerate.cli.bar_charts import format_columns
 from accelerate.cli.main import CommandGroup
 from accelerate.core.errors import CheckpointError, SettingError
-from accelerate.core.progress import ProgressBar
-from accelerate.core.units import show_bytes, show_seconds
+from accelerate.core.units import ProgressBar, show_bytes, show_seconds
 
 _DIR = """DIR is a checkpoint, a folder of checkpoints, or the project_dir of a run; or the URL of one."""
 

@@ -13,8 +13,7 @@ import click
 from accelerate.cli.bar_charts import create_ascii_table, draw_bars, plot_bars, size_text
 from accelerate.cli.main import command_parser, flag_spellings
 from accelerate.core.errors import MissingExtraError
-from accelerate.core.progress import ProgressBar
-from accelerate.core.units import show_count
+from accelerate.core.units import ProgressBar, show_count
 from accelerate.offload.estimate import memory_estimate as sums
 from accelerate.offload.estimate.activation_formula import RECOMPUTE
 

@@ -8,7 +8,7 @@ import click
 
 from accelerate.cli.main import command_parser, flag_spellings
 from accelerate.core import environ
-from accelerate.core.progress import QUIET_VARIABLE
+from accelerate.core.units import QUIET_VARIABLE
 
 if TYPE_CHECKING:
     import argparse

@@ -16,8 +16,8 @@ from dataclasses import field
 from typing import Any, ClassVar, Generic, TypeVar
 
 from accelerate.core.errors import LaunchError
-from accelerate.core.progress import QUIET_VARIABLE
 from accelerate.core.setting import Setting, SettingOrigin, declared_settings
+from accelerate.core.units import QUIET_VARIABLE
 from accelerate.core.value_types import frozen_dataclass
 from accelerate.launch.kinds import KINDS
 from accelerate.launch.launch_request import LaunchRequest, format_value, launcher_settings
