@@ -55,7 +55,7 @@ def test_values_are_given_by_place_or_by_name(cls: Any) -> None:
     [
         (lambda cls: cls(), "place"),
         (lambda cls: cls("a", place="b"), "place"),
-        (lambda cls: cls("a", 1, {}, "note"), "4|5"),
+        (lambda cls: cls("a", 1, {}, "note"), "4|5|too many"),
         (lambda cls: cls("a", size=1), "size"),
     ],
 )

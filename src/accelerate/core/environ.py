@@ -7,7 +7,7 @@ the environment of a process to be started without touching this one's.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, MutableMapping
 from contextlib import contextmanager
 
 TRUE = frozenset({"1", "true", "t", "yes", "y", "on"})
@@ -79,13 +79,23 @@ def filter_unset(values: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in values.items() if name not in os.environ}
 
 
-def set_variables(values: Mapping[str, object | None]) -> None:
-    """Set variables of this process; None removes one."""
+def set_variables(
+    values: Mapping[str, object | None],
+    environment: MutableMapping[str, str] = os.environ,
+    *,
+    overwrite: bool = True,
+) -> None:
+    """Set variables of this process, or of another environment; None removes one.
+
+    Without ``overwrite``, those that are set already stay; an empty variable counts as set.
+    """
     for name, value in values.items():
+        if name in environment and not overwrite:
+            continue
         if value is None:
-            os.environ.pop(name, None)
+            environment.pop(name, None)
         else:
-            os.environ[name] = str(value)
+            environment[name] = str(value)
 
 
 @contextmanager
@@ -106,19 +116,8 @@ def patch_environment(values: Mapping[str, object | None], *, clear: bool = Fals
         set_variables({name: before.get(name) for name in (*changed, *removed)})
 
 
-def make_child_environment(
-    values: Mapping[str, object | None], environment: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """Return the environment of a process to be started: this one's, with ``values`` set or (None) removed.
-
-    Args:
-        values: variables to set or remove.
-        environment: the environment to begin with instead of this process's own.
-    """
-    result = snapshot() if environment is None else dict(environment)
-    for name, value in values.items():
-        if value is None:
-            result.pop(name, None)
-        else:
-            result[name] = str(value)
+def make_child_environment(values: Mapping[str, object | None]) -> dict[str, str]:
+    """Return the environment of a process to be started: this one, with ``values`` set or (None) removed."""
+    result = snapshot()
+    set_variables(values, result)
     return result

@@ -202,7 +202,9 @@ def make_placeholder(path: str, source: UnimplementedName) -> Any:
         raise FeatureNotBuiltError(f"{path} {state}", why=source.text, fix=source.instead)
 
     if name.isupper():
-        return _make_placeholder_constant(refuse)
+        # It refuses every use: a planned constant must not pass for an empty one.
+        methods: dict[str, Any] = {f"__{use}__": refuse for use in _USES}
+        return type("PlannedConstant", (), {**methods, "__hash__": object.__hash__})()
     if name[0].isupper():
         return type(name, (), {"__new__": refuse, "__module__": module, "__doc__": source.text})
     refuse.__name__ = refuse.__qualname__ = name
@@ -211,12 +213,6 @@ def make_placeholder(path: str, source: UnimplementedName) -> Any:
 
 
 _USES = ("getattr", "getitem", "iter", "len", "contains", "bool", "eq", "lt", "gt", "call", "add", "or")
-
-
-def _make_placeholder_constant(refuse: Callable[..., Any]) -> Any:
-    """Return an object that refuses every use: a planned constant must not pass for an empty one."""
-    methods: dict[str, Any] = {f"__{use}__": refuse for use in _USES}
-    return type("PlannedConstant", (), {**methods, "__hash__": object.__hash__})()
 
 
 # ------------------------------------------ short forms for tables: each returns the sources of several names

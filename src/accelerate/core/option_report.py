@@ -168,7 +168,7 @@ def report_overridden(loaded: SettingsWithOrigins[Any]) -> Iterator[OptionStatus
                 yield option.report_not_applied(f"{winner.where} says {winner.value!r}, and counts first")
 
 
-def non_default_options(options: Any, where: str = "") -> Iterator[RequestedOption]:
+def non_default_options(options: Any) -> Iterator[RequestedOption]:
     """Yield the fields of a dataclass that it kept as requested, or that differ from their defaults."""
     if options is None:
         return
@@ -176,13 +176,12 @@ def non_default_options(options: Any, where: str = "") -> Iterator[RequestedOpti
     if requested is not None:
         yield from requested
         return
-    source = where or type(options).__name__
     for item in dataclasses.fields(options):
         value = getattr(options, item.name)
         factory = item.default_factory
         default = item.default if factory is dataclasses.MISSING else factory()
         if value is not default and value != default:
-            yield RequestedOption(item.name, value, source)
+            yield RequestedOption(item.name, value, type(options).__name__)
 
 
 def _format_object(value: Any) -> str:

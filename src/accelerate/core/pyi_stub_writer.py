@@ -27,12 +27,6 @@ def stub_texts(names: PublicNames) -> dict[Path, str]:
     return {_stub_path(module): _stub_text(names, module) for module in names.sources}
 
 
-def write_stubs(names: PublicNames) -> None:
-    """Write every stub."""
-    for path, text in stub_texts(names).items():
-        path.write_text(text, encoding="utf-8")
-
-
 def _stub_path(module: str) -> Path:
     spec = importlib.util.find_spec(module)
     assert spec is not None, module
@@ -138,4 +132,5 @@ def _wrap_import(line: str) -> str:
 
 
 if __name__ == "__main__":
-    write_stubs(importlib.import_module(sys.argv[1]).NAMES)
+    for _path, _text in stub_texts(importlib.import_module(sys.argv[1]).NAMES).items():
+        _path.write_text(_text, encoding="utf-8")

@@ -136,23 +136,24 @@ def setting(
         details: further facts, for the room of the class.
     """
     metadata = {
-        "setting": True,
+        "setting": {
+            "help": help,
+            "in_file": in_file,
+            "aliases": aliases or {},
+            "question": question,
+            "offered": offered,
+            "when": when or {},
+            "fallback": fallback,
+            "details": details or {},
+        },
         "name": name,
         "type": type,
-        "fallback": fallback,
-        "details": details or {},
-        "help": help,
         "flag": flag,
         "flags": tuple(flags),
         "switch": switch,
         "variable": variable,
-        "in_file": in_file,
         "choices": tuple(choices),
-        "aliases": aliases or {},
         "topic": topic,
-        "question": question,
-        "offered": offered,
-        "when": when or {},
     }
     if factory is not dataclasses.MISSING:
         return field(default_factory=factory, metadata=metadata)
@@ -202,27 +203,20 @@ def declared_settings(cls: type) -> tuple[Setting, ...]:
         flag = f"--{name}" if meta["flag"] is True else meta["flag"]
         rows.append(
             Setting(
+                **meta["setting"],
                 name=name,
                 field=item.name,
                 type=kind,
                 types=kinds,
                 default=default,
-                help=meta["help"],
                 flags=(*((flag,) if flag else ()), *meta["flags"]),
                 is_common=name in getattr(cls, "__common__", ()),
                 switch=meta["switch"] and set(kinds) <= {bool, type(None)},
                 variable=variable,
-                in_file=meta["in_file"],
                 section=section,
                 prefix=prefix,
                 choices=meta["choices"] or choices,
-                aliases=meta["aliases"],
                 topic=meta["topic"] or getattr(cls, "__topic__", ""),
-                question=meta["question"],
-                offered=meta["offered"],
-                when=meta["when"],
-                fallback=meta["fallback"],
-                details=meta["details"],
             )
         )
     return tuple(rows)

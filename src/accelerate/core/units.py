@@ -42,9 +42,14 @@ def parse_bytes(text: str | float) -> int:
     return int(float(number) * factor / (8 if bits else 1))
 
 
-def show_bytes(size: float) -> str:
+def show_bytes(size: float, base: int = 1024) -> str:
     """Format bytes: ``1610612736`` -> ``"1.50 GB"`` (powers of 1024, as memory tools print them)."""
-    return _format_bytes(size, 1024)
+    amount = float(size)
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if abs(amount) < base:
+            return f"{int(amount)} bytes" if unit == "bytes" else f"{amount:.2f} {unit}"
+        amount /= base
+    return f"{amount:.2f} TB"
 
 
 def convert_bytes(size: float) -> str:
@@ -59,16 +64,7 @@ def convert_bytes(size: float) -> str:
 
 def show_decimal_bytes(size: float) -> str:
     """Format bytes as ``parse_bytes`` reads them: ``80000000000`` -> ``"80.00 GB"`` (powers of 1000)."""
-    return _format_bytes(size, 1000)
-
-
-def _format_bytes(size: float, base: int) -> str:
-    amount = float(size)
-    for unit in ("bytes", "KB", "MB", "GB", "TB"):
-        if abs(amount) < base or unit == "TB":
-            return f"{int(amount)} bytes" if unit == "bytes" else f"{amount:.2f} {unit}"
-        amount /= base
-    raise AssertionError
+    return show_bytes(size, 1000)
 
 
 def show_seconds(seconds: float) -> str:

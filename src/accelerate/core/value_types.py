@@ -354,31 +354,29 @@ def _make_init(cls: Any) -> Callable[..., None]:
         values = {**defaults, **by_place, **kwargs}
         values |= {name: make() for name, make in factories.items() if name not in values}
         if len(args) > len(order) or by_place.keys() & kwargs.keys() or values.keys() != field_names:
-            raise TypeError(_describe_mistake(cls.__qualname__, order, args, field_names, values, kwargs))
+            _refuse_call(cls, args, kwargs)
         self.__dict__.update(values)
 
     return __init__
 
 
-def _describe_mistake(
-    name: str,
-    order: tuple[str, ...],
-    args: tuple[Any, ...],
-    known: set[str],
-    values: dict[str, Any],
-    kwargs: dict[str, Any],
-) -> str:
-    if len(args) > len(order):
-        return f"{name}() takes {len(order)} arguments by place, and {len(args)} were given"
-    twice = kwargs.keys() & {*order[: len(args)]}
-    for mistake, names in (
-        ("got twice", twice),
-        ("does not know", values.keys() - known),
-        ("needs", known - values.keys()),
-    ):
-        if names:
-            return f"{name}() {mistake}: {', '.join(sorted(names))}"
-    raise AssertionError
+def _refuse_call(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise a ``TypeError`` that says what is wrong with the arguments of a class."""
+    from inspect import Parameter, Signature  # only for mistakes
+
+    items = sorted((item for item in fields(cls) if item.init), key=lambda item: bool(item.kw_only))
+    parameters = [
+        Parameter(
+            item.name,
+            Parameter.KEYWORD_ONLY if item.kw_only else Parameter.POSITIONAL_OR_KEYWORD,
+            default=Parameter.empty if item.default is item.default_factory is MISSING else None,
+        )
+        for item in items
+    ]
+    try:
+        Signature(parameters).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{cls.__qualname__}: {error}") from None
 
 
 def _repr(self: Any) -> str:

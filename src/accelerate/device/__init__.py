@@ -34,7 +34,7 @@ def get(type: str) -> Device:
     Raises:
         DeviceError: nobody knows the type; the nearest name is suggested.
     """
-    if type in DEVICES:
+    if type in DEVICES.names():
         return DEVICES.get(type)
     for device in DEVICES:
         if device.type == type:

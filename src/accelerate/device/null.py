@@ -6,7 +6,6 @@ Tensors live on torch's meta device: shapes and types are right and there is no 
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from accelerate.device.base import Device, DeviceProbeHost
@@ -82,9 +81,6 @@ class FakeTestDevice(Device):
     def stream(self, index: int | None = None) -> Any:
         self.calls["stream"] += 1
         return None
-
-    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        return nullcontext()
 
     def get_rng_state(self, index: int | None = None) -> Any:
         import torch
