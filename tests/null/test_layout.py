@@ -131,25 +131,20 @@ def world_of_8() -> Generator[None]:
 
 
 @pytest.mark.usefixtures("world_of_8")
-def test_a_mesh_has_the_contracts_names_and_our_coordinates() -> None:
-    layout = MeshLayout(replicate=2, shard=-1, tp=2)
-    mesh = layout.mesh("cpu", size=8)
-    assert mesh.mesh_dim_names == ("dp_replicate", "dp_shard", "tp")
-    assert tuple(mesh.mesh.shape) == (2, 2, 2)
-    here = layout.check(8).coordinates(5)
-    assert {name: mesh.get_local_rank(name) for name in mesh.mesh_dim_names} == {
-        name: here[name] for name in mesh.mesh_dim_names
-    }
-    assert mesh["tp"].size() == 2
+def test_a_mesh_of_its_dimensions_has_the_same_coordinates() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    layout = MeshLayout(replicate=2, shard=-1, tp=2).check(8)
+    names = layout.axes()
+    assert names == ("dp_replicate", "dp_shard", "tp")
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
+    here = layout.coordinates(5)
+    assert {name: mesh.get_local_rank(name) for name in names} == {name: here[name] for name in names}
 
 
-@pytest.mark.usefixtures("world_of_8")
-def test_a_mesh_of_one_axis_and_of_none() -> None:
-    assert MeshLayout(shard=8).mesh("cpu").mesh_dim_names == ("dp_shard",)
-    with pytest.raises(WorldError, match="does not equal"):
-        MeshLayout(shard=4).mesh("cpu", size=8)
+def test_a_layout_with_an_open_degree_has_no_size() -> None:
     with pytest.raises(WorldError, match="not filled"):
-        MeshLayout(shard=-1).mesh("cpu")
+        MeshLayout(shard=-1).size()
 
 
 def test_dimensions_are_the_contracts() -> None:

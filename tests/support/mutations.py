@@ -106,7 +106,7 @@ MUTATIONS = (
         room="world: control channel",
         mistake="ranks that do different operations are not told",
         file="world/control_channel.py",
-        old="if set(codes) != {message.code} or set(kinds) != {message.kind}:",
+        old="if codes != {message.code} or set(kinds) != {message.kind}:",
         new="if set(kinds) != {message.kind}:",
         tests=(
             "tests/cpu/test_collective_errors.py::test_collectives_in_another_order_are_detected_at_once",

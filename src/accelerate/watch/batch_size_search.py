@@ -22,7 +22,7 @@ from accelerate.world.rank_failure_report import SAME_CALLS, FailureReport, rank
 
 _logger = logging.getLogger(__name__)
 
-Undo = Callable[[], None]
+Undo = Callable[[], object]
 # "left": it waited for a rank that had left the attempt.
 Outcome = Literal["done", "full", "left", "failed"]
 OPERATION = "find_executable_batch_size"
@@ -167,7 +167,10 @@ class _BatchSizeSearch:
             for each in undo:
                 each()
             if any(trial.lost_group for trial in trials):
-                _renew_group(trials, sharers, before, self.size)
+                if sharers:  # they hold parts of one model over the closed group
+                    full = next(rank for rank, trial in enumerate(trials) if trial.outcome == "full")
+                    raise _full_memory_error(full, before, self.size)
+                world.renew_group()
         raise DeviceError(
             "no batch size fits into memory: not even one sample does",
             fix="use a smaller model or precision, gradient checkpointing, or sharding",
@@ -188,11 +191,7 @@ def _capture_state() -> list[Undo]:
     """Return the functions that restore the state an attempt may change."""
     states = rng.capture()
     owners = [remember(owner) for owner, remember in list(_state_captures.items())]
-    return [*owners, lambda: _restore(states)]
-
-
-def _restore(states: dict[str, Any]) -> None:
-    rng.restore(states)
+    return [*owners, lambda: rng.restore(states)]
 
 
 class _TrialResult(NamedTuple):
@@ -209,14 +208,6 @@ class _TrialResult(NamedTuple):
     size: int
     lost_group: bool
     failure: FailureReport | None
-
-
-def _renew_group(trials: list[_TrialResult], sharers: list[Any], size: int, smaller: int) -> None:
-    """Open a new process group; refuse where the ranks hold parts of one model over the closed one."""
-    if sharers:
-        full = next(rank for rank, trial in enumerate(trials) if trial.outcome == "full")
-        raise _full_memory_error(full, size, smaller)
-    world.renew_group()
 
 
 def _full_memory_error(full: int, size: int, smaller: int) -> CollectiveError:

@@ -396,7 +396,16 @@ def detect(env: Env) -> ClusterRankInfo | None:
         if scheduler is not None and is_same_place(scheduler, torchrun):
             # Its words complete torchrun's, and it may hide devices from this process.
             if not all(env.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")):
-                torchrun.env = {**_torchrun_variables(scheduler.cluster()), **env}
+                cluster = scheduler.cluster()
+                torchrun.env = {
+                    "LOCAL_RANK": str(cluster.local_rank),
+                    "LOCAL_WORLD_SIZE": str(cluster.local_size),
+                    "GROUP_RANK": str(cluster.node),
+                    "GROUP_WORLD_SIZE": str(cluster.nodes),
+                    "MASTER_ADDR": cluster.address,
+                    "MASTER_PORT": str(cluster.port),
+                    **env,
+                }
             torchrun.hides_devices = scheduler.hides_devices
         return torchrun.cluster()
     if scheduler is None:
@@ -434,17 +443,6 @@ def is_left_from_local_job(env: Env) -> bool:
         return False
     host = env.get("MASTER_ADDR", "")
     return host in LOOPBACK_NAMES or host.startswith("127.")
-
-
-def _torchrun_variables(cluster: ClusterRankInfo) -> dict[str, str]:
-    return {
-        "LOCAL_RANK": str(cluster.local_rank),
-        "LOCAL_WORLD_SIZE": str(cluster.local_size),
-        "GROUP_RANK": str(cluster.node),
-        "GROUP_WORLD_SIZE": str(cluster.nodes),
-        "MASTER_ADDR": cluster.address,
-        "MASTER_PORT": str(cluster.port),
-    }
 
 
 def _refuse_partial(env: Env, rank: int | None, size: int | None) -> None:

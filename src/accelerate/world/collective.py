@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -227,16 +227,9 @@ def _send_object(
     merge: control_channel.Merge | None = None,
     label: str = "",
 ) -> GatheredControlMessages:
-    """Exchange pickled values, those of all ranks or of rank ``source``; with ``merge``, see ``on_rank0``."""
+    """Exchange pickled values, those of all ranks or of rank ``source``; with ``merge`` rank 0 gets them."""
     exchange = functools.partial(
-        channel.exchange,
-        operation,
-        0,
-        any_size=True,
-        source=source,
-        merge=merge,
-        on_rank0=merge is not None,
-        label=label,
+        channel.exchange, operation, 0, any_size=True, source=source, merge=merge, label=label
     )
     try:
         data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL) if source in (None, channel.rank) else b""
@@ -459,15 +452,14 @@ def verify_operation(function: F) -> F:
             shapes = [
                 (p, tuple(t.shape)) for p, t in tree.iterate_leaves(data) if isinstance(t, torch.Tensor)
             ]
-            _check_equal(function.__name__, all_gather_object(shapes, f"shapes for {function.__name__}"))
+            every = all_gather_object(shapes, f"shapes for {function.__name__}")
+            if any(row != every[0] for row in every):
+                raise CollectiveError(
+                    f"{function.__name__} was called with other shapes on other ranks", why=rank_table(every)
+                )
         return function(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
-
-
-def _check_equal(name: str, every: Sequence[Any]) -> None:
-    if any(row != every[0] for row in every):
-        raise CollectiveError(f"{name} was called with other shapes on other ranks", why=rank_table(every))
 
 
 def chained_operation(function: F) -> F:

@@ -242,7 +242,7 @@ class ControlChannel:
         self.deferred: DeferredAgreement | None = None  # made by the first call that needs no wait
         self._group: Any = None
         self._has_arrived = False  # the others know that this rank is about to open the group
-        watch.add_shutdown_action(self.close)
+        watch.shutdown_actions.append(self.close)
 
     def close(self) -> None:
         """Release the group and its threads.
@@ -266,7 +266,6 @@ class ControlChannel:
         any_size: bool = False,
         source: int | None = None,
         merge: Merge | None = None,
-        on_rank0: bool = False,
         label: str = "",
     ) -> GatheredControlMessages:
         """All-gather the control messages: send this rank's and return those of all ranks.
@@ -280,7 +279,7 @@ class ControlChannel:
             any_size: send the values inline, however large they are.
             source: the only rank whose values are sent; all ranks pass the same.
             merge: makes of the values of all ranks what the ranks need of them; rank 0 may apply it for all.
-            on_rank0: values of any size go to rank 0 alone, which applies ``merge`` for all.
+                Values of any size go to rank 0 alone then, which does.
             label: shown in error texts in place of the operation; it may differ between ranks.
 
         Raises:
@@ -302,8 +301,8 @@ class ControlChannel:
             any_size,
             source,
         )
-        limit = MAX_TREE_VALUES // (self.size if message.source is None else 1)
-        limit = sys.maxsize if on_rank0 else limit
+        on_rank0 = any_size and merge is not None
+        limit = sys.maxsize if on_rank0 else MAX_TREE_VALUES // (self.size if source is None else 1)
 
         def merge_values(answer: TreeMessage) -> TreeMessage:
             headers = decode_headers(answer) if len(answer.runs) > 1 else []
@@ -330,8 +329,7 @@ class ControlChannel:
             if all(len(each.description) == each.length for each in headers):
                 break
         if headers:
-            texts, codes, _, kinds, *_ = zip(*headers, strict=True)
-            self._check_calls(operation, message, texts, codes, kinds)
+            self._check_calls(operation, message, headers)
         elif operation in USER_OPERATIONS:
             self.watchdog.earlier_call_sites = ""
         self.watchdog.active_call = None
@@ -356,39 +354,28 @@ class ControlChannel:
         self.all_gather(torch.frombuffer(buffer, dtype=torch.uint8), row, operation)
         return messages._replace(buffer=buffer, offsets=range(0, len(buffer), longest), inline=True)
 
-    def _check_calls(
-        self,
-        operation: str,
-        message: ControlMessage,
-        texts: Sequence[bytes],
-        codes: Sequence[int],
-        kinds: Sequence[int],
-    ) -> None:
-        """Raise if the ranks called different collectives; ``texts`` are their labels."""
-        if set(codes) != {message.code} or set(kinds) != {message.kind}:
-            self.watchdog.active_call = None
-            what, rows = "the ranks called different collectives", [decode_label(text) for text in texts]
-            if len(set(codes)) == 1:
+    def _check_calls(self, operation: str, message: ControlMessage, headers: Sequence[RankHeader]) -> None:
+        """Raise if the ranks called different collectives, and note calls from different lines."""
+        watch, labels = self.watchdog, [each.label for each in headers]
+        codes, kinds = {each.code for each in headers}, [each.kind for each in headers]
+        if codes != {message.code} or set(kinds) != {message.kind}:
+            watch.active_call = None
+            what, rows = "the ranks called different collectives", [decode_label(each) for each in labels]
+            if len(codes) == 1:
                 what = "the ranks broadcast from different ranks"
                 rows = [f"from rank {kind // 2 - 1}, {row}" for kind, row in zip(kinds, rows, strict=True)]
-            kind_of_error = DepartureError if _DEPARTURE_CODES & set(codes) else CollectiveError
-            raise kind_of_error(what, why=rank_table(rows) + self.watchdog.earlier_call_sites, fix=SAME_CALLS)
-        if operation in USER_OPERATIONS:
-            self._note_call_sites(texts)
-
-    def _note_call_sites(self, texts: Sequence[bytes]) -> None:
-        """Keep the first call that the ranks made from different lines since they were at the same one.
-
-        They may mean it: two branches of a condition on the rank. Or one has skipped a call, and the error
-        that follows sooner or later says where that began.
-        """
-        if len(set(texts)) == 1:
-            self.watchdog.earlier_call_sites = ""
-        elif not self.watchdog.earlier_call_sites:
-            sites = rank_table(map(decode_label, texts))
-            self.watchdog.earlier_call_sites = (
-                f"\n  before, they made a call from different lines:\n       {sites}"
-            )
+            kind_of_error = DepartureError if _DEPARTURE_CODES & codes else CollectiveError
+            raise kind_of_error(what, why=rank_table(rows) + watch.earlier_call_sites, fix=SAME_CALLS)
+        if operation not in USER_OPERATIONS:
+            return
+        # The first call from different lines since the ranks were at the same one is kept. They may mean it,
+        # in two branches of a condition on the rank. Or one has skipped a call, and the error that follows
+        # sooner or later says where that began.
+        if len(set(labels)) == 1:
+            watch.earlier_call_sites = ""
+        elif not watch.earlier_call_sites:
+            sites = rank_table(map(decode_label, labels))
+            watch.earlier_call_sites = f"\n  before, they made a call from different lines:\n       {sites}"
 
     # --- collectives for values that do not fit inline
 
@@ -406,45 +393,40 @@ class ControlChannel:
         """Broadcast a host tensor from rank ``source``, in place."""
         self._transfer(lambda group: group.broadcast(tensor, source), operation)
 
-    def _transfer(self, start: Callable[[Any], Any], operation: str) -> None:
-        self.watchdog.active_call = operation, find_call_site(inspect.currentframe())
-        self._run_transfer(start)
-        self.watchdog.active_call = None
-
     # --- the group
 
     def _open_group(self) -> Any:
-        if self._group is None:
-            watch = self.watchdog
-            client, until = watch.store, time.monotonic() + watch.timeout
-            # The constructor waits for all ranks and cannot be interrupted, so wait for them here first.
-            if not self._has_arrived:
-                self._has_arrived = True
-                if client.add("arrived") == self.size:
-                    client.put("all_arrived", "")
-            while not client.wait(["all_arrived"], watch.timeout, lambda: watch.check_store_wait(until)):
-                watch.check_store_wait(until)
-            # Gloo's own timeout applies only if this process is stopped.
-            limit = timedelta(seconds=watch.timeout + 30)
-            store = dist.distributed_c10d.PrefixStore("letters", client.store)
-            self._group = dist.ProcessGroupGloo(store, self.rank, self.size, limit)
+        watch = self.watchdog
+        client, until = watch.store, time.monotonic() + watch.timeout
+        # The constructor waits for all ranks and cannot be interrupted, so wait for them here first.
+        if not self._has_arrived:
+            self._has_arrived = True
+            if client.add("arrived") == self.size:
+                client.put("all_arrived", "")
+        while not client.wait(["all_arrived"], watch.timeout, lambda: watch.check_store_wait(until)):
+            watch.check_store_wait(until)
+        # Gloo's own timeout applies only if this process is stopped.
+        limit = timedelta(seconds=watch.timeout + 30)
+        store = dist.distributed_c10d.PrefixStore("letters", client.store)
+        self._group = dist.ProcessGroupGloo(store, self.rank, self.size, limit)
         return self._group
 
-    def _run_transfer(self, start: Callable[[Any], Any]) -> None:
+    def _transfer(self, start: Callable[[Any], Any], operation: str) -> None:
         """Start a transfer and wait for its end."""
-        work = None
+        self.watchdog.active_call = operation, find_call_site(inspect.currentframe())
         try:  # opening the group can fail too: its store may be gone
-            group = self._group or self._open_group()
-            work = start(group)
+            work = start(self._group or self._open_group())
             try:
                 work.wait(WAIT_SLICE)
             except RuntimeError:
                 self._keep_waiting(work)
         except BaseException as error:
-            self._leak_group()
+            # The group stays alive: its destructor would wait for the transfer, which may never end.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
             if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
                 raise self.watchdog.explain_disconnect(error) from error
             raise
+        self.watchdog.active_call = None
 
     def _keep_waiting(self, work: Any) -> None:
         """Wait in slices for a transfer that failed or did not end in the first slice."""
@@ -459,10 +441,6 @@ class ControlChannel:
                 self.watchdog.check_wait(until)
             else:
                 return
-
-    def _leak_group(self) -> None:
-        """Keep the group alive: its destructor would wait for the transfer, which may never end."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
 
 _channel: ControlChannel | None = None

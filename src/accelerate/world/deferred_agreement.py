@@ -70,7 +70,7 @@ class DeferredAgreement:
             memory = world.hardware.host_memory(MAX_PENDING * _WORDS * 4)
             self._maxima = memory.view(torch.int32).view(MAX_PENDING, _WORDS)
         self._count = 0
-        watch.add_poll_action(self.find_disagreement)
+        watch.poll_actions.append(self.find_disagreement)
         worlds.add_group_user(self, DeferredAgreement._forget)
 
     def _forget(self) -> None:

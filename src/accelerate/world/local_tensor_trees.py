@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import update_wrapper
 from types import MethodType
 from typing import Any
 
@@ -64,14 +65,25 @@ def recursively_apply(
         if test_type(leaf):
             return func(leaf, *args, **kwargs)
         if error_on_other_type and leaf is not None:
-            raise PrepareError(
-                f"a {type(leaf).__name__} cannot go through {getattr(func, '__name__', 'this operation')}",
-                why="it works on tensors, and on lists, tuples, dicts and dataclasses of tensors",
-                fix="for any other object use gather_object or broadcast_object_list",
-            )
+            raise unsupported_leaf_error(getattr(func, "__name__", "this operation"), leaf)
         return leaf
 
     return tree.map_tree(visit, data)
+
+
+def unsupported_leaf_error(operation: str, leaf: Any) -> PrepareError:
+    """Return the error for a leaf that an operation on tensors cannot take."""
+    if isinstance(leaf, torch.Tensor):
+        return PrepareError(
+            f"a tensor of layout {leaf.layout} cannot go through {operation}",
+            why="what is sent is the memory of dense tensors",
+            fix="give tensor.to_dense()",
+        )
+    return PrepareError(
+        f"a {type(leaf).__name__} cannot go through {operation}",
+        why="it works on tensors, and on lists, tuples, dicts and dataclasses of tensors",
+        fix="for any other object use gather_object or broadcast_object_list",
+    )
 
 
 def send_to_device(
@@ -99,7 +111,10 @@ def _move(value: Any, device: Any, non_blocking: bool, kept: tuple[str, ...]) ->
     if type(value) in (list, tuple):
         return type(value)([_move(item, device, non_blocking, kept) for item in value])
     if hasattr(value, "to") and not isinstance(value, type):
-        return _move_by_method(value, device, non_blocking)
+        try:
+            return value.to(device, non_blocking=non_blocking)
+        except TypeError:  # its `to` takes only the device
+            return value.to(device)
     if tree.is_mapping(value):
         moved = {
             key: item if key in kept else _move(item, device, non_blocking, kept)
@@ -109,13 +124,6 @@ def _move(value: Any, device: Any, non_blocking: bool, kept: tuple[str, ...]) ->
     if tree.is_sequence(value):
         return tree.make_same_type(value, [_move(item, device, non_blocking, kept) for item in value])
     return value
-
-
-def _move_by_method(value: Any, device: Any, non_blocking: bool) -> Any:
-    try:
-        return value.to(device, non_blocking=non_blocking)
-    except TypeError:  # its `to` takes only the device
-        return value.to(device)
 
 
 def get_data_structure(data: Any) -> Any:
@@ -220,11 +228,7 @@ def convert_to_fp32(tensor: Any) -> Any:
 
     if isinstance(tensor, torch.Tensor):  # most models give one: no walk for it
         return tensor.float() if tensor.dtype in _HALF_PRECISION else tensor
-    return tree.map_tree(lambda leaf: leaf.float() if _is_half_precision(leaf) else leaf, tensor)
-
-
-def _is_half_precision(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in _HALF_PRECISION
+    return recursively_apply(convert_to_fp32, tensor)
 
 
 class ConvertOutputsToFp32:
@@ -232,10 +236,7 @@ class ConvertOutputsToFp32:
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
         self.model_forward = model_forward
-        self.__wrapped__ = model_forward
-        for name in ("__name__", "__doc__", "__module__"):
-            if hasattr(model_forward, name):
-                setattr(self, name, getattr(model_forward, name))
+        update_wrapper(self, model_forward, ("__name__", "__doc__", "__module__"), ())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward and upcast its outputs."""

@@ -119,7 +119,11 @@ class MeshLayout:
         Raises:
             WorldError: a degree is still open.
         """
-        self._require_filled()
+        if self._open_degrees():
+            raise WorldError(
+                f"layout: {self._open_degrees()[0]}=-1 is not filled yet",
+                fix="call check(world size) first",
+            )
         return self._fixed_product()
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -135,38 +139,11 @@ class MeshLayout:
             rank, places[DIMENSIONS[name]] = divmod(rank, degree)
         return {dimension: places[dimension] for dimension in DIMENSIONS.values()}
 
-    def mesh(self, device_type: str, *, size: int | None = None) -> DeviceMesh:
-        """Build torch's device mesh: its dimensions are those with more than one rank, or one of all ranks.
-
-        Collective: every rank must call it, since process groups are made.
-
-        Args:
-            device_type: torch's device type, ``"cuda"``.
-            size: world size, for a layout with an open degree.
-
-        Raises:
-            WorldError: the layout does not fit the world.
-        """
-        from torch.distributed.device_mesh import init_device_mesh
-
-        layout = self if size is None else self.check(size)
-        layout._require_filled()
-        names = layout.axes() or (DIMENSIONS["replicate"],)
-        degrees = {DIMENSIONS[name]: degree for name, degree in layout.degrees().items()}
-        return init_device_mesh(device_type, tuple(degrees[n] for n in names), mesh_dim_names=names)
-
     def _fixed_product(self) -> int:
         return math.prod(degree for degree in self.degrees().values() if degree > 0)
 
     def _open_degrees(self) -> list[str]:
         return [item.name for item in fields(self) if getattr(self, item.name) == -1]
-
-    def _require_filled(self) -> None:
-        if self._open_degrees():
-            raise WorldError(
-                f"layout: {self._open_degrees()[0]}=-1 is not filled yet",
-                fix="call check(world size) first",
-            )
 
 
 def mesh_data_shard(mesh: DeviceMesh) -> tuple[int, int]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import inspect
 import math
+import pickle
 import struct
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from accelerate.world.control_channel import (
     align,
 )
 from accelerate.world.deferred_agreement import DeferredAgreement, is_deferrable
+from accelerate.world.local_tensor_trees import unsupported_leaf_error
 from accelerate.world.rank_failure_report import rank_table
 
 _DTYPES: tuple[torch.dtype, ...] = tuple(
@@ -95,7 +96,7 @@ class PackedTree:
         others += [leaf for leaf in leaves if leaf.layout != torch.strided]
         dense = [leaf for leaf in leaves if leaf.layout == torch.strided]
         leaves = [leaf.detach() if leaf.requires_grad else leaf for leaf in dense]
-        problem = _unsupported_leaf_error(operation, others[0]) if others else None
+        problem = unsupported_leaf_error(operation, others[0]) if others else None
         return cls(control_channel.channel(), operation, data, leaves, dense, structure, problem)
 
     def exchange(
@@ -180,7 +181,16 @@ class PackedTree:
 
     def descriptions(self, messages: GatheredControlMessages, rank: int) -> list[TensorDescription]:
         """Return the descriptions of a rank's tensors."""
-        return list(_decode_descriptions(messages.descriptions[rank]))
+        description = messages.descriptions[rank]
+        numbers = struct.unpack(f"<{len(description) // 8}q", description)
+        described, place = list[TensorDescription](), 0
+        while place < len(numbers):
+            code, dims = numbers[place : place + 2]
+            place += 2 + dims
+            described.append(
+                TensorDescription(_DTYPES[code // 2], bool(code % 2), numbers[place - dims : place])
+            )
+        return described
 
     def shape(self, messages: GatheredControlMessages, rank: int, index: int) -> tuple[int, ...]:
         """Return the shape of a rank's tensor."""
@@ -233,7 +243,9 @@ class PackedTree:
             return
         rank_descriptions = [self.descriptions(messages, rank) for rank in range(self.channel.size)]
         for index, descriptions in enumerate(zip(*rank_descriptions, strict=True)):
-            if len({_comparison_key(description, ragged) for description in descriptions}) > 1:
+            first = 1 if ragged else 0
+            facts = {(each.dtype, each.on_host, len(each.shape), each.shape[first:]) for each in descriptions}
+            if len(facts) > 1:
                 raise self._tensor_mismatch(index, descriptions, ragged)
 
     def _tensor_mismatch(
@@ -257,7 +269,7 @@ class PackedTree:
         """Return the error for different structures; one more exchange finds where they differ."""
         leaf_kinds = [(path, "a tensor" if isinstance(leaf, torch.Tensor) else f"{type(leaf).__name__}")
                       for path, leaf in tree.iterate_leaves(self.data)]  # fmt: skip
-        text = repr(leaf_kinds).encode()
+        text = pickle.dumps(leaf_kinds)
 
         def fill(message: bytearray, start: int) -> None:
             message[start : start + len(text)] = text
@@ -265,9 +277,7 @@ class PackedTree:
         messages = self.channel.exchange(
             f"{self.operation}, structure", 0, b"", len(text), fill, any_size=True, label=self.operation
         )
-        descriptions = [
-            dict(_parse_structure(bytes(messages.body(rank)))) for rank in range(self.channel.size)
-        ]
+        descriptions = [dict(pickle.loads(messages.body(rank))) for rank in range(self.channel.size)]
         paths = dict.fromkeys(path for description in descriptions for path in description)
         order = [tuple(description) for description in descriptions]
         path = next((p for p in paths if len({description.get(p) for description in descriptions}) > 1), None)
@@ -280,35 +290,6 @@ class PackedTree:
         return CollectiveError(
             title, why=rank_table(rows), fix="pass the same keys and lengths on every rank"
         )
-
-
-def _parse_structure(text: bytes) -> list[tuple[str, str]]:
-    import ast
-
-    return ast.literal_eval(text.decode())
-
-
-def _comparison_key(description: TensorDescription, ragged: bool) -> tuple[Any, ...]:
-    return (
-        description.dtype,
-        description.on_host,
-        len(description.shape),
-        description.shape[1:] if ragged else description.shape,
-    )
-
-
-def _unsupported_leaf_error(operation: str, leaf: Any) -> PrepareError:
-    if isinstance(leaf, torch.Tensor):
-        return PrepareError(
-            f"a tensor of layout {leaf.layout} cannot go through {operation}",
-            why="what is sent is the memory of dense tensors",
-            fix="give tensor.to_dense()",
-        )
-    return PrepareError(
-        f"a {type(leaf).__name__} cannot go through {operation}",
-        why="it works on tensors, and on lists, tuples, dicts and dataclasses of tensors",
-        fix="for any other object use gather_object or broadcast_object_list",
-    )
 
 
 def _structure(value: Any, leaves: list[torch.Tensor], others: list[Any]) -> str:
@@ -337,12 +318,3 @@ def _encode_descriptions(leaves: list[torch.Tensor]) -> bytes:
         shape = () if leaf.is_nested else leaf.shape
         numbers += (_DTYPE_CODE[leaf.dtype] * 2 + (leaf.device.type == "cpu"), len(shape), *shape)
     return struct.pack(f"<{len(numbers)}q", *numbers)
-
-
-def _decode_descriptions(description: bytes) -> Iterator[TensorDescription]:
-    numbers = struct.unpack(f"<{len(description) // 8}q", description)
-    place = 0
-    while place < len(numbers):
-        code, dims = numbers[place : place + 2]
-        place += 2 + dims
-        yield TensorDescription(_DTYPES[code // 2], bool(code % 2), numbers[place - dims : place])

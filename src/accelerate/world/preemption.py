@@ -263,9 +263,8 @@ class PreemptionMonitor:
         if stops is None:
             self._wait(self.watchdog, self.consensus)
             stops = step_counter.arrive()
-        if stops:
-            self.has_stopped = True
-        return bool(stops)
+        self.has_stopped = bool(stops)
+        return self.has_stopped
 
     def _wait(self, watch: Watchdog, consensus: StopConsensus) -> None:
         until = time.monotonic() + watch.timeout
@@ -309,39 +308,33 @@ class PreemptionMonitor:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            for number in self.signal_handler.wait(self._poll_delay()):
-                self._on_signal(number)
-            if self._needs_consensus():
-                self._poll_consensus()
+            consensus = self._open_consensus
+            delay = poll_delay(consensus, self.watchdog) if consensus and self.watchdog else None
+            self._end_on_second(self.signal_handler.wait(delay))
+            consensus = self._open_consensus
+            if consensus is None:
+                continue
+            if self._closing.is_set() or watchdog.current() is not self.watchdog:
+                consensus.withdraw()
+                self._has_withdrawn = True
+            else:
+                consensus.poll(_signal_name(self.signal_handler.received))
 
-    def _needs_consensus(self) -> bool:
-        """Return True while the consensus is open and the store is reachable."""
+    @property
+    def _open_consensus(self) -> StopConsensus | None:
+        """The consensus while it is open and the store is reachable."""
         consensus = self.consensus
-        if consensus is None or self._has_withdrawn:
-            return False
-        return not (consensus.store.is_lost or consensus.step_counter.decided.is_set())
-
-    def _poll_delay(self) -> float | None:
-        if self.watchdog is None or self.consensus is None or not self._needs_consensus():
+        if consensus is None or self._has_withdrawn or consensus.store.is_lost:
             return None
-        return poll_delay(self.consensus, self.watchdog)
+        return None if consensus.step_counter.decided.is_set() else consensus
 
-    def _poll_consensus(self) -> None:
-        assert self.consensus is not None
-        if self._closing.is_set() or watchdog.current() is not self.watchdog:
-            self.consensus.withdraw()
-            self._has_withdrawn = True
-        else:
-            self.consensus.poll(_signal_name(self.signal_handler.received))
-
-    def _on_signal(self, number: int) -> None:
-        if number != signal.SIGTERM:
-            return
-        if self._first_sigterm is None:
-            self._first_sigterm = time.monotonic()
-        elif time.monotonic() - self._first_sigterm >= SAME_SIGNAL_WINDOW:
-            # The main thread may be in a call that cannot be interrupted.
-            os._exit(128 + signal.SIGTERM)
+    def _end_on_second(self, signals: list[int]) -> None:
+        """End the process at a second SIGTERM, also while its main thread is in a call that takes long."""
+        for _ in range(signals.count(signal.SIGTERM)):
+            if self._first_sigterm is None:
+                self._first_sigterm = time.monotonic()
+            elif time.monotonic() - self._first_sigterm >= SAME_SIGNAL_WINDOW:
+                os._exit(128 + signal.SIGTERM)
 
 
 def _signal_name(number: int | None) -> str:

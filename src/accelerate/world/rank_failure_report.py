@@ -154,12 +154,12 @@ def find_deadlock(me: int, size: int, positions: Mapping[int, RankStatus]) -> Fa
             continue
         if status.doing and other.letters < status.letters:
             if other.ended:
-                return _missing_rank_report(me, size, positions, status.doing)
+                return _unreached_report(me, size, positions, status.doing)
             if other.inside and other.calls > status.calls and not status.has_departed:
                 return deadlock_report(me, size, positions)
         if status.inside and status.calls > other.calls:
             if other.ended and other.letters <= status.letters:
-                return _missing_rank_report(me, size, positions, status.inside)
+                return _unreached_report(me, size, positions, status.inside)
             if other.doing and other.letters > status.letters and not other.has_departed:
                 return deadlock_report(me, size, positions)
     return None
@@ -208,15 +208,41 @@ def describe_stall(me: int, seconds: float, positions: Mapping[int, RankStatus])
 
 def timeout_report(me: int, size: int, positions: Mapping[int, RankStatus], seconds: float) -> FailureReport:
     """Return the report for a wait of rank ``me`` that reached the timeout."""
-    status = positions[me]
-    count = _count_arrived(me, positions, status.doing)
-    return FailureReport(
-        me,
-        f"{status.doing or status.inside} was reached by {count} of {size} ranks within {seconds:g} s",
-        why=table(size, positions),
-        fix="make the call on every rank; for a rank that needs longer, "
-        "InitProcessGroupKwargs(timeout=timedelta(...))",
+    fix = (
+        "make the call on every rank; for a rank that needs longer, "
+        "InitProcessGroupKwargs(timeout=timedelta(...))"
     )
+    return _unreached_report(
+        me, size, positions, positions[me].place, suffix=f" within {seconds:g} s", fix=fix
+    )
+
+
+def deadlock_report(me: int, size: int, positions: Mapping[int, RankStatus]) -> FailureReport:
+    """Return the report for ranks that wait for each other."""
+    doing = positions[me].doing or next(p.doing for p in positions.values() if p.doing)
+    return _unreached_report(
+        me, size, positions, doing, prefix="the ranks wait for each other in different places: "
+    )
+
+
+def _unreached_report(
+    me: int,
+    size: int,
+    positions: Mapping[int, RankStatus],
+    place: str,
+    *,
+    prefix: str = "",
+    suffix: str = "",
+    fix: str = SAME_CALLS,
+) -> FailureReport:
+    """Return the report for a call that only some ranks have reached."""
+    first = next((p for p in positions.values() if p.doing == place), positions[me])
+    if first.doing:
+        count = sum(p.letters >= first.letters for p in positions.values())
+    else:
+        count = sum(p.calls >= positions[me].calls for p in positions.values())
+    what = f"{prefix}{place} was reached by {count} of {size} ranks{suffix}"
+    return FailureReport(me, what, why=table(size, positions), fix=fix)
 
 
 def lost_peer_report(me: int, place: str, error: BaseException) -> FailureReport:
@@ -250,33 +276,6 @@ def gone_process_report(me: int, place: str, rank: int, process: int) -> Failure
         fix=SYSTEM_KNOWS,
         lost_rank=rank,
     )
-
-
-def _missing_rank_report(
-    me: int, size: int, positions: Mapping[int, RankStatus], doing: str
-) -> FailureReport:
-    count = _count_arrived(me, positions, doing)
-    message = f"{doing} was reached by {count} of {size} ranks"
-    return FailureReport(me, message, why=table(size, positions), fix=SAME_CALLS)
-
-
-def deadlock_report(me: int, size: int, positions: Mapping[int, RankStatus]) -> FailureReport:
-    """Return the report for ranks that wait for each other."""
-    doing = positions[me].doing or next(p.doing for p in positions.values() if p.doing)
-    count = _count_arrived(me, positions, doing)
-    return FailureReport(
-        me,
-        f"the ranks wait for each other in different places: {doing} was reached by {count} of {size} ranks",
-        why=table(size, positions),
-        fix=SAME_CALLS,
-    )
-
-
-def _count_arrived(me: int, positions: Mapping[int, RankStatus], doing: str) -> int:
-    first = next((p for p in positions.values() if doing and p.doing == doing), positions[me])
-    if first.doing:
-        return sum(p.letters >= first.letters for p in positions.values())
-    return sum(p.calls >= positions[me].calls for p in positions.values())
 
 
 def table(size: int, positions: Mapping[int, RankStatus]) -> str:

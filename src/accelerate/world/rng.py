@@ -45,13 +45,6 @@ def derive(seed: int, stream: str, *counters: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def generator(seed: int, stream: str, *counters: int) -> torch.Generator:
-    """Return a CPU generator of torch at one point of a named stream."""
-    import torch
-
-    return torch.Generator().manual_seed(derive(seed, stream, *counters))
-
-
 def seed_host(seed: int) -> None:
     """Seed Python, numpy and torch's CPU generator of this process; also called in loader workers.
 
@@ -140,19 +133,25 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
     if rng_type is None:
         return
     name = str(getattr(rng_type, "value", rng_type))
-    _require_open_world()
+    if current() is None and clusters.detect(environ.snapshot()) is not None:
+        raise WorldError(
+            "random states cannot be synchronized before the processes know each other",
+            fix="create the Accelerator (or PartialState) first",
+        )
+    from accelerate.world.collective import broadcast_object
+
     if name == "generator":
         if generator is None:
             raise SettingError(
                 "rng_type 'generator' needs a generator", fix="pass generator=torch.Generator()"
             )
-        generator.set_state(_broadcast_state(generator.get_state()))
+        generator.set_state(broadcast_object(generator.get_state()))
     elif name == "torch":
         cpu = devices.get("cpu")
-        cpu.set_rng_state(_broadcast_state(cpu.get_rng_state()))
+        cpu.set_rng_state(broadcast_object(cpu.get_rng_state()))
     elif name == _all_devices()[-1].type:
         device = devices.get(name)
-        device.set_rng_state(_broadcast_state(device.get_rng_state()))
+        device.set_rng_state(broadcast_object(device.get_rng_state()))
     elif name not in devices.DEVICES:
         raise UnknownNameError("random generator", name, ("torch", "generator", *devices.DEVICES.names()))
 
@@ -161,20 +160,6 @@ def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator 
     """Call ``synchronize_rng_state`` for each of ``rng_types``."""
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator=generator)
-
-
-def _broadcast_state(state: Any) -> Any:
-    from accelerate.world import collective
-
-    return collective.broadcast_object(state)
-
-
-def _require_open_world() -> None:
-    if current() is None and clusters.detect(environ.snapshot()) is not None:
-        raise WorldError(
-            "random states cannot be synchronized before the processes know each other",
-            fix="create the Accelerator (or PartialState) first",
-        )
 
 
 def _all_devices() -> list[Device]:

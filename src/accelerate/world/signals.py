@@ -88,9 +88,12 @@ class SignalHandler:
         """Return the signals since the last call, each as often as it came; empty after ``seconds``."""
         ready, _, _ = select.select([self._reader], [], [], seconds)
         data = os.read(self._reader, 4096) if ready else b""
-        self._forward_wakeup(data.replace(_WAKE_BYTE, b""))
+        signals = data.replace(_WAKE_BYTE, b"")
+        if self._previous_wakeup_fd >= 0 and signals:  # the wake-up pipe of an event loop, for example
+            with suppress(BlockingIOError):
+                os.write(self._previous_wakeup_fd, signals)
         # A handler installed later by other code replaces this one, unless it calls it.
-        handled = [number for number in data if number and signal.getsignal(number) == self._handle]
+        handled = [number for number in signals if signal.getsignal(number) == self._handle]
         self._pipe_counts.update(handled)
         new: list[int] = []
         for number in self._previous_handlers:
@@ -100,12 +103,6 @@ class SignalHandler:
         if new:
             self.received = new[0]
         return new
-
-    def _forward_wakeup(self, data: bytes) -> None:
-        """Write the data to the previous wake-up pipe, that of an event loop for example."""
-        if self._previous_wakeup_fd >= 0 and data:
-            with suppress(BlockingIOError):
-                os.write(self._previous_wakeup_fd, data)
 
     def restore_handlers(self) -> None:
         """Restore the previous handlers that other code has not replaced since; main thread only."""

@@ -95,7 +95,11 @@ class SoloCallDetector:
                     self._store.delete(solo)
                     return True
                 if is_ahead and not self._store.has(joint):
-                    raise self._error(operation)
+                    raise CollectiveError(
+                        f"rank {self.rank} called {operation}, rank 0 did not",
+                        why=self.watchdog.peers.describe([0]),
+                        fix="call it on every rank, or under `if accelerator.is_main_process`",
+                    )
                 self.watchdog.check_store_wait(until)
         finally:
             self._store.delete(f"at/{own}")
@@ -104,13 +108,6 @@ class SoloCallDetector:
 
     def _next_call(self, rank: int) -> int:
         return self._joint_calls + self._extra_calls.get(rank, 0)
-
-    def _error(self, operation: str) -> CollectiveError:
-        return CollectiveError(
-            f"rank {self.rank} called {operation}, rank 0 did not",
-            why=self.watchdog.peers.describe([0]),
-            fix="call it on every rank, or under `if accelerator.is_main_process`",
-        )
 
 
 _detector: SoloCallDetector | None = None

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from types import TracebackType
@@ -133,11 +133,11 @@ def _forget_in_child() -> None:
     write_stack_on_signal()
 
 
+@dataclass
 class _WatchdogExceptHook:
     """A ``sys.excepthook`` that announces the error which ends this process to the other ranks."""
 
-    def __init__(self, previous: Callable[..., Any]) -> None:
-        self.previous = previous
+    previous: Callable[..., Any]
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         watch = _current
@@ -160,6 +160,8 @@ class Watchdog:
         was_interrupted: a rank has left the attempt that the ranks make together (``DEPARTURES``) while this
             one was in a collective of torch; the default group is closed.
         group: the default process group.
+        shutdown_actions: called when the watchdog stops.
+        poll_actions: called by the thread at each poll while some rank waits long.
         thread: the one that polls.
     """
 
@@ -188,8 +190,8 @@ class Watchdog:
         self._counters = list(counters)
         self.group: object = None
         self._other_groups, self._interrupted_at = set[str](), 0.0
-        self._shutdown_actions: list[Callable[[], None]] = []
-        self._poll_actions: list[Callable[[], object]] = []
+        self.shutdown_actions: list[Callable[[], None]] = []
+        self.poll_actions: list[Callable[[], object]] = []
         self._last_activity: object = None
         self._waits_since, self._hint_logged, self._inside = time.monotonic(), False, ""
         self._torch_call = BlockingCall()
@@ -222,7 +224,8 @@ class Watchdog:
         """Return the error for a connection that broke in a collective: the rank that failed, if known."""
         report = self._diagnose()
         if report is None:
-            report = self._publish_report(lost_peer_report(self.rank, self._describe_call(), error))
+            place = self._own_status().place or "a collective"
+            report = self._publish_report(lost_peer_report(self.rank, place, error))
         return report.error(self.rank)
 
     def check_wait(self, until: float) -> None:
@@ -230,7 +233,8 @@ class Watchdog:
         if self.report is not None:
             raise self.report.error(self.rank)
         if time.monotonic() > until:
-            raise self.timeout_error()
+            self._poll_peers(waiting=True)
+            raise self.write_report(self._timeout_report).error(self.rank)
 
     def check_store_wait(self, until: float) -> None:
         """Raise if a wait for a key of the store cannot end; see ``check_wait``."""
@@ -256,11 +260,6 @@ class Watchdog:
         if lost is not None:
             raise self._publish_report(lost).error(self.rank)
         return ahead
-
-    def timeout_error(self) -> CollectiveError:
-        """Return the error for a collective that lasted longer than the timeout."""
-        self._poll_peers(waiting=True)
-        return self.write_report(self._timeout_report).error(self.rank)
 
     def _timeout_report(self, statuses: dict[int, RankStatus]) -> FailureReport:
         return timeout_report(self.rank, self.size, statuses, self.timeout)
@@ -311,31 +310,19 @@ class Watchdog:
                 self._wait_for_peers("ended")
         self.stop()
 
-    def add_shutdown_action(self, action: Callable[[], None]) -> None:
-        """Register ``action`` to be called when the watchdog stops."""
-        self._shutdown_actions.append(action)
-
-    def add_poll_action(self, action: Callable[[], object]) -> None:
-        """Register ``action`` to be called by the thread at each poll while some rank waits long."""
-        self._poll_actions.append(action)
-
     def stop(self) -> None:
         """Stop the thread and drop the reference to the group, so that destroying it frees it."""
         self._stop_event.set()
         self._wake_event.set()
         # The thread must not be inside torch while the interpreter shuts down.
         self.thread.join(10.0)
-        for action in self._shutdown_actions:
+        for action in self.shutdown_actions:
             action()
-        self._shutdown_actions, self._poll_actions, self._counters, self.group = [], [], [], None
+        self.shutdown_actions, self.poll_actions, self._counters, self.group = [], [], [], None
 
     def _wait_for_peers(self, key: str) -> None:
         others = [f"{key}/{rank}" for rank in range(self.size) if rank != self.rank]
         self.store.wait(others, EXIT_GRACE)
-
-    def _describe_call(self) -> str:
-        doing = self.active_call
-        return f"{doing[0]} at {doing[1]}" if doing else self._inside or "a collective"
 
     def _diagnose(self) -> FailureReport | None:
         """Find out why a connection broke; wait a little for the reports of the other ranks."""
@@ -346,10 +333,10 @@ class Watchdog:
             self._report_event.wait(DIAGNOSIS_INTERVAL * min(10.0, self.store.pace))
         if self.report is None and self.store.is_lost:
             # Rank 0 may have announced its end before it took the store with it.
-            statuses = {**self.peers.seen, self.rank: self._own_status()}
-            self.report = find_deadlock(self.rank, self.size, statuses)
-        if self.report is None and self.store.is_lost:
-            return self._publish_report(lost_store_report(self.rank, self._describe_call()))
+            own = self._own_status()
+            self.report = find_deadlock(self.rank, self.size, {**self.peers.seen, self.rank: own})
+            if self.report is None:
+                return self._publish_report(lost_store_report(self.rank, own.place or "a collective"))
         return self.report
 
     # --- the watchdog thread
@@ -378,7 +365,7 @@ class Watchdog:
         self._alarm_raised = self._alarm_raised or self.store.has("alarm")
         if self._alarm_raised:
             # Not otherwise: who asks a device in another thread disturbs the capture of a CUDA graph.
-            for action in self._poll_actions:
+            for action in self.poll_actions:
                 action()
         if self._alarm_raised and self.report is None:
             self._poll_peers(waiting)

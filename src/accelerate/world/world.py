@@ -262,7 +262,7 @@ def _reuse(world: World, settings: ProcessDeviceSettings, *, asked_cpu: bool) ->
             fix="create the first Accelerator or PartialState with cpu=True",
         )
     hardware = devices.get("cpu")
-    environ.set_variables(environ.filter_unset(hardware.environment))
+    environ.set_variables(hardware.environment, overwrite=False)
     return dataclasses.replace(world, device=hardware.bind(0))
 
 
@@ -451,5 +451,5 @@ def _select_device(
                     fix=f"start {count} process(es) here, or use the CPU: accelerate launch --cpu ...",
                 )
             index = local_rank % count
-    environ.set_variables(environ.filter_unset(hardware.environment))
+    environ.set_variables(hardware.environment, overwrite=False)
     return hardware.bind(index)
