@@ -132,6 +132,29 @@ def test_keeping_a_small_tensor_does_not_keep_the_batch(ranks: RankServer) -> No
     assert ranks(2, kept_one)[1] <= 64
 
 
+def data_pipe(workers: int) -> list[list[int]]:
+    """Two epochs of a data pipe that shuffles, and shares its samples among workers."""
+    from torch.utils.data.datapipes.iter import IterableWrapper
+
+    accelerator = accelerator_of()
+    torch.manual_seed(5)
+    pipe = IterableWrapper(list(range(14))).shuffle(buffer_size=20).sharding_filter()
+    loader = accelerator.prepare(
+        DataLoader(pipe, batch_size=2, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
+    )
+    return [
+        [row for batch in loader for row in accelerator.gather_for_metrics(batch).tolist()] for _ in range(2)
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_pipe_is_shuffled_and_read_once(ranks: RankServer, workers: int) -> None:
+    first, second = same_on_all(ranks(2, data_pipe, workers))
+    assert sorted(first) == sorted(second) == list(range(14))
+    assert first != second
+    assert first != sorted(first)
+
+
 # --- how a loop ends
 
 

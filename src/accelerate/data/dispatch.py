@@ -22,15 +22,15 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe
 
 from accelerate.data.batch_channel import DATA, BatchReceiver, BatchSender, pack, unpack
-from accelerate.data.batch_sampler_shard import BatchSamplerShard, check_split, copy_loader
+from accelerate.data.batch_sampler_shard import BatchSamplerShard, check_split
 from accelerate.data.batch_source import fetch_batches, find_shard
 from accelerate.data.batches import FetchedBatch, count_rows, take_rows
 from accelerate.data.epoch_order import fetches_by_index
-from accelerate.data.iterable_dataset import GlobalBatchCollate, supports_marks
-from accelerate.data.loader import DataLoaderShard
+from accelerate.data.iterable_dataset import DataPipeStream, GlobalBatchCollate, supports_marks
+from accelerate.data.loader import DataLoaderShard, copy_loader
 from accelerate.data.position import Epoch, EpochSkip
 from accelerate.data.rank_batches import AllRankBatchSteps, SingleIndexSampler
 from accelerate.data.sample_order import RankSampleOrderSlicer
@@ -204,6 +204,8 @@ class DataLoaderDispatcher(DataLoaderShard):
         epoch = self.position.current
         assert epoch is not None
         base = with_saved_split(self._full_base, epoch)
+        if isinstance(base.dataset, IterDataPipe):
+            base = copy_loader(base, dataset=DataPipeStream(base.dataset))
         shard, collate = find_shard(base), base.collate_fn
         if shard is not None:
             return self._index_steps(base, shard, epoch)

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from itertools import chain, cycle, islice
 from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader, IterableDataset
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accelerate.core.errors import PrepareError
 from accelerate.data.batches import FetchedBatch
@@ -319,6 +320,25 @@ def split_stream(stream: Any, rank: int, count: int) -> Any:
     from datasets.distributed import split_dataset_by_node
 
     return split_dataset_by_node(stream, rank=rank, world_size=count)
+
+
+class DataPipeStream(IterableDatasetShard):
+    """A data pipe that one rank reads for all, as a plain stream.
+
+    Where torch's loader sees a data pipe, it broadcasts a seed, and shards the pipe over all ranks.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        from torch.utils.data import graph_settings
+
+        worker, pipe = get_worker_info(), self.dataset
+        if worker is None:
+            seed = int(torch.empty((), dtype=torch.int64).random_())
+        else:  # the same in all workers, another one in the next epoch of persistent workers
+            seed, self.epoch = worker.seed - worker.id + self.epoch, self.epoch + 1
+            graph_settings.apply_sharding(pipe, worker.num_workers, worker.id)  # type: ignore[arg-type]
+        graph_settings.apply_random_seed(pipe, torch.Generator().manual_seed(seed))  # type: ignore[arg-type]
+        return super().__iter__()
 
 
 class GlobalBatchCollate:
