@@ -204,6 +204,27 @@ def test_training_that_does_not_drift_is_silent(ranks: RankServer) -> None:
     assert same_on_all(ranks(2, right)) == []
 
 
+def averaged_by_the_program(averages: bool) -> tuple[list[str], bool]:
+    """What is said of a step after a submodule was called; the program averages the gradients, or not."""
+    case = Case()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            case.accelerator.backward(case.model.body(case.x).mean())
+            for parameter in case.model.body.parameters() if averages else ():
+                parameter.grad = case.accelerator.reduce(parameter.grad, reduction="mean")
+            case.accelerator.clip_grad_norm_(case.model.parameters(), 1.0)
+            case.optimizer.step()
+            case.optimizer.zero_grad()
+    return [str(each.message) for each in caught], case.drifted()
+
+
+def test_gradients_that_the_program_averages_are_not_named(ranks: RankServer) -> None:
+    assert same_on_all(ranks(2, averaged_by_the_program, True)) == ([], False)
+    (said, drifts), _ = ranks(2, averaged_by_the_program, False)
+    assert (len(said), drifts) == (1, True)
+
+
 class TwoHeads(nn.Module):
     """An actor and a critic over one forward, as in PPO."""
 

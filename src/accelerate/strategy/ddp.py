@@ -163,6 +163,7 @@ class DDP(OpenGradients, Strategy, ReductionMonitor, WrapperNames):
         super().__init__(request)
         self.unreduced = self._unreduced = set[torch.Tensor]()
         self._progress: list[ReplicaProgress] = []
+        self._local_gradients: dict[torch.Tensor, torch.Tensor | None] = {}
         self._unreduced_backward = ""
         self._unfinished: set[ReplicaProgress] = set()
         self._reported: set[str] = set()
@@ -279,6 +280,8 @@ class DDP(OpenGradients, Strategy, ReductionMonitor, WrapperNames):
             if progress in self._unfinished:
                 self._unfinished.remove(progress)
                 self._unreduced.difference_update(progress.params)
+        if self._unreduced:
+            self._local_gradients = {p: p.grad for p in self._unreduced}
         if reached_copies and sync_gradients:
             self._average_copies()
 
@@ -309,9 +312,15 @@ class DDP(OpenGradients, Strategy, ReductionMonitor, WrapperNames):
             self._unreduced_backward = user_line()
 
     def report_unreduced(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Say once which of ``parameters`` are stepped with a gradient that was not reduced; forget all."""
-        stepped = {p for p in parameters if p in self._unreduced and p.grad is not None and p.grad.any()}
+        """Say once which of ``parameters`` are stepped with a gradient that was not reduced; forget all.
+
+        Where another tensor has taken the gradient's place since the backward, the program has reduced it.
+        """
+        local = self._local_gradients
+        own = (p for p in parameters if p in self._unreduced and local.get(p, p.grad) is p.grad)
+        stepped = {p for p in own if p.grad is not None and p.grad.any()}
         self._unreduced.clear()
+        local.clear()
         if self.world.rank != 0 or not stepped or self.local_training:
             return
         reduced = {p for progress in self._progress for p in progress.params}
@@ -358,6 +367,7 @@ class DDP(OpenGradients, Strategy, ReductionMonitor, WrapperNames):
         """Clear gradients; what was not reduced is not stepped either."""
         if self._unreduced:
             self._unreduced.difference_update(p for group in optimizer.param_groups for p in group["params"])
+            self._local_gradients.clear()
         zero()
 
     def accumulation_context(self, models: Iterable[nn.Module], *, sync: bool) -> AbstractContextManager[Any]:
