@@ -139,20 +139,37 @@ def data_pipe(workers: int) -> list[list[int]]:
     accelerator = accelerator_of()
     torch.manual_seed(5)
     pipe = IterableWrapper(list(range(14))).shuffle(buffer_size=20).sharding_filter()
-    loader = accelerator.prepare(
-        DataLoader(pipe, batch_size=2, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
-    )
+    options = {"batch_size": 2, "shuffle": True, "num_workers": workers, "persistent_workers": workers > 0}
+    loaders = [accelerator.prepare(DataLoader(pipe, **options)) for _ in range(2)]
     return [
-        [row for batch in loader for row in accelerator.gather_for_metrics(batch).tolist()] for _ in range(2)
+        [row for batch in loader for row in accelerator.gather_for_metrics(batch).tolist()]
+        for loader in [loaders[0], *loaders]
     ]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_data_pipe_is_shuffled_and_read_once(ranks: RankServer, workers: int) -> None:
-    first, second = same_on_all(ranks(2, data_pipe, workers))
-    assert sorted(first) == sorted(second) == list(range(14))
+    first, second, third = same_on_all(ranks(2, data_pipe, workers))
+    assert sorted(first) == sorted(second) == sorted(third) == list(range(14))
     assert first != second
     assert first != sorted(first)
+
+
+def stream_that_counts(prepare_again: bool) -> list[list[int]]:
+    """Two passes over a stream whose attribute counts the reads of rank 0, through two loaders."""
+    accelerator, stream = accelerator_of(), Stream(range(8))
+    loader = accelerator.prepare(DataLoader(stream, batch_size=1))
+    if prepare_again:
+        first, second = loader, accelerator.prepare(DataLoader(stream, batch_size=2))
+    else:
+        first, second = accelerator.skip_first_batches(loader, 2), loader
+    return [[row for batch in each for row in accelerator.gather(batch).tolist()] for each in (first, second)]
+
+
+@pytest.mark.parametrize("prepare_again", [False, True], ids=["resumed", "prepared again"])
+def test_a_stream_that_counts_its_reads_is_read_again(ranks: RankServer, prepare_again: bool) -> None:
+    first, second = same_on_all(ranks(2, stream_that_counts, prepare_again))
+    assert (first, second) == ([*range(0 if prepare_again else 4, 8)], [*range(8)])
 
 
 # --- how a loop ends

@@ -266,8 +266,10 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     def begin(self) -> None:
         """Begin an epoch, after the check of the first one."""
-        if self.before_first_use is not None:
-            check, self.before_first_use = self.before_first_use, None
+        # Once for a loader and its twins: what rank 0 reads for all may change the data there.
+        owner = self if self._original is None else self._original
+        if owner.before_first_use is not None:
+            check, owner.before_first_use = owner.before_first_use, None
             check()
         super().begin()
         if self._original is not None:

@@ -20,7 +20,8 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, Subset
+from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core import tree
 from accelerate.core.errors import CollectiveError, PrepareError
@@ -49,6 +50,8 @@ COMPARED_ROWS = 16
 COMPARED_BYTES = 4096  # of a file that a row names
 COMPARED_VALUES = 64  # of a tensor in a sample
 COMPARED_ENDS = 512  # samples at either end of a list
+# Streams whose plain values may differ from now on, since rank 0 alone reads them.
+_read_by_rank0 = WeakIdKeyDictionary()
 _SPLIT = "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)), or set_seed before it"
 _FIX = "set it explicitly: shard=False keeps each process's own part, shard=True shards the data in any case"
 
@@ -243,7 +246,7 @@ def loader_facts(
         # Plain values of a map-style dataset of the user's may differ for other reasons. Those of a stream
         # are all there is, and those of torch's classes (``Subset.indices``) say what the data are.
         is_data = any(holder is each for each in datasets)
-        is_torch = type(holder).__module__.startswith("torch.")
+        is_torch = type(holder).__module__.startswith("torch.") and not isinstance(holder, IterDataPipe)
         is_marked = is_data and not is_stream and _knows_rank(holder)
         is_described = is_stream or is_marked or not (is_data or is_order_compared)
         everything = is_torch or (is_described and not is_rank0_read)
@@ -343,7 +346,9 @@ def compare_ranks(loader: DataLoader[Any], how: str, is_rank0_read: bool = False
     Raises:
         CollectiveError: on every rank, if it is used in different ways, or is to be sharded and differs.
     """
-    seen = {"how it is used": how}
+    seen, data = {"how it is used": how}, loader.dataset
+    if how == "dispatched" and isinstance(data, IterableDataset):
+        is_rank0_read, _read_by_rank0[data] = is_rank0_read or data in _read_by_rank0, None
     if how != "kept":
         seen.update(loader_facts(loader, how == "sharded", is_rank0_read))
     if how == "sharded":
