@@ -20,8 +20,8 @@ BOUNDS = {
     "Accelerator(), FSDP2": (102, 34),  #   70 / 20
     "Accelerator(), DDP": (87, 31),
     # Two of them are where programs change or shard the models by functions of their own.
-    "prepare, FSDP2": (112, 33),  #         110 / 20
-    "prepare, DDP": (60, 22),  #            80 / 18: functions reached
+    "prepare, FSDP2": (106, 30),  #         110 / 20: functions reached
+    "prepare, DDP": (55, 19),  #            80 / 18: functions reached
     # Two of them see whether the optimizer reads numbers of partial DTensors.
     "first optimizer.step, FSDP2": (10, 7),  # 10 / 5: functions reached
     "first optimizer.step, DDP": (8, 6),
@@ -34,11 +34,11 @@ BOUNDS = {
     # With the lines that it logs, the lock of the place, and the comparison of the ranks. Rank 0 is counted,
     # which combines what the ranks say for all of them, in 5 of these functions; in 3 it is seen that nothing
     # new is planned. One asks a batch sampler for its batch size, which may have changed.
-    "save_state, FSDP2": (145, 33),  #      90 / 15
-    "save_state, DDP": (143, 32),  # with the question who calls: the main process may do so alone
+    "save_state, FSDP2": (142, 32),  #      90 / 15
+    "save_state, DDP": (140, 31),  # with the question who calls: the main process may do so alone
     # It compares everything with the objects, takes back what one of them refuses, and shows its progress.
-    "load_state, FSDP2": (166, 34),  #      90 / 15
-    "load_state, DDP": (162, 33),
+    "load_state, FSDP2": (160, 33),  #      90 / 15
+    "load_state, DDP": (156, 32),
     # Reached. Two functions and a file more count the cores where OMP_NUM_THREADS says nothing.
     "launch of 2 processes": (120, 24),  #  120 / 25
 }

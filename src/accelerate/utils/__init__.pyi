@@ -43,9 +43,6 @@ from accelerate.core.value_types import BaseEnum as BaseEnum
 from accelerate.core.value_types import CustomDtype as CustomDtype
 from accelerate.core.value_types import EnumWithContains as EnumWithContains
 from accelerate.data.prepare import DataLoaderConfiguration as DataLoaderConfiguration
-from accelerate.facade.attribute_utils import get_pretty_name as get_pretty_name
-from accelerate.facade.attribute_utils import merge_dicts as merge_dicts
-from accelerate.facade.attribute_utils import recursive_getattr as recursive_getattr
 from accelerate.facade.big_model_loading import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.facade.compilation import TorchDynamoPlugin as TorchDynamoPlugin
 from accelerate.facade.compilation import compile_regions as compile_regions
