@@ -176,11 +176,10 @@ def test_the_preparer_reads_its_options_at_each_prepare() -> None:
 
 
 def test_the_preparer_refuses_a_dispatched_model_on_several_processes() -> None:
-    model = nn.Linear(1, 1)
-    model.hf_device_map = {"a": 0, "b": 1}  # type: ignore[assignment]
+    plain, dispatched = nn.Linear(1, 1), nn.Linear(1, 1)
     preparer = Preparer(fake_runtime(size=2), PreparedObjects(), options())
     with pytest.raises(PrepareError, match="dispatched over several devices cannot train on 2"):
-        preparer.prepare(preparer.make_bundle((model,), None))
+        preparer.prepare(preparer.make_bundle((plain, dispatched), None), lambda model: model is dispatched)
     assert preparer.prepared.models == []
 
 
