@@ -28,6 +28,11 @@ require("FSDP2", "distributed tensors", "index of sharded checkpoints")
 
 def fsdp_param_groups(model: nn.Module) -> Iterator[Any]:
     """Yield torch's FSDP parameter groups, whose parameters are all-gathered together."""
+    return (group for group, _ in _groups_with_policies(model))
+
+
+def _groups_with_policies(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yield each group with the ``MixedPrecisionPolicy`` of its module: torch 2.15's groups have none."""
     seen: set[int] = set()
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -36,7 +41,7 @@ def fsdp_param_groups(model: nn.Module) -> Iterator[Any]:
             for group in [state._fsdp_param_group] if several is None else several:
                 if group is not None and id(group) not in seen:
                     seen.add(id(group))
-                    yield group
+                    yield group, state._mp_policy
 
 
 def reduces_gradients(model: nn.Module) -> bool:
@@ -110,8 +115,7 @@ def clear_unreduced(fsdp_param: Any) -> None:
 def unreduced_bytes(models: Iterable[nn.Module]) -> int:
     """Return the bytes of the unsharded gradients that wait for the last micro-batch of a window."""
     total = 0
-    for group in (group for model in models for group in fsdp_param_groups(model)):
-        policy = group.mp_policy
+    for group, policy in (pair for model in models for pair in _groups_with_policies(model)):
         for fsdp_param in group.fsdp_params:
             sharded_param = fsdp_param.sharded_param
             if sharded_param.requires_grad:
