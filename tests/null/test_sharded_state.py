@@ -579,6 +579,20 @@ def test_the_checkpoint_is_removed_only_after_and_only_apart(tmp_path: Path) -> 
     assert (tmp_path / "o" / "model.safetensors").is_file()
 
 
+def test_a_merge_of_what_is_not_sharded_says_what_to_name(tmp_path: Path) -> None:
+    _, checkpoint = big(tmp_path / "runs")
+    for folder, text in {
+        tmp_path / "gone": "there is no folder",
+        checkpoint.parent: f"name a checkpoint in it: {checkpoint}",
+        checkpoint / "optimizer_0": r"it has no \.metadata",
+    }.items():
+        with pytest.raises(CheckpointError, match=text):
+            utils.merge_fsdp_weights(str(folder), str(tmp_path / "merged"))
+    utils.merge_fsdp_weights(str(checkpoint), str(tmp_path / "merged"))
+    with pytest.raises(CheckpointError, match=r"it holds model\.safetensors: the model is whole already"):
+        utils.merge_fsdp_weights(str(tmp_path / "merged"), str(tmp_path / "again"))
+
+
 def test_the_parser_may_be_a_part_of_another() -> None:
     parser = argparse.ArgumentParser()
     merge_command_parser(parser.add_subparsers())

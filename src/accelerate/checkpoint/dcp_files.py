@@ -458,15 +458,21 @@ def find_model_folder(folder: str | os.PathLike[str]) -> Path:
     Raises:
         CheckpointNotFoundError: there is none.
     """
-    base = Path(folder).expanduser()
-    for path in (base, base / layout.file_name("sharded_models")):
+    base, name = Path(folder).expanduser(), layout.file_name("sharded_models")
+    for path in (base, base / name):
         if (path / layout.SHARDED_INDEX).is_file():
             return path
-    raise CheckpointNotFoundError(
-        f"there is no sharded model in {base}",
-        why=f"neither it nor {layout.file_name('sharded_models')} in it has a {layout.SHARDED_INDEX}",
-        fix="name a sharded checkpoint, or the folder of its model",
-    )
+    what, why = f"there is no sharded model in {base}", f"it has no {layout.SHARDED_INDEX}, nor {name} in it"
+    fix = "name a sharded checkpoint, or the folder of its model"
+    whole_names = [layout.file_name(kind) for kind in ("models", "torch_models", "gathered_models")]
+    whole_names += [layout.SAFE_WEIGHTS_INDEX_NAME, layout.WEIGHTS_INDEX_NAME]
+    if not base.is_dir():
+        what, why = f"there is no folder {base}", ""
+    elif whole := next((each for each in whole_names if (base / each).is_file()), None):
+        why, fix = f"it holds {whole}: the model is whole already", f"load {base / whole} as it is"
+    elif inner := sorted(base.glob(f"*/{name}/{layout.SHARDED_INDEX}")):
+        fix = f"name a checkpoint in it: {inner[-1].parent.parent}"
+    raise CheckpointNotFoundError(what, why=why, fix=fix)
 
 
 def lazy_tensors(folder: str | os.PathLike[str]) -> Mapping[str, LazyTensor]:
