@@ -256,6 +256,7 @@ class TrainLoop:
         stepped = (p for group in optimizer.optimizer.param_groups for p in group["params"])
         parameters = [*(p for p in stepped if p not in copies), *optimizer.host_copies]
         prepared = {p for model in self.prepared.models for p in model.parameters()}
+        are_sharded = any(hasattr(p, "device_mesh") for p in parameters)  # by the program
         # Of a sharded model this rank may have frozen parameters only, or empty shards of the others.
         trains_here = self.world.size == 1 or any(p.requires_grad and p.numel() for p in parameters)
         if trains_here and all(p.grad is None for p in parameters) and not self.precision.scales_loss:
@@ -265,7 +266,7 @@ class TrainLoop:
                 f"{places}, and changes nothing. Either no backward has run, or the optimizer was made for "
                 "other parameters than those of the prepared model: make it from that model's parameters()"
             )
-        elif self.world.size > 1 and prepared.isdisjoint(parameters):
+        elif self.world.size > 1 and prepared.isdisjoint(parameters) and not are_sharded:
             warn_user(
                 f"optimizer.step() of {len(parameters)} parameters that belong to no prepared model: unless "
                 f"their gradients are reduced in another way, each of {self.world.size} processes trains "

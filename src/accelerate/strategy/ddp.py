@@ -356,11 +356,15 @@ class DDP(OpenGradients, Strategy, ReductionMonitor, WrapperNames):
             )
 
     def late_parameters(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the trained parameters that no reducer has, and that were not frozen either."""
+        """Return the trained parameters that no reducer has, and that were not frozen either.
+
+        A ``DTensor`` is reduced by what has sharded it: ``fully_shard`` of the program's own.
+        """
         if self.local_training:
             return []
         reduced = {p for progress in self._progress for p in progress.params}
-        trained = (p for p in parameters if p.requires_grad and p.grad is not None)
+        whole = (p for p in parameters if not hasattr(p, "device_mesh"))
+        trained = (p for p in whole if p.requires_grad and p.grad is not None)
         return [p for p in trained if p not in reduced and p not in self._unreduced]
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, zero: Callable[[], None]) -> None:
