@@ -15,14 +15,15 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
+from accelerate.checkpoint import rank_group
+from accelerate.checkpoint.rank_group import SoloCallDetector
 from accelerate.core.errors import CollectiveError
-from accelerate.world import peers, preemption, process_group, solo_call, watchdog
+from accelerate.world import peers, preemption, process_group, watchdog
 from accelerate.world.call_site import CallSite
 from accelerate.world.control_channel import ControlChannel
 from accelerate.world.control_tree import ControlTree
 from accelerate.world.preemption import StopConsensus
 from accelerate.world.process_group import StoreClient
-from accelerate.world.solo_call import SoloCallDetector
 from accelerate.world.watchdog import Watchdog
 
 SITE = CallSite("train.py", 12, "main")
@@ -227,7 +228,7 @@ class SimulatedWorld:
 def simulated_world(size: int) -> Iterator[SimulatedWorld]:
     """Yield a world whose waits take no time."""
     world = SimulatedWorld(size)
-    modules = (watchdog, peers, process_group, preemption, solo_call)
+    modules = (watchdog, peers, process_group, preemption, rank_group)
     patches = [patch.object(module, "time", world.clock) for module in modules]
     for each in patches:
         each.start()

@@ -4,12 +4,18 @@ A save in the background has a channel of its own, through the group's store. Th
 run in another thread at the same time, and a second user would get their messages. A save needs few and short
 messages: every rank writes its value to the store, and rank 0 writes all of them as one answer. Each rank
 also writes heartbeats, so the others notice a rank that was killed.
+
+A save may be a call of all ranks, or of rank 0 alone: ``if accelerator.is_main_process: save_state(...)``.
+Each rank that makes such a call says so in the store. Rank 0 waits for the others. A rank that does not come
+is elsewhere once it has begun a collective that rank 0 has not begun: the all-reduce of the next backward, or
+a collective of this package. Then rank 0 goes on alone.
 """
 
 from __future__ import annotations
 
 import base64
 import copy
+import inspect
 import logging
 import pickle
 import threading
@@ -24,7 +30,7 @@ from accelerate.checkpoint.file_access import FileRecord
 from accelerate.core.errors import AccelerateError, CheckpointError, CollectiveError, PeerError
 from accelerate.world import collective, watchdog
 from accelerate.world import world as worlds
-from accelerate.world.solo_call import is_solo_call
+from accelerate.world.call_site import CallSite, find_call_site
 from accelerate.world.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -33,6 +39,7 @@ HEARTBEAT = 2.0  # seconds between heartbeats; more in large worlds
 DEAD_AFTER = 60.0  # seconds without a heartbeat after which a rank counts as dead
 LINGER = 10.0  # seconds that rank 0 waits at most until the others have read its last answer
 _SLICE = 0.5  # seconds between checks of the heartbeats
+_CHECK_INTERVAL = 0.25  # seconds between looks at where the ranks are that do not come to a save
 
 T = TypeVar("T")
 
@@ -172,15 +179,98 @@ class WrittenFilesReport:
 
 
 def saves_alone(operation: str) -> bool:
-    """Return whether rank 0 makes this call alone; see ``is_solo_call``.
+    """Return whether rank 0 makes this call alone; a rank that makes it too gets the same answer.
+
+    Args:
+        operation: the call, for errors: ``"save_state"``.
 
     Raises:
         CheckpointPeerError: rank 0 is elsewhere, a rank failed, or the timeout of the group passed.
     """
+    global _detector
+    watch = watchdog.current()
+    if watch is None:
+        return False
+    if _detector is None or _detector.watchdog is not watch:
+        _detector = SoloCallDetector(watch)
     try:
-        return is_solo_call(operation)
+        return _detector.is_solo(operation, find_call_site(inspect.currentframe()))
     except CollectiveError as error:
         raise CheckpointPeerError.from_collective(error) from error.__cause__
+
+
+class SoloCallDetector:
+    """Finds out which ranks make a call that rank 0 may make alone.
+
+    Args:
+        watch: the watchdog of this rank; its store carries the answers.
+    """
+
+    def __init__(self, watch: watchdog.Watchdog) -> None:
+        self.watchdog, self.rank, self.size = watch, watch.rank, watch.size
+        self._store = watch.store.open_prefix("solo_call")
+        self._joint_calls = 0
+        # By rank, with those that not all ranks made: rank 0 counts those of the others, they their own.
+        self._calls = dict.fromkeys([self.rank] if self.rank else range(1, self.size), 0)
+
+    def is_solo(self, operation: str, site: CallSite) -> bool:
+        """Return whether not all ranks make this call."""
+        # The exchanges are counted by calls that all ranks make, so this one is not.
+        self.watchdog.active_call = operation, site
+        try:
+            return self._wait_for_peers() if self.rank == 0 else self._wait_for_rank0(operation)
+        finally:
+            self.watchdog.active_call = None
+
+    def _wait_for_peers(self) -> bool:
+        keys = {f"at/{rank}/{calls}": rank for rank, calls in self._calls.items()}
+        until = time.monotonic() + self.watchdog.timeout
+        # Rank 0 alone asks for all, so its intervals do not grow as much as those of the others.
+        interval, missing_keys = _CHECK_INTERVAL * min(10.0, self._store.pace), list(keys)
+        while not self._store.wait(missing_keys, interval):
+            self.watchdog.check_store_wait(until)
+            missing_keys = self._store.find_missing(missing_keys)
+            missing = [keys[key] for key in missing_keys]
+            if missing and len(self.watchdog.find_ahead(missing)) == len(missing):
+                for rank in [rank for rank in keys.values() if rank not in missing]:
+                    self._store.put(f"solo/{rank}/{self._calls[rank]}", "")
+                    self._calls[rank] += 1
+                return True
+        self._store.put(f"joint/{self._joint_calls}", "")
+        # Every rank has read the answer before, since it has made this call.
+        self._store.delete(f"joint/{self._joint_calls - 1}")
+        self._joint_calls += 1
+        self._calls = {rank: calls + 1 for rank, calls in self._calls.items()}
+        return False
+
+    def _wait_for_rank0(self, operation: str) -> bool:
+        own = f"{self.rank}/{self._calls[self.rank]}"
+        joint, solo = f"joint/{self._joint_calls}", f"solo/{own}"
+        self._store.put(f"at/{own}", "")
+        self._calls[self.rank] += 1
+        until = time.monotonic() + self.watchdog.timeout
+        interval = _CHECK_INTERVAL * self._store.pace
+        try:
+            while not self._store.wait([joint], interval, lambda: self.watchdog.check_wait(until)):
+                # Rank 0 answers before it goes on, so look where it is first.
+                is_ahead = bool(self.watchdog.find_ahead([0]))
+                if self._store.has(solo):
+                    self._store.delete(solo)
+                    return True
+                if is_ahead and not self._store.has(joint):
+                    raise CollectiveError(
+                        f"rank {self.rank} called {operation}, rank 0 did not",
+                        why=self.watchdog.peers.describe([0]),
+                        fix="call it on every rank, or under `if accelerator.is_main_process`",
+                    )
+                self.watchdog.check_store_wait(until)
+        finally:
+            self._store.delete(f"at/{own}")
+        self._joint_calls += 1
+        return False
+
+
+_detector: SoloCallDetector | None = None
 
 
 class BackgroundSaveError(CheckpointError):
