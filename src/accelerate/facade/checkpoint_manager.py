@@ -218,8 +218,8 @@ class CheckpointManager:
                 name = f"the learning rate of group {number} of the {type(optimizer.optimizer).__name__}"
                 local[name] = repr(group.get("lr"))
         try:
-            digests = collective.all_gather_object(crc32(repr(local).encode()), "save_state", label=action)
-            if len(set(digests)) > 1:
+            digest = crc32(repr(local).encode())
+            if collective.combine_objects(digest, lambda all_: len(set(all_)) > 1, "save_state", action):
                 by_rank = collective.all_gather_object(local, "save_state", label=action)
                 if self.world.is_main:
                     warn_user(_describe_drift(by_rank))

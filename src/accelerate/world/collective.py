@@ -73,7 +73,7 @@ def barrier() -> None:
         world.hardware.synchronize()
     channel = control_channel.channel()
     with channel.lock:
-        channel.exchange("wait_for_everyone", 0, b"", 0, _write_nothing)
+        channel.exchange("wait_for_everyone")
 
 
 def gather(tensor: T) -> T:
@@ -228,21 +228,15 @@ def _send_object(
     label: str = "",
 ) -> GatheredControlMessages:
     """Exchange pickled values, those of all ranks or of rank ``source``; with ``merge`` rank 0 gets them."""
-    exchange = functools.partial(
-        channel.exchange, operation, 0, any_size=True, source=source, merge=merge, label=label
-    )
+    exchange = functools.partial(channel.exchange, operation, source=source, merge=merge, label=label)
     try:
         data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL) if source in (None, channel.rank) else b""
     except Exception as error:
         # User classes may raise anything; the other ranks must not wait.
         why = f"{type(error).__name__}: {error}"[:1000].encode()
-        exchange(why, 0, _write_nothing)
+        exchange(description=why, data=b"")
         raise
-
-    def fill(message: bytearray, start: int) -> None:
-        message[start : start + len(data)] = data
-
-    messages = exchange(b"", len(data), fill)
+    messages = exchange(data=data)
     problem = next((rank for rank, text in enumerate(messages.descriptions) if text), None)
     if problem is not None:
         raise CollectiveError(
@@ -250,10 +244,6 @@ def _send_object(
             why=messages.descriptions[problem].decode(),
         )
     return messages
-
-
-def _write_nothing(message: bytearray, start: int) -> None:
-    """Write no values."""
 
 
 def broadcast(tensor: T, from_process: int = 0) -> T:

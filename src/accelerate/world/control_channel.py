@@ -92,9 +92,9 @@ class ControlMessage(NamedTuple):
         structure: digest of the structure of the values.
         description: dtypes and shapes, or other data that the operation needs from each rank.
         value_size: bytes of values, ``NOT_ON_HOST`` when they are not in host memory.
-        fill: writes the values into a buffer, from an offset on.
+        fill: writes the values into a buffer; None where there are none, or
+        data: they are these bytes: they go inline, however many they are, and differ between ranks.
         kind: which values are sent, as a number; it must be the same on all ranks.
-        any_size: the values go inline, however large they are, and their sizes differ between ranks.
         source: the only rank that sends its values; None where all do.
     """
 
@@ -103,13 +103,13 @@ class ControlMessage(NamedTuple):
     structure: int
     description: bytes
     value_size: int
-    fill: Callable[[bytearray, int], None]
+    fill: Callable[[bytearray], None] | None
+    data: bytes | None
     kind: int
-    any_size: bool
     source: int | None
 
     def encode(self, rank: int, limit: int, *, full: bool = False) -> tuple[bytes, bytearray]:
-        """Return the header and the values that a rank sends; values of any size follow their length.
+        """Return the header and the values that a rank sends; ``data`` follows its length.
 
         Args:
             rank: the rank of this process.
@@ -119,16 +119,17 @@ class ControlMessage(NamedTuple):
         description, length = self.description, len(self.description)
         if not full and length > MAX_DESCRIPTION_SIZE:
             description = hashlib.blake2b(description, digest_size=32).digest()
-        size = 0 if self.any_size else self.value_size
+        size = self.value_size if self.data is None else 0
         header = _HEADER.pack(self.label, self.code, self.structure, self.kind, length, size) + description
         if self.source not in (None, rank):
             return header, bytearray()
-        start = _LENGTH.size if self.any_size else 0
-        values = bytearray(start + (self.value_size if 0 < self.value_size <= limit else 0))
-        if self.any_size:
-            _LENGTH.pack_into(values, 0, self.value_size)
-        if len(values) > start:
-            self.fill(values, start)
+        if self.data is not None:
+            values = bytearray(_LENGTH.pack(self.value_size))
+            values += self.data if self.value_size <= limit else b""
+            return header, values
+        values = bytearray(self.value_size if 0 < self.value_size <= limit else 0)
+        if values and self.fill is not None:
+            self.fill(values)
         return header, values
 
 
@@ -201,9 +202,9 @@ def read_tree(
     same = len(set(structures)) == 1 and len(set(descriptions)) == 1
     senders = range(size) if message.source is None else (message.source,)
     offsets: Sequence[int]
-    if message.any_size and answer.is_merged:
+    if message.data is not None and answer.is_merged:
         return GatheredControlMessages(descriptions, structures, same, True, buffer, (), (), True)
-    if message.any_size:
+    if message.data is not None:
         sizes, offsets, place = [0] * size, [0] * size, 0
         for rank in senders:
             (sizes[rank],) = _LENGTH.unpack_from(buffer, place)
@@ -258,12 +259,12 @@ class ControlChannel:
     def exchange(
         self,
         operation: str,
-        structure: int,
-        description: bytes,
-        value_size: int,
-        fill: Callable[[bytearray, int], None],
+        structure: int = 0,
+        description: bytes = b"",
+        value_size: int = 0,
+        fill: Callable[[bytearray], None] | None = None,
         *,
-        any_size: bool = False,
+        data: bytes | None = None,
         source: int | None = None,
         merge: Merge | None = None,
         label: str = "",
@@ -275,11 +276,11 @@ class ControlChannel:
             structure: digest of the structure of the values.
             description: dtypes and shapes, or other data that the operation needs from each rank.
             value_size: bytes of values, ``NOT_ON_HOST`` when they are not in host memory.
-            fill: writes the values into a message, from an offset on.
-            any_size: send the values inline, however large they are.
+            fill: writes the values into a buffer.
+            data: the values in place of these two; they go inline, however many bytes they are.
             source: the only rank whose values are sent; all ranks pass the same.
             merge: makes of the values of all ranks what the ranks need of them; rank 0 may apply it for all.
-                Values of any size go to rank 0 alone then, which does.
+                ``data`` goes to rank 0 alone then, which does.
             label: shown in error texts in place of the operation; it may differ between ranks.
 
         Raises:
@@ -295,13 +296,13 @@ class ControlChannel:
             zlib.crc32(operation.encode()),
             structure,
             description,
-            value_size,
+            value_size if data is None else len(data),
             fill,
-            any_size + (0 if source is None else 2 * (source + 1)),
-            any_size,
+            data,
+            (data is not None) + (0 if source is None else 2 * (source + 1)),
             source,
         )
-        on_rank0 = any_size and merge is not None
+        on_rank0 = data is not None and merge is not None
         limit = sys.maxsize if on_rank0 else MAX_TREE_VALUES // (self.size if source is None else 1)
 
         def merge_values(answer: TreeMessage) -> TreeMessage:
@@ -334,21 +335,21 @@ class ControlChannel:
             self.watchdog.earlier_call_sites = ""
         self.watchdog.active_call = None
         messages = read_tree(message, answer, headers, self.size, limit)
-        if message.any_size and not messages.inline:
-            return self._gather_large_objects(operation, message, messages)
+        if data is not None and not messages.inline:
+            return self._gather_large_objects(operation, data, source, messages)
         return messages
 
     def _gather_large_objects(
-        self, operation: str, message: ControlMessage, messages: GatheredControlMessages
+        self, operation: str, data: bytes, source: int | None, messages: GatheredControlMessages
     ) -> GatheredControlMessages:
-        """Transfer values of any size which the tree does not carry; all ranks know their sizes."""
-        longest, sends = max(messages.sizes), message.source in (None, self.rank)
+        """Transfer bytes which the tree does not carry; all ranks know their sizes."""
+        longest = max(messages.sizes)
         send_buffer = bytearray(longest)
-        if sends and message.value_size:
-            message.fill(send_buffer, 0)
+        if source in (None, self.rank):
+            send_buffer[: len(data)] = data
         row = torch.frombuffer(send_buffer, dtype=torch.uint8)
-        if message.source is not None:
-            self.broadcast(row, message.source, operation)
+        if source is not None:
+            self.broadcast(row, source, operation)
             return messages._replace(buffer=send_buffer, offsets=[0] * self.size, inline=True)
         buffer = bytearray(longest * self.size)
         self.all_gather(torch.frombuffer(buffer, dtype=torch.uint8), row, operation)

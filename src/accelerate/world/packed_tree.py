@@ -169,7 +169,8 @@ class PackedTree:
             for path, leaf in described
         ]
 
-    def _fill(self, message: bytearray, start: int) -> None:
+    def _fill(self, message: bytearray) -> None:
+        start = 0
         for leaf in self.leaves:
             count = leaf.numel()
             if count:
@@ -269,13 +270,8 @@ class PackedTree:
         """Return the error for different structures; one more exchange finds where they differ."""
         leaf_kinds = [(path, "a tensor" if isinstance(leaf, torch.Tensor) else f"{type(leaf).__name__}")
                       for path, leaf in tree.iterate_leaves(self.data)]  # fmt: skip
-        text = pickle.dumps(leaf_kinds)
-
-        def fill(message: bytearray, start: int) -> None:
-            message[start : start + len(text)] = text
-
         messages = self.channel.exchange(
-            f"{self.operation}, structure", 0, b"", len(text), fill, any_size=True, label=self.operation
+            f"{self.operation}, structure", data=pickle.dumps(leaf_kinds), label=self.operation
         )
         descriptions = [dict(pickle.loads(messages.body(rank))) for rank in range(self.channel.size)]
         paths = dict.fromkeys(path for description in descriptions for path in description)
