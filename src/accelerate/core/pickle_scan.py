@@ -42,18 +42,21 @@ _LEGACY_PICKLES = (
     5  # before torch 1.6: magic number, protocol, system, object, keys of storages; then raw data
 )
 
-# Constructors that read all of an argument; functions whose results are not the pickle's own.
-_CONTAINERS = {
-    *(b"list", b"tuple", b"set", b"frozenset", b"dict", b"bytes", b"bytearray"),
-    *(b"deque", b"Counter", b"OrderedDict", b"defaultdict", b"Size"),
-}
-_LOOKUPS = {b"_MEM_FORMAT_ENCODING", b"MEM_FORMAT_ENCODING", b"_get_layout", b"encode"}
-
 # [size, depth, kind]: the objects in it, shared ones each time; the levels; and one of the kinds below.
 # A kind under zero is a text: ``~kind`` is the position of its opcode.
 _Shape = list[int]
 _PLAIN, _NAME, _CONTAINER_NAME, _LOOKUP_NAME, _INSTANCE, _HOLDS_INSTANCE = range(6)
 _LEAF: _Shape = [1, 0, _PLAIN]
+# Constructors that read all of an argument; functions whose results are not the pickle's own.
+_CONTAINERS = (
+    *(b"list", b"tuple", b"set", b"frozenset", b"dict", b"bytes", b"bytearray"),
+    *(b"deque", b"Counter", b"OrderedDict", b"defaultdict", b"Size"),
+)
+_LOOKUPS = b"_MEM_FORMAT_ENCODING", b"MEM_FORMAT_ENCODING", b"_get_layout", b"encode"
+_KIND_OF_NAME = {
+    **dict.fromkeys(_CONTAINERS, _CONTAINER_NAME),
+    **dict.fromkeys(_LOOKUPS, _LOOKUP_NAME),
+}
 
 # By opcode: the bytes after it; the bytes of the length after it, for texts and for others; and for the memo,
 # the bytes of the number after it.
@@ -235,12 +238,11 @@ class _Machine:
                 at += 1 + _SKIPPED[code]
             elif code in _ACTIONS:
                 self.at = at
-                count, action = _ACTIONS[code]
-                self._apply(action, self._take_items(count))
+                self._apply(*_ACTIONS[code])
                 at += 1
             elif code == _GLOBAL:
                 module, name, _ = data[at + 1 : at + _LONGEST_NAME].split(b"\n", 2)
-                self._push_name(name)
+                stack.append([1, 0, _KIND_OF_NAME.get(name, _NAME)])
                 at += len(module) + len(name) + 3
             else:
                 raise RefusedPickleError(f"Unsupported operand {code}")
@@ -250,18 +252,14 @@ class _Machine:
         if self.steps > _FREE_STEPS + _STEPS_PER_BYTE * size:
             raise RefusedPickleError(f"its {size:,} bytes take {self.steps:,} steps to build")
 
-    def _take_items(self, count: int) -> list[_Shape]:
-        """Take the last items off the stack; those since the last mark for ``_MARKED``."""
-        at = self.marks.pop() if count == _MARKED else len(self.stack) - count
-        if at < 0:
-            raise IndexError
-        items = self.stack[at:]
-        del self.stack[at:]
-        return items
-
-    def _apply(self, action: str, items: list[_Shape]) -> None:
-        """Do what an opcode does with items that are off the stack."""
+    def _apply(self, count: int, action: str) -> None:
+        """Do what an opcode does with the last items of the stack, those since a mark for ``_MARKED``."""
         stack = self.stack
+        first = self.marks.pop() if count == _MARKED else len(stack) - count
+        if first < 0:
+            raise IndexError
+        items = stack[first:]
+        del stack[first:]
         if action == "call":
             kind = stack[-1][2]
             if kind == _CONTAINER_NAME and items[0][2] in (_HOLDS_INSTANCE, _INSTANCE):
@@ -280,7 +278,8 @@ class _Machine:
             at = ~items[1][2]
             width = _TEXT[self.data[at]]
             length = _number(self.data, at + 1, width)
-            self._push_name(self.data[at + 1 + width : at + 1 + width + length])
+            name = self.data[at + 1 + width : at + 1 + width + length]
+            stack.append([1, 0, _KIND_OF_NAME.get(name, _NAME)])
         if action not in ("storage", "name", "drop"):
             size, depth, _ = shape = stack[-1]
             for item_size, item_depth, _ in items:
@@ -292,10 +291,6 @@ class _Machine:
             shape[0], shape[1] = min(size, _MOST), depth
         if action not in ("tuple", "fill"):
             self.steps += sum([item[0] for item in (items[::2] if action == "set items" else items)])
-
-    def _push_name(self, name: bytes) -> None:
-        kind = _CONTAINER_NAME if name in _CONTAINERS else _LOOKUP_NAME if name in _LOOKUPS else _NAME
-        self.stack.append([1, 0, kind])
 
 
 def _number(data: bytes | mmap.mmap, at: int, width: int) -> int:
