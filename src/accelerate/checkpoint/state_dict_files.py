@@ -48,9 +48,9 @@ def find_ties(state: Mapping[str, Any]) -> dict[str, str]:
             continue
         if value.layout is not torch.strided:
             continue
-        bits = value.is_conj(), value.is_neg()
-        key = (value.device, _address(value), value.dtype, tuple(value.shape), value.stride(), bits)
-        if not _address(value):  # a DTensor has none, and is tied only where it is the same object
+        bits, address = (value.is_conj(), value.is_neg()), _address(value)
+        key = (value.device, address, value.dtype, tuple(value.shape), value.stride(), bits)
+        if not address:  # a DTensor has none, and is tied only where it is the same object
             key = (id(value),)
         owner = first.setdefault(key, name)
         if owner != name:
@@ -334,8 +334,6 @@ def match_names(names: Collection[str], others: Collection[str]) -> dict[str, st
 
 def find_untied(aliases: Mapping[str, str], model_state: Mapping[str, Any]) -> dict[str, str]:
     """Return those ``aliases`` of a file that are tensors of their own in the model."""
-    if not aliases:
-        return {}
     # A name without a tensor is held by another rank, which knows whether it is tied.
     held = [name for name, value in model_state.items() if value is not None]
     names = match_names(dict.fromkeys((*aliases, *aliases.values())), held)
@@ -483,9 +481,20 @@ def describe_optimizer(
             f"it holds groups of {list_names(map(str, saved))} parameters, and the optimizer has groups of "
             f"{list_names(map(str, sizes))}"
         )
-    return describe_other_class(optimizer, state["param_groups"], saved_class) or _describe_shapes(
-        optimizer, state, shapes
-    )
+    other_class = describe_other_class(optimizer, state["param_groups"], saved_class)
+    kind = type(optimizer)
+    has_params_shapes = kind.__module__.startswith("torch.optim") and kind.__name__ not in _OTHER_SHAPES
+    if other_class or shapes is None or not has_params_shapes:
+        return other_class
+    keys = [key for group in state["param_groups"] for key in group["params"]]
+    for number, (key, shape) in enumerate(zip(keys, shapes, strict=True)):
+        for name, value in state["state"].get(key, {}).items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape != shape:
+                return (
+                    f"{name} of its parameter {number} has the shape {tuple(value.shape)}, and the "
+                    f"parameter {tuple(shape)}"
+                )
+    return ""
 
 
 def describe_other_class(
@@ -511,21 +520,4 @@ def describe_other_class(
                 f"({list_names(surplus) or 'the same options'}), and the optimizer is {own_class.__name__} "
                 f"({list_names(lacking) or 'the same options'})"
             )
-    return ""
-
-
-def _describe_shapes(
-    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], shapes: Sequence[torch.Size] | None
-) -> str:
-    kind = type(optimizer)
-    if shapes is None or not kind.__module__.startswith("torch.optim") or kind.__name__ in _OTHER_SHAPES:
-        return ""
-    saved = [key for group in state["param_groups"] for key in group["params"]]
-    for number, (key, shape) in enumerate(zip(saved, shapes, strict=True)):
-        for name, value in state["state"].get(key, {}).items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape != shape:
-                return (
-                    f"{name} of its parameter {number} has the shape {tuple(value.shape)}, and the "
-                    f"parameter {tuple(shape)}"
-                )
     return ""

@@ -241,7 +241,8 @@ class TrainingStateReader:
         template = (
             model.template() if isinstance(model, StatefulAdapter) and model.template else model.state_dict()
         )
-        for alias, name in state_dict_files.find_untied(aliases, template).items():
+        untied = state_dict_files.find_untied(aliases, template) if aliases else {}
+        for alias, name in untied.items():
             self.notes.append(f"{path.name} has {alias} tied to {name}; in this model they are two tensors")
         state = state_dict_files.fit_names(state, aliases, template)
         load = partial(file_reads.load_from_mapped, files, model.load_state_dict, state)
@@ -264,7 +265,8 @@ class TrainingStateReader:
         options = dict(self.model_kwargs) if self.strict else {"strict": False, **self.model_kwargs}
         strict = options.get("strict", True)
         missing, surplus, shapes = model_differences(state, template)
-        why = describe_model(missing, surplus, shapes, strict=strict)
+        differs = missing or surplus or shapes
+        why = describe_model(missing, surplus, shapes, strict=strict) if differs else ""
         adapted = isinstance(item, StatefulAdapter)
         if why and not converts_states(item.module if adapted else item):
             raise _refusal(action, why)
