@@ -115,6 +115,8 @@ def test_a_state_of_another_dtype_takes_new_memory(saved: Any, tmp_path: Path) -
 def test_a_file_that_ends_early_is_an_error(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut by somebody between its verification and the read."""
     accelerator, _, _, folder, _ = saved
-    monkeypatch.setattr("accelerate.checkpoint.read_plan.read_at", lambda number, view, offset: len(view) - 1)
+    monkeypatch.setattr(
+        "accelerate.checkpoint.mapped_state.read_at", lambda number, view, offset: len(view) - 1
+    )
     with pytest.raises(CheckpointError, match=r"(?s)optimizer\.bin.*ends before"):
         accelerator.load_state(folder)

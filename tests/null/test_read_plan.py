@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accelerate.checkpoint.dcp_files import FileSlice, TensorLocator
-from accelerate.checkpoint.read_plan import ReadPlan, TensorLocation
+from accelerate.checkpoint.file_reads import ReadPlan, TensorLocation
 from accelerate.core.errors import CheckpointError
 
 LARGE = torch.arange(3_000_000.0).view(1500, 2000)  # several parts of 4 MiB

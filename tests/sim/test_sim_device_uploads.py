@@ -16,8 +16,7 @@ from torch import nn
 from accelerate import Accelerator, init_empty_weights, load_checkpoint_in_model
 from accelerate import device as devices
 from accelerate.checkpoint import file_reads
-from accelerate.checkpoint.file_reads import DeviceUploads
-from accelerate.checkpoint.read_plan import ReadPlan
+from accelerate.checkpoint.file_reads import DeviceUploads, ReadPlan
 from accelerate.core.errors import CheckpointError
 from accelerate.device.base import Device
 from tests.null.test_read_plan import LARGE, locate, put

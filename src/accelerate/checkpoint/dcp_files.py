@@ -40,9 +40,9 @@ from torch.distributed.tensor import DTensor
 
 from accelerate.checkpoint import layout, torch_files
 from accelerate.checkpoint.file_access import CheckpointNotFoundError, MissingFileError, file_errors
-from accelerate.checkpoint.file_reads import FileRangeReader, LazyTensor
+from accelerate.checkpoint.file_reads import FileRangeReader, ReadPlan, TensorLocation
 from accelerate.checkpoint.layout import ManifestEntry
-from accelerate.checkpoint.read_plan import ReadPlan, TensorLocation
+from accelerate.checkpoint.model_tensors import LazyTensor
 from accelerate.core.errors import CheckpointError
 from accelerate.core.pickle_scan import paused_gc, scan_pickle
 

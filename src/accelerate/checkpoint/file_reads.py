@@ -4,8 +4,8 @@ What is loaded must not depend on its file any more: a mapped file that is chang
 later, would change or end the training. And it must not be in memory twice. So torch files are read through
 ``FileRangeReader``, which torch lets fill the memory of each tensor; tensors of safetensors files, which
 are mapped and not touched, are read into the tensor that takes them, or uploaded to its device, see
-``FileReadTorchFunctionMode``; and shards by a ``ReadPlan`` (``read_plan.py``), which knows where in a file
-the values of each tensor are.
+``FileReadTorchFunctionMode``; and shards by a ``ReadPlan``, which knows where in a file the values of each
+tensor are.
 
 Weights for inference stay mapped, and privately: nothing is read before a page is touched, what is written
 goes to memory of this process, page by page, and nothing is ever written back. Who replaces the file by
@@ -27,7 +27,6 @@ Transfers with Computation".
 from __future__ import annotations
 
 import io
-import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -309,92 +308,6 @@ class FileRegion:
         return self.offset % dtype.itemsize == 0
 
 
-class MappedFiles:
-    """Memory-mapped files, each mapped once; tensors keep them mapped."""
-
-    def __init__(self) -> None:
-        self._files: dict[Path, Any] = {}
-
-    def tensor(self, region: FileRegion, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor mapped from the file.
-
-        Each one has a storage of its own, so no two of them seem to be tied.
-
-        Raises:
-            CheckpointError: the file cannot be mapped.
-        """
-        if shape.numel() == 0:
-            return torch.empty(shape, dtype=dtype)
-        tensor: Any = torch.empty(0, dtype=dtype)
-        span = shape.numel()
-        if region.stride is not None:
-            span = 1 + sum((n - 1) * s for n, s in zip(shape, region.stride, strict=True))
-        with file_errors("map", region.path):
-            if region.path not in self._files:
-                size = region.path.stat().st_size
-                self._files[region.path] = torch.UntypedStorage.from_file(str(region.path), False, size)
-            whole = self._files[region.path]
-            storage: Any = whole[region.offset : region.offset + span * dtype.itemsize]
-            if region.stride is None:
-                return tensor.set_(storage, 0, shape)
-            return tensor.set_(storage, 0, shape, region.stride)
-
-
-@dataclass(frozen=True)
-class LazyTensor:
-    """A saved tensor that is not read yet.
-
-    Attributes:
-        shape, dtype: its own.
-        file_ranges: (file, offset, bytes) of its values; equal for tied tensors.
-        read: gives it, on the CPU.
-        region: where it can be mapped; None if it must be read.
-        layout: of a sparse tensor its own, which can only be read.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    file_ranges: tuple[tuple[str, int, int], ...]
-    read: Callable[[], torch.Tensor]
-    region: FileRegion | None = None
-    layout: torch.layout = torch.strided
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that the tensor takes."""
-        return self.numel() * self.dtype.itemsize
-
-    def numel(self) -> int:
-        """Return the number of elements."""
-        return math.prod(self.shape)
-
-    def element_size(self) -> int:
-        """Return the bytes of one element."""
-        return self.dtype.itemsize
-
-    def detach(self) -> torch.Tensor:
-        """Read the tensor: so a writer, which calls this once, can use it like a tensor."""
-        return self.read()
-
-
-class SavedTensors(dict[str, LazyTensor]):
-    """The lazy tensors of files by all their names, and what torch files say beside them.
-
-    Attributes:
-        objects: name of a value that is no tensor -> the function that reads it.
-        metadata: path of a module -> what its state dict notes of it, such as its version.
-    """
-
-    def __init__(
-        self,
-        tensors: Mapping[str, LazyTensor],
-        objects: Mapping[str, Callable[[], Any]] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(tensors)
-        self.objects, self.metadata = dict(objects or {}), dict(metadata or {})
-
-
 BLOCK = 64 * 2**20  # bytes of pinned memory that are filled at once
 BLOCKS = 3  # one is read into, one is copied from, and one waits between the two
 _ALIGNMENT = 512  # bytes between the starts of two pieces: a multiple of every dtype's size
@@ -547,3 +460,83 @@ class DeviceUploads:
         if target.device not in self._uploaders:
             self._uploaders[target.device] = DeviceUploader(target.device)
         self._uploaders[target.device].add(region, dtype, target)
+
+
+@dataclass(frozen=True)
+class TensorLocation:
+    """The position of a tensor's values in a file.
+
+    Attributes:
+        path: the file they are in.
+        start: of the tensor's storage, in bytes.
+        meta_tensor: the tensor on the meta device.
+    """
+
+    path: Path
+    start: int
+    meta_tensor: torch.Tensor
+
+
+@dataclass
+class ReadPlan:
+    """The reads of a load, and the tensors that they fill; nothing is read before ``run``.
+
+    Attributes:
+        direct_reads: (file, position, memory that it fills).
+        upload_reads: (position in a file, tensor of a device that it fills).
+        fallback_reads: functions that read what cannot be read straight.
+        written_tensors: tensors of the host that get new values.
+        device_uploads: runs the reads of devices.
+    """
+
+    direct_reads: list[tuple[Path, int, memoryview]] = field(default_factory=list)
+    upload_reads: list[tuple[FileRegion, torch.Tensor]] = field(default_factory=list)
+    fallback_reads: list[Callable[[], None]] = field(default_factory=list)
+    written_tensors: list[torch.Tensor] = field(default_factory=list)
+    device_uploads: DeviceUploads = field(default_factory=DeviceUploads)
+
+    def add(self, location: TensorLocation, source: torch.Tensor, target: torch.Tensor) -> bool:
+        """Plan to fill ``target`` straight from a file; return False if that would not give the same bytes.
+
+        Args:
+            location: the position of the values.
+            source: a view of ``location.meta_tensor``: which of them.
+            target: of its shape.
+        """
+        fits = source.is_contiguous() and target.dtype == source.dtype
+        if not fits or source.is_conj() or source.is_neg() or source.is_quantized:
+            return False
+        at = location.start + int(source.storage_offset()) * source.element_size()
+        if not is_plain(target):
+            region = FileRegion(location.path, at)
+            accepts = is_plain(target, target.device) and self.device_uploads.accepts(region, target.device)
+            if accepts:
+                self.upload_reads.append((region, target))
+            return accepts
+        view = memory_of(target)
+        for first in range(0, len(view), CHUNK):
+            self.direct_reads.append((location.path, at + first, view[first : first + CHUNK]))
+        self.written_tensors.append(target)
+        return True
+
+    def run(self) -> None:
+        """Run all reads.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        if len(self.direct_reads) > 1:
+            with ThreadPoolExecutor(usable_cores(), "read") as pool:
+                for _ in pool.map(run_read, self.direct_reads):
+                    pass
+        else:
+            for job in self.direct_reads:
+                run_read(job)
+        if self.upload_reads:
+            with self.device_uploads:
+                for region, target in self.upload_reads:
+                    self.device_uploads.add(region, target.dtype, target)
+        for function in self.fallback_reads:
+            function()
+        for tensor in self.written_tensors:
+            torch.autograd.graph.increment_version(tensor)

@@ -27,7 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from accelerate.checkpoint import layout, state_dict_files, torch_files
 from accelerate.checkpoint.file_access import CheckpointNotFoundError, MissingFileError, file_errors
-from accelerate.checkpoint.file_reads import FileRegion, LazyTensor, SavedTensors
+from accelerate.checkpoint.file_reads import FileRegion
+from accelerate.checkpoint.model_tensors import LazyTensor, SavedTensors
 from accelerate.core.errors import AccelerateError, CheckpointError
 from accelerate.world import collective
 

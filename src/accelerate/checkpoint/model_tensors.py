@@ -1,4 +1,4 @@
-"""The tensors of a model as weights are loaded into them, and the modules that load their state themselves.
+"""The tensors of files, those of a model that take them, and the modules that load their state themselves.
 
 By a ``_load_from_state_dict`` or hooks of their own some modules read scales of quantised weights, formats
 and extra state, rename keys, or convert values of older versions. Such a module is loaded by torch's own
@@ -9,6 +9,7 @@ for it than its parameters and buffers.
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from accelerate.checkpoint.file_reads import LazyTensor, SavedTensors
+from accelerate.checkpoint.file_reads import FileRegion
 from accelerate.checkpoint.state_dict_files import (
     canonical_name,
     canonical_names,
@@ -32,6 +33,61 @@ from accelerate.core.errors import CheckpointError
 
 class WeightsMismatchError(CheckpointError, ValueError):
     """The weights of a file do not fit a model (a ValueError too, as in the public package)."""
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A saved tensor that is not read yet.
+
+    Attributes:
+        shape, dtype: its own.
+        file_ranges: (file, offset, bytes) of its values; equal for tied tensors.
+        read: gives it, on the CPU.
+        region: where it can be mapped; None if it must be read.
+        layout: of a sparse tensor its own, which can only be read.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    file_ranges: tuple[tuple[str, int, int], ...]
+    read: Callable[[], torch.Tensor]
+    region: FileRegion | None = None
+    layout: torch.layout = torch.strided
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the tensor takes."""
+        return self.numel() * self.dtype.itemsize
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        """Return the bytes of one element."""
+        return self.dtype.itemsize
+
+    def detach(self) -> torch.Tensor:
+        """Read the tensor: so a writer, which calls this once, can use it like a tensor."""
+        return self.read()
+
+
+class SavedTensors(dict[str, LazyTensor]):
+    """The lazy tensors of files by all their names, and what torch files say beside them.
+
+    Attributes:
+        objects: name of a value that is no tensor -> the function that reads it.
+        metadata: path of a module -> what its state dict notes of it, such as its version.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, LazyTensor],
+        objects: Mapping[str, Callable[[], Any]] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(tensors)
+        self.objects, self.metadata = dict(objects or {}), dict(metadata or {})
 
 
 @dataclass(eq=False)

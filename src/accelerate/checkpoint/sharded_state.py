@@ -35,8 +35,8 @@ from accelerate.checkpoint.dcp_files import (
     optimizer_entries,
     read_nested,
 )
+from accelerate.checkpoint.file_reads import ReadPlan
 from accelerate.checkpoint.layout import CheckpointLoadContext, ManifestEntry
-from accelerate.checkpoint.read_plan import ReadPlan
 from accelerate.checkpoint.state_dict_files import describe_other_class, list_names
 from accelerate.core.errors import CheckpointError
 

@@ -21,7 +21,6 @@ import torch
 from accelerate.checkpoint import checkpoint_maintenance, layout, lazy_weights, state_dict_files, torch_files
 from accelerate.checkpoint.discovery import CheckpointCandidate
 from accelerate.checkpoint.file_access import file_errors
-from accelerate.checkpoint.file_reads import LazyTensor
 from accelerate.checkpoint.lazy_weights import (
     LazyWeights,
     cast_to,
@@ -30,6 +29,7 @@ from accelerate.checkpoint.lazy_weights import (
     group_ties,
     open_weights,
 )
+from accelerate.checkpoint.model_tensors import LazyTensor
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.save_lock import LocalSaveLock
 from accelerate.checkpoint.state_dict_files import (

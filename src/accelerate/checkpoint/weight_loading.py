@@ -19,9 +19,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from accelerate.checkpoint.file_reads import DeviceUploads, FileRegion, LazyTensor, MappedFiles, SavedTensors
+from accelerate.checkpoint.file_access import file_errors
+from accelerate.checkpoint.file_reads import DeviceUploads, FileRegion
 from accelerate.checkpoint.model_tensors import (
+    LazyTensor,
     ModelTensor,
+    SavedTensors,
     WeightsMismatchError,
     assign_tensor,
     convert_memory,
@@ -53,6 +56,37 @@ class MismatchedKeys(NamedTuple):
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+
+
+class MappedFiles:
+    """Memory-mapped files, each mapped once; tensors keep them mapped."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, Any] = {}
+
+    def tensor(self, region: FileRegion, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor mapped from the file.
+
+        Each one has a storage of its own, so no two of them seem to be tied.
+
+        Raises:
+            CheckpointError: the file cannot be mapped.
+        """
+        if shape.numel() == 0:
+            return torch.empty(shape, dtype=dtype)
+        tensor: Any = torch.empty(0, dtype=dtype)
+        span = shape.numel()
+        if region.stride is not None:
+            span = 1 + sum((n - 1) * s for n, s in zip(shape, region.stride, strict=True))
+        with file_errors("map", region.path):
+            if region.path not in self._files:
+                size = region.path.stat().st_size
+                self._files[region.path] = torch.UntypedStorage.from_file(str(region.path), False, size)
+            whole = self._files[region.path]
+            storage: Any = whole[region.offset : region.offset + span * dtype.itemsize]
+            if region.stride is None:
+                return tensor.set_(storage, 0, shape)
+            return tensor.set_(storage, 0, shape, region.stride)
 
 
 class WeightPlacer(Protocol):

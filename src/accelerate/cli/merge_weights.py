@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from accelerate.checkpoint.file_reads import LazyTensor
+    from accelerate.checkpoint.model_tensors import LazyTensor
 
 description = "Joins the parts of a model that was saved sharded: model.safetensors, or shards with an index."
 _HELP = {

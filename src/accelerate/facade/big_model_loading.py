@@ -17,11 +17,13 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 from torch import nn
 
-from accelerate.checkpoint.file_reads import DeviceUploads, FileRegion, LazyTensor, MappedFiles
+from accelerate.checkpoint.file_reads import DeviceUploads, FileRegion
 from accelerate.checkpoint.lazy_weights import open_weights, weights_from_rank0
+from accelerate.checkpoint.model_tensors import LazyTensor
 from accelerate.checkpoint.state_dict_files import as_dtype, is_distributed
 from accelerate.checkpoint.weight_loading import (
     CurrentDeviceWeightPlacer,
+    MappedFiles,
     MismatchedKeys,
     ModelTensor,
     TensorMatch,

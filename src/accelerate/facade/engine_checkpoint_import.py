@@ -17,7 +17,7 @@ from accelerate.strategy import STRATEGIES
 from accelerate.strategy.base import DataSharding, EngineStrategy
 
 if TYPE_CHECKING:
-    from accelerate.checkpoint.file_reads import LazyTensor
+    from accelerate.checkpoint.model_tensors import LazyTensor
     from accelerate.strategy.base import EngineCheckpoint, Strategy
 
 
@@ -128,7 +128,7 @@ def engine_weights(folder: Path, model: int = 0) -> tuple[Path, dict[str, LazyTe
         folder: a checkpoint, or the folder of DeepSpeed or Megatron-LM in it.
         model: the number of the model.
     """
-    from accelerate.checkpoint.file_reads import LazyTensor
+    from accelerate.checkpoint.model_tensors import LazyTensor
 
     checkpoint = next((each for each in _engine_checkpoints(folder) if each.index == model), None)
     if checkpoint is None:
