@@ -14,7 +14,7 @@ from accelerate.checkpoint import layout, torch_files
 from accelerate.checkpoint.layout import KINDS, CheckpointContents
 from accelerate.checkpoint.load import resolve_map_location
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
-from accelerate.checkpoint.save import whole_state_writer
+from accelerate.checkpoint.save import WholeStateFile
 from accelerate.checkpoint.state_reader import TrainingStateReader
 from accelerate.checkpoint.weight_files import replace_file
 from accelerate.world import rng
@@ -46,7 +46,7 @@ def save_accelerator_state(
     whole = [("models", index, "", state) for index, state in enumerate(model_states)]
     whole += [(o.category, o.index, o.class_name, o.item.state_dict()) for o in contents.objects().values()]
     for state in whole:
-        writer = whole_state_writer(*state, process_index, safe=safe_serialization)
+        writer = WholeStateFile(*state, process_index, safe=safe_serialization)
         if replicated or KINDS[writer.category].per_rank:
             replace_file(folder / writer.file, writer.fill)
     for index in range(len(model_states) if replicated else 0):

@@ -130,22 +130,27 @@ def save(
     return address
 
 
-@dataclass
 class WholeStateFile:
-    """A ``StateWriter`` of a whole state: one file.
+    """A ``StateWriter`` of an object's whole state: one file.
+
+    Args:
+        category, index, class_name: see ``CheckpointObject``.
+        state: what it has returned.
+        rank: this one.
+        safe: a model goes into a safetensors file, otherwise into a torch file.
 
     Attributes:
-        category, file, entry, content: see there; the content is the state alone.
+        category, file, entry, content: see ``StateWriter``; the content is the state alone.
         log_name: how a log line calls the object if loading will refuse it; empty to not look.
-        safe: a model goes into a safetensors file, otherwise into a torch file.
     """
 
-    category: str
-    file: str
-    entry: ManifestEntry
-    content: list[Any]
-    log_name: str = ""
-    safe: bool = False
+    def __init__(
+        self, category: str, index: int, class_name: str, state: Any, rank: int, *, safe: bool
+    ) -> None:
+        self.category, self.safe = category, safe
+        self.file = file_name("torch_models" if category == "models" and not safe else category, index, rank)
+        self.entry, self.content = ManifestEntry(self.file, class_name), [state]
+        self.log_name = f"{self.file} ({class_name})" if KINDS[category].is_users else ""
 
     def fill(self, file: BinaryIO, /) -> None:
         """Write the state; of a model, put its tensors into the manifest's line too."""
@@ -171,23 +176,6 @@ class WholeStateFile:
 
     def build_index(self, written: list[Any], /) -> None:
         """Return None: there is one file."""
-
-
-def whole_state_writer(
-    category: str, index: int, class_name: str, state: Any, rank: int, *, safe: bool
-) -> StateWriter:
-    """Return the writer of an object's whole state.
-
-    Args:
-        category, index, class_name: see ``CheckpointObject``.
-        state: what it has returned.
-        rank: this one.
-        safe: see ``WholeStateFile``.
-    """
-    file_kind = "torch_models" if category == "models" and not safe else category
-    file = file_name(file_kind, index, rank)
-    log_name = f"{file} ({class_name})" if KINDS[category].is_users else ""
-    return WholeStateFile(category, file, ManifestEntry(file, class_name), [state], log_name, safe)
 
 
 @dataclass
@@ -275,12 +263,13 @@ class _SaveRun:
             for name, state in sharded.items():
                 self.writers.append(state.shard_writer(combined.get(name), objects[name].index, rank))
             self._add_whole_states(objects, states)
-        with collective_section(self.action):
-            # May be collective too.
-            for own_files in contents.own_files:
-                self.own_files += own_files.save(transaction.folder)
             if copy_states:
                 self.waits = async_save.take_snapshot([writer.content for writer in self.writers])
+        if contents.own_files:
+            with collective_section(self.action):
+                # May be collective too.
+                for own_files in contents.own_files:
+                    self.own_files += own_files.save(transaction.folder)
 
     def _add_whole_states(self, objects: dict[str, CheckpointObject], states: dict[str, Any]) -> None:
         """Add the writers of whole states, after hooks have taken or changed those of models."""
@@ -300,7 +289,7 @@ class _SaveRun:
             if name in states and each.category not in ("models", "loaders"):
                 whole.append((each.category, each.index, each.class_name, states[name]))
         self.writers += [
-            whole_state_writer(*each, self.transaction.ranks.rank, safe=self.safe)
+            WholeStateFile(*each, self.transaction.ranks.rank, safe=self.safe)
             for each in whole
             if self.transaction.is_committer or KINDS[each[0]].per_rank
         ]

@@ -282,43 +282,22 @@ def _write_shards(
     body = {"metadata": {"total_size": size}, "weight_map": dict(split.tensor_to_filename)}
     index = (json.dumps(body, indent=2, sort_keys=True) + "\n").encode() if split.is_sharded else b""
     index_name = layout.SAFE_WEIGHTS_INDEX_NAME if safe else layout.WEIGHTS_INDEX_NAME
-    _replace_files(folder, pattern, index_name, fills, index, size, on_file, action)
-    return list(fills)
-
-
-def _replace_files(
-    folder: Path,
-    pattern: str,
-    index_name: str,
-    fills: Mapping[str, Callable[[BinaryIO], object]],
-    index: bytes,
-    size: int,
-    on_file: Callable[[str], object] | None,
-    action: str,
-) -> None:
-    """Replace all weights of one format in a folder by new ones, of about ``size`` bytes together.
-
-    Everything is written under other names first. Then an old index goes, so that it never names new shards;
-    the shards get their names; the new index comes last; what is left of the old weights is removed.
-    """
     with file_errors("make the folder", folder):
         folder.mkdir(parents=True, exist_ok=True)
-    id = new_id()
+    id, names = new_id(), _name_pattern(pattern, index_name)
     with LocalSaveLock(folder, "weights", id):
-        _replace_locked(
-            folder, id, _name_pattern(pattern, index_name), index_name, fills, index, size, on_file, action
-        )
-    safe_names = layout.file_name("models"), layout.SAFE_WEIGHTS_INDEX_NAME
-    for name in safe_names if index_name == layout.WEIGHTS_INDEX_NAME else ():
+        _replace_files(folder, id, names, index_name, fills, index, size, on_file, action)
+    for name in () if safe else (layout.file_name("models"), layout.SAFE_WEIGHTS_INDEX_NAME):
         if (folder / name).exists():
             logger.warning(
                 "%s holds %s of another save too, which loading takes first: remove it, or name the file",
                 folder,
                 name,
             )
+    return list(fills)
 
 
-def _replace_locked(
+def _replace_files(
     folder: Path,
     id: str,
     pattern_of_names: re.Pattern[str],
@@ -329,6 +308,11 @@ def _replace_locked(
     on_file: Callable[[str], object] | None,
     action: str,
 ) -> None:
+    """Replace all weights of one format in a locked folder by new ones, of about ``size`` bytes together.
+
+    Everything is written under other names first. Then an old index goes, so that it never names new shards;
+    the shards get their names; the new index comes last; what is left of the old weights is removed.
+    """
     _remove(
         p for p in folder.iterdir() if (h := parse_working_name(p.name)) and pattern_of_names.fullmatch(h[0])
     )

@@ -22,7 +22,7 @@ from accelerate.checkpoint.state_dict_files import describe_optimizer, describe_
 from accelerate.core.errors import warn_user
 from accelerate.facade.loss_weighting import LossWeighting
 from accelerate.facade.preparer import PreparedObjects
-from accelerate.offload.offloaded_tensor import source_of
+from accelerate.offload.offloaded_tensor import OffloadedTensor
 from accelerate.strategy.base import DataSharding, EngineStrategy, GradientPiece, OpenGradients, join_pieces
 
 if TYPE_CHECKING:
@@ -111,10 +111,9 @@ def registered_adapter(strategy: Strategy, item: Any, is_writer: bool, models: S
 
 def resolve_offloaded(state: Any) -> Any:
     """Replace offloaded weights in a state dict by those in memory or mapped files; nothing is copied."""
-    offloaded = {name: source_of(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
-    for name, source in offloaded.items():
-        if source is not None:
-            state[name] = source.host_tensor().detach()
+    for name, value in state.items():
+        if isinstance(value, OffloadedTensor):
+            state[name] = value.source.host_tensor().detach()
     return state
 
 
