@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 from accelerate.checkpoint.file_access import FileRecord
 from accelerate.core.errors import AccelerateError, CheckpointError, CollectiveError, PeerError
-from accelerate.world import collective, watchdog
+from accelerate.world import control_channel, watchdog
 from accelerate.world import world as worlds
 from accelerate.world.call_site import CallSite, find_call_site
 from accelerate.world.watchdog import Watchdog
@@ -65,8 +65,8 @@ class CheckpointRankGroup:
         rank, size: among all.
         local_rank, local_size: among those of this machine.
         node: this machine.
-        channel: how values are exchanged, see ``collective.combine_objects``; the collectives of the training
-            when None.
+        channel: how values are exchanged, see ``ControlChannel.combine_objects``; the control channel of the
+            training when None.
     """
 
     rank: int = 0
@@ -137,7 +137,7 @@ class CheckpointRankGroup:
         else:
             try:
                 # A save may only meet a save, a load only a load; their folders may differ.
-                failures, section.values = collective.combine_objects(
+                failures, section.values = control_channel.channel().combine_objects(
                     outcome, merge, action.partition(" ")[0], label=action
                 )
             except CollectiveError as lost:

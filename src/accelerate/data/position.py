@@ -19,7 +19,7 @@ from accelerate.data.epoch_order import (
     to_plain,
 )
 from accelerate.data.sample_order import SeedableRandomSampler
-from accelerate.world import collective
+from accelerate.world import world as worlds
 
 
 @dataclass(frozen=True)
@@ -178,6 +178,12 @@ class LoaderPosition:
     _workers_started: bool = False
     _loaded_state: dict[str, Any] = field(default_factory=dict[str, Any])
 
+    @property
+    def num_shards(self) -> int:
+        """The number of data shards: one for each process, unless several read the same."""
+        world = worlds.current()
+        return self.data_shard.num_shards if self.data_shard is not None else world.size if world else 1
+
     def begin(self, skip: EpochSkip, *, isolated: bool) -> Epoch:
         """Begin an iteration; it resumes the recorded epoch if that has the same number.
 
@@ -250,7 +256,7 @@ class LoaderPosition:
             return dict(self._loaded_state)
         state = {
             "epoch": self.iteration,
-            "world_size": collective.world_size() if self.data_shard is None else self.data_shard.num_shards,
+            "world_size": self.num_shards,
             "step": step,
             "warm": self._workers_started,
             "now": capture_generators(generators),
@@ -332,7 +338,7 @@ class LoaderPosition:
         is_over = record is not None and record.complete and (not record.active or batches == 0)
         if record is None or (is_over and not batches):
             return EpochSkip(batches or 0)  # saved between two epochs: the next one is whole
-        shards = collective.world_size() if self.data_shard is None else self.data_shard.num_shards
+        shards = self.num_shards
         has_world_changed = record.saved_world != (shards, step)
         matches_record = record.complete and batches == count
         if batches is None:
@@ -346,7 +352,8 @@ class LoaderPosition:
                 stacklevel=4,
             )
             return EpochSkip(batches)
-        if has_world_changed and collective.rank() == 0:
+        world = worlds.current()
+        if has_world_changed and (world is None or world.is_main):
             size, saved = record.saved_world or (1, step)
             warnings.warn(
                 f"the checkpoint was saved by {size} process(es) with steps of {saved} samples and is "

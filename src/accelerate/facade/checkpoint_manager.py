@@ -37,7 +37,7 @@ from accelerate.facade.module_queries import extract_model_from_parallel
 from accelerate.facade.preparer import PreparedObjects
 from accelerate.facade.runtime import Runtime
 from accelerate.strategy.base import EngineStrategy, WrapperNames
-from accelerate.world import collective, rng
+from accelerate.world import collective, control_channel, rng
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -218,8 +218,8 @@ class CheckpointManager:
                 name = f"the learning rate of group {number} of the {type(optimizer.optimizer).__name__}"
                 local[name] = repr(group.get("lr"))
         try:
-            digest = crc32(repr(local).encode())
-            if collective.combine_objects(digest, lambda all_: len(set(all_)) > 1, "save_state", action):
+            digest, channel = crc32(repr(local).encode()), control_channel.channel()
+            if channel.combine_objects(digest, lambda all_: len(set(all_)) > 1, "save_state", action):
                 by_rank = collective.all_gather_object(local, "save_state", label=action)
                 if self.world.is_main:
                     warn_user(_describe_drift(by_rank))

@@ -182,68 +182,19 @@ def all_gather_object(value: Any, operation: str = "all_gather_object", label: s
         return [value]
     channel = control_channel.channel()
     with channel.lock:
-        messages = _send_object(channel, operation, value, label=label)
+        messages = channel.exchange_objects(operation, value, label=label)
         return [pickle.loads(messages.body(rank)) for rank in range(channel.size)]
 
 
 def combine_objects(value: Any, combine: Callable[[list[Any]], T], operation: str, label: str = "") -> T:
     """Return on every rank what rank 0 makes of one picklable value per rank.
 
-    The values go to rank 0 alone, so what another rank receives does not grow with the world. Rank 0 receives
-    the values of all, through the control tree; no group of ``torch.distributed`` is opened for them.
-
-    Args:
-        value: the value of this rank.
-        combine: called on rank 0 with the values in rank order; returns a picklable value. It must not raise,
-            since the other ranks wait for it.
-        operation, label: see ``all_gather_object``.
-
-    Raises:
-        CollectiveError: see ``all_gather_object``.
+    See ``ControlChannel.combine_objects``.
     """
     world = worlds.current()
     if world is None or world.size == 1:
         return combine([value])
-    channel = control_channel.channel()
-
-    def merge(messages: GatheredControlMessages) -> bytearray:
-        if any(messages.descriptions):
-            return bytearray()
-        result = combine([pickle.loads(messages.body(rank)) for rank in range(channel.size)])
-        return bytearray(pickle.dumps(result, pickle.HIGHEST_PROTOCOL))
-
-    with channel.lock:
-        return pickle.loads(
-            _send_object(channel, f"{operation} on rank 0", value, label=label, merge=merge).buffer
-        )
-
-
-def _send_object(
-    channel: control_channel.ControlChannel,
-    operation: str,
-    value: Any,
-    *,
-    source: int | None = None,
-    merge: control_channel.Merge | None = None,
-    label: str = "",
-) -> GatheredControlMessages:
-    """Exchange pickled values, those of all ranks or of rank ``source``; with ``merge`` rank 0 gets them."""
-    exchange = functools.partial(channel.exchange, operation, source=source, merge=merge, label=label)
-    try:
-        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL) if source in (None, channel.rank) else b""
-    except Exception as error:
-        # User classes may raise anything; the other ranks must not wait.
-        why = f"{type(error).__name__}: {error}"[:1000].encode()
-        exchange(description=why, data=b"")
-        raise
-    messages = exchange(data=data)
-    problem = next((rank for rank, text in enumerate(messages.descriptions) if text), None)
-    if problem is not None:
-        raise CollectiveError(
-            f"rank {problem} cannot send its object in {operation}",
-            why=messages.descriptions[problem].decode(),
-        )
-    return messages
+    return control_channel.channel().combine_objects(value, combine, operation, label)
 
 
 def broadcast(tensor: T, from_process: int = 0) -> T:
@@ -308,7 +259,7 @@ def broadcast_object(value: Any, from_process: int = 0, operation: str = "broadc
         return value
     channel = control_channel.channel()
     with channel.lock:
-        messages = _send_object(channel, operation, value, source=from_process)
+        messages = channel.exchange_objects(operation, value, source=from_process)
         return value if channel.rank == from_process else pickle.loads(messages.body(from_process))
 
 

@@ -4,7 +4,7 @@ A control message says what its rank does (operation, line of the user's code, s
 holds the values inline when they are few. The messages of all ranks meet in a tree (``control_tree.py``), so
 ranks notice a mismatch before any large transfer starts, and a small collective ends with the agreement.
 Values that do not fit follow in a collective of their own (all-gather, all-reduce or broadcast), after all
-ranks know that their messages match.
+ranks know that their messages match. Objects go pickled, and their sizes may differ between ranks.
 
 The large values use a separate gloo group: they never mix with the user's collectives or those of a backward
 pass. The group is created by the first of them, over the key-value store of the default process group. Each
@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import inspect
+import pickle
 import struct
 import sys
 import threading
@@ -26,8 +27,8 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,8 @@ USER_OPERATIONS = frozenset(
         "wait_for_everyone",
     }
 )
+
+T = TypeVar("T")
 
 _DEPARTURE_CODES = {zlib.crc32(operation.encode()) for operation in DEPARTURES}
 
@@ -338,6 +341,67 @@ class ControlChannel:
         if data is not None and not messages.inline:
             return self._gather_large_objects(operation, data, source, messages)
         return messages
+
+    def exchange_objects(
+        self,
+        operation: str,
+        value: Any,
+        *,
+        source: int | None = None,
+        merge: Merge | None = None,
+        label: str = "",
+    ) -> GatheredControlMessages:
+        """Exchange pickled values, those of all ranks or of rank ``source``; with ``merge`` rank 0 gets them.
+
+        Raises:
+            CollectiveError: a rank's value cannot be pickled; or see ``exchange``.
+        """
+        exchange = partial(self.exchange, operation, source=source, merge=merge, label=label)
+        try:
+            data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL) if source in (None, self.rank) else b""
+        except Exception as error:
+            # User classes may raise anything; the other ranks must not wait.
+            why = f"{type(error).__name__}: {error}"[:1000].encode()
+            exchange(description=why, data=b"")
+            raise
+        messages = exchange(data=data)
+        problem = next((rank for rank, text in enumerate(messages.descriptions) if text), None)
+        if problem is not None:
+            raise CollectiveError(
+                f"rank {problem} cannot send its object in {operation}",
+                why=messages.descriptions[problem].decode(),
+            )
+        return messages
+
+    def combine_objects(
+        self, value: Any, combine: Callable[[list[Any]], T], operation: str, label: str = ""
+    ) -> T:
+        """Return on every rank what rank 0 makes of one picklable value per rank.
+
+        The values go to rank 0 alone, so what another rank receives does not grow with the world. Rank 0
+        receives the values of all, through the control tree; no group of ``torch.distributed`` is opened for
+        them.
+
+        Args:
+            value: the value of this rank.
+            combine: called on rank 0 with the values in rank order; returns a picklable value. It must not
+                raise, since the other ranks wait for it.
+            operation: name shown in error texts; it must be the same on all ranks.
+            label: shown in error texts in place of the operation; it may differ between ranks.
+
+        Raises:
+            CollectiveError: see ``exchange_objects``.
+        """
+
+        def merge(messages: GatheredControlMessages) -> bytearray:
+            if any(messages.descriptions):
+                return bytearray()
+            result = combine([pickle.loads(messages.body(rank)) for rank in range(self.size)])
+            return bytearray(pickle.dumps(result, pickle.HIGHEST_PROTOCOL))
+
+        with self.lock:
+            messages = self.exchange_objects(f"{operation} on rank 0", value, merge=merge, label=label)
+            return pickle.loads(messages.buffer)
 
     def _gather_large_objects(
         self, operation: str, data: bytes, source: int | None, messages: GatheredControlMessages
