@@ -26,6 +26,7 @@ import zipfile
 import zlib
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -115,7 +116,7 @@ def scan_pickle(data: bytes | mmap.mmap, start: int = 0, *, opcodes: int | None)
     Raises:
         RefusedPickleError: says what it does.
     """
-    machine = _Machine(data, start)
+    machine = _Machine(data, start, start)
     try:
         with paused_gc():
             machine.run(opcodes or len(data))
@@ -188,19 +189,23 @@ def paused_gc() -> Generator[None]:
             gc.enable()
 
 
+@dataclass
 class _Machine:
     """The stack and memo of a pickle, with shapes for objects.
 
     Attributes:
+        data, start: the pickle, and the position of its first opcode.
         at: the position of the opcode.
         steps: that hashing keys and reading arguments takes.
     """
 
-    def __init__(self, data: bytes | mmap.mmap, at: int) -> None:
-        self.data, self.start, self.at, self.steps = data, at, at, 0
-        self.stack: list[_Shape] = []
-        self.marks: list[int] = []
-        self.memo: dict[int, _Shape] = {}
+    data: bytes | mmap.mmap
+    start: int
+    at: int
+    steps: int = 0
+    stack: list[_Shape] = field(default_factory=list[_Shape])
+    marks: list[int] = field(default_factory=list[int])
+    memo: dict[int, _Shape] = field(default_factory=dict[int, _Shape])
 
     def run(self, most: int) -> None:
         data, stack, marks, memo, at = self.data, self.stack, self.marks, self.memo, self.at

@@ -138,7 +138,7 @@ class CheckpointManager:
                 why="each machine would have the shards of its own processes only, and none a full model",
                 fix="save to a folder that all machines share, or save_state(sharded=False)",
             )
-        is_solo = self._may_be_solo(is_sharded) and saves_alone("save_state")
+        is_solo = not is_sharded and self._may_be_solo and saves_alone("save_state")
         if is_solo and self.world.rank > 0:
             address = save_address(output_dir, self.project)
             self.project.iteration += self.project.automatic_checkpoint_naming
@@ -226,10 +226,11 @@ class CheckpointManager:
         except CollectiveError as lost:  # a save may only meet a save
             raise CheckpointPeerError.from_collective(lost) from lost.__cause__
 
-    def _may_be_solo(self, is_sharded: bool) -> bool:
-        """Return whether the main process has all that a checkpoint needs, so that it may save alone."""
-        is_whole = self.strategy.replicates_model and not is_sharded
-        return is_whole and self.world.size > 1 and not self.project.save_on_each_node
+    @property
+    def _may_be_solo(self) -> bool:
+        """Return whether the main process has all that an unsharded save needs, so that it may save alone."""
+        is_whole = self.strategy.replicates_model and not self.project.save_on_each_node
+        return is_whole and self.world.size > 1
 
     def wait(self, release: bool = False) -> Path | str | None:
         """Wait until the checkpoint that is written in the background is committed; return its folder."""
@@ -357,7 +358,7 @@ class CheckpointManager:
                 "accelerator", "exported weights to %s: %s", folder, ", ".join(files)
             )
         # The files are there when a rank returns; the main process may be the only one that calls.
-        if self._may_be_solo(is_sharded=False):
+        if self._may_be_solo:
             saves_alone("save_model")
         else:
             collective.barrier()
