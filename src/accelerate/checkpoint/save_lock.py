@@ -208,6 +208,7 @@ class LocalSaveLock(SaveLock):
     def __init__(self, folder: Path, name: str, save: str, *, inside: bool = False) -> None:
         self.target, self.owner = str(folder / name), LockOwner.current(save)
         self.path = (folder / name if inside else folder) / f".{name}.lock"
+        self._content = json.dumps(asdict(self.owner)).encode()
 
     def _take(self) -> bool:
         while not self._create():
@@ -226,8 +227,9 @@ class LocalSaveLock(SaveLock):
         return True
 
     def _remove(self) -> None:
-        if LockOwner.read(self.path) == self.owner:
-            self.path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            if self.path.read_bytes() == self._content:
+                self.path.unlink()
 
     def _create(self) -> bool:
         """Create the lock with its owner in it; return False if there is one.
@@ -235,39 +237,38 @@ class LocalSaveLock(SaveLock):
         It appears whole: one without an owner, of a process that was killed between creating and writing it,
         would count as another host's for a minute.
         """
-        content = json.dumps(asdict(self.owner)).encode()
         draft = self.path.with_name(f"{self.path.name}.{secrets.token_hex(6)}")
         with file_errors("write", self.path):
             try:
-                draft.write_bytes(content)
+                draft.write_bytes(self._content)
                 os.link(draft, self.path)
             except FileExistsError:
                 return False
             except OSError:  # no hard links here, or another owner has removed the draft
-                return self._create_in_place(content)
+                return self._create_in_place()
             finally:
                 draft.unlink(missing_ok=True)
         return True
 
-    def _create_in_place(self, content: bytes) -> bool:
+    def _create_in_place(self) -> bool:
         try:
             handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
             return False
         try:
-            os.write(handle, content)
+            os.write(handle, self._content)
         finally:
             os.close(handle)
         return True
 
     def _refresh(self) -> bool:
         try:
-            if LockOwner(**json.loads(self.path.read_bytes())) != self.owner:
+            if self.path.read_bytes() != self._content:
                 return False
             os.utime(self.path)
         except FileNotFoundError:
             return False
-        except (OSError, ValueError, TypeError) as error:
+        except OSError as error:
             logger.debug("%s cannot be touched: %s", self.path, error)
         return True
 
