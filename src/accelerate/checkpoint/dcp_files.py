@@ -494,13 +494,9 @@ def lazy_tensors(folder: str | os.PathLike[str]) -> Mapping[str, LazyTensor]:
     tensors: dict[str, LazyTensor] = {}
     for name, entry in entries.items():
         short = ".".join(map(str, shards.paths[name][1 if below else 0 :]))
-        read = _read_later(shards, name)
-        tensors[short] = LazyTensor(entry.size, entry.properties.dtype, shards.file_ranges(name), read)
+        ranges, read = shards.file_ranges(name), partial(shards.read, name)
+        tensors[short] = LazyTensor(entry.size, entry.properties.dtype, ranges, read)
     return tensors
-
-
-def _read_later(shards: ShardFolderReader, name: str) -> Callable[[], torch.Tensor]:
-    return lambda: shards.read(name)
 
 
 class ParamStateOnDisk(Mapping[str, Any]):
