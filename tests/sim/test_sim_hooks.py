@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 from collections.abc import Generator
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from accelerate.big_modeling import attach_layerwise_casting_hooks
+from accelerate.big_modeling import attach_layerwise_casting_hooks, dispatch_model
 from accelerate.core.errors import OffloadError
 from accelerate.hooks import (
     AlignDevicesHook,
@@ -256,6 +257,22 @@ def test_data_that_is_written_while_the_weights_are_here_is_kept(how: str, tmp_p
     change(model[1], 1)
     with pytest.raises(OffloadError, match="cannot be changed in place"):
         change(model[1], 3)
+
+
+@pytest.mark.parametrize("home", ["cpu", "disk"])
+def test_a_weight_that_is_cast_while_it_is_here_stays_cast(home: str, tmp_path: Path) -> None:
+    """TransformerLens casts models module by module."""
+    model: Any = layers(3)
+    x = torch.randn(2, model[0].in_features)
+    expected = copy.deepcopy(model).bfloat16()(x.bfloat16())
+    dispatch_model(model, {"0": "sim", "1": home, "2": home}, offload_dir=tmp_path)
+    for layer in model:
+        with align_module_device(layer):
+            for parameter in layer.parameters():
+                parameter.data = parameter.data.bfloat16()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model[2].weight.device.type == "meta"
+    assert torch.equal(model(x.bfloat16()), expected)
 
 
 def test_a_changed_view_of_an_offloaded_weight_is_changed() -> None:

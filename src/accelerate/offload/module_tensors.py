@@ -20,7 +20,9 @@ from accelerate.offload.offloaded_tensor import (
     HostMemoryWeightSource,
     OffloadedTensor,
     TensorSource,
+    cast_source,
     has_same_bytes,
+    make_stand_in,
     set_file_source,
     source_of,
 )
@@ -308,7 +310,8 @@ class MaterializedTensor:
         """Put the stand-in back; a tensor that somebody has set meanwhile stays.
 
         Args:
-            compare: look for writes through ``.data`` too, which torch does not count.
+            compare: look for writes through ``.data`` too, which torch does not count. The stand-in gets the
+                dtype that the weight was cast to in this way.
 
         Returns:
             The bytes that were written back, because they were changed in place.
@@ -316,7 +319,9 @@ class MaterializedTensor:
         Raises:
             OffloadError: they were changed, and they are stored in a file.
         """
-        is_replaced = True
+        before, dtype, is_replaced = self.stand_in, self.tensor.dtype, True
+        if compare and dtype != before.dtype and dtype.is_floating_point and before.is_floating_point():
+            self.stand_in = make_stand_in(before, cast_source(before.source, dtype), before.execution_device)
         for owner, name in self.slots:
             table = table_of(owner, name)
             if name in table and table[name] is self.tensor:  # TorchScript's tables have no get()
