@@ -309,6 +309,16 @@ def test_inputs_are_brought_where_a_map_names_several_devices(device: Any, tmp_p
     torch.testing.assert_close(y, expected)
 
 
+@pytest.mark.parametrize("places", [{"": "disk"}, {"0": "cpu", "1": "disk"}])
+def test_inputs_are_brought_to_a_cpu_that_computes_what_is_on_disk(places: Any, tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), inputs()
+    expected = model(x)
+    dispatch_model(model, places, offload_dir=tmp_path)
+    y = model(x.to("sim"))
+    assert y.device.type == "sim"
+    torch.testing.assert_close(y.to("cpu"), expected)
+
+
 def test_a_dispatch_takes_the_place_of_a_hook_that_moves_the_whole_model() -> None:
     model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), inputs()
     expected = model(x)

@@ -166,8 +166,11 @@ def dispatch_model(
         offload_buffers,
         skip_keys,
         tuple(preload_module_classes or ()),
-        # Clients that name several devices give inputs on the CPU, also where only one gets weights.
-        force_hooks or (main.type != "cpu" and len(set(homes.values())) > 1),
+        # Clients that name several devices give inputs on the CPU, also where only one gets weights; where
+        # the CPU computes what is on disk, they may be on an accelerator.
+        force_hooks
+        or (len(set(homes.values())) > 1 and main.type != "cpu")
+        or ("disk" in homes.values() and devices.detect().type != "cpu"),
         {name: home if isinstance(home, torch.device) else main for name, home in homes.items()},
     )
     attach = lazy_names.get_override(
