@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import pickle
 import sys
 import types
@@ -190,6 +191,20 @@ def test_without_files_the_folder_is_written_once_and_mapped(tmp_path: Path) -> 
     dispatch_model(model, DISK, offload_dir=tmp_path)
     torch.testing.assert_close(model(IDS), changed)
     assert not torch.allclose(changed, expected)
+
+
+def test_what_the_folder_has_in_a_file_of_safetensors_is_not_written_again(tmp_path: Path) -> None:
+    """GPTQModel writes a file and an index, then calls disk_offload."""
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    expected, state = model(x), model.state_dict()
+    file = str(tmp_path / "module.safetensors")
+    save_file({**state, "bias": state["bias"] + 1}, file)
+    entry = {"safetensors_file": file, "dtype": "float32"}
+    index = {name: {**entry, "weight_name": name, "shape": [*value.shape]} for name, value in state.items()}
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    disk_offload(model, tmp_path, "cpu")
+    assert [each.name for each in tmp_path.glob("*.dat")] == ["bias.dat"]  # the file has another
+    assert torch.equal(model(x), expected)
 
 
 def test_a_dtype_that_differs_from_the_checkpoint_is_converted(tmp_path: Path) -> None:

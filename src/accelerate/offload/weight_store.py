@@ -26,6 +26,7 @@ from accelerate.offload.offloaded_tensor import (
     MappingSource,
     OffloadedTensor,
     TensorSource,
+    has_same_bytes,
     mapped_source,
     unchanged_source,
 )
@@ -140,13 +141,25 @@ class WeightStore:
                 source = mapped_source(tensor) if in_place else unchanged_source(tensor)
             if source is not None:
                 own_files[name] = source
-            elif name in self.state_dict or not tensor.is_meta:
+            elif (name in self.state_dict or not tensor.is_meta) and not self._is_written(name, tensor):
                 unwritten[name] = tensor
         self._write_to_folder(unwritten)
         return {
             name: own_files[name] if name in own_files else MappingSource(name, self.loader, name, tensor)
             for name, tensor in tensors.items()
         }
+
+    def _is_written(self, name: str, tensor: torch.Tensor) -> bool:
+        """Return True when the folder has the values of a tensor already, also in a file of safetensors."""
+        if name not in self.loader.index:
+            return False
+        try:
+            written = self.loader[name]
+        except OffloadError:  # damaged
+            return False
+        value = self.find_source(name, tensor).host_tensor().detach()
+        is_alike = (value.dtype, value.shape) == (written.dtype, written.shape)
+        return is_alike and has_same_bytes(value, written)
 
     def _write_to_folder(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write values to the offload folder, one tensor at a time.
