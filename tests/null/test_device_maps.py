@@ -395,3 +395,9 @@ def test_a_module_is_taken_with_what_it_is_tied_to():
     modules = list(model.named_children())
     assert fallback_allocate(modules, sizes, 600, tied_parameters=tied)[0] == "layers"
     assert fallback_allocate(modules, sizes, 640, tied_parameters=tied)[0] == "embed"
+
+
+def test_texts_in_a_dict_of_budgets_become_bytes() -> None:
+    """transformers takes the minimum of what it has given and what it gets back."""
+    budgets: dict[int | str, int | str] = {"cpu": "1KB", "disk": 5}
+    assert get_max_memory(budgets) == budgets == {"cpu": 1000, "disk": 5}

@@ -54,7 +54,8 @@ def get_max_memory(max_memory: Memory | None = None) -> dict[Device, int | float
 
     Args:
         max_memory: budgets in bytes or as texts such as ``"10GB"``; None asks the machine. Devices that are
-            not here are kept, with a warning: the budgets may be for another machine.
+            not here are kept, with a warning: the budgets may be for another machine. Texts in a dict become
+            bytes, as under 1.15: transformers compares what it has given with what is returned.
 
     Raises:
         UnknownNameError: there is no such device anywhere.
@@ -63,6 +64,8 @@ def get_max_memory(max_memory: Memory | None = None) -> dict[Device, int | float
     if max_memory is None:
         return _measure_free_memory()
     limits = _read_known_budgets(max_memory)
+    if isinstance(max_memory, dict):
+        max_memory.update({device: limits[read_device(device)] for device in max_memory})
     for device in limits:
         _warn_absent_device(device)
     return limits
