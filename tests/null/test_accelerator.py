@@ -107,7 +107,7 @@ def test_prepare_calls_methods_that_a_program_has_put_in_place(monkeypatch: pyte
     assert len(accelerator._models) == 1
 
 
-def test_save_model_calls_a_get_state_dict_that_a_program_has_put_in_place(
+def test_saves_call_a_get_state_dict_that_a_program_has_put_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in 1.15: unsloth's gathers the models that it has sharded."""
@@ -119,7 +119,33 @@ def test_save_model_calls_a_get_state_dict_that_a_program_has_put_in_place(
     monkeypatch.setattr(Accelerator, "get_state_dict", doubled)
     accelerator, model = Accelerator(), nn.Linear(3, 1)
     accelerator.save_model(accelerator.prepare(model), tmp_path)
-    assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], 2 * model.weight)
+    accelerator.save_state(tmp_path / "state")
+    for folder in (tmp_path, tmp_path / "state"):
+        assert torch.equal(load_file(folder / "model.safetensors")["weight"], 2 * model.weight)
+
+
+class OnlyTheHead(Accelerator):
+    """accel-hydra's: frozen parts of a model are in no checkpoint."""
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        state = super().get_state_dict(model, unwrap)
+        return {name: value for name, value in state.items() if name.startswith("1.")}
+
+
+@pytest.mark.parametrize("sharded", [None, True])
+def test_save_state_writes_what_a_get_state_dict_of_a_subclass_gives(
+    tmp_path: Path, sharded: bool | None
+) -> None:
+    accelerator = OnlyTheHead()
+    model = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
+    accelerator.save_state(tmp_path, sharded=sharded)
+    assert load_file(tmp_path / "model.safetensors").keys() == {"1.weight", "1.bias"}
+    nn.init.zeros_(model[0].weight)
+    kept = model[1].weight.clone()
+    nn.init.zeros_(model[1].weight)
+    accelerator.load_state(tmp_path, strict=False)
+    assert torch.equal(model[1].weight, kept)
+    assert not model[0].weight.any()
 
 
 def test_programs_that_write_checkpoints_themselves_find_the_hooks(tmp_path: Path) -> None:

@@ -1116,7 +1116,8 @@ class Accelerator(ProcessMixin):
         The checkpoint is complete or absent: it becomes visible in one step. All processes call it. Where
         each has the whole model (DDP), the main process may call it alone; it waits until the others have
         begun a collective without it, and the checkpoint lacks their random states. A save before it that is
-        still written in the background is waited for.
+        still written in the background is waited for. A ``get_state_dict`` that a subclass overrides or a
+        program replaces gives the states of models that are not sharded.
 
         Args:
             output_dir: the checkpoint's folder, or a URL; not used under automatic naming.
@@ -1137,7 +1138,7 @@ class Accelerator(ProcessMixin):
                 failed in the background: this one has not begun then.
             CheckpointPeerError: another process than the main one called it alone; a ``CheckpointError``.
         """
-        start = time.perf_counter()
+        start, state_of = time.perf_counter(), self.get_state_dict
         checkpoint = self._checkpoints.save(
             output_dir,
             safe_serialization=safe_serialization,
@@ -1145,6 +1146,7 @@ class Accelerator(ProcessMixin):
             async_save=async_save,
             metadata=metadata,
             engine_options=save_model_func_kwargs,
+            replaced_state=None if getattr(state_of, "__func__", None) is _GET_STATE_DICT else state_of,
         )
         if self._trackers.recorder is not None:
             self._trackers.recorder.record_checkpoint(checkpoint, time.perf_counter() - start)
@@ -1362,6 +1364,7 @@ _PREPARE_METHODS: dict[ObjectKind, Any] = {
     "scheduler": Accelerator.prepare_scheduler,
     "loader": Accelerator.prepare_data_loader,
 }
+_GET_STATE_DICT = Accelerator.get_state_dict
 _FROM_THE_START = "it was used when this Accelerator was made"
 _FP8 = (
     "layers are converted to 8-bit floats, or not, as the Accelerator was asked to when it was made",

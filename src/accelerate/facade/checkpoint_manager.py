@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ class CheckpointManager:
         else:
             if unwrap:
                 own = self.unwrap(model).state_dict()
-            elif isinstance(self.strategy, WrapperNames):
+            elif isinstance(self.strategy, WrapperNames) and self.unwrap(model) is not model:
                 own = self.strategy.wrapped_state(model)
             else:
                 own = self.strategy.model_state(model)
@@ -128,8 +129,12 @@ class CheckpointManager:
         async_save: bool | None = None,
         metadata: Mapping[str, Any] | None = None,
         engine_options: Mapping[str, Any] | None = None,
+        replaced_state: Callable[..., dict[str, Any]] | None = None,
     ) -> Path | str:
-        """Save models, optimizers, schedulers, scaler, loaders, random states and registered objects."""
+        """Save models, optimizers, schedulers, scaler, loaders, random states and registered objects.
+
+        ``replaced_state`` is the program's own ``get_state_dict``; it gives the states of replicated models.
+        """
         strategy, prepared, options = self.strategy, self.prepared, dict(engine_options or {})
         is_sharded = strategy.saves_sharded if sharded is None else sharded
         if is_sharded and self.project.save_on_each_node and strategy.world.nodes > 1:
@@ -156,6 +161,10 @@ class CheckpointManager:
                 optimizer.warn_of_unsaved_state()
         train_state = self._train_state()
         train_state.gradients = self.window if self.window.is_saved(is_solo) else None
+        if replaced_state is not None and not (strategy.shards_params or strategy.owns_step):
+            for adapter in train_state.models:
+                adapter.state_dict = partial(replaced_state, adapter.module, unwrap=False)
+                adapter.sharded_state = None
         engine_files: list[Any] = []
         if isinstance(strategy, EngineStrategy) and sharded is not False:
             engine_files = strategy.engine_files(prepared.models, options)
