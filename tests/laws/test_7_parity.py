@@ -30,6 +30,7 @@ PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.utils")
 # Batches of a training by window: one optimizer step each, or every four.
 BATCHES = {1: STEPS if LONG_RUN else STEPS // 2, 4: STEPS}
 MIDDLE = BATCHES[1] // 2
+BLOCKS = 4 if LONG_RUN else 3  # the frozen one between two others
 BF16_BATCHES = STEPS if LONG_RUN else 2  # the second loss shows the step, also a wrong one
 IN_WINDOW = (5, 6, 7)  # micro-batches after which a window of four is open
 
@@ -191,7 +192,7 @@ def trained(
     accelerator = accelerator_of(way, gradient_accumulation_steps=window, mixed_precision=precision, **more)
     share = accelerator.strategy.data_shard
     # Every rank begins with other weights: those of rank 0 count.
-    model = decoder(accelerator.process_index)
+    model = decoder(accelerator.process_index, BLOCKS)
     batches = loader(ROWS // share.count, workers, steps or BATCHES[window])
     model, optimizer, batches = accelerator.prepare(model, adamw(model), batches)
 
@@ -258,7 +259,7 @@ def test_it_trains_to_the_numbers_of_one_process(runs: Runs, way: str) -> None:
     """B7, B8: with gradients of one batch, and accumulated over four."""
     every, _ = runs(way)
     for window in windows_of(way):
-        theirs = plain(window, steps=BATCHES[window])
+        theirs = plain(window, steps=BATCHES[window], blocks=BLOCKS)
         assert min(theirs[0]) < 0.92 * theirs[0][0], "the loop learns nothing, so equality would say nothing"
         close(every[0][window], theirs, 1e-5)
         for one in every:
@@ -270,7 +271,7 @@ def test_it_trains_to_the_numbers_of_one_process(runs: Runs, way: str) -> None:
 def test_in_16_bits_too(runs: Runs, way: str) -> None:
     """B8: where each way rounds is its own."""
     ours = runs(way)[0][0]["bf16"]
-    losses, _, _ = plain(1, half=True, steps=BF16_BATCHES)
+    losses, _, _ = plain(1, half=True, steps=BF16_BATCHES, blocks=BLOCKS)
     torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(losses), rtol=2e-2, atol=2e-2)
 
 
@@ -294,7 +295,7 @@ def test_compiled_too(ranks: RankServer, way: str, backend: str, regional: bool)
         pytest.skip("deepspeed is not installed: pip install deepspeed")
     numbers, graphs = ranks(WAYS[way][0], train_compiled, way, backend, regional, timeout=580)[0]
     assert graphs > 0
-    close(numbers, plain(4), 1e-5)
+    close(numbers, plain(4, blocks=BLOCKS), 1e-5)
 
 
 def second_part(way: str, folder: str, window: int, workers: int) -> Numbers:
@@ -302,7 +303,7 @@ def second_part(way: str, folder: str, window: int, workers: int) -> Numbers:
 
     goes_on = DataLoaderConfiguration(use_stateful_dataloader=True)
     accelerator = accelerator_of(way, gradient_accumulation_steps=window, dataloader_config=goes_on)
-    model = decoder(5)
+    model = decoder(5, BLOCKS)
     batches = loader(ROWS // accelerator.strategy.data_shard.count, workers, BATCHES[window])
     model, optimizer, batches = accelerator.prepare(model, adamw(model), batches)
     accelerator.load_state(folder)
@@ -382,7 +383,7 @@ def resumed(ranks: RankServer, runs: Runs) -> ResumedRuns:
 
 def check_second_part(ours: Numbers, begin: int, window: int) -> None:
     """Compare with the rest of the plain loop."""
-    losses, norms, values = plain(window, steps=BATCHES[window])
+    losses, norms, values = plain(window, steps=BATCHES[window], blocks=BLOCKS)
     close(ours, (losses[begin:], norms[begin // window :], values), 1e-5)
 
 
@@ -413,7 +414,7 @@ def save_in_background(way: str, folder: str) -> tuple[list[float], Numbers]:
     from accelerate.utils import ProjectConfiguration
 
     accelerator = accelerator_of(way, project_config=ProjectConfiguration(folder, async_save=True))
-    model = decoder()
+    model = decoder(blocks=BLOCKS)
     batches = loader(ROWS // accelerator.strategy.data_shard.count, steps=BATCHES[1])
     model, optimizer, batches = accelerator.prepare(model, adamw(model), batches)
 
@@ -434,7 +435,7 @@ def test_a_save_in_the_background_is_the_state_at_its_call(
     if not can_run(way):
         pytest.skip("deepspeed is not installed: pip install deepspeed")
     losses, numbers = ranks(WAYS[way][0], save_in_background, way, str(tmp_path), timeout=100)[0]
-    assert losses == pytest.approx(plain(1, steps=BATCHES[1])[0], rel=1e-5)
+    assert losses == pytest.approx(plain(1, steps=BATCHES[1], blocks=BLOCKS)[0], rel=1e-5)
     check_second_part(numbers, MIDDLE, 1)
 
 
