@@ -19,6 +19,7 @@ from tests.support.ranks import RankServer
 PRELOAD = ("torchao.float8",)
 
 STEPS, MIDDLE = (8, 4) if LONG_RUN else (4, 2)
+BLOCKS = 2  # one that learns, and the frozen one
 PROCESSES = {"one process": 1, "layers x shards": 4}
 WAYS = [
     *((way, "tensorwise") for way in ("copies", "shards", "shards, version 1")),
@@ -27,12 +28,12 @@ WAYS = [
 ]
 
 
-def prepared(way: str, recipe: str, seed: int, blocks: int = 4, **options: Any) -> tuple[Any, Any, Any, Any]:
+def prepared(way: str, recipe: str, seed: int, **options: Any) -> tuple[Any, Any, Any, Any]:
     from accelerate.utils import AORecipeKwargs
 
     handlers = [AORecipeKwargs(recipe_name=recipe)]  # type: ignore[arg-type]
     accelerator = accelerator_of(way, mixed_precision="fp8", kwargs_handlers=handlers, **options)
-    model = decoder(seed, blocks)
+    model = decoder(seed, BLOCKS)
     batches = loader(ROWS // accelerator.strategy.data_shard.count, steps=STEPS)
     return accelerator, *accelerator.prepare(model, adamw(model), batches)
 
@@ -74,7 +75,7 @@ def test_it_trains_as_bf16_does_and_goes_on(ranks: RankServer, tmp_path: Path, w
     outcomes = ranks(count, train_and_resume, way, recipe, folder, timeout=110)
     results, (rest, end) = [trained for trained, _ in outcomes], outcomes[0][1]
     losses, weights, classes = results[0]
-    theirs = plain(1, half=True, steps=STEPS)[0]
+    theirs = plain(1, half=True, steps=STEPS, blocks=BLOCKS)[0]
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(theirs), rtol=2e-2, atol=2e-2)
     assert losses != theirs
     assert all(result[0] == pytest.approx(losses, abs=1e-6) for result in results)
@@ -101,7 +102,7 @@ def all_reduces(folder: str) -> dict[str, list[int]]:
     def count(mode: CommDebugMode) -> int:
         return sum(n for kind, n in mode.get_comm_counts().items() if "all_reduce" in str(kind))
 
-    accelerator, model, optimizer, batches = prepared("shards", "tensorwise", 0, blocks=2)
+    accelerator, model, optimizer, batches = prepared("shards", "tensorwise", 0)
     counts: dict[str, list[int]] = {"forward": [], "step": []}
     first = model.get_parameter("layers.0.up.weight")
     for number, batch in zip(range(3), batches, strict=False):
@@ -138,7 +139,7 @@ def compiled_losses(way: str, recipe: str, regional: bool) -> tuple[list[float],
     losses = []
     for backend in ("no", "aot_eager"):
         plugin = TorchDynamoPlugin(backend=backend, use_regional_compilation=regional)
-        accelerator, model, optimizer, batches = prepared(way, recipe, 0, blocks=2, dynamo_plugin=plugin)
+        accelerator, model, optimizer, batches = prepared(way, recipe, 0, dynamo_plugin=plugin)
         rows = [batch for batch, _ in zip(batches, range(3), strict=False)]
         losses.append(loop(accelerator, model, optimizer, rows)[0])
     return losses[0], losses[1]
@@ -169,7 +170,7 @@ def train_by_te(way: str) -> list[float]:
         AcceleratorState._reset_state(True)
         accelerator = accelerator_of(way, mixed_precision="fp8", kwargs_handlers=[TERecipeKwargs()])
         rows = ROWS // accelerator.strategy.data_shard.count
-        model, batches = decoder(0), loader(rows, steps=STEPS)
+        model, batches = decoder(0, BLOCKS), loader(rows, steps=STEPS)
         losses, _ = loop(accelerator, *accelerator.prepare(model, adamw(model), batches))
         return losses
 
@@ -178,7 +179,7 @@ def train_by_te(way: str) -> list[float]:
 def test_transformer_engine_trains_as_bf16_does(ranks: RankServer, way: str) -> None:
     """With a fake of the library."""
     losses, others = ranks(2, train_by_te, way)
-    theirs = plain(1, half=True, steps=STEPS)[0]
+    theirs = plain(1, half=True, steps=STEPS, blocks=BLOCKS)[0]
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(theirs), rtol=3e-2, atol=3e-2)
     assert losses != theirs
     assert others == losses

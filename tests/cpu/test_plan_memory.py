@@ -27,8 +27,8 @@ pytestmark = [
 BATCH, LENGTH = 2, 32
 SIZES: dict[str, Any] = {
     "vocab_size": 4096,
-    "hidden_size": 768,
-    "intermediate_size": 2064,
+    "hidden_size": 512,
+    "intermediate_size": 1376,
     "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,

@@ -53,7 +53,7 @@ def prepared(sizes: dict[str, int], window: int) -> Numbers:
     accelerator = made(sizes, gradient_accumulation_steps=window)
     share = accelerator.strategy.data_shard
     # Every rank begins with other weights: those of rank 0 count.
-    model = decoder(accelerator.process_index)
+    model = decoder(accelerator.process_index, blocks=2)
     data = loader(ROWS // share.count, steps=BATCHES[window])
     model, optimizer, data = accelerator.prepare(model, adamw(model), data)
     losses, norms = [], []
@@ -88,7 +88,7 @@ def test_it_trains_to_the_numbers_of_one_process(ranks: RankServer, mesh: str) -
     every = ranks(processes, all_windows, sizes, windows)
     for place, window in enumerate(windows):
         first = every[0][place]
-        close(first, plain(window, steps=BATCHES[window]), 1e-5)
+        close(first, plain(window, steps=BATCHES[window], blocks=2), 1e-5)
         for rank in every[1:]:
             assert rank[place][:2] == first[:2]
             assert rank[place][2] == {}

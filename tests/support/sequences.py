@@ -54,7 +54,12 @@ def mistral(**more: Any) -> Any:
     return MistralForCausalLM(MistralConfig(**config))
 
 
-MODELS = {"llama": llama, "gpt2": gpt2, "mistral": mistral, "plain": decoder}
+def small_decoder() -> Decoder:
+    """A block that learns, and a frozen one."""
+    return decoder(blocks=2)
+
+
+MODELS = {"llama": llama, "gpt2": gpt2, "mistral": mistral, "plain": small_decoder}
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
