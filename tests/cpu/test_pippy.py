@@ -176,7 +176,8 @@ def held() -> tuple[list[str], int]:
 def test_a_pipeline_gives_what_the_plain_model_gives(ranks: RankServer, processes: int) -> None:
     """Tied weights, a buffer that is not saved, uneven batches, longer sequences, with no_grad or not."""
     calls = [((tokens(n, length, seed=n),), {}) for n, length in [(8, 6), (1, 6), (20, 9)]]
-    points = same_on_all(ranks(processes, compare, Plain, ((tokens(8),), None), calls, {}))
+    build = build_short if processes == 3 else Plain
+    points = same_on_all(ranks(processes, compare, build, ((tokens(8),), None), calls, {}))
     assert len(points) == processes - 1
 
 
@@ -223,6 +224,11 @@ def masked(rows: int) -> Any:
 
 def test_keywords_alone(ranks: RankServer) -> None:
     ranks(2, compare, Plain, masked(4), [masked(4), masked(3)], {"num_chunks": 4})
+
+
+def build_short() -> nn.Module:
+    """A layer for each of three stages: tracing costs for each."""
+    return Plain(3)
 
 
 def build_gpt2() -> nn.Module:

@@ -31,7 +31,7 @@ from tests.support.sequences import (
 )
 
 # What the rank server imports once for this module.
-PRELOAD = ("transformers.models.llama.modeling_llama", "torch.distributed.pipelining")
+PRELOAD = ("transformers.models.llama.modeling_llama",)
 
 BOTH = pytest.mark.parametrize("size", ["cp_size", "sp_size"])
 Batch = dict[str, torch.Tensor]

@@ -67,7 +67,9 @@ class CostRecorder:
             "test": item.nodeid,
             "cause": "ranks" if "ranks" in getattr(item, "fixturenames", ()) else "",
             "wall": round(time.perf_counter() - wall, 4),
-            "cpu": round(cpu_seconds() - cpu, 4),
+            "cpu": round(
+                max(0.0, cpu_seconds() - cpu), 4
+            ),  # a rank server that ended takes its seconds along
             "processes": _counts["processes"] - processes,
         }
         print(json.dumps(row), file=self._file, flush=True)

@@ -40,6 +40,7 @@ PRELOAD = (
     "torch",
     "torch.distributed.fsdp",  # 1.5 s; also brings torch._dynamo's parts that optimizers import on first use
     "torch.distributed.checkpoint",
+    "torch.distributed.pipelining",
     "torch._dynamo",
     "pytest",
     "psutil",
