@@ -67,9 +67,8 @@ class CostRecorder:
             "test": item.nodeid,
             "cause": "ranks" if "ranks" in getattr(item, "fixturenames", ()) else "",
             "wall": round(time.perf_counter() - wall, 4),
-            "cpu": round(
-                max(0.0, cpu_seconds() - cpu), 4
-            ),  # a rank server that ended takes its seconds along
+            # A rank server that has ended takes its seconds along.
+            "cpu": round(max(0.0, cpu_seconds() - cpu), 4),
             "processes": _counts["processes"] - processes,
         }
         print(json.dumps(row), file=self._file, flush=True)
