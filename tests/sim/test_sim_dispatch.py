@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator, cpu_offload_with_hook, dispatch_model
-from accelerate.core.errors import DeviceError, PrepareError
+from accelerate.core.errors import DeviceError, OffloadError, PrepareError
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_submodules
-from accelerate.utils import recursively_apply
+from accelerate.utils import align_module_device, recursively_apply
 from tests.sim.test_sim_pager import WIDTH, Net, built, inputs
 from tests.support import sim
 from tests.support.offloaded import mover_of
+from tests.support.packages import needs
 
 
 @pytest.fixture(autouse=True)
@@ -317,6 +318,27 @@ def test_inputs_are_brought_to_a_cpu_that_computes_what_is_on_disk(places: Any, 
     y = model(x.to("sim"))
     assert y.device.type == "sim"
     torch.testing.assert_close(y.to("cpu"), expected)
+
+
+@needs("torchao")
+@torch.no_grad()
+def test_quantized_weights_of_torchao_are_moved_one_by_one(tmp_path: Path) -> None:
+    """Their class wraps tensors, so that they have no bytes to be copied with those of others."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    whole, x = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))), inputs()
+    quantize_(whole, Int8WeightOnlyConfig())
+    expected = whole(x)
+    model: Any = dispatch_model(copy.deepcopy(whole), {"0": "sim", "1": "cpu", "2": "cpu"})
+    assert model[2].weight.device.type == "meta"
+    torch.testing.assert_close(model(x), expected)
+    with align_module_device(model[2]):
+        assert model[2].weight.qdata.device.type == "sim"
+    for each in (model, copy.deepcopy(model)):
+        torch.testing.assert_close(each(x), expected)
+        assert each[2].weight.device.type == "meta"
+    with pytest.raises(OffloadError, match=r"2\.weight cannot be offloaded to disk"):
+        dispatch_model(copy.deepcopy(whole), {"0": "sim", "1": "cpu", "2": "disk"}, offload_dir=tmp_path)
 
 
 def test_a_dispatch_takes_the_place_of_a_hook_that_moves_the_whole_model() -> None:

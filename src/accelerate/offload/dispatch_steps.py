@@ -45,6 +45,7 @@ from accelerate.offload.weight_block import (
     WeightBlock,
     WeightPage,
     is_callable,
+    is_wrapper,
     move_tensor,
 )
 from accelerate.offload.weight_store import WeightStore
@@ -284,9 +285,8 @@ def make_blocks(
     counts = Counter(id(stand_in) for each in block_stand_ins.values() for stand_in in each)
     shared: dict[int, WeightPage] = {}
     for each in block_stand_ins.values():
-        shared.update(
-            {id(s): WeightPage([s], shared=True) for s in each if counts[id(s)] > 1 and id(s) not in shared}
-        )
+        several = (s for s in each if counts[id(s)] > 1 and not is_wrapper(s))
+        shared.update({id(s): WeightPage([s], shared=True) for s in several if id(s) not in shared})
     pager.memory = HostPageAllocator(pager.driver, sum(t.source.nbytes for t in sizes.tensors.values()))
     pager.memory.shared_pages.update(shared)
     for name, block in blocks.items():

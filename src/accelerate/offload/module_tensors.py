@@ -133,8 +133,10 @@ def as_parameter(value: torch.Tensor, old: torch.Tensor, fp16_statistics: Any = 
         parameter: torch.Tensor = nn.Parameter(value.detach(), requires_grad=requires_grad)
     else:
         parameter = torch.Tensor._make_subclass(kind, value.detach(), requires_grad)
+    # Of a class that wraps tensors, those are attributes too, which the value has where it is wanted.
+    kept = vars(value).keys() if of_its_own else ()
     for name, attribute in attributes.items():
-        if name in _NOT_COPIED:
+        if name in _NOT_COPIED or name in kept:
             continue
         if name == "CB":  # the values themselves, under the name that 8-bit layers read
             attribute = parameter.data if value.dtype == torch.int8 else None

@@ -95,7 +95,17 @@ def offload_weight(weight: Any, weight_name: str, offload_folder: Folder, index:
 
 
 def _write_weight(value: torch.Tensor, name: str, folder: Folder, index: Any) -> None:
-    """Write one tensor to a folder, and its entry to the index, if there is one."""
+    """Write one tensor to a folder, and its entry to the index, if there is one.
+
+    Raises:
+        OffloadError: the folder cannot be written, or its class wraps other tensors.
+    """
+    if hasattr(type(value), "__tensor_flatten__"):
+        raise OffloadError(
+            f"{name} cannot be offloaded to disk",
+            why=f"it is a {type(value).__name__}, which has its values in several tensors",
+            fix="place its module on a device or the CPU, or load the model without quantization",
+        )
     array: Any = raw_bytes(value).numpy()
     _write_file(Path(folder, f"{name}.dat"), memoryview(array))
     if index is not None:

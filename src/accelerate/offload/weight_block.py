@@ -4,7 +4,8 @@ A block is a module with the weights that are put into it while it runs, and tak
 copied as one range of bytes each, on the host and on the device. A page of weights that live in memory has
 its own range of (pinned) host memory: one copy brings all of it to the device, and views of that copy are
 the parameters. A page of weights that live in files, or for which the budget of pinned memory is used up, has
-none; its values are read from their sources each time.
+none; its values are read from their sources each time. Weights whose class wraps other tensors, as torchao's
+quantized ones do, have no bytes of their own: they are in no page, and are moved one by one.
 """
 
 from __future__ import annotations
@@ -127,6 +128,11 @@ def is_movable(stand_in: OffloadedTensor) -> bool:
     return isinstance(stand_in.source, HostMemoryWeightSource)
 
 
+def is_wrapper(stand_in: OffloadedTensor) -> bool:
+    """Return True when the class of a weight wraps other tensors."""
+    return hasattr(vars(stand_in).get("_kind"), "__tensor_flatten__")
+
+
 class HostPageAllocator:
     """Host memory for pages, allocated in large slabs where it is pinned.
 
@@ -228,6 +234,7 @@ class WeightBlock:
 
     Attributes:
         pages: the weights, as they are copied.
+        wrappers: the weights that are moved one by one.
         users: forwards that are using them now.
         next_block: the next block in the order of definition.
     """
@@ -235,6 +242,7 @@ class WeightBlock:
     def __init__(self, name: str, module: nn.Module, whole: bool) -> None:
         self.name, self.module, self.whole = name, module, whole
         self.pages: list[WeightPage] = []
+        self.wrappers: list[OffloadedTensor] = []
         self.users = 0
         self.next_block: WeightBlock | None = None
         self._slots: dict[int, list[tuple[nn.Module, str]]] = {}  # by the identity of a stand-in
@@ -247,7 +255,7 @@ class WeightBlock:
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightBlock:
         """Return the block of a copied model; its weights are read when it is first used."""
         twin = memo[id(self)] = WeightBlock(self.name, copy.deepcopy(self.module, memo), self.whole)
-        twin.pages = copy.deepcopy(self.pages, memo)
+        twin.pages, twin.wrappers = copy.deepcopy((self.pages, self.wrappers), memo)
         return twin
 
     def replace_module(self, module: nn.Module) -> None:
@@ -294,7 +302,8 @@ class WeightBlock:
         """
         pages_by_key = {page.key: page for page in self.pages}
         shared = dict(memory.shared_pages)
-        unshared = [s for s in stand_ins if id(s) not in shared]
+        self.wrappers = [s for s in stand_ins if is_wrapper(s)]
+        unshared = [s for s in stand_ins if id(s) not in shared and not is_wrapper(s)]
         # Those in memory, and those that are read from files.
         groups = [s for s in unshared if is_movable(s)], [s for s in unshared if not is_movable(s)]
         pages = [WeightPage(group) for group in groups if group]
@@ -331,7 +340,7 @@ class WeightBlock:
         """Return pages of weights that other blocks have as well, which are to use them from now on."""
         shared = {page.key[0]: page for page in self.pages if page.shared}
         paged = {key for page in self.pages for key in page.key} | set(memory.shared_pages)
-        new = {id(stand_in): stand_in for stand_in in stand_ins if id(stand_in) not in paged}
+        new = {id(s): s for s in stand_ins if id(s) not in paged and not is_wrapper(s)}
         for block in others if new else ():
             for key in new.keys() & {id(tensor) for _, _, tensor in tensor_slots(block.modules())}:
                 shared.setdefault(key, WeightPage([new[key]], shared=True))
@@ -393,8 +402,9 @@ class WeightBlock:
             views = [
                 pair for page, buffer in zip(self.pages, buffers, strict=True) for pair in page.views(buffer)
             ]
-        for entry, view in views:
-            stand_in = entry.stand_in
+            values = [(entry.stand_in, view) for entry, view in views]
+            values += [(s, s.source.host_tensor().to(s.execution_device)) for s in self.wrappers]
+        for stand_in, view in values:
             view = view.data  # with a version of its own: a buffer may be changed in place beside weights
             if isinstance(stand_in, nn.Parameter):
                 view = _make_parameter(stand_in, view, gradients)
