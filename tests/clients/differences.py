@@ -55,7 +55,6 @@ LISTED: dict[str, str] = {
         "a ValueError that says which; there a KeyError or a bare assertion"
     ),
     r"accelerator: prepare nothing": "an error that says so; there an IndexError",
-    r"accelerator: get_state_dict wrapped": "a dict of the same entries",
     r"accelerator: tracker": "a tracker that does nothing, of a class of its own",
     r"wrappers: optimizer closure": "step returns the loss of its closure, as torch's does",
     r"wrappers: scheduler\.(base_lrs|last_epoch)": "the scheduler's own attributes can be read",
