@@ -241,7 +241,9 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "get_fsdp2_grad_scaler get_parameters_from_modules"
     )
     | exports(
-        "facade.fsdp_checkpoint: load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer"
+        "facade.fsdp_checkpoint: load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer "
+        "_get_model_state_dict=get_model_state_dict _set_model_state_dict=set_model_state_dict "
+        "_prepare_sd_options=prepare_sd_options"
     )
     | exports("checkpoint.weight_files: merge_fsdp_weights"),
     "accelerate.utils.imports": package_checks(

@@ -228,6 +228,28 @@ def test_the_functions_of_the_trainer(ranks: RankServer, tmp_path: Path, kind: s
         assert caught.value.kinds() == ["CheckpointError"] * 3
 
 
+def by_own_states(folder: str, kind: str) -> bool:
+    """Save by functions that a program has replaced; they are called in torch's context of the type."""
+    from accelerate.utils import fsdp_utils, load_fsdp_model, save_fsdp_model
+
+    accelerator, model, *_ = prepared("1", 0, {"state_dict_type": kind})
+    plugin, before = accelerator.state.fsdp_plugin, accelerator.get_state_dict(model)
+    get_state = fsdp_utils._get_model_state_dict
+    fsdp_utils._get_model_state_dict = lambda model, adapter_only=False: get_state(model, adapter_only)
+    save_fsdp_model(plugin, accelerator, model, folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7)
+    load_fsdp_model(plugin, accelerator, model, folder)
+    return all(torch.equal(value, before[name]) for name, value in accelerator.get_state_dict(model).items())
+
+
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_states_that_a_program_gives(ranks: RankServer, tmp_path: Path, kind: str) -> None:
+    assert all(ranks(2, by_own_states, str(tmp_path), kind))
+    assert os.listdir(tmp_path) == FILES[kind][1:]
+
+
 def export_model(folder: str) -> bool:
     run = prepared("1", 0, SHARDED)
     step(run, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from pathlib import Path
@@ -420,6 +421,44 @@ def test_the_functions_of_the_trainer(ranks: RankServer, tmp_path: Path, kind: s
     for itself in (False, True) if "SHARDED" in kind else (False,):
         assert same_on_all(ranks(2, by_functions, folder, kind, True, itself)) == saved
     assert same_on_all(ranks(2, by_functions, folder, kind, False)) == saved  # written over
+
+
+def by_own_states(folder: str, kind: str) -> tuple[dict[str, bool], list[str]]:
+    """Leave a weight out, as programs do that replace the functions behind those of the Trainer."""
+    from accelerate.utils import fsdp_utils, load_fsdp_model, save_fsdp_model
+
+    accelerator, model, *_ = prepare_run("fsdp", 0, state_dict_type=kind)
+    plugin, before = accelerator.state.fsdp_plugin, accelerator.get_state_dict(model)
+    left_out = next(iter(model.state_dict()))
+    get_state, set_state = fsdp_utils._get_model_state_dict, fsdp_utils._set_model_state_dict
+    calls = []
+
+    def get_some(model: Any, **options: Any) -> dict[str, Any]:
+        calls.append("get")
+        return {name: value for name, value in get_state(model, **options).items() if name != left_out}
+
+    def set_some(model: Any, state: Any, sd_options: Any, **options: Any) -> Any:
+        calls.append("set")
+        return set_state(model, state, sd_options=dataclasses.replace(sd_options, strict=False), **options)
+
+    fsdp_utils._get_model_state_dict, fsdp_utils._set_model_state_dict = get_some, set_some
+    save_fsdp_model(plugin, accelerator, model, folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7)
+    load_fsdp_model(plugin, accelerator, model, folder)
+    after = accelerator.get_state_dict(model)
+    same = {name: torch.equal(value, before[name]) for name, value in after.items()}
+    assert accelerator.process_index or [name for name in same if not same[name]] == [left_out]
+    return same, calls
+
+
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_states_that_a_program_gives_and_takes(ranks: RankServer, tmp_path: Path, kind: str) -> None:
+    (same, calls), (_, others) = ranks(2, by_own_states, str(tmp_path), kind)
+    assert len(same) > 2
+    assert calls == others == (["get", "get", "set"] if "SHARDED" in kind else ["get", "set"])
+    assert os.listdir(tmp_path) == [MODEL if "SHARDED" in kind else "pytorch_model_fsdp.bin"]
 
 
 def test_the_parts_are_merged_without_processes(ranks: RankServer, tmp_path: Path) -> None:

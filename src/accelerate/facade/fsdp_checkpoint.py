@@ -2,10 +2,17 @@
 
 They write straight into the folder that they are given, without the commit of ``save_state``; the index is
 written last, so an interrupted save is detected. All ranks must call them.
+
+A program may replace ``accelerate.utils.fsdp_utils._get_model_state_dict`` and ``_set_model_state_dict``, to
+leave weights out or to add some that FSDP does not know (axolotl). The states of models are then those that
+its functions give and take, in the same files.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +25,7 @@ from accelerate.checkpoint.layout import CheckpointLoadContext
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.weight_files import replace_file
 from accelerate.core.errors import CheckpointError, SettingError
+from accelerate.core.lazy_names import get_override
 from accelerate.facade.checkpoint_adapters import (
     load_optimizer_state,
     sharded_model_state,
@@ -26,11 +34,14 @@ from accelerate.facade.checkpoint_adapters import (
 from accelerate.facade.module_queries import is_peft_model
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
     from accelerate.checkpoint.layout import ShardedState
     from accelerate.facade.accelerator import Accelerator
 
 
 _LOCAL = "LOCAL_STATE_DICT"
+_KEY = "model"  # above the names of a model in its shards
 
 
 def save_fsdp_model(
@@ -61,6 +72,9 @@ def save_fsdp_model(
         CheckpointError: on every process, when a file cannot be written.
     """
     folder = Path(output_dir)
+    if _LOCAL not in str(fsdp_plugin.state_dict_type) and _replaced_functions() is not None:
+        _save_program_state(fsdp_plugin, model, folder, model_index, adapter_only, use_dcp)
+        return
     names_in_file = adapter_tensor_names(accelerator, model) if adapter_only else None
     if _LOCAL in str(fsdp_plugin.state_dict_type):
         _save_local(accelerator.strategy.model_checkpoint_view(model).pieces(), folder, model_index)
@@ -96,6 +110,8 @@ def load_fsdp_model(
     Raises:
         CheckpointError: there is neither, it is damaged, or it does not fit the model.
     """
+    if _LOCAL not in str(fsdp_plugin.state_dict_type) and _replaced_functions() is not None:
+        return _load_program_state(fsdp_plugin, model, Path(input_dir), model_index, adapter_only)
     names_in_file = adapter_tensor_names(accelerator, model) if adapter_only else None
     folder = _find_sharded_folder(Path(input_dir), "models", model_index)
     if folder is not None:
@@ -187,11 +203,144 @@ def load_fsdp_optimizer(
     load_optimizer_state(strategy, inner, [model], torch_files.read(path, "cpu"))
 
 
+# --- states that a program gives and takes
+
+
+def get_model_state_dict(
+    model: nn.Module, adapter_only: bool = False, sd_options: StateDictOptions | None = None
+) -> dict[str, Any]:
+    """Return the state of a model under FSDP; collective where ``sd_options`` ask for full tensors.
+
+    Args:
+        model: prepared.
+        adapter_only: of a PEFT model, the adapter only, under the names of PEFT's files.
+        sd_options: of ``torch.distributed.checkpoint.state_dict``; None takes ``model.state_dict()``.
+    """
+    if sd_options is None:
+        state = model.state_dict()
+    else:
+        from torch.distributed.checkpoint import state_dict
+
+        state = state_dict.get_model_state_dict(model, options=sd_options)
+    if not adapter_only or not is_peft_model(model) or not state:  # full states are on rank 0 only
+        return state
+    names_in_file = _names_in_peft_file(model)
+    return {names_in_file[name]: value for name, value in state.items() if name in names_in_file}
+
+
+def set_model_state_dict(
+    model: nn.Module,
+    state_dict: Mapping[str, Any],
+    adapter_only: bool = False,
+    sd_options: StateDictOptions | None = None,
+) -> Any:
+    """Load what ``get_model_state_dict`` has returned; collective where ``sd_options`` ask to broadcast it.
+
+    Args:
+        model, adapter_only, sd_options: as there.
+        state_dict: the state; empty where rank 0 broadcasts its own.
+
+    Returns:
+        Missing and unexpected names, as ``load_state_dict`` returns them.
+    """
+    state = dict(state_dict)
+    is_adapter = adapter_only and is_peft_model(model)
+    if is_adapter:
+        names = {saved: name for name, saved in _names_in_peft_file(model).items()}
+        state = {names[name]: value for name, value in state.items()}
+    if sd_options is None:
+        return model.load_state_dict(state, strict=not is_adapter)
+    from torch.distributed.checkpoint import state_dict as states
+
+    if is_adapter:
+        sd_options = dataclasses.replace(sd_options, strict=False)
+    return states.set_model_state_dict(model, state, options=sd_options)
+
+
+def prepare_sd_options(fsdp_plugin: Any) -> StateDictOptions | None:
+    """Return the options for the states of models under FSDP2; None under FSDP1, which has a context."""
+    if fsdp_plugin.fsdp_version != 2:
+        return None
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    full = not _is_sharded_save(fsdp_plugin, use_dcp=True)
+    config = fsdp_plugin.state_dict_config
+    return StateDictOptions(
+        full_state_dict=full,
+        cpu_offload=getattr(config, "offload_to_cpu", False),
+        broadcast_from_rank0=full and getattr(config, "rank0_only", False),
+    )
+
+
+def _replaced_functions() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return the functions that get and set states if a program has replaced one of them."""
+    module, own = "accelerate.utils.fsdp_utils", (get_model_state_dict, set_model_state_dict)
+    functions = tuple(get_override(module, f"_{each.__name__}", each) for each in own)
+    return None if functions == own else functions  # type: ignore[return-value]
+
+
+def _state_arguments(fsdp_plugin: Any, adapter_only: bool) -> dict[str, Any]:
+    options = prepare_sd_options(fsdp_plugin)
+    return {"adapter_only": adapter_only} | ({} if options is None else {"sd_options": options})
+
+
+def _state_dict_type(fsdp_plugin: Any, model: nn.Module) -> AbstractContextManager[Any]:
+    """Return the context in which a model of FSDP1 gives and takes states of the plugin's type."""
+    if fsdp_plugin.fsdp_version == 2:
+        return nullcontext()
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    configs = fsdp_plugin.state_dict_config, fsdp_plugin.optim_state_dict_config
+    return FullyShardedDataParallel.state_dict_type(model, fsdp_plugin.state_dict_type, *configs)
+
+
+def _save_program_state(
+    fsdp_plugin: Any, model: nn.Module, folder: Path, index: int, adapter_only: bool, use_dcp: bool
+) -> None:
+    get_state, _ = _replaced_functions() or (get_model_state_dict, None)
+    with _state_dict_type(fsdp_plugin, model):
+        state = get_state(model, **_state_arguments(fsdp_plugin, adapter_only))
+    if not _is_sharded_save(fsdp_plugin, use_dcp):
+        _save_whole(state, folder / layout.file_name("gathered_models", index))
+        return
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    ranks, sharded_folder = CheckpointRankGroup.current(), folder / layout.file_name("sharded_models", index)
+    doing = f"save {sharded_folder}"
+    with ranks.collective_section(doing), file_errors("make the folder", sharded_folder):
+        sharded_folder.mkdir(parents=True, exist_ok=True)
+        if ranks.rank == 0:
+            (sharded_folder / layout.SHARDED_INDEX).unlink(missing_ok=True)
+    save({_KEY: state}, checkpoint_id=sharded_folder)
+
+
+def _load_program_state(
+    fsdp_plugin: Any, model: nn.Module, path: Path, index: int, adapter_only: bool
+) -> Any:
+    get_state, set_state = _replaced_functions() or (get_model_state_dict, set_model_state_dict)
+    arguments = _state_arguments(fsdp_plugin, adapter_only)
+    with _state_dict_type(fsdp_plugin, model):
+        if (folder := _find_sharded_folder(path, "models", index)) is not None:
+            from torch.distributed.checkpoint.state_dict_loader import load
+
+            loaded = {_KEY: get_state(model, **arguments)}
+            load(loaded, checkpoint_id=folder)
+            return set_state(model, loaded[_KEY], **arguments)
+        file = path / layout.file_name("gathered_models", index)
+        _refuse_missing(file, layout.file_name("sharded_models", index))
+        options = arguments.get("sd_options")
+        is_broadcast = options is not None and options.broadcast_from_rank0
+        reads = not is_broadcast or CheckpointRankGroup.current().rank == 0
+        return set_state(model, torch_files.read(file, "cpu", mmap=True) if reads else {}, **arguments)
+
+
 def adapter_tensor_names(accelerator: Accelerator, model: nn.Module) -> dict[str, str] | None:
     """Map names of adapter tensors in the model to their names in a PEFT file; None without PEFT."""
     module: Any = accelerator.strategy.unwrap(model)
-    if not is_peft_model(module):
-        return None
+    return _names_in_peft_file(module) if is_peft_model(module) else None
+
+
+def _names_in_peft_file(module: Any) -> dict[str, str]:
     from peft import get_peft_model_state_dict
 
     state = module.state_dict()

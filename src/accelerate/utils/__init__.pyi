@@ -65,10 +65,13 @@ from accelerate.facade.enums import LoggerType as LoggerType
 from accelerate.facade.enums import PrecisionType as PrecisionType
 from accelerate.facade.enums import RNGType as RNGType
 from accelerate.facade.enums import SageMakerDistributedType as SageMakerDistributedType
+from accelerate.facade.fsdp_checkpoint import get_model_state_dict as _get_model_state_dict
 from accelerate.facade.fsdp_checkpoint import load_fsdp_model as load_fsdp_model
 from accelerate.facade.fsdp_checkpoint import load_fsdp_optimizer as load_fsdp_optimizer
+from accelerate.facade.fsdp_checkpoint import prepare_sd_options as _prepare_sd_options
 from accelerate.facade.fsdp_checkpoint import save_fsdp_model as save_fsdp_model
 from accelerate.facade.fsdp_checkpoint import save_fsdp_optimizer as save_fsdp_optimizer
+from accelerate.facade.fsdp_checkpoint import set_model_state_dict as _set_model_state_dict
 from accelerate.facade.gradient_state import GradientAccumulationPlugin as GradientAccumulationPlugin
 from accelerate.facade.launch_settings import DynamoBackend as DynamoBackend
 from accelerate.facade.module_queries import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
