@@ -227,6 +227,9 @@ def _open_group(rank: int) -> None:
         )
     store = distributed.FileStore(file, int(size))  # pyright: ignore[reportPrivateImportUsage]
     distributed.init_process_group("gloo", rank=rank, world_size=int(size), store=store)
+    # A rank whose function is short must not end while another one is still connecting to it.
+    store.set(f"opened/{rank}", "")
+    store.wait([f"opened/{each}" for each in range(int(size))])
 
 
 # --- what is meant
