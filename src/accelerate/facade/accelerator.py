@@ -609,6 +609,10 @@ class Accelerator(ProcessMixin):
         """
         if isinstance(self.strategy, CustomSharding):
             args = self._prepare_fsdp2(*args)
+        is_replaced = getattr(self._prepare_cp, "__func__", None) is not _PREPARE_CP
+        if is_replaced and isinstance(self.strategy, DataSharding):
+            self.strategy.leave_sequences()
+            args = tuple(self._prepare_cp(*args))
         bundle = self._preparer.make_bundle(args, device_placement)
         replaced = {
             kind: method
@@ -631,6 +635,14 @@ class Accelerator(ProcessMixin):
         """Return the objects that ``prepare`` gets under FSDP2; some programs wrap it, to change a model."""
         strategy: Any = self.strategy
         return strategy.adapt_objects(self, args)
+
+    def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
+        """Return the objects that ``prepare`` gets under context parallelism.
+
+        A program that replaces it shards sequences itself, as axolotl does. It may set ``_cp_context``, which
+        ``maybe_context_parallel`` gives then.
+        """
+        return args
 
     def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
         """Return the prepared objects as a tuple; trainers with a reference model call it under DeepSpeed."""
@@ -947,6 +959,10 @@ class Accelerator(ProcessMixin):
         """
         if not isinstance(self.strategy, DataSharding):
             return nullcontext()
+        if (context := vars(self).get("_cp_context")) is not None:  # the program's
+            return context(
+                buffers=buffers, buffer_seq_dims=buffer_seq_dims, no_restore_buffers=no_restore_buffers
+            )
         return self.strategy.shard_sequences(
             buffers or [], buffer_seq_dims or [], no_restore_buffers or set()
         )
@@ -1364,7 +1380,7 @@ _PREPARE_METHODS: dict[ObjectKind, Any] = {
     "scheduler": Accelerator.prepare_scheduler,
     "loader": Accelerator.prepare_data_loader,
 }
-_GET_STATE_DICT = Accelerator.get_state_dict
+_GET_STATE_DICT, _PREPARE_CP = Accelerator.get_state_dict, Accelerator._prepare_cp
 _FROM_THE_START = "it was used when this Accelerator was made"
 _FP8 = (
     "layers are converted to 8-bit floats, or not, as the Accelerator was asked to when it was made",

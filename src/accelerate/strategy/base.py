@@ -462,6 +462,10 @@ class DataSharding:
         """Wrap a loader of whole sequences into a loader of this rank's slices."""
         raise NotImplementedError
 
+    def leave_sequences(self) -> None:
+        """Shard no sequences by context parallelism: the program does, in batches and in attention."""
+        raise NotImplementedError
+
     def check_compiler(self) -> None:
         """Refuse models that are to be compiled, where they cannot be.
 

@@ -394,3 +394,7 @@ class ContextParallel(SequenceParallelMeshDimension):
         super().check()
         if self.attention_class is RingAttention:
             check_ring_support(self.world.device.type)
+
+    def leave_sequences(self) -> None:
+        """Shard no sequences: the program does."""
+        self.is_left = True

@@ -51,6 +51,7 @@ class SequenceParallelMeshDimension(MeshDimension):
     Attributes:
         title: its name in messages.
         balanced: whether shards are balanced for causal attention.
+        is_left: the program shards the sequences, and this dimension only has its place in the mesh.
     """
 
     title: ClassVar[str]
@@ -76,7 +77,7 @@ class SequenceParallelMeshDimension(MeshDimension):
         # Lengths of the shards that loaders gave, and of those inside the context; None outside of one.
         self._shard_lengths: set[int] = set()
         self._active_lengths: frozenset[int] | None = None
-        self._warned = self._zero_gradients = False
+        self._warned = self._zero_gradients = self.is_left = False
 
     @property
     def handler(self) -> Any:
@@ -107,6 +108,8 @@ class SequenceParallelMeshDimension(MeshDimension):
 
     def prepare_steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
         """Intercept attention of the models, and shard the batches of loaders prepared with one."""
+        if self.is_left:
+            return
         models = [model for model in dict.fromkeys(bundle.objects_of("model")) if model not in self._models]
         for model in models:
             check_model(model, self.title)
@@ -133,6 +136,8 @@ class SequenceParallelMeshDimension(MeshDimension):
 
     def shards_loader(self, loader: Any) -> bool:
         """Return whether the batches of ``loader``, as the user gave it, are sharded."""
+        if self.is_left:
+            return False
         return loader in self._sharded_loaders if self._option is None else self._option is not False
 
     def slice_batch(self, batch: Any) -> Any:
@@ -193,6 +198,9 @@ class SequenceParallelMeshDimension(MeshDimension):
         self, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept: set[torch.Tensor]
     ) -> Iterator[None]:
         """Shard full sequences inside the context; shards stay as they are."""
+        if self.is_left:
+            yield
+            return
         if len(buffers) != len(dims):
             raise PrepareError(
                 f"{len(buffers)} buffers and {len(dims)} buffer_seq_dims",
