@@ -137,7 +137,7 @@ def test_save_state_writes_what_a_get_state_dict_of_a_subclass_gives(
     tmp_path: Path, sharded: bool | None
 ) -> None:
     accelerator = OnlyTheHead()
-    model = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
+    model: Any = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
     accelerator.save_state(tmp_path, sharded=sharded)
     assert load_file(tmp_path / "model.safetensors").keys() == {"1.weight", "1.bias"}
     nn.init.zeros_(model[0].weight)
