@@ -609,9 +609,10 @@ class Accelerator(ProcessMixin):
         """
         if isinstance(self.strategy, CustomSharding):
             args = self._prepare_fsdp2(*args)
-        is_replaced = getattr(self._prepare_cp, "__func__", None) is not _PREPARE_CP
-        if is_replaced and isinstance(self.strategy, DataSharding):
-            self.strategy.leave_sequences()
+        shards_itself = getattr(self._prepare_cp, "__func__", None) is not _PREPARE_CP  # the program
+        if shards_itself and (config := self.parallelism_config) is not None and config.cp_enabled:
+            if isinstance(self.strategy, DataSharding):
+                self.strategy.leave_sequences()
             args = tuple(self._prepare_cp(*args))
         bundle = self._preparer.make_bundle(args, device_placement)
         replaced = {

@@ -72,8 +72,9 @@ def save_fsdp_model(
         CheckpointError: on every process, when a file cannot be written.
     """
     folder = Path(output_dir)
-    if _LOCAL not in str(fsdp_plugin.state_dict_type) and _replaced_functions() is not None:
-        _save_program_state(fsdp_plugin, model, folder, model_index, adapter_only, use_dcp)
+    functions = _replaced_functions(fsdp_plugin)
+    if functions is not None:
+        _save_program_state(functions[0], fsdp_plugin, model, folder, model_index, adapter_only, use_dcp)
         return
     names_in_file = adapter_tensor_names(accelerator, model) if adapter_only else None
     if _LOCAL in str(fsdp_plugin.state_dict_type):
@@ -110,8 +111,9 @@ def load_fsdp_model(
     Raises:
         CheckpointError: there is neither, it is damaged, or it does not fit the model.
     """
-    if _LOCAL not in str(fsdp_plugin.state_dict_type) and _replaced_functions() is not None:
-        return _load_program_state(fsdp_plugin, model, Path(input_dir), model_index, adapter_only)
+    functions = _replaced_functions(fsdp_plugin)
+    if functions is not None:
+        return _load_program_state(functions, fsdp_plugin, model, Path(input_dir), model_index, adapter_only)
     names_in_file = adapter_tensor_names(accelerator, model) if adapter_only else None
     folder = _find_sharded_folder(Path(input_dir), "models", model_index)
     if folder is not None:
@@ -247,7 +249,7 @@ def set_model_state_dict(
     is_adapter = adapter_only and is_peft_model(model)
     if is_adapter:
         names = {saved: name for name, saved in _names_in_peft_file(model).items()}
-        state = {names[name]: value for name, value in state.items()}
+        state = {names.get(name, name): value for name, value in state.items()}
     if sd_options is None:
         return model.load_state_dict(state, strict=not is_adapter)
     from torch.distributed.checkpoint import state_dict as states
@@ -272,11 +274,16 @@ def prepare_sd_options(fsdp_plugin: Any) -> StateDictOptions | None:
     )
 
 
-def _replaced_functions() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Return the functions that get and set states if a program has replaced one of them."""
-    module, own = "accelerate.utils.fsdp_utils", (get_model_state_dict, set_model_state_dict)
-    functions = tuple(get_override(module, f"_{each.__name__}", each) for each in own)
-    return None if functions == own else functions  # type: ignore[return-value]
+def _replaced_functions(fsdp_plugin: Any) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return the functions that get and set states if a program has replaced one of them.
+
+    None for local states too, which are no state dicts.
+    """
+    module = "accelerate.utils.fsdp_utils"
+    get_state: Any = get_override(module, "_get_model_state_dict", get_model_state_dict)
+    set_state: Any = get_override(module, "_set_model_state_dict", set_model_state_dict)
+    is_own = (get_state, set_state) == (get_model_state_dict, set_model_state_dict)
+    return None if is_own or _LOCAL in str(fsdp_plugin.state_dict_type) else (get_state, set_state)
 
 
 def _state_arguments(fsdp_plugin: Any, adapter_only: bool) -> dict[str, Any]:
@@ -295,9 +302,14 @@ def _state_dict_type(fsdp_plugin: Any, model: nn.Module) -> AbstractContextManag
 
 
 def _save_program_state(
-    fsdp_plugin: Any, model: nn.Module, folder: Path, index: int, adapter_only: bool, use_dcp: bool
+    get_state: Callable[..., Any],
+    fsdp_plugin: Any,
+    model: nn.Module,
+    folder: Path,
+    index: int,
+    adapter_only: bool,
+    use_dcp: bool,
 ) -> None:
-    get_state, _ = _replaced_functions() or (get_model_state_dict, None)
     with _state_dict_type(fsdp_plugin, model):
         state = get_state(model, **_state_arguments(fsdp_plugin, adapter_only))
     if not _is_sharded_save(fsdp_plugin, use_dcp):
@@ -315,10 +327,14 @@ def _save_program_state(
 
 
 def _load_program_state(
-    fsdp_plugin: Any, model: nn.Module, path: Path, index: int, adapter_only: bool
+    functions: tuple[Callable[..., Any], Callable[..., Any]],
+    fsdp_plugin: Any,
+    model: nn.Module,
+    path: Path,
+    index: int,
+    adapter_only: bool,
 ) -> Any:
-    get_state, set_state = _replaced_functions() or (get_model_state_dict, set_model_state_dict)
-    arguments = _state_arguments(fsdp_plugin, adapter_only)
+    (get_state, set_state), arguments = functions, _state_arguments(fsdp_plugin, adapter_only)
     with _state_dict_type(fsdp_plugin, model):
         if (folder := _find_sharded_folder(path, "models", index)) is not None:
             from torch.distributed.checkpoint.state_dict_loader import load

@@ -1,4 +1,4 @@
-"""What fills the memory: a picture over time from torch's profiler, and the tensors that hold most of it."""
+"""Reports of used memory: a picture over time from torch's profiler, and the tensors that hold most of it."""
 
 from __future__ import annotations
 
