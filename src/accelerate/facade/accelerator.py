@@ -611,10 +611,9 @@ class Accelerator(ProcessMixin):
             args = self._prepare_fsdp2(*args)
         shards_itself = getattr(self._prepare_cp, "__func__", None) is not _PREPARE_CP  # the program
         if shards_itself and (config := self.parallelism_config) is not None and config.cp_enabled:
-            if isinstance(self.strategy, DataSharding):
-                self.strategy.leave_sequences()
             args = tuple(self._prepare_cp(*args))
         bundle = self._preparer.make_bundle(args, device_placement)
+        bundle.program_shards_sequences = shards_itself
         replaced = {
             kind: method
             for kind, own in _PREPARE_METHODS.items()

@@ -82,6 +82,7 @@ class PrepareBundle:
         accumulation_steps: micro-batches per optimizer step.
         split_batches: a batch of a loader is that of all ranks together.
         step_scheduler_once: an optimizer step advances a schedule once, also without ``split_batches``.
+        program_shards_sequences: context parallelism is the program's, in batches and in attention.
     """
 
     objects: list[Any]
@@ -91,6 +92,7 @@ class PrepareBundle:
     accumulation_steps: int = 1
     split_batches: bool = False
     step_scheduler_once: bool = False
+    program_shards_sequences: bool = False
 
     def schedule_advances(self, data_shards: int) -> int:
         """Return how often an optimizer step advances a schedule: once, or once for each data shard."""
@@ -460,10 +462,6 @@ class DataSharding:
 
     def adapt_loader(self, loader: Any, model: nn.Module) -> Any:
         """Wrap a loader of whole sequences into a loader of this rank's slices."""
-        raise NotImplementedError
-
-    def leave_sequences(self) -> None:
-        """Shard no sequences by context parallelism: the program does, in batches and in attention."""
         raise NotImplementedError
 
     def check_compiler(self) -> None:

@@ -172,9 +172,6 @@ class MeshDimension:
         """Wrap a loader of full sequences as a loader of sequence shards."""
         return loader
 
-    def leave_sequences(self) -> None:
-        """Shard no sequences, where this dimension would."""
-
 
 # Mesh dimension -> (module, class), in the order in which models are changed.
 _DIMENSIONS = {
@@ -351,11 +348,6 @@ class DeviceMeshStrategy(FSDP2Strategy, DataSharding):
         for dimension in self.dimensions:
             loader = dimension.adapt_loader(loader, model)
         return loader
-
-    def leave_sequences(self) -> None:
-        """Shard no sequences by context parallelism: the program does."""
-        for dimension in self.dimensions:
-            dimension.leave_sequences()
 
     # --- over which processes parameters are sharded
 

@@ -29,6 +29,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention.bias import causal_lower_right
 
 from accelerate.core.errors import PrepareError, SettingError
+from accelerate.strategy.base import PrepareBundle, PrepareStep
 from accelerate.strategy.parallelism.context.attention import (
     AttentionCall,
     SequenceShardedAttention,
@@ -395,6 +396,12 @@ class ContextParallel(SequenceParallelMeshDimension):
         if self.attention_class is RingAttention:
             check_ring_support(self.world.device.type)
 
-    def leave_sequences(self) -> None:
-        """Shard no sequences: the program does."""
+    def prepare_steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
+        """Intercept attention and shard batches, unless the program does."""
+        if bundle.program_shards_sequences:
+            yield PrepareStep(self.name, "the program shards sequences, and exchanges keys", self._leave)
+        else:
+            yield from super().prepare_steps(bundle)
+
+    def _leave(self, bundle: PrepareBundle) -> None:
         self.is_left = True
