@@ -126,7 +126,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | exports(
         "cli.v1_launcher: CustomHelpFormatter clean_option deepspeed_launcher launch_command "
         "launch_command_parser multi_gpu_launcher options_to_group sagemaker_launcher simple_launcher "
-        "tpu_launcher tpu_pod_launcher"
+        "tpu_launcher tpu_pod_launcher _validate_launch_command"
     ),
     "accelerate.commands.merge": exports("cli.merge_weights: description main merge_command")
     | exports("cli.merge_weights: merge_command_parser"),

@@ -206,6 +206,30 @@ def test_what_is_asked_wrongly_is_an_error_of_the_function() -> None:
         launch.prepare_multi_gpu_env(parsed("--mixed_precision", "bf61"))
 
 
+def test_a_validated_namespace_has_what_the_file_and_defaults_say(tmp_path: Path) -> None:
+    """Ray's AccelerateTrainer validates a namespace, and then asks for the environment of its processes."""
+    file = tmp_path / "two.yaml"
+    file.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: bf16\nuse_cpu: true\n"
+        "num_machines: 1\nnum_processes: 2\ndebug: false\nfsdp_config: {fsdp_version: 2}\n"
+    )
+    namespace = launch_command_parser().parse_args(["--config_file", str(file), "s.py", "--x"])
+    args, config, is_of_file = launch._validate_launch_command(namespace)
+    assert args is namespace
+    assert (args.num_processes, args.num_machines, args.mixed_precision) == (2, 1, "bf16")
+    assert (args.use_fsdp, args.fsdp_version, args.use_cpu, args.multi_gpu) == (True, 2, True, False)
+    assert config is not None
+    assert config.to_dict()["fsdp_config"] == {"fsdp_version": 2}
+    assert is_of_file
+    environment = launch.prepare_multi_gpu_env(args)
+    assert (environment["ACCELERATE_USE_FSDP"], args.nproc_per_node) == ("true", "2")
+
+    namespace = launch_command_parser().parse_args(["--cpu", "--mixed_precision", "fp16", "s.py"])
+    args, config, is_of_file = launch._validate_launch_command(namespace)
+    assert (args.num_processes, args.mixed_precision, args.dynamo_backend) == (1, "fp16", "no")
+    assert (config, is_of_file) == (None, False)
+
+
 def test_a_path_is_added_and_the_variable_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_PATH", "a")
     assert launch.env_var_path_add("SOME_PATH", "b") == f"a{os.pathsep}b"

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import click
 
+from accelerate.cli.config_classes import BaseConfig, load_config_from_file
 from accelerate.cli.launch import PLUGIN
 from accelerate.cli.options import SCRIPT_SETTINGS, SettingFlag
 from accelerate.core import environ
@@ -320,6 +321,37 @@ def launch_command(args: argparse.Namespace) -> None:
             ``subprocess.CalledProcessError`` too.
     """
     _launch_namespace(args)
+
+
+def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespace, BaseConfig | None, bool]:
+    """Set in ``args`` what its flags leave to the configuration file and to defaults.
+
+    Ray's ``AccelerateTrainer`` calls it before the functions whose names begin with ``prepare_``.
+
+    Returns:
+        ``args``; the file's values, None without a file; whether the precision is the file's or the default.
+
+    Raises:
+        AccelerateError: a value is wrong.
+    """
+    request, typed = read_namespace(args), typed_flags(args)
+    defaults: dict[str, Any] = {"num_machines": 1, "mixed_precision": "no", "dynamo_backend": "no"}
+    defaults |= {"debug": False, "use_cpu": False}
+    if request.get("num_processes") is None:
+        defaults["num_processes"] = len(choose_kind(request).plan(request).commands) * request.machines[1]
+    values = defaults | {
+        name: origin.value
+        for name, (origin, *_) in request.origins.items()
+        if origin.value is not None and (name in defaults or origin.source != "default")
+    }
+    values |= dict.fromkeys(request.strategy_switches, True)
+    values["multi_gpu"] = "MULTI_GPU" in str(request.get("distributed_type")).upper() or args.multi_gpu
+    for param in PLUGIN.params:
+        if isinstance(param, click.Option) and param.name in values and param.name not in typed:
+            for dest in (_namespace_key(param), param.name):
+                setattr(args, dest, values[param.name])
+    config = None if request.file is None else load_config_from_file(str(request.file.path))
+    return args, config, request.origin("mixed_precision").source == "file"
 
 
 class RankProcessError(RankError, subprocess.CalledProcessError):

@@ -3,6 +3,7 @@
 
 from accelerate.cli.launch import main as main
 from accelerate.cli.v1_launcher import CustomHelpFormatter as CustomHelpFormatter
+from accelerate.cli.v1_launcher import _validate_launch_command as _validate_launch_command
 from accelerate.cli.v1_launcher import clean_option as clean_option
 from accelerate.cli.v1_launcher import deepspeed_launcher as deepspeed_launcher
 from accelerate.cli.v1_launcher import launch_command as launch_command
