@@ -707,6 +707,22 @@ def test_a_program_that_replaces_the_wrapper_gets_both_device_arguments(ranks: R
     assert same_on_all(ranks(2, replaced_wrapper)) == [0.5]
 
 
+def gradient_of_own_rank() -> tuple[str, float]:
+    """axolotl sets ``distributed_type`` to NO where it reduces gradients itself."""
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
+
+    accelerator = Accelerator()
+    accelerator.state.distributed_type = DistributedType.NO
+    model = accelerator.prepare(nn.Linear(1, 1))
+    accelerator.backward(model(torch.full((1, 1), float(accelerator.process_index))).sum())
+    return accelerator.distributed_type, model.weight.grad.item()
+
+
+def test_a_program_may_keep_gradients_from_being_reduced(ranks: RankServer) -> None:
+    assert ranks(2, gradient_of_own_rank) == [("NO", 0.0), ("NO", 1.0)]
+
+
 def own_answer() -> list[Any]:
     from accelerate import Accelerator
 

@@ -169,6 +169,22 @@ def test_a_short_batch_in_the_middle_loses_nothing() -> None:
     assert views(Ragged(), 2) == [[[0, 1], [3, 4]], [[2], [5, 6]]]
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_a_subclass_may_change_the_batches_of_a_shard(split: bool) -> None:
+    """As in 1.15, where one of two methods gives them."""
+
+    class Marked(BatchSamplerShard):
+        def _iter_with_split(self) -> Iterator[list[Any]]:
+            yield from (["split", *batch] for batch in super()._iter_with_split())
+
+        def _iter_with_no_split(self) -> Iterator[list[Any]]:
+            yield from (["whole", *batch] for batch in super()._iter_with_no_split())
+
+    batches = BatchSampler(SequentialSampler(range(8)), 4, drop_last=False)
+    expected = [["split", 2, 3], ["split", 6, 7]] if split else [["whole", 4, 5, 6, 7]]
+    assert list(Marked(batches, 2, 1, split_batches=split)) == expected
+
+
 def test_a_batch_that_cannot_be_split_is_refused() -> None:
     with pytest.raises(PrepareError, match="batch of 3 samples cannot be split over 2"):
         BatchSamplerShard(batches(6, 3), 2, 0, split_batches=True)

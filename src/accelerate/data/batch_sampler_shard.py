@@ -132,6 +132,13 @@ class BatchSamplerShard(BatchSampler):
         if self.num_processes == 1:
             return iter(self.batch_sampler)
         self.taken_steps.clear()
+        return self._iter_with_split() if self.split_batches else self._iter_with_no_split()
+
+    # Subclasses of programs override one of the two.
+    def _iter_with_split(self) -> Iterator[list[Any]]:
+        return self._record_steps()
+
+    def _iter_with_no_split(self) -> Iterator[list[Any]]:
         return self._record_steps()
 
     def _record_steps(self) -> Iterator[list[Any]]:

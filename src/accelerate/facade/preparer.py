@@ -177,6 +177,7 @@ class Preparer:
             self.runtime.gradients.plugin_kwargs.get("num_steps") or 1,
             self.options.dataloader.split_batches,
             self.runtime.gradients.plugin_kwargs.get("step_scheduler_once", False),
+            program_reduces_gradients=getattr(self.runtime.state, "distributed_type", None) == "NO",
         )
 
     def prepare(

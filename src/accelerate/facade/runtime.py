@@ -43,7 +43,8 @@ class Runtime:
         handlers: the kwargs handlers that were given, by class.
         gradients: the state of gradient accumulation.
         compiler: the options of ``torch.compile``.
-        state: the ``AcceleratorState`` that shows these choices to scripts; components do not need it.
+        state: the ``AcceleratorState`` that shows these choices to scripts; components read only what a
+            script has assigned to it.
         accumulation: the settings of gradient accumulation, and where each value comes from.
         pid: of the process that made it; a fork of that process, such as a loader's worker, has another.
     """

@@ -83,6 +83,7 @@ class PrepareBundle:
         split_batches: a batch of a loader is that of all ranks together.
         step_scheduler_once: an optimizer step advances a schedule once, also without ``split_batches``.
         program_shards_sequences: context parallelism is the program's, in batches and in attention.
+        program_reduces_gradients: so is the mean of gradients: it has set ``distributed_type`` to NO.
     """
 
     objects: list[Any]
@@ -93,6 +94,7 @@ class PrepareBundle:
     split_batches: bool = False
     step_scheduler_once: bool = False
     program_shards_sequences: bool = False
+    program_reduces_gradients: bool = False
 
     def schedule_advances(self, data_shards: int) -> int:
         """Return how often an optimizer step advances a schedule: once, or once for each data shard."""

@@ -194,9 +194,10 @@ class DDP(OpenGradients, Strategy, ReductionMonitor, WrapperNames):
                 )
 
     def prepare_steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
-        """Return the step that replicates every model that trains."""
+        """Return the step that replicates every model that trains, unless the program reduces gradients."""
         models = bundle.objects_of("model")
-        if bundle.training and any(p.requires_grad for model in models for p in model.parameters()):
+        trains = bundle.training and not bundle.program_reduces_gradients
+        if trains and any(p.requires_grad for model in models for p in model.parameters()):
             yield PrepareStep(
                 "replicate",
                 f"{self.world.size} processes average their gradients during backward",
