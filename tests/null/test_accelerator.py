@@ -245,10 +245,14 @@ def test_a_subclass_may_override_no_sync() -> None:
 def test_outputs_stay_as_they_are_where_a_program_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs replace the conversion to float32, since logits in it take twice the memory."""
     model = Accelerator(mixed_precision="bf16").prepare(nn.Linear(3, 1))
-    assert model(torch.ones(1, 3)).dtype == torch.float32
-    monkeypatch.setattr("accelerate.utils.operations.convert_to_fp32", lambda outputs: outputs)
-    model = Accelerator(mixed_precision="bf16").prepare(nn.Linear(3, 1))
-    assert model(torch.ones(1, 3)).dtype == torch.bfloat16
+    for place in ("utils.operations.convert_to_fp32", "accelerator.convert_outputs_to_fp32"):
+        assert model(torch.ones(1, 3)).dtype == torch.float32
+        with monkeypatch.context() as patch:
+            patch.setattr(f"accelerate.{place}", lambda argument: argument)
+            prepared_later = Accelerator(mixed_precision="bf16").prepare(nn.Linear(3, 1))
+            assert prepared_later(torch.ones(1, 3)).dtype == torch.bfloat16
+            if place.startswith("utils"):  # some do so around one forward
+                assert model(torch.ones(1, 3)).dtype == torch.bfloat16
 
 
 class DuckScheduler:

@@ -23,7 +23,7 @@ from accelerate.core.lazy_names import get_override
 from accelerate.core.torch_internals import is_available
 from accelerate.device.base import Device
 from accelerate.precision.base import FORWARD_CONTEXTS, Precision
-from accelerate.world.local_tensor_trees import convert_to_fp32
+from accelerate.world.local_tensor_trees import convert_outputs_to_fp32, convert_to_fp32
 
 
 @check_arguments
@@ -172,15 +172,19 @@ class _AutocastExitHook:
 
     def __init__(self, around: _AutocastScope, upcast: bool) -> None:
         self.scope, self.upcast = around, upcast
-        # Read here, not in the forward: the compiler traces that. Programs replace it to save memory.
-        self.convert = get_override("accelerate.utils.operations", "convert_to_fp32", convert_to_fp32)
+        # Programs replace one of the two to save memory: for good, or (the second) around a forward.
+        convert = get_override("accelerate.utils.operations", "convert_to_fp32", convert_to_fp32)
+        wrap = get_override("accelerate.accelerator", "convert_outputs_to_fp32", convert_outputs_to_fp32)
+        self.convert = convert if wrap is convert_outputs_to_fp32 else wrap(lambda output: output)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        scope = self.scope
+        scope, convert = self.scope, self.convert
         if is_dynamo_compiling():
             if not (scope.around_compiled_call or _exit_in_graph()):
                 _call_untraced(self, module, args, None)
         else:
+            latest = get_override("accelerate.utils.operations", "convert_to_fp32", convert_to_fp32)
+            convert = convert if latest is convert_to_fp32 else latest
             entered = FORWARD_CONTEXTS.entered
             for place in reversed(range(len(entered))):
                 if entered[place][1] is scope:
@@ -188,7 +192,7 @@ class _AutocastExitHook:
                     context.__exit__(None, None, None)
                     scope.unused.items.append(context)
                     break
-        return self.convert(output) if self.upcast else None
+        return convert(output) if self.upcast else None
 
 
 def attach_autocast(
