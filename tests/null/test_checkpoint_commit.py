@@ -252,6 +252,16 @@ def test_the_oldest_go_by_number_and_only_after_the_new_one_is_there(tmp_path: P
     assert value_of(lambda parts: load.load(parts, project=project(tmp_path))) == 11
 
 
+def test_a_save_under_another_name_counts(tmp_path: Path) -> None:
+    """As in 1.15, where scripts name folders by ``save_iteration``."""
+    settings = project(tmp_path, limit=3)
+    settings.automatic_checkpoint_naming = False
+    save.save(box(0), tmp_path / "best", project=settings)
+    settings.automatic_checkpoint_naming = True
+    save.save(box(1), project=settings)
+    assert (numbers(tmp_path), settings.iteration) == ([1], 2)
+
+
 def test_the_last_committed_checkpoint_outlives_a_failing_save(tmp_path: Path) -> None:
     settings = project(tmp_path, limit=1)
     save.save(box(1), project=settings)

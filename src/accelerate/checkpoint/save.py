@@ -82,7 +82,7 @@ def save(
         directory: the checkpoint's folder or URL, as rank 0 gives it; one that exists is replaced. Automatic
             naming does not use it.
         project: naming, retention, and whether each machine has its own disk. Its ``iteration`` becomes rank
-            0's, plus one.
+            0's, plus one, also where ``directory`` names the checkpoint.
         safe_serialization: models as safetensors; otherwise as torch files.
         before: called on every rank with the models' states and the folder that is being written.
         ranks: those that save together; the open world's by default.
@@ -125,8 +125,7 @@ def save(
         async_save.start(address, run.finish, channel or contextlib.nullcontext())
     else:
         run.finish()
-    if numbered:
-        project.iteration = iteration + 1
+    project.iteration = iteration + 1
     return address
 
 

@@ -1247,7 +1247,7 @@ class Accelerator(ProcessMixin):
 
     @property
     def save_iteration(self) -> int:
-        """The number of the next automatically named checkpoint."""
+        """The number of the next automatically named checkpoint: each save counts, also of another name."""
         return self.project_configuration.iteration
 
     # --- preemption and resume

@@ -146,7 +146,7 @@ class CheckpointManager:
         is_solo = not is_sharded and self._may_be_solo and saves_alone("save_state")
         if is_solo and self.world.rank > 0:
             address = save_address(output_dir, self.project)
-            self.project.iteration += self.project.automatic_checkpoint_naming
+            self.project.iteration += 1
             return address
         if is_solo:
             warn_user(
