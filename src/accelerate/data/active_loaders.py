@@ -108,8 +108,6 @@ class DataLoaderStateMixin:
         trains: whether there were any in this epoch.
         begun_at: when the epoch began, and
         yielded_at: when the batch before the current one was given, and that one; by ``ActiveLoaders.clock``.
-        expected_micro_steps: the least number of them that is expected, from the batches before; 0 before
-            there was one.
     """
 
     end_of_dataloader: bool = False
@@ -121,7 +119,6 @@ class DataLoaderStateMixin:
     trains: bool = False
     begun_at: int = 0
     yielded_at: tuple[int, int] = 0, 0
-    expected_micro_steps: int = 0
     active: ActiveLoaders = _NewestActiveLoadersDescriptor()  # type: ignore[assignment]
     position: LoaderPosition
     records_loader_state: bool = False  # see ``Epoch``
@@ -157,10 +154,10 @@ class DataLoaderStateMixin:
         # Batches of several ranks may differ in size, and their windows close together.
         samples = (fetched.size or 0) if getattr(self, "_num_processes", 1) == 1 else 0
         self._given = self._given[0] + 1, self._given[1] + samples
-        self.expected_micro_steps = self._expect_micro_steps()
 
-    def _expect_micro_steps(self) -> int:
-        """Return the least number of steps for the batches since the last one, at the pace before.
+    @property
+    def expected_micro_steps(self) -> int:
+        """The least number of ``micro_steps`` for the batches since the last one; 0 before there was one.
 
         A loop takes a number of steps for each batch, or one for each so many samples: where these do not
         agree, the smaller number counts, so that a window is closed rather than left open.
@@ -247,7 +244,6 @@ _SHOWN = (
     "has_fillers",
     "micro_steps",
     "trains",
-    "expected_micro_steps",
     "_given",
     "_pace",
 )
