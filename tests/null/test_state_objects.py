@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.logging import MultiProcessAdapter
-from accelerate.state import AcceleratorState, is_initialized
+from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.utils import ComputeEnvironment, PrecisionType, broadcast, send_to_device
 from tests.support.environment import ROOT, clean
 from tests.support.long_run import LONG_RUN
@@ -94,6 +95,29 @@ def test_the_shared_state_shows_the_facts() -> None:
     state.distributed_type = "MULTI_GPU"
     assert PartialState().distributed_type == "MULTI_GPU" == DistributedType.MULTI_GPU
     assert PartialState._shared_state["distributed_type"] == "MULTI_GPU"
+
+
+def test_a_program_clears_and_puts_back_shared_states() -> None:
+    """As fixtures do between tests, and trainers around a library that resets all states."""
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    before = dict(AcceleratorState._shared_state), dict(PartialState._shared_state)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState(cpu=True)
+    for state, values in zip((AcceleratorState, PartialState), before, strict=True):
+        state._shared_state.clear()
+        state._shared_state.update(values)
+    assert AcceleratorState().mixed_precision == accelerator.mixed_precision == "bf16"
+    assert (accelerator.num_processes, accelerator.device.type, is_initialized()) == (1, "cpu", True)
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._shared_state.clear()
+    assert PartialState._shared_state == AcceleratorState._shared_state == {}
+    with pytest.raises(ValueError, match="no Accelerator yet"):
+        AcceleratorState()
+    assert GradientState().sync_gradients
+    assert Accelerator(cpu=True, mixed_precision="no").mixed_precision == accelerator.mixed_precision == "no"
+    saved = pickle.dumps(PartialState())
+    PartialState._shared_state["device"] = torch.device("meta")
+    assert pickle.loads(saved).device.type == PartialState().device.type == "meta"
 
 
 def test_a_lone_process_runs_what_is_meant_for_any_rank() -> None:

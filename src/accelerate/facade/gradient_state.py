@@ -69,7 +69,7 @@ class GradientState:
 
     def __new__(cls, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> GradientState:
         """Return the current one, with the options updated when some are given."""
-        if cls._current is None:
+        if cls._current is None or not vars(cls._current):  # a program has cleared its ``_shared_state``
             return cls.create(gradient_accumulation_plugin, UNOWNED)
         if gradient_accumulation_plugin is not None:
             cls._current.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()

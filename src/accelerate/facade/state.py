@@ -13,7 +13,6 @@ from accelerate.core.errors import SettingError, UnknownNameError, WorldError, w
 from accelerate.core.setting import load_settings
 from accelerate.facade.enums import DistributedType
 from accelerate.facade.gradient_state import GradientState as GradientState
-from accelerate.facade.gradient_state import _SharedStateDescriptor
 from accelerate.facade.launch_settings import PrecisionSettings
 from accelerate.facade.processes import ProcessMixin
 from accelerate.strategy import STRATEGIES
@@ -97,10 +96,39 @@ class _ReadOnlyAttributeError(SettingError, AttributeError):
     """The error of an assignment that would have no effect."""
 
 
-_STATE_NAMES = (
-    *("device", "backend", "distributed_type", "num_processes", "process_index", "local_process_index"),
-    *("debug", "fork_launched"),
+_ASSIGNABLE_NAMES = (
+    "device",
+    "distributed_type",
+    "num_processes",
+    "process_index",
+    "local_process_index",
+    "debug",
 )
+_STATE_NAMES = (*_ASSIGNABLE_NAMES, "backend", "fork_launched")
+
+
+class _PartialStateDict(dict[str, Any]):
+    """The facts of the open world; a program that changes them changes what ``PartialState`` says.
+
+    Tests clear the dict between each other. Programs put back what they have copied, after code that has made
+    states of its own.
+    """
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if self.get(name) != value and name in _ASSIGNABLE_NAMES:
+            setattr(PartialState(), name, value)
+        super().__setitem__(name, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        values = dict(*args, **kwargs)
+        if not self and "device" in values:
+            super().update(PartialState(cpu=values["device"].type == "cpu")._shared_state)
+        for name, value in values.items():
+            self[name] = value
+
+    def clear(self) -> None:
+        super().clear()
+        worlds.forget()
 
 
 class _PartialStateDictDescriptor:
@@ -108,7 +136,26 @@ class _PartialStateDictDescriptor:
 
     def __get__(self, instance: object, owner: type | None = None) -> dict[str, Any]:
         world = worlds.current()
-        return {} if world is None else {name: getattr(PartialState(), name) for name in _STATE_NAMES}
+        names = () if world is None else _STATE_NAMES
+        return _PartialStateDict((name, getattr(PartialState(), name)) for name in names)
+
+
+class _AcceleratorStateDict(dict[str, Any]):
+    """``AcceleratorState._shared_state`` without a state; what a program puts back in it is the newest."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        super().update(*args, **kwargs)
+        AcceleratorState._current = state = object.__new__(AcceleratorState)
+        vars(state).update(self)
+        AcceleratorState._instances.add(state)
+
+
+class _AcceleratorStateDictDescriptor:
+    """The descriptor ``AcceleratorState._shared_state``: the newest state as a dict, empty without one."""
+
+    def __get__(self, instance: object, owner: type | None = None) -> dict[str, Any]:
+        state = AcceleratorState._current
+        return _AcceleratorStateDict() if state is None else vars(state)
 
 
 class PartialState(ProcessMixin):
@@ -150,7 +197,7 @@ class PartialState(ProcessMixin):
     @property
     def __dict__(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The names and values that scripts log; an instance has no attributes of its own."""
-        return self._shared_state
+        return dict(self._shared_state)  # loading a pickle writes to it
 
     @staticmethod
     def _reset_state() -> None:
@@ -271,7 +318,7 @@ class AcceleratorState(ProcessMixin):
     _current: ClassVar[AcceleratorState | None] = None
     _instances: ClassVar[weakref.WeakSet[AcceleratorState]] = weakref.WeakSet()
     newest_accelerator: ClassVar[weakref.ref[Any] | None] = None
-    _shared_state = _SharedStateDescriptor()
+    _shared_state = _AcceleratorStateDictDescriptor()
 
     _partial: PartialState
     _world: World
@@ -329,8 +376,8 @@ class AcceleratorState(ProcessMixin):
         """Return an attribute of ``PartialState``; after ``_reset_state``, one of the next state."""
         if not vars(self):
             # Reset; as in 1.x it has the attributes of the next one, once there is one.
-            if AcceleratorState._current is not None:
-                return getattr(AcceleratorState._current, name)
+            if (newest := AcceleratorState._current) is not None and vars(newest):
+                return getattr(newest, name)
             raise _ClosedWorldAttributeError(
                 f"there is no open world any more for {name} of this Accelerator",
                 why="AcceleratorState._reset_state() was called after it was made",
@@ -413,8 +460,9 @@ class AcceleratorState(ProcessMixin):
 
     @classmethod
     def _current_if_open(cls) -> AcceleratorState | None:
-        """Return the newest one, as long as its world is open."""
-        return cls._current if worlds.current() is not None else None
+        """Return the newest one, as long as its world is open and its ``_shared_state`` is not cleared."""
+        is_open = worlds.current() is not None and cls._current is not None and vars(cls._current)
+        return cls._current if is_open else None
 
     @classmethod
     def reusable(cls, mixed_precision: str | None) -> AcceleratorState | None:
@@ -424,6 +472,8 @@ class AcceleratorState(ProcessMixin):
         """
         accelerator, newest = cls.newest_accelerator and cls.newest_accelerator(), cls._current
         if accelerator is None or newest is not accelerator.state or worlds.current() is None:
+            return None
+        if not vars(newest):  # cleared
             return None
         return newest if mixed_precision in (None, accelerator.state.mixed_precision) else None
 
