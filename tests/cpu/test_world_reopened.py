@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,23 @@ def _again(times: int) -> list[float]:
 
 def test_fresh_starts_keep_the_group(ranks: RankServer) -> None:
     assert same_on_all(ranks(2, _again, 6)) == [0, 2, 4, 6, 8, 10]
+
+
+def _chosen() -> tuple[object, str, int]:
+    """Choose the backend in place of ``_prepare_backend``, which a program has replaced."""
+    prepare, asked = PartialState._prepare_backend, list[str | None]()
+
+    def prepare_backend(self: PartialState, cpu: bool, sagemaker_dp: bool, backend: str | None) -> Any:
+        asked.append(backend)
+        return prepare(self, cpu, sagemaker_dp, backend or "cpu:gloo")
+
+    setattr(PartialState, "_prepare_backend", prepare_backend)  # noqa: B010
+    state = PartialState(cpu=True)
+    return asked[0], dist.get_backend_config(), state.num_processes
+
+
+def test_a_program_chooses_the_backend(ranks: RankServer) -> None:
+    assert same_on_all(ranks(2, _chosen)) == (None, "cpu:gloo", 2)
 
 
 def _shorter() -> str:

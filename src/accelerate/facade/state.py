@@ -174,6 +174,8 @@ class PartialState(ProcessMixin):
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         kwargs.pop("_use_sagemaker_dp", None)
+        if getattr(self._prepare_backend, "__func__", None) is not _PREPARE_BACKEND:  # a program's
+            kwargs["backend"], _ = self._prepare_backend(cpu, False, kwargs.get("backend"))
         before = worlds.current()
         world = worlds.open(cpu=cpu or None, **kwargs)
         if world is not before and world.size > 1:
@@ -185,6 +187,16 @@ class PartialState(ProcessMixin):
                     strategy.join_world(world)
         if load_settings(ProcessDeviceSettings).value.enable_cpu_affinity:
             affinity.set_numa_affinity(world.local_rank)
+
+    def _prepare_backend(
+        self, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
+    ) -> tuple[str | None, DistributedType]:
+        """Return the communication backend, None for the device's own, and the kind of distributed training.
+
+        Programs replace it, to choose the backend of every world that is opened.
+        """
+        size, hardware = worlds.get_rank_info()[2], devices.get("cpu") if cpu else devices.detect()
+        return backend, DistributedType("NO" if size == 1 else hardware.distributed_type)
 
     def __repr__(self) -> str:
         backend = f"  Backend: {self.backend}" if self.backend else ""
@@ -290,6 +302,9 @@ class PartialState(ProcessMixin):
             import torch.distributed as dist
 
             dist.destroy_process_group(group)
+
+
+_PREPARE_BACKEND = PartialState._prepare_backend
 
 
 def _torch_device(kind: str | int | torch.device) -> torch.device:
