@@ -210,6 +210,22 @@ def test_a_device_without_a_number_is_the_current_one() -> None:
         assert check_device_same("sim", 1)
 
 
+def test_the_method_of_a_class_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in SAM 3D: inputs go to where the weights are now, wherever they were dispatched to."""
+    model = dispatch_model(layers(), {"": "sim:0"}, force_hooks=True)
+    expected, replaced, devices = model(torch.ones(1, 64)), AlignDevicesHook.pre_forward, []
+
+    def pre_forward(self: AlignDevicesHook, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self.execution_device = next(module.parameters()).device
+        devices.append(self.execution_device)
+        return replaced(self, module, *args, **kwargs)
+
+    monkeypatch.setattr(AlignDevicesHook, "pre_forward", pre_forward)
+    nn.Module.to(model, "sim:1")
+    assert torch.equal(model(torch.ones(1, 64)), expected)
+    assert devices == [torch.device("sim:1")] * 5
+
+
 def test_execution_devices_one_by_one() -> None:
     model, x = layers(2), torch.ones(1, 64)
     expected = model(x)

@@ -24,6 +24,8 @@ from accelerate.offload.offloaded_tensor import MappingSource, OffloadedTensor
 from accelerate.offload.pager import Pager
 from accelerate.offload.weight_block import WeightBlock, move_tensor
 
+_PRE_FORWARD = AlignDevicesHook.pre_forward
+
 
 class DispatchHook(AlignDevicesHook):
     """The hook that ``dispatch_model`` adds to a module.
@@ -150,7 +152,9 @@ class DispatchHook(AlignDevicesHook):
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Move inputs to the device; weights that no block has fetched are materialized one by one."""
         mover = self._mover
-        if mover is None:  # it was taken off and put back, and works as one of its base class
+        # One that was taken off and put back works as its base class does, and so do all where a program
+        # has replaced the method of that class.
+        if mover is None or AlignDevicesHook.pre_forward is not _PRE_FORWARD:
             return super().pre_forward(module, *args, **kwargs)
         if self.offload:
             self._begin_forward(module, bool(args or kwargs))
@@ -169,7 +173,7 @@ class DispatchHook(AlignDevicesHook):
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Drop materialized weights; with ``io_same_device`` move the output to the device of the inputs."""
-        if self._mover is None:
+        if self._mover is None or AlignDevicesHook.pre_forward is not _PRE_FORWARD:
             return super().post_forward(module, output)
         if self.offload:
             self._end_forward()
@@ -196,8 +200,10 @@ class DispatchHook(AlignDevicesHook):
             return False
         if self.offload if block is None else not block.users:
             return False
-        own = self.__dict__  # clients set methods on a hook
-        return not (self.io_same_device or self.no_grad or "pre_forward" in own or "post_forward" in own)
+        own = self.__dict__  # clients set methods on a hook, and on the class
+        if "pre_forward" in own or "post_forward" in own or AlignDevicesHook.pre_forward is not _PRE_FORWARD:
+            return False
+        return not (self.io_same_device or self.no_grad)
 
     @property
     def _skipped_names(self) -> frozenset[str]:
