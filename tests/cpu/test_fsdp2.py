@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from tests.support.command import launch_variables
 from tests.support.long_run import LONG_RUN, long_run_param, select_cases
@@ -679,6 +680,20 @@ def test_a_program_that_replaces_the_sharding_shards_itself(ranks: RankServer, p
     close(theirs, ours, 1e-6 if precision == "no" else 1e-2)
 
 
+def shared_out_by_the_program() -> list[float]:
+    """Replace ``prepare_data_loader``: the processes of an expert parallel group read the same rows."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.data_loader import prepare_data_loader
+
+    class OwnData(Accelerator):
+        def prepare_data_loader(self, data_loader: Any, *_: Any, **__: Any) -> Any:
+            return prepare_data_loader(data_loader, num_processes=1, process_index=0)
+
+    accelerator, model = OwnData(fsdp_plugin=FullyShardedDataParallelPlugin()), nn.Linear(1, 1)
+    data = DataLoader(torch.arange(4.0)[:, None])
+    return [row.item() for row in accelerator.prepare(model, adamw(model), data)[2]]
+
+
 def sharded_beside_ddp() -> tuple[list[float], list[str], list[str]]:
     from torch.distributed.fsdp import fully_shard
 
@@ -713,6 +728,10 @@ def sharded_beside_ddp() -> tuple[list[float], list[str], list[str]]:
             optimizer.zero_grad()
             losses.append(accelerator.gather(loss.detach()).mean().item())
     return losses, errors, [str(each.message) for each in warned if "optimizer.step" in str(each.message)]
+
+
+def test_a_program_shares_out_the_data_of_a_sharded_model(ranks: RankServer) -> None:
+    assert ranks(2, shared_out_by_the_program) == [[0, 1, 2, 3]] * 2
 
 
 @pytest.mark.skipif(is_torch("<2.9"), reason="on a CPU, FSDP2 of 2.6 fails, and of 2.8 adds gradients up")

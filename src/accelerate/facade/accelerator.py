@@ -601,7 +601,8 @@ class Accelerator(ProcessMixin):
         Returns:
             The prepared objects in the same order; one object alone comes back alone. ``prepare_model``,
             ``prepare_optimizer``, ``prepare_scheduler`` and ``prepare_data_loader`` that a subclass overrides
-            or a program replaces are called for what they prepare, unless the strategy needs all at once.
+            or a program replaces are called for what they prepare; under FSDP, DeepSpeed and Megatron-LM, the
+            last alone, since the other objects are needed at once.
 
         Raises:
             PrepareError: nothing is given, an object cannot be prepared, or is nothing to prepare and the
@@ -619,13 +620,14 @@ class Accelerator(ProcessMixin):
             for kind, own in _PREPARE_METHODS.items()
             if getattr(method := getattr(self, own.__name__), "__func__", None) is not own
         }
-        # A strategy that shards models or owns the step needs all objects at once.
-        if replaced and not (self.strategy.shards_params or self.strategy.owns_step):
-            for index, kind in enumerate(bundle.kinds):
-                if kind in replaced:
-                    place = None if device_placement is None else device_placement[index]
-                    options = {} if kind == "scheduler" else {"device_placement": place}
-                    bundle.objects[index] = replaced[kind](bundle.objects[index], **options)
+        # A strategy that shards models or owns the step needs all objects at once, but for the loaders.
+        needs_all = self.strategy.shards_params or self.strategy.owns_step
+        for index, kind in enumerate(bundle.kinds if replaced else ()):
+            if kind in replaced and (not needs_all or isinstance(bundle.objects[index], DataLoader)):
+                place = None if device_placement is None else device_placement[index]
+                options = {} if kind == "scheduler" else {"device_placement": place}
+                bundle.objects[index] = item = replaced[kind](bundle.objects[index], **options)
+                if not needs_all or not any(item is loader for loader in self._prepared.loaders):
                     bundle.kinds[index] = "prepared"
         self._preparer.prepare(bundle, self.verify_device_map)
         self._option_reporter.report()
