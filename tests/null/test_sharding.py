@@ -372,6 +372,37 @@ def test_skipping_in_a_stream_reads_on() -> None:
     assert [x.tolist() for x in twice] == [[6]]
 
 
+class RepeatedBatches:
+    """A loader of another library around a loader: each batch twice, all else by attribute, as in trl."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return 2 * len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (batch for batch in self.loader for _ in range(2))
+
+
+def test_an_object_around_a_loader_skips_what_it_yields_itself() -> None:
+    plain = DataLoader(range(5), batch_size=2)  # type: ignore[arg-type]
+    for loader in (plain, prepare_data_loader(plain, num_processes=1, process_index=0)):
+        rest = skip_first_batches(RepeatedBatches(loader), 3)  # type: ignore[arg-type]
+        assert (len(rest), rest.batch_size) == (3, 2)
+        assert [[x.tolist() for x in rest] for _ in range(2)] == [[[2, 3], [4], [4]]] * 2
+
+
+def test_the_rest_of_an_unprepared_stream_has_the_length_of_the_rest() -> None:
+    rest = skip_first_batches(DataLoader(Stream(7), batch_size=2), 1)
+    assert len(rest) == len(list(rest)) == 3
+    rest = skip_first_batches(rest, 2)
+    assert len(rest) == len(list(rest)) == 1
+
+
 @pytest.mark.parametrize("count", [-1, 2.0, torch.tensor(2)])
 def test_a_number_of_batches_to_skip_may_be_computed(count: Any) -> None:
     """A script subtracts and divides numbers of steps; less than none is none, as in 1.x."""

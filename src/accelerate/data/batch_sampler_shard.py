@@ -345,3 +345,21 @@ class SkipBatchSampler(BatchSampler):
 
     def __len__(self) -> int:
         return max(0, len(self.batch_sampler) - self.skip_batches)
+
+
+class SkippedBatches:
+    """An object around a loader, such as one that repeats each batch, without its first batches."""
+
+    def __init__(self, loader: Any, count: int) -> None:
+        self.loader, self.count = loader, count
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return max(0, len(self.loader) - self.count)
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.loader), self.count, None)

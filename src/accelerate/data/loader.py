@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from accelerate.core.errors import CheckpointError
 from accelerate.data.active_loaders import DataLoaderStateMixin
-from accelerate.data.batch_sampler_shard import SkipBatchSampler, copy_loader, slicer_for
+from accelerate.data.batch_sampler_shard import SkipBatchSampler, SkippedBatches, copy_loader, slicer_for
 from accelerate.data.batch_source import (
     PresetIndexSampler,
     describe_batch,
@@ -476,7 +476,7 @@ class SkipDataLoader(DataLoaderShard):
         )
 
     def __len__(self) -> int:
-        return max(0, super().__len__() - self.skip_batches)
+        return max(0, super().__len__() - self.skip_batches - self._skip.batches)
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int | None = 0) -> DataLoader[Any]:
@@ -531,8 +531,10 @@ def _skip_unprepared(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
     """Skip batches of a loader that is not prepared."""
     if count == 0:
         return loader
+    if not isinstance(loader, DataLoader):
+        return SkippedBatches(loader, count)
     if fetches_by_index(loader) and loader.batch_sampler is not None:
         return copy_loader(loader, batch_sampler=SkipBatchSampler(loader.batch_sampler, count))  # type: ignore[arg-type]
-    twin = DataLoaderShard.wrap(loader, device=None)
-    twin._skip = EpochSkip(count)
+    twin = SkipDataLoader.wrap(loader, device=None)
+    twin.skip_batches = count
     return twin
