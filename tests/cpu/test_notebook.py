@@ -23,11 +23,12 @@ from nbclient import NotebookClient
 
 from accelerate import Accelerator, debug_launcher, notebook_launcher
 from accelerate.core.errors import LaunchError
+from accelerate.launch.notebook import fork_server, fork_server_client
 from tests.cpu.test_docs_pages import blocks
 from tests.support.command import Running
 from tests.support.environment import ROOT, clean
 from tests.support.long_run import LONG_RUN, long_run_param
-from tests.support.notebook_servers import share_servers
+from tests.support.notebook_servers import share_servers, write_server_program
 from tests.support.ranks import NO_LAUNCHER, RankServer
 from tests.support.scripts import run_to_exit
 
@@ -153,7 +154,6 @@ CELLS = {
     """,
     "outside": """
         accelerator = Accelerator(cpu=True)
-        del os.environ["THP_MEM_ALLOC_ENABLE"]  # set by the accelerator; a launch puts back what it sets
         def uses():
             return accelerator.device
         notebook_launcher(uses, num_processes=2)
@@ -186,14 +186,28 @@ class Cell:
         return sorted(self.out.splitlines())
 
 
+def server_flags(folder: Path, *first: str) -> list[str]:
+    """The arguments of a kernel whose fork servers import ``first``, and no more while they are idle."""
+    program = str(write_server_program(folder, *first))
+    line = f"import {fork_server_client.__name__} as client; client.PROGRAM = {program!r}; del client"
+    return [f"--IPKernelApp.exec_lines={line}"]
+
+
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> list[Cell]:
-    """One notebook, run from its first cell to its last in one kernel: those of the page, then ours."""
+    """One notebook, run from its first cell to its last in one kernel: those of the page, then ours.
+
+    One fork server serves all launches: the kernel has the variables that either launcher would set. It
+    imports at once what it otherwise does while it is idle, which it is not here: each rank would do so.
+    """
     code = [block.code for block in PAGE] + [textwrap.dedent(text).strip() for text in CELLS.values()]
     notebook = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, code)))
-    folder = str(tmp_path_factory.mktemp("notebook"))
-    client = NotebookClient(notebook, kernel_name="python3", allow_errors=True, timeout=120)
-    client.execute(env=clean(), cwd=folder)
+    folder = tmp_path_factory.mktemp("notebook")
+    flags = server_flags(folder, *fork_server.FIRST, *fork_server.LATER)
+    options: dict[str, Any] = {"kernel_name": "python3", "allow_errors": True, "timeout": 120}
+    client = NotebookClient(notebook, extra_arguments=flags, **options)
+    env = clean({"THP_MEM_ALLOC_ENABLE": 1, "GLOO_SOCKET_IFNAME": "lo"})
+    client.execute(env=env, cwd=str(folder))
     return list(map(Cell, notebook.cells))
 
 
@@ -334,9 +348,12 @@ COPIES = WAITS.format(more="lock = threading.Lock()", uses="lock.locked()")
 
 
 @pytest.fixture
-def kernel() -> Iterator[tuple[KernelManager, BlockingKernelClient]]:
-    """A kernel of its own."""
-    manager, client = start_new_kernel(kernel_name="python3", env=clean(), cwd=str(ROOT))
+def kernel(tmp_path: Path) -> Iterator[tuple[KernelManager, BlockingKernelClient]]:
+    """A kernel of its own, whose ranks need no module."""
+    flags = server_flags(tmp_path)
+    manager, client = start_new_kernel(
+        kernel_name="python3", env=clean(), cwd=str(ROOT), extra_arguments=flags
+    )
     yield manager, client
     client.stop_channels()
     manager.shutdown_kernel(now=True)

@@ -16,8 +16,13 @@ fork_server.main(int(sys.argv[1]))
 """
 
 
-def share_servers(patch: pytest.MonkeyPatch, folder: Path, *first: str) -> None:
-    """Let servers import the modules ``first``, and no more while they are idle."""
+def write_server_program(folder: Path, *first: str) -> Path:
+    """Write the program of servers that import the modules ``first``, and no more while they are idle."""
     program = folder / "fork_server.py"
     program.write_text(PROGRAM.format(first=first))
-    patch.setattr(fork_server_client, "PROGRAM", str(program))
+    return program
+
+
+def share_servers(patch: pytest.MonkeyPatch, folder: Path, *first: str) -> None:
+    """Let the servers of this process run the program of :func:`write_server_program`."""
+    patch.setattr(fork_server_client, "PROGRAM", str(write_server_program(folder, *first)))
