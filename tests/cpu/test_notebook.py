@@ -23,12 +23,11 @@ from nbclient import NotebookClient
 
 from accelerate import Accelerator, debug_launcher, notebook_launcher
 from accelerate.core.errors import LaunchError
-from accelerate.launch.notebook import fork_server, fork_server_client
 from tests.cpu.test_docs_pages import blocks
 from tests.support.command import Running
 from tests.support.environment import ROOT, clean
 from tests.support.long_run import LONG_RUN, long_run_param
-from tests.support.notebook_servers import share_servers, write_server_program
+from tests.support.notebook_servers import all_modules, server_flags, share_servers
 from tests.support.ranks import NO_LAUNCHER, RankServer
 from tests.support.scripts import run_to_exit
 
@@ -186,13 +185,6 @@ class Cell:
         return sorted(self.out.splitlines())
 
 
-def server_flags(folder: Path, *first: str) -> list[str]:
-    """The arguments of a kernel whose fork servers import ``first``, and no more while they are idle."""
-    program = str(write_server_program(folder, *first))
-    line = f"import {fork_server_client.__name__} as client; client.PROGRAM = {program!r}; del client"
-    return [f"--IPKernelApp.exec_lines={line}"]
-
-
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> list[Cell]:
     """One notebook, run from its first cell to its last in one kernel: those of the page, then ours.
@@ -203,7 +195,7 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> list[Cell]:
     code = [block.code for block in PAGE] + [textwrap.dedent(text).strip() for text in CELLS.values()]
     notebook = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, code)))
     folder = tmp_path_factory.mktemp("notebook")
-    flags = server_flags(folder, *fork_server.FIRST, *fork_server.LATER)
+    flags = server_flags(folder, *all_modules())
     options: dict[str, Any] = {"kernel_name": "python3", "allow_errors": True, "timeout": 120}
     client = NotebookClient(notebook, extra_arguments=flags, **options)
     env = clean({"THP_MEM_ALLOC_ENABLE": 1, "GLOO_SOCKET_IFNAME": "lo"})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.launch.notebook import fork_server_client
+from accelerate.launch.notebook import fork_server, fork_server_client
 
 PROGRAM = """
 import sys
@@ -26,3 +26,15 @@ def write_server_program(folder: Path, *first: str) -> Path:
 def share_servers(patch: pytest.MonkeyPatch, folder: Path, *first: str) -> None:
     """Let the servers of this process run the program of :func:`write_server_program`."""
     patch.setattr(fork_server_client, "PROGRAM", str(write_server_program(folder, *first)))
+
+
+def all_modules() -> tuple[str, ...]:
+    """The modules that a server imports at once, and those that it imports while it is idle."""
+    return *fork_server.FIRST, *fork_server.LATER
+
+
+def server_flags(folder: Path, *first: str) -> list[str]:
+    """The arguments of a kernel whose fork servers run the program of :func:`write_server_program`."""
+    program = str(write_server_program(folder, *first))
+    line = f"import {fork_server_client.__name__} as client; client.PROGRAM = {program!r}; del client"
+    return [f"--IPKernelApp.exec_lines={line}"]
