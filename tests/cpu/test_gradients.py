@@ -446,3 +446,34 @@ def test_two_blocks_of_accumulation_in_one_batch_are_warned_of(ranks: RankServer
         assert len(texts) == 1
         assert "never step; put both into one block" in texts[0]
     assert ranks(1, two_blocks, True) == [[]]
+
+
+def clipped_on_several_meshes(norm_type: float) -> tuple[float, list[torch.Tensor]]:
+    """Clip a plain gradient and two that are sharded over meshes of the program; also by value."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    meshes = [init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("tp", "ep")]
+    values = torch.arange(1.0, 9.0).reshape(2, 4)
+    parameters: list[Any] = [nn.Parameter(torch.zeros(2, 4))]
+    parameters += [nn.Parameter(distribute_tensor(values, mesh, [Shard(1)])) for mesh in meshes]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter) + values.max()
+    accelerator.clip_grad_value_(parameters, 4.0)
+    norm = accelerator.clip_grad_norm_(iter(parameters), 0.5, norm_type)
+    assert type(norm) is torch.Tensor
+    whole = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in parameters]
+    return norm.item(), whole
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_gradients_of_several_meshes_are_clipped_by_one_norm(ranks: RankServer, norm_type: float) -> None:
+    """As of a program that shards by itself: tensor and expert parallel layers in a replicated model."""
+    norm, gradients = same_on_all(ranks(2, clipped_on_several_meshes, norm_type))
+    expected = torch.linalg.vector_norm(torch.full((24,), 4.0), norm_type)
+    assert norm == pytest.approx(expected.item())
+    for gradient in gradients:
+        torch.testing.assert_close(gradient, torch.full((2, 4), 4.0) * 0.5 / expected)

@@ -142,13 +142,18 @@ class GradientSync:
 
         Infinity asks for the norm alone. All ranks that share a gradient call it.
         """
+        parameters = list(parameters)
+        groups = _group_by_mesh(parameters)
+        if len(groups) > 1:
+            return _clip_norm_of_groups(groups, max_norm, norm_type)
         if max_norm == float("inf"):
             return nn.utils.get_total_norm(self.gradients(parameters), norm_type)
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
     def clip_value(self, parameters: Iterable[torch.Tensor], limit: float) -> None:
         """Clamp each gradient element to ``[-limit, limit]``."""
-        nn.utils.clip_grad_value_(parameters, limit)
+        for group in _group_by_mesh(parameters):
+            nn.utils.clip_grad_value_(group, limit)
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, zero: Callable[[], None]) -> None:
         """Clear gradients; ``zero`` clears those of the user's optimizer."""
@@ -160,6 +165,36 @@ class GradientSync:
         A gradient that is not finite, for example, is seen only by the rank that holds it.
         """
         return None
+
+
+def _group_by_mesh(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return the parameters that have a gradient, by its device mesh; plain tensors have none.
+
+    A program that shards by itself has several: tensor or expert parallel layers in a replicated model. Torch
+    has no operation on tensors of two meshes.
+    """
+    groups: dict[Any, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            groups.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
+    return list(groups.values())
+
+
+@torch.no_grad()
+def _clip_norm_of_groups(
+    groups: Iterable[Sequence[torch.Tensor]], max_norm: float, norm_type: float
+) -> torch.Tensor:
+    """Clip by the norm over parameters of several meshes; the arguments are those of ``clip_norm``."""
+    gradients: list[list[Any]] = [[parameter.grad for parameter in group] for group in groups]
+    norms: list[Any] = [nn.utils.get_total_norm(group, norm_type) for group in gradients]
+    whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    total = torch.linalg.vector_norm(torch.stack([norm.to(whole[0].device) for norm in whole]), norm_type)
+    if max_norm != float("inf"):
+        # As torch does it: 1e-6 keeps the division defined.
+        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for gradient in (gradient for group in gradients for gradient in group):
+            gradient.mul_(scale.to(gradient.device))
+    return total
 
 
 class ReductionMonitor:
