@@ -680,6 +680,37 @@ def test_a_program_that_replaces_the_sharding_shards_itself(ranks: RankServer, p
     close(theirs, ours, 1e-6 if precision == "no" else 1e-2)
 
 
+def checkpointed_by_the_program() -> tuple[list[int], bool, bool, list[float]]:
+    """Replace ``fsdp2_apply_ac``; the program checkpoints the first of two blocks, by torch's wrapper."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    import accelerate.accelerator as public
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    def apply_ac(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+        model.layers[0] = checkpoint_wrapper(model.layers[0])
+        return model
+
+    public.fsdp2_apply_ac = apply_ac
+    model, calls = tiny(0), [0, 0]
+    for place, block in enumerate(model.layers):
+        block.register_forward_pre_hook(lambda *_, place=place: calls.__setitem__(place, calls[place] + 1))
+    names = model.state_dict().keys()
+    plugin = FullyShardedDataParallelPlugin(**LAYERS, activation_checkpointing=True)
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    losses = []
+    for words in batches(STEPS):
+        loss = loss_of(model, share(words, accelerator.process_index, accelerator.num_processes))
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.gather(loss.detach()).mean().item())
+    keeps_names = accelerator.get_state_dict(model).keys() in (names, set())  # it is on rank 0
+    return calls, "not applied" in str(accelerator.effects()), keeps_names, losses
+
+
 def shared_out_by_the_program() -> list[float]:
     """Replace ``prepare_data_loader``: the processes of an expert parallel group read the same rows."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -728,6 +759,15 @@ def sharded_beside_ddp() -> tuple[list[float], list[str], list[str]]:
             optimizer.zero_grad()
             losses.append(accelerator.gather(loss.detach()).mean().item())
     return losses, errors, [str(each.message) for each in warned if "optimizer.step" in str(each.message)]
+
+
+def test_a_program_that_replaces_the_checkpointing_checkpoints_itself(ranks: RankServer) -> None:
+    """Axolotl and others replace the function that ``Accelerator`` calls before it shards."""
+    calls, is_refused, keeps_names, losses = same_on_all(ranks(2, checkpointed_by_the_program))
+    assert calls == [2 * STEPS, STEPS]
+    assert keeps_names
+    assert not is_refused
+    assert losses == pytest.approx(plain(1)[0], abs=1e-5)
 
 
 def test_a_program_shares_out_the_data_of_a_sharded_model(ranks: RankServer) -> None:

@@ -47,15 +47,26 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
     priority: ClassVar[int] = 10
 
     def adapt_objects(self, accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Shard models by ``accelerate.accelerator.fsdp2_prepare_model`` where a program has replaced it."""
-        shard = get_override("accelerate.accelerator", "fsdp2_prepare_model", None)
-        if shard is None:
-            return objects
-        from accelerate.strategy.sharding.fsdp_utils import fsdp2_prepare_model, shard_by
+        """Checkpoint activations and shard models by functions that a program has replaced.
 
-        if shard is fsdp2_prepare_model:
+        They are ``fsdp2_apply_ac`` and ``fsdp2_prepare_model`` of ``accelerate.accelerator``.
+        """
+        names = ("fsdp2_apply_ac", "fsdp2_prepare_model")
+        apply_ac, shard = (get_override("accelerate.accelerator", name, None) for name in names)
+        if apply_ac is shard is None:
             return objects
-        return tuple(shard_by(shard, accelerator, o) if isinstance(o, nn.Module) else o for o in objects)
+        from accelerate.strategy.sharding.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model, shard_by
+
+        adapted = list(objects)
+        for index, model in enumerate(objects):
+            if not isinstance(model, nn.Module) or self._is_sharded(model):
+                continue
+            if apply_ac not in (None, fsdp2_apply_ac) and self.plugin.activation_checkpointing:
+                adapted[index] = model = apply_ac(accelerator, model)
+                self._checkpointed.add(model)
+            if shard not in (None, fsdp2_prepare_model):
+                adapted[index] = shard_by(shard, accelerator, model)
+        return tuple(adapted)
 
     def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
         """Return the status of each option; see ``fsdp2_options.py``."""
@@ -109,6 +120,7 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
         from accelerate.strategy.sharding.fsdp2_sharder import Sharder
 
         sharder = Sharder(self._shard_mesh, self.plugin, self.world.device, self._replicated_meshes)
+        sharder.checkpoints &= model not in self._checkpointed
         sharder.shard(model, self._plan_layout(model), optimizers, self._replaced_params)
         self._register(model)
 

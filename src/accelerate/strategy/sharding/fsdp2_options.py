@@ -302,7 +302,9 @@ def _offload_status(option: RequestedOption, models: Sequence[nn.Module]) -> Opt
 
 def recompute_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
     """Return the status of activation checkpointing, by the number of checkpointed modules."""
-    parts = [part for model in models for part in model.modules() if checkpoint.state(part) is not None]
+    modules = (module for model in models for module in model.modules())
+    # torch's other way wraps a module in one of this class; programs take it.
+    parts = [m for m in modules if checkpoint.state(m) is not None or type(m).__name__ == "CheckpointWrapper"]
     reason = "no module of the model has activation checkpointing"
     return option.report_applied(f"{len(parts)} units") if parts else option.report_not_applied(reason)
 

@@ -62,6 +62,9 @@ class Sharder:
         device: where this rank computes.
         replicated_meshes: more meshes of one dimension, along which parameters are replicated unless they are
             DTensors.
+
+    Attributes:
+        checkpoints: apply activation checkpointing.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Sharder:
     ) -> None:
         self.mesh, self.plugin, self.device = mesh, plugin, device
         self.replicated_meshes = tuple(replicated_meshes)
+        self.checkpoints = bool(plugin.activation_checkpointing)
 
     def shard(
         self,
@@ -99,7 +103,7 @@ class Sharder:
         if layout.ignored and not accepts(fully_shard, "ignored_params"):
             raise _old_torch_error("shards every parameter, and some are to be ignored")
         initialize, values = exchange_model_info(model, plugin.param_init_fn, self.mesh)
-        if plugin.activation_checkpointing:
+        if self.checkpoints:
             checkpoint_activations(model, layout.blocks, bool(plugin.activation_checkpointing_offload))
         options: dict[str, Any] = {"mesh": self.mesh, "offload_policy": plugin.cpu_offload}
         if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and self.device.type == "cpu":

@@ -88,7 +88,11 @@ def shard_by(shard: Callable[[Any, nn.Module], nn.Module], accelerator: Any, mod
 def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
     """Checkpoint the activations of each FSDP unit of ``model``; before sharding."""
     plugin: FullyShardedDataParallelPlugin = accelerator.strategy.plugin
-    checkpoint_activations(model, find_units(model, plugin.policy_for(model), set()))
+    units, offload = (
+        find_units(model, plugin.policy_for(model), set()),
+        plugin.activation_checkpointing_offload,
+    )
+    checkpoint_activations(model, units, bool(offload))
     return model
 
 

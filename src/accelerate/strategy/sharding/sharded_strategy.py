@@ -77,6 +77,8 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor):
         self.models_without_forward: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # New parameters by the replaced ones, which optimizers may still hold.
         self._replaced_params: Any = WeakIdKeyDictionary()
+        # Models whose activations a program checkpoints by its own function.
+        self._checkpointed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._has_unreduced = False
         self.unreduced = set()
 
