@@ -779,3 +779,21 @@ def test_a_checkpoint_of_two_ranks_has_the_names_of_the_users_module(
     plain = ["bias", "weight"]
     names = same_on_all(ranks(2, names_in_files, str(tmp_path)))
     assert names == [plain, plain, plain, ["module.bias", "module.weight"], ["bias"]]
+
+
+def kept_apart() -> list[float]:
+    """A tensor parallel program says that there is one process, so that nobody replicates its shards."""
+    from accelerate import Accelerator, DistributedType, PartialState
+
+    accelerator = Accelerator(cpu=True)
+    PartialState._shared_state.update({"distributed_type": DistributedType.NO})
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 10.0 * accelerator.process_index)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    accelerator.backward(model(torch.full((1, 1), accelerator.process_index + 1.0)).sum())
+    optimizer.step()
+    return model.weight.flatten().tolist()
+
+
+def test_a_program_keeps_models_apart(ranks: RankServer) -> None:
+    assert ranks(2, kept_apart) == [[-1.0], [8.0]]

@@ -169,6 +169,9 @@ class Preparer:
         if place is not None and len(place) != len(objects):
             raise PrepareError(f"device_placement has {len(place)} entries for {len(objects)} objects")
         default = self.options.device_placement
+        # A program assigns the type to the state of the Accelerator, or to that of the world.
+        reported = self.runtime.world.reported.get("distributed_type")
+        assigned = getattr(self.runtime.state, "distributed_type", None), reported
         return PrepareBundle(
             list(objects),
             [object_kind(item) for item in objects],
@@ -177,7 +180,7 @@ class Preparer:
             self.runtime.gradients.plugin_kwargs.get("num_steps") or 1,
             self.options.dataloader.split_batches,
             self.runtime.gradients.plugin_kwargs.get("step_scheduler_once", False),
-            program_reduces_gradients=getattr(self.runtime.state, "distributed_type", None) == "NO",
+            program_reduces_gradients="NO" in assigned,
         )
 
     def prepare(
