@@ -349,7 +349,7 @@ def read_by_own_meshes() -> dict[str, list[list[float]]]:
     from accelerate.core.errors import WorldError
     from accelerate.data_loader import prepare_data_loader
 
-    Accelerator()
+    rank = Accelerator().process_index
     read: dict[str, list[list[float]]] = {}
     for name in ("dp", "fsdp", "data", "dp_shard", "tp", "model"):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(name,))
@@ -358,6 +358,10 @@ def read_by_own_meshes() -> dict[str, list[list[float]]]:
             data = prepare_data_loader(DataLoader(list(range(8)), batch_size=2), torch_device_mesh=mesh)
         assert any("'model' of the device mesh" in str(each.message) for each in said) == (name == "model")
         read[name] = [batch.tolist() for batch in data]
+        # As programs do that put a copy of 1.15's ``Accelerator.prepare_data_loader`` in its place.
+        told = {"num_processes": 2, "process_index": rank, "torch_device_mesh": mesh}
+        data = prepare_data_loader(DataLoader(list(range(8)), batch_size=2), **told)
+        assert [batch.tolist() for batch in data] == read[name]
     with pytest.raises(WorldError, match="mesh_dim_names"):
         prepare_data_loader(
             DataLoader(list(range(8)), batch_size=2), torch_device_mesh=init_device_mesh("cpu", (2,))

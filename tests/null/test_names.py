@@ -263,7 +263,8 @@ def test_constants_have_the_promised_values():
 
 # Private names that programs in the wild touch: without them they break in silence.
 PRIVATE = [
-    ("accelerate.state", "PartialState", "_shared_state _reset_state"),
+    ("accelerate.state", "PartialState", "_shared_state _reset_state _prepare_backend"),
+    ("accelerate", "Accelerator", "_prepare_device_mesh _prepare_fsdp2 _prepare_cp _prepare_deepspeed"),
     ("accelerate.state", "AcceleratorState", "_shared_state _reset_state"),
     ("accelerate.state", "GradientState", "_set_sync_gradients _reset_state"),
 ]

@@ -100,7 +100,8 @@ def prepare_data_loader(
     Args:
         dataloader: the user's loader over the whole data, the same on every process.
         device: the device to move batches to if ``put_on_device``.
-        num_processes, process_index: number and index of the data shard; the world's when None.
+        num_processes, process_index: number and index of the data shard; the world's when None. Beside a mesh
+            those of the world are no choice: the mesh says them.
         rng_types: random generators that are broadcast from rank 0 at the start of every epoch.
         slice_fn_for_dispatch: slices a collated batch under dispatch; see ``DataLoaderDispatcher``.
         torch_device_mesh: the device mesh: ranks along ``dp_replicate`` and ``dp_shard`` (or ``dp``,
@@ -117,6 +118,8 @@ def prepare_data_loader(
         raise PrepareError(f"a {type(dataloader).__name__} is not a torch.utils.data.DataLoader")
     world = collective.world_size(), collective.rank()
     data_shard = world if torch_device_mesh is None else mesh_data_shard(torch_device_mesh)
+    if torch_device_mesh is not None and (num_processes, process_index) == world:
+        num_processes = process_index = None
     count = data_shard[0] if num_processes is None else num_processes
     index = data_shard[1] if process_index is None else process_index
     batch_device, skipped = device if put_on_device else None, 0

@@ -638,6 +638,10 @@ class Accelerator(ProcessMixin):
         strategy: Any = self.strategy
         return strategy.adapt_objects(self, args)
 
+    def _prepare_device_mesh(self) -> DeviceMesh | None:
+        """Return the mesh that programs with a ``prepare_data_loader`` of their own share data out by."""
+        return getattr(self.state, "ds_device_mesh", self.torch_device_mesh)
+
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
         """Return the objects that ``prepare`` gets under context parallelism.
 
