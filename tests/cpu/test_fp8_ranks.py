@@ -28,12 +28,14 @@ WAYS = [
 ]
 
 
-def prepared(way: str, recipe: str, seed: int, **options: Any) -> tuple[Any, Any, Any, Any]:
+def prepared(
+    way: str, recipe: str, seed: int, blocks: int = BLOCKS, **options: Any
+) -> tuple[Any, Any, Any, Any]:
     from accelerate.utils import AORecipeKwargs
 
     handlers = [AORecipeKwargs(recipe_name=recipe)]  # type: ignore[arg-type]
     accelerator = accelerator_of(way, mixed_precision="fp8", kwargs_handlers=handlers, **options)
-    model = decoder(seed, BLOCKS)
+    model = decoder(seed, blocks)
     batches = loader(ROWS // accelerator.strategy.data_shard.count, steps=STEPS)
     return accelerator, *accelerator.prepare(model, adamw(model), batches)
 
@@ -136,10 +138,11 @@ def compiled_losses(way: str, recipe: str, regional: bool) -> tuple[list[float],
     from accelerate.utils import TorchDynamoPlugin
 
     torch._dynamo.reset()
+    blocks = BLOCKS if LONG_RUN else 1  # to compile a frozen one takes as long
     losses = []
     for backend in ("no", "aot_eager"):
         plugin = TorchDynamoPlugin(backend=backend, use_regional_compilation=regional)
-        accelerator, model, optimizer, batches = prepared(way, recipe, 0, dynamo_plugin=plugin)
+        accelerator, model, optimizer, batches = prepared(way, recipe, 0, blocks, dynamo_plugin=plugin)
         rows = [batch for batch, _ in zip(batches, range(3), strict=False)]
         losses.append(loop(accelerator, model, optimizer, rows)[0])
     return losses[0], losses[1]

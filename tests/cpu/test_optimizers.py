@@ -124,7 +124,7 @@ def train(way: str, kind: str, folder: str, resumes: bool) -> tuple[list[float],
     """Three steps, saved after two of them; or the last of them."""
     accelerator = accelerator_of(way)
     dtype = torch.bfloat16 if kind in IN_16_BITS else torch.float32
-    model: Any = decoder(3 if resumes else 0, blocks=2).to(dtype)
+    model: Any = decoder(3 if resumes else 0, blocks=1).to(dtype)
     batches: Any = loader(ROWS // accelerator.strategy.data_shard.count)
     model, optimizer, batches = accelerator.prepare(model, optimizer_of(kind, model), batches)
     if resumes:
@@ -205,7 +205,7 @@ def offloaded_and_not(way: str, clip: float) -> list[Any]:
     ends = []
     for kind, more in (("SGD", {}), (OFFLOADED, {}), (OFFLOADED, {"offload_gradients": True})):
         accelerator = accelerator_of(way)
-        model: Any = decoder(accelerator.process_index, blocks=2)
+        model: Any = decoder(accelerator.process_index, blocks=1)
         optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
         if kind == OFFLOADED:
             optimizer = optimizer_of(kind, model, optimizer_class=torch.optim.SGD, lr=0.1, **more)

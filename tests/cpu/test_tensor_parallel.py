@@ -14,6 +14,7 @@ from torch import nn
 from tests.laws.test_7_parity import BATCHES
 from tests.support.long_run import LONG_RUN, long_run_param
 from tests.support.parity import (
+    INNER,
     PLAN,
     ROWS,
     Decoder,
@@ -340,7 +341,7 @@ def test_variants_of_shared_layers(ranks: RankServer) -> None:
         expected = model(batch["input_ids"])
     for found in (first, second):
         torch.testing.assert_close(found["logits"], expected, rtol=0, atol=1e-5)
-        assert found["shape"] == (32, 16)
+        assert found["shape"] == (INNER // 2, 16)
         assert found["frozen"] == [n for n, p in model.named_parameters() if not p.requires_grad]
         assert found["alone"]
         assert found["held"]

@@ -14,7 +14,7 @@ from torch import nn
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.core.errors import PrepareError, SettingError, UnknownNameError, WorldError
 from accelerate.strategy.parallelism.tensor.tp_plan import resolve_plan
-from tests.support.parity import PLAN, decoder
+from tests.support.parity import INNER, PLAN, decoder
 
 
 @contextmanager
@@ -191,7 +191,7 @@ def test_tied_weights_that_are_cut_alike() -> None:
 def test_a_size_that_does_not_divide() -> None:
     with pytest.raises(PrepareError) as caught:
         resolve_plan(decoder(), {"*.up": "colwise"}, 3)
-    assert "layers.0.up.weight (64, 16) cannot be sharded into 3 equal parts" in str(caught.value)
+    assert f"layers.0.up.weight ({INNER}, 16) cannot be sharded into 3 equal parts" in str(caught.value)
 
 
 class Heads(nn.Module):

@@ -57,7 +57,17 @@ PRELOAD = (
     "torch._inductor.pattern_matcher",
     "torch.export",
     "torch.profiler",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization.config",
+    "encodings.idna",  # for the names of hosts
+    "encodings.latin_1",
     "accelerate.facade.accelerator",
+    *(
+        "accelerate.accelerator",
+        "accelerate.data_loader",
+        "accelerate.parallelism_config",
+        "accelerate.state",
+    ),
 )
 # Subpackages that ranks import on first use.
 SUBPACKAGES = ("checkpoint", "data", "facade", "offload", "precision", "strategy", "utils", "watch", "world")
