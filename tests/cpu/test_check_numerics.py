@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from tests.support.ranks import RankServer
 
 # What the rank server imports once for this module.
-PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.utils")
+PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.integrations.deepspeed")
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 
 

@@ -17,7 +17,7 @@ from tests.support.ranks import RanksError, RankServer, same_on_all
 from tests.support.sharded_models import adamw, batches, loss_of, share, tiny
 
 # What the rank server imports once for this module.
-PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.utils")
+PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.integrations.deepspeed")
 
 pytestmark = [
     pytest.mark.skipif(not is_deepspeed_available(), reason="the package deepspeed is not installed"),

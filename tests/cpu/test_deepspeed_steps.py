@@ -18,7 +18,7 @@ from tests.support.long_run import LONG_RUN
 from tests.support.ranks import RankServer, same_on_all
 
 # What the rank server imports once for this module.
-PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.utils")
+PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.integrations.deepspeed")
 
 pytestmark = [
     pytest.mark.skipif(not is_deepspeed_available(), reason="the package deepspeed is not installed"),

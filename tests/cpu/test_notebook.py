@@ -11,15 +11,11 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import nbformat
 import psutil
 import pytest
 import torch
-from jupyter_client.blocking.client import BlockingKernelClient
-from jupyter_client.manager import KernelManager, start_new_kernel
-from nbclient import NotebookClient
 
 from accelerate import Accelerator, debug_launcher, notebook_launcher
 from accelerate.core.errors import LaunchError
@@ -27,9 +23,13 @@ from tests.cpu.test_docs_pages import blocks
 from tests.support.command import Running
 from tests.support.environment import ROOT, clean
 from tests.support.long_run import LONG_RUN, long_run_param
-from tests.support.notebook_servers import all_modules, server_flags, share_servers
+from tests.support.notebook_servers import IMPORTED, kernel_flags, share_servers
 from tests.support.ranks import NO_LAUNCHER, RankServer
 from tests.support.scripts import run_to_exit
+
+if TYPE_CHECKING:
+    from jupyter_client.blocking.client import BlockingKernelClient
+    from jupyter_client.manager import KernelManager
 
 
 @pytest.fixture(autouse=True)
@@ -192,10 +192,13 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> list[Cell]:
     One fork server serves all launches: the kernel has the variables that either launcher would set. It
     imports at once what it otherwise does while it is idle, which it is not here: each rank would do so.
     """
+    import nbformat
+    from nbclient import NotebookClient
+
     code = [block.code for block in PAGE] + [textwrap.dedent(text).strip() for text in CELLS.values()]
     notebook = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, code)))
     folder = tmp_path_factory.mktemp("notebook")
-    flags = server_flags(folder, *all_modules())
+    flags = kernel_flags(folder, *IMPORTED)
     options: dict[str, Any] = {"kernel_name": "python3", "allow_errors": True, "timeout": 120}
     client = NotebookClient(notebook, extra_arguments=flags, **options)
     env = clean({"THP_MEM_ALLOC_ENABLE": 1, "GLOO_SOCKET_IFNAME": "lo"})
@@ -342,7 +345,9 @@ COPIES = WAITS.format(more="lock = threading.Lock()", uses="lock.locked()")
 @pytest.fixture
 def kernel(tmp_path: Path) -> Iterator[tuple[KernelManager, BlockingKernelClient]]:
     """A kernel of its own, whose ranks need no module."""
-    flags = server_flags(tmp_path)
+    from jupyter_client.manager import start_new_kernel
+
+    flags = kernel_flags(tmp_path)
     manager, client = start_new_kernel(
         kernel_name="python3", env=clean(), cwd=str(ROOT), extra_arguments=flags
     )

@@ -98,7 +98,7 @@ def measured(options: dict[str, Any] | None, window: int = 1) -> tuple[int, int]
     for step in range(2):
         if step:
             peak.start()
-        for _ in range(2):
+        for _ in range(window):
             with accelerator.accumulate(model):
                 accelerator.backward(model(input_ids=words, labels=words, use_cache=False).loss)
             gc.collect()

@@ -6,7 +6,6 @@ from collections import UserDict, deque, namedtuple
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from torch.utils.data import TensorDataset
@@ -17,6 +16,8 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from tests.support.ranks import RankServer, same_on_all
 
+# What the rank server imports once for this module.
+PRELOAD = ("pandas",)
 Triple = namedtuple("Triple", "a b c")
 
 
@@ -223,6 +224,8 @@ def test_another_accelerator_is_sharded_alike(ranks: RankServer) -> None:
 
 
 def _containers() -> dict[str, Any]:
+    import pandas as pd
+
     state = PartialState(cpu=True)
 
     def part(items: Any, **options: Any) -> Any:

@@ -16,7 +16,7 @@ from accelerate.core.errors import PrepareError
 from tests.support.ranks import RankServer, same_on_all
 
 # What the rank server imports once for this module.
-PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.utils")
+PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.integrations.deepspeed")
 
 
 class Net(nn.Module):

@@ -18,7 +18,7 @@ from tests.support.ranks import RankServer, same_on_all
 from tests.support.torch_versions import is_torch
 
 # What the rank server imports once for this module.
-PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.utils")
+PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.integrations.deepspeed")
 WIDTH = 4
 
 

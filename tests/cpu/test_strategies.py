@@ -21,7 +21,7 @@ from tests.support.strategies import added_strategy, strategy_names, xla_over_gl
 from tests.support.worlds import fake_world
 
 # What the rank server imports once for this module.
-PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.utils")
+PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.integrations.deepspeed")
 # Held to these laws by what they need: tests/cpu/test_megatron.py, and tests/xla on PyTorch/XLA.
 OWN = {"megatron", "xla_spmd"}
 BUILT = [name for name in strategy_names() if name not in OWN]

@@ -25,7 +25,7 @@ from tests.support.sequences import RING
 from tests.support.strategies import strategy_names
 
 # What the rank server imports once for this module.
-PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.utils")
+PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.integrations.deepspeed")
 
 # Batches of a training by window: one optimizer step each, or every four.
 BATCHES = {1: STEPS if LONG_RUN else STEPS // 2, 4: STEPS}

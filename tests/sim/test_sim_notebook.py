@@ -5,9 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from tests.support import sim
 from tests.support.environment import ROOT, clean
@@ -49,6 +47,9 @@ CELLS = {
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """(stdout, text of the error) of each cell of one notebook."""
+    import nbformat
+    from nbclient import NotebookClient
+
     code = [nbformat.v4.new_code_cell(textwrap.dedent(text).strip()) for text in CELLS.values()]
     notebook = nbformat.v4.new_notebook(cells=code)
     client = NotebookClient(notebook, kernel_name="python3", allow_errors=True, timeout=120)
