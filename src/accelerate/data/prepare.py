@@ -118,10 +118,9 @@ def prepare_data_loader(
         raise PrepareError(f"a {type(dataloader).__name__} is not a torch.utils.data.DataLoader")
     world = collective.world_size(), collective.rank()
     data_shard = world if torch_device_mesh is None else mesh_data_shard(torch_device_mesh)
-    if torch_device_mesh is not None and (num_processes, process_index) == world:
-        num_processes = process_index = None
-    count = data_shard[0] if num_processes is None else num_processes
-    index = data_shard[1] if process_index is None else process_index
+    is_world = (num_processes, process_index) == world  # no choice beside a mesh
+    count = data_shard[0] if is_world or num_processes is None else num_processes
+    index = data_shard[1] if is_world or process_index is None else process_index
     batch_device, skipped = device if put_on_device else None, 0
     if count > 1 and isinstance(dataloader, DataLoaderShard) and not dataloader._is_accelerate_prepared:
         dataloader, skipped = dataloader.base_dataloader, dataloader.skip_batches  # each rank reads all
