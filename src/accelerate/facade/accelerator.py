@@ -640,7 +640,7 @@ class Accelerator(ProcessMixin):
 
     def _prepare_device_mesh(self) -> DeviceMesh | None:
         """Return the mesh that programs with a ``prepare_data_loader`` of their own share data out by."""
-        return getattr(self.state, "ds_device_mesh", self.torch_device_mesh)
+        return self.torch_device_mesh
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
         """Return the objects that ``prepare`` gets under context parallelism.
