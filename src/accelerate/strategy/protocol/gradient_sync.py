@@ -152,7 +152,9 @@ class GradientSync:
 
     def clip_value(self, parameters: Iterable[torch.Tensor], limit: float) -> None:
         """Clamp each gradient element to ``[-limit, limit]``."""
-        for group in _group_by_mesh(parameters):
+        parameters = list(parameters)
+        groups = _group_by_mesh(parameters)
+        for group in groups if len(groups) > 1 else [parameters]:
             nn.utils.clip_grad_value_(group, limit)
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, zero: Callable[[], None]) -> None:
