@@ -53,7 +53,7 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
         """
         names = ("fsdp2_apply_ac", "fsdp2_prepare_model")
         apply_ac, shard = (get_override("accelerate.accelerator", name, None) for name in names)
-        if apply_ac is shard is None:
+        if apply_ac is None and shard is None:
             return objects
         from accelerate.strategy.sharding.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model, shard_by
 
@@ -119,8 +119,8 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
         """Shard one model in place, and make ``optimizers`` hold its new parameters."""
         from accelerate.strategy.sharding.fsdp2_sharder import Sharder
 
-        sharder = Sharder(self._shard_mesh, self.plugin, self.world.device, self._replicated_meshes)
-        sharder.checkpoints &= model not in self._checkpointed
+        meshes, checkpoints = self._replicated_meshes, model not in self._checkpointed
+        sharder = Sharder(self._shard_mesh, self.plugin, self.world.device, meshes, checkpoints=checkpoints)
         sharder.shard(model, self._plan_layout(model), optimizers, self._replaced_params)
         self._register(model)
 

@@ -184,18 +184,16 @@ def _group_by_mesh(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor
 
 @torch.no_grad()
 def _clip_norm_of_groups(
-    groups: Iterable[Sequence[torch.Tensor]], max_norm: float, norm_type: float
+    groups: Sequence[list[torch.Tensor]], max_norm: float, norm_type: float
 ) -> torch.Tensor:
     """Clip by the norm over parameters of several meshes; the arguments are those of ``clip_norm``."""
-    gradients: list[list[Any]] = [[parameter.grad for parameter in group] for group in groups]
+    gradients = [[p.grad for p in group if p.grad is not None] for group in groups]
     norms: list[Any] = [nn.utils.get_total_norm(group, norm_type) for group in gradients]
     whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
     total = torch.linalg.vector_norm(torch.stack([norm.to(whole[0].device) for norm in whole]), norm_type)
     if max_norm != float("inf"):
-        # As torch does it: 1e-6 keeps the division defined.
-        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for gradient in (gradient for group in gradients for gradient in group):
-            gradient.mul_(scale.to(gradient.device))
+        for group in groups:
+            nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
 
 

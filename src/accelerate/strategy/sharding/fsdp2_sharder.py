@@ -62,9 +62,7 @@ class Sharder:
         device: where this rank computes.
         replicated_meshes: more meshes of one dimension, along which parameters are replicated unless they are
             DTensors.
-
-    Attributes:
-        checkpoints: apply activation checkpointing.
+        checkpoints: apply the plugin's activation checkpointing; False where the program has applied its own.
     """
 
     def __init__(
@@ -73,10 +71,12 @@ class Sharder:
         plugin: FullyShardedDataParallelPlugin,
         device: torch.device,
         replicated_meshes: Sequence[DeviceMesh] = (),
+        *,
+        checkpoints: bool = True,
     ) -> None:
         self.mesh, self.plugin, self.device = mesh, plugin, device
         self.replicated_meshes = tuple(replicated_meshes)
-        self.checkpoints = bool(plugin.activation_checkpointing)
+        self.checkpoints = checkpoints and bool(plugin.activation_checkpointing)
 
     def shard(
         self,

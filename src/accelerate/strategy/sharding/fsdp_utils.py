@@ -88,11 +88,8 @@ def shard_by(shard: Callable[[Any, nn.Module], nn.Module], accelerator: Any, mod
 def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
     """Checkpoint the activations of each FSDP unit of ``model``; before sharding."""
     plugin: FullyShardedDataParallelPlugin = accelerator.strategy.plugin
-    units, offload = (
-        find_units(model, plugin.policy_for(model), set()),
-        plugin.activation_checkpointing_offload,
-    )
-    checkpoint_activations(model, units, bool(offload))
+    units = find_units(model, plugin.policy_for(model), set())
+    checkpoint_activations(model, units, bool(plugin.activation_checkpointing_offload))
     return model
 
 
