@@ -172,7 +172,7 @@ class _AutocastExitHook:
 
     def __init__(self, around: _AutocastScope, upcast: bool) -> None:
         self.scope, self.upcast = around, upcast
-        # Programs replace one of the two to save memory: for good, or (the second) around a forward.
+        # Programs replace either function to save memory; ``convert_to_fp32`` also around a forward alone.
         convert = get_override("accelerate.utils.operations", "convert_to_fp32", convert_to_fp32)
         wrap = get_override("accelerate.accelerator", "convert_outputs_to_fp32", convert_outputs_to_fp32)
         self.convert = convert if wrap is convert_outputs_to_fp32 else wrap(lambda output: output)
