@@ -300,6 +300,19 @@ def test_weights_may_be_given_in_windows() -> None:
     assert found == pytest.approx([(1 + 4) / 3, (9 + 16) / 7])
 
 
+def test_weights_count_for_the_models_of_the_present_fold() -> None:
+    accelerator = Accelerator(cpu=True)
+    for _ in range(2):
+        model = nn.Linear(1, 1, bias=False)
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        accelerator.backward(model(torch.ones(100, 1)).mean(), num_items=100)
+        assert model.weight.grad == 1.0
+        gone = weakref.ref(model)
+        del model, _
+        accelerator.free_memory()
+        assert gone() is None
+
+
 def test_each_micro_batch_may_synchronise() -> None:
     plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
     accelerator, model, optimizer = line(gradient_accumulation_plugin=plugin)

@@ -754,7 +754,7 @@ class Accelerator(ProcessMixin):
         """Forget all prepared objects and free memory; return a None for each of ``objects``."""
         self._checkpoints.wait(release=True)
         self._prepared.clear()
-        self.gradient_state.step = 0
+        self.gradient_state.step, self.gradient_state.loss_weighting = 0, None
         if isinstance(self.strategy, EngineStrategy):
             self.strategy.forget()
         return release_memory(*objects)

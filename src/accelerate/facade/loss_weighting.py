@@ -103,12 +103,14 @@ class LossWeighting:
         self.average_size = strategy.world.size // strategy.model_parallel_size
         self.groups: list[LossWeightedParameterGroup] = []
         self.reference, self.next_reference = 0.0, 0.0
-        self._prepared_counts: tuple[int, int] = (0, 0)
+        self._prepared: list[Any] = []
 
     def update_prepared(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
         """Update the groups from the prepared objects; called before every backward."""
-        if self._prepared_counts != (len(models), len(optimizers)):
-            self._prepared_counts = (len(models), len(optimizers))
+        prepared = [*models, *optimizers]
+        # By identity: others, of the same number, follow them after free_memory().
+        if list(map(id, prepared)) != list(map(id, self._prepared)):
+            self._prepared = prepared
             counted = {p: group for group in self.groups if group.is_weighted for p in group.parameters}
             self.groups = _make_groups(models, optimizers, self.strategy)
             for group in self.groups:
