@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from accelerate import Accelerator
 from accelerate.core.errors import PrepareError
 from accelerate.data_loader import DataLoaderStateMixin, prepare_data_loader
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import GradientAccumulationPlugin, find_executable_batch_size
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -311,6 +311,38 @@ def test_weights_count_for_the_models_of_the_present_fold() -> None:
         del model, _
         accelerator.free_memory()
         assert gone() is None
+
+
+@pytest.mark.parametrize("items", [None, 2])
+def test_a_retry_with_a_smaller_batch_begins_with_what_the_accelerator_held(items: int | None) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.register_for_checkpointing(kept := nn.Linear(1, 1))
+    handle = accelerator.register_load_state_pre_hook(print)
+    models: list[weakref.ref[nn.Module]] = []
+
+    @find_executable_batch_size(starting_batch_size=3)
+    def train(batch_size: int) -> float:
+        assert all(model() is None for model in models)
+        assert accelerator._custom_objects == [kept]
+        assert len(accelerator._load_model_state_pre_hook) > len(accelerator._save_model_state_pre_hook) == 0
+        assert not accelerator.gradient_state.has_unweighted_grads
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        loader, model, _ = accelerator.prepare(numbers(8), model, optimizer)
+        models.append(weakref.ref(model))
+        accelerator.register_for_checkpointing(nn.Linear(1, 1))
+        accelerator.register_save_state_pre_hook(print)
+        for window in accelerator.windows(loader, 4):
+            for batch in window:
+                accelerator.backward(model(value(batch)).mean(), num_items=items)
+                if batch_size == 3:
+                    raise MemoryError
+            break
+        return model.weight.grad.item()  # type: ignore[union-attr]
+
+    assert train() == (0 + 1 + 2 + 3) / 4
+    handle.remove()
+    assert not accelerator._load_model_state_pre_hook
 
 
 def test_each_micro_batch_may_synchronise() -> None:

@@ -295,12 +295,13 @@ class Accelerator(ProcessMixin):
 
     def _snapshot(self) -> Callable[[], None]:
         """Return a function that undoes what an attempt with too large a batch has changed."""
-        restore_prepared, gradients = self._prepared.snapshot(), self.gradient_state
-        counters = gradients.step, gradients.sync_gradients, self._trigger
+        components = self._prepared, self.gradient_state, self._checkpoints
+        undos, trigger = [component.snapshot() for component in components], self._trigger
 
         def restore() -> None:
-            restore_prepared()
-            gradients.step, gradients.sync_gradients, self._trigger = counters
+            for undo in undos:
+                undo()
+            self._trigger = trigger
 
         return restore
 

@@ -120,6 +120,19 @@ class CheckpointManager:
             )
         self.custom_objects.extend(objects)
 
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that restores the present hooks and registered objects."""
+        objects, save_hooks, load_hooks = [*self.custom_objects], {**self.save_hooks}, {**self.load_hooks}
+
+        def restore() -> None:
+            self.custom_objects[:] = objects
+            # In place: their handles hold these dicts.
+            for hooks, kept in ((self.save_hooks, save_hooks), (self.load_hooks, load_hooks)):
+                hooks.clear()
+                hooks.update(kept)
+
+        return restore
+
     def save(
         self,
         output_dir: str | os.PathLike[str] | None = None,

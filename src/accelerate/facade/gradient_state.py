@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -178,6 +179,19 @@ class GradientState:
         if closes:
             self.step = 0
         return self.sync_gradients
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that restores the present counts, windows and loss weighting."""
+        counts = ("step", "sync_gradients", "has_unweighted_grads", "loss_weighting")
+        kept = {n: getattr(self, n) for n in (*counts, "window", "abandoned_window", "resumed_window")}
+        restore_weighting = None if self.loss_weighting is None else self.loss_weighting.snapshot()
+
+        def restore() -> None:
+            vars(self).update(kept)
+            if restore_weighting is not None:
+                restore_weighting()
+
+        return restore
 
     def refuse_abandoned(self, what: str) -> None:
         """Refuse to go on with gradients of a window that was left before its last micro-batch.

@@ -11,8 +11,8 @@ float16 loss needs, and dividing by it loses no bit. It is the same on all proce
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -117,6 +117,11 @@ class LossWeighting:
                 old = next((counted[p] for p in group.parameters if p in counted), None)
                 if old is not None:
                     group.items, group.factor, group.is_weighted = old.items, old.factor, True
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that restores the present groups and their counts."""
+        kept = {**vars(self), "groups": [replace(group) for group in self.groups]}
+        return lambda: vars(self).update(kept)
 
     def reset_used(self, optimizer: torch.optim.Optimizer) -> None:
         """Reset the groups of an optimizer, whose gradients were used or cleared.
