@@ -176,10 +176,15 @@ def test_nothing_fits_and_other_errors():
         train(4, full())
 
 
-def test_tensors_of_a_failed_attempt_are_gone_before_the_next():
+@pytest.mark.parametrize("how", ["raised", "from", "during"])
+def test_tensors_of_a_failed_attempt_are_gone_before_the_next(how: str):
     import weakref
 
     kept: list[weakref.ref[torch.Tensor]] = []
+
+    def fill(activations: torch.Tensor) -> None:
+        kept.append(weakref.ref(activations))
+        raise full()
 
     @find_executable_batch_size(starting_batch_size=2)
     def train(batch_size: int) -> bool:
@@ -187,7 +192,12 @@ def test_tensors_of_a_failed_attempt_are_gone_before_the_next():
         activations = torch.ones(batch_size)
         kept.append(weakref.ref(activations))
         if batch_size == 2:
-            raise full()
+            try:
+                fill(activations * 2)
+            except RuntimeError as error:
+                if how == "raised":
+                    raise
+                raise full() from (error if how == "from" else None)
         return alive
 
     assert train() is False

@@ -10,7 +10,6 @@ import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 from accelerate import device as devices
@@ -222,6 +221,17 @@ def _full_memory_error(full: int, size: int, smaller: int) -> CollectiveError:
     return error
 
 
+def _clear_frames(error: BaseException) -> None:
+    """Clear the frames of an error, of its cause, and of the error that it was raised during."""
+    errors, seen = [error], set[int]()
+    while errors:
+        each = errors.pop()
+        if id(each) not in seen:  # an error may lead back to itself
+            seen.add(id(each))
+            traceback.clear_frames(each.__traceback__)
+            errors += filter(None, (each.__cause__, each.__context__))
+
+
 class _BatchSizeTrial:
     """One call of the function and its outcome. An error is held until the ranks have agreed."""
 
@@ -232,7 +242,7 @@ class _BatchSizeTrial:
     def __enter__(self) -> _BatchSizeTrial:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, Exception):
             return False
         self.error = error
@@ -244,7 +254,7 @@ class _BatchSizeTrial:
             self.outcome = "failed"
         if self.outcome != "failed":
             # The frames hold the tensors of the attempt: they must be gone before the next one.
-            traceback.clear_frames(trace)
+            _clear_frames(error)
         return True
 
     @property
