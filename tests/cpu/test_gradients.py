@@ -448,8 +448,11 @@ def test_two_blocks_of_accumulation_in_one_batch_are_warned_of(ranks: RankServer
     assert ranks(1, two_blocks, True) == [[]]
 
 
-def clipped_on_several_meshes(norm_type: float) -> tuple[float, list[torch.Tensor]]:
-    """Clip a plain gradient and two that are sharded over meshes of the program; also by value."""
+def clipped_on_several_meshes(norm_type: float) -> tuple[float, float, list[torch.Tensor]]:
+    """Clip a plain gradient and two that are sharded over meshes of the program; also by value.
+
+    Before that, the norm in the middle of a window.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -462,17 +465,21 @@ def clipped_on_several_meshes(norm_type: float) -> tuple[float, list[torch.Tenso
     parameters += [nn.Parameter(distribute_tensor(values, mesh, [Shard(1)])) for mesh in meshes]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter) + values.max()
+    accelerator.gradient_state.sync_gradients = False
+    local_norm = accelerator.clip_grad_norm_(parameters, 0.5, norm_type)
+    accelerator.gradient_state.sync_gradients = True
     accelerator.clip_grad_value_(parameters, 4.0)
     norm = accelerator.clip_grad_norm_(iter(parameters), 0.5, norm_type)
-    assert type(norm) is torch.Tensor
+    assert type(norm) is type(local_norm) is torch.Tensor
     whole = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in parameters]
-    return norm.item(), whole
+    return local_norm.item(), norm.item(), whole
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_gradients_of_several_meshes_are_clipped_by_one_norm(ranks: RankServer, norm_type: float) -> None:
     """As of a program that shards by itself: tensor and expert parallel layers in a replicated model."""
-    norm, gradients = same_on_all(ranks(2, clipped_on_several_meshes, norm_type))
+    local_norm, norm, gradients = same_on_all(ranks(2, clipped_on_several_meshes, norm_type))
+    assert local_norm == torch.linalg.vector_norm(torch.full((16,), 8.0), norm_type)
     expected = torch.linalg.vector_norm(torch.full((24,), 4.0), norm_type)
     assert norm == pytest.approx(expected.item())
     for gradient in gradients:

@@ -209,6 +209,11 @@ def test_the_loop_unscales_and_clips_only_complete_gradients() -> None:
     loop.backward(10 * model(torch.ones(1, 3)).sum(), None, {})
     runtime.gradients.sync_gradients = False
     before = model.weight.grad.clone()
+    turned = nn.Parameter(torch.zeros(1, dtype=torch.complex64))
+    turned.grad = torch.tensor([3 + 4j])
+    wide = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    wide.grad = torch.tensor([12.0], dtype=torch.float64)
+    assert float(loop.clip_grad_norm([turned, wide], 1.0, 2.0)) == 13.0
     loop.clip_grad_norm(model.parameters(), 1.0, 2.0)
     loop.clip_grad_value(model.parameters(), 0.5)
     loop.unscale_gradients()

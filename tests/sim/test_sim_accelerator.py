@@ -132,6 +132,13 @@ def test_gradients_are_clipped_at_their_true_size_in_fp16() -> None:
     accelerator.backward(model(torch.tensor([[3.0, 4.0]], device=accelerator.device)).sum())
     norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
     assert norm.item() == pytest.approx(5.0, rel=1e-3)
+    elsewhere = nn.Parameter(torch.zeros(1))
+    elsewhere.grad = torch.full((1,), 12 * accelerator.scaler.get_scale())
+    model.weight.grad.mul_(5 * accelerator.scaler.get_scale())
+    accelerator.gradient_state.sync_gradients = False
+    norm = accelerator.clip_grad_norm_([*model.parameters(), elsewhere], 1.0)
+    assert norm.item() == pytest.approx(13.0, rel=1e-3), "of a model over two devices, in an open window"
+    model.weight.grad.div_(5 * accelerator.scaler.get_scale())
     assert model.weight.grad.tolist()[0] == pytest.approx([0.6, 0.8], rel=1e-3)
 
 

@@ -212,11 +212,16 @@ class TrainLoop:
             self._warn_of_gone_gradients(params, "clip_grad_norm_")
             self._unscale_optimizers_of(params)
             return self.strategy.clip_norm(params, max_norm, norm_type)
-        grads = self.strategy.gradients(params)
+        grads: list[Any] = self.strategy.gradients(params)
         if not grads:
             return torch.zeros((), device=self.world.device)
-        norms = torch.stack([torch.linalg.vector_norm(g.float(), norm_type) for g in grads])
-        return torch.linalg.vector_norm(norms, norm_type) / self.precision.loss_scale()
+        local_grads = [grad.to_local() if is_distributed(grad) else grad for grad in grads]
+        norms = [
+            torch.linalg.vector_norm(g, norm_type, dtype=torch.promote_types(g.dtype, torch.float32))
+            for g in local_grads
+        ]
+        total = torch.linalg.vector_norm(torch.stack([n.to(self.world.device) for n in norms]), norm_type)
+        return total / self.precision.loss_scale()
 
     def clip_grad_value(self, parameters: Any, clip_value: float) -> None:
         """Clamp each gradient element to ``[-clip_value, clip_value]``; do nothing while accumulating."""
