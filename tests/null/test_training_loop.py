@@ -13,8 +13,30 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.core.errors import PrepareError, WorldError
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import AutocastKwargs, DynamoBackend, GradScalerKwargs, ParallelismConfig
+
+
+@pytest.mark.parametrize(("planned", "loaded"), [(10, 30), (30, 10)])
+def test_a_loaded_schedule_ends_where_its_own_length_says(planned: int, loaded: int) -> None:
+    def schedule_of(steps: int) -> tuple[AcceleratedOptimizer, AcceleratedScheduler]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=steps)
+        return Accelerator(cpu=True).prepare(optimizer, schedule)
+
+    _, saved = schedule_of(loaded)
+    optimizer, schedule = schedule_of(planned)
+    schedule.load_state_dict(saved.state_dict())
+    schedule.bind(GradientState(), data_shards=2)  # as on two processes, where overruns are said
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(loaded // 2 + 5):
+            optimizer.step()
+            schedule.step()
+    assert schedule.scheduler.last_epoch == loaded
+    assert [f"has {loaded} steps" in str(warning.message) for warning in caught] == [True]
 
 
 class Both(nn.Module):

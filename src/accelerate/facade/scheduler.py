@@ -49,7 +49,6 @@ class AcceleratedScheduler:
         self.optimizers: Sequence[Any] = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
         self.step_with_optimizer, self.split_batches = step_with_optimizer, split_batches
         self.gradient_state = GradientState()
-        self._total_steps: int | None = getattr(scheduler, "total_steps", None)
         self._is_metric_based = isinstance(scheduler, ReduceLROnPlateau)
         self._metric = _find_metric(scheduler)
         self._has_warned = self._has_warned_unprepared = False
@@ -83,7 +82,7 @@ class AcceleratedScheduler:
         if count > 1:
             self._overrun_monitor.check_step(self.optimizers, count)
         # A one-cycle schedule raises when it is stepped past its end.
-        end = self._total_steps if self.step_with_optimizer else None
+        end = getattr(self.scheduler, "total_steps", None) if self.step_with_optimizer else None
         while count and (end is None or self.scheduler._step_count <= end):
             self.scheduler.step(*args, **kwargs)
             count -= 1
@@ -162,21 +161,21 @@ class ScheduleEndMonitor:
     """
 
     def __init__(self, scheduler: Any) -> None:
-        self.scheduler, self.length = scheduler, schedule_length(scheduler)
-        self.zero_steps, self.has_warned = 0, False
+        self.scheduler, self.zero_steps, self.has_warned = scheduler, 0, False
 
     def check_step(self, optimizers: Sequence[Any], processes: int) -> None:
         """Check the step that the optimizer has just taken, before the schedule advances."""
         if self.has_warned:
             return
-        epoch = getattr(self.scheduler, "last_epoch", 0)
+        # Of another length after load_state of a longer or shorter schedule.
+        epoch, length = getattr(self.scheduler, "last_epoch", 0), schedule_length(self.scheduler)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         # A rate that is a tensor may live on a device, and asking would wait for it.
         plain = [rate for group in groups if isinstance(rate := group["lr"], float | int)]
         zero = epoch > 0 and bool(plain) and max(plain) <= 0
         self.zero_steps = self.zero_steps + 1 if zero else 0
-        if self.length is not None and epoch >= self.length:
-            self._warn(f"has {self.length} steps and was at step {epoch}", processes)
+        if length is not None and epoch >= length:
+            self._warn(f"has {length} steps and was at step {epoch}", processes)
         elif plain and min(plain) < 0:
             self._warn(f"gave a learning rate of {min(plain):.3g} at its step {epoch}", processes)
         elif self.zero_steps > 1:
