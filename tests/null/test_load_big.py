@@ -181,6 +181,23 @@ def test_old_torch_files_on_disk_are_written_once(tmp_path: Path, net: Net) -> N
     assert (tmp_path / "o" / "embed.weight.dat").stat().st_size == 12 * 8 * 4
 
 
+def test_the_index_of_an_offload_folder_is_written_once_also_after_an_error(
+    tmp_path: Path, net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_weights(net.state_dict(), tmp_path / "w")
+    offload = tmp_path / "offload"
+    (offload / "blocks.2.weight.dat").mkdir(parents=True)
+    replace, written = Path.replace, list[Path]()
+    monkeypatch.setattr(Path, "replace", lambda path, to: (written.append(to), replace(path, to))[1])
+    with pytest.raises(RuntimeError, match=r"blocks\.2\.weight"):
+        load_checkpoint_in_model(empty(), tmp_path / "w", {"": "disk"}, offload, dtype="bf16")
+    index = json.loads((offload / "index.json").read_text())
+    files = {path.name for path in offload.glob("*.dat") if path.is_file()}
+    assert {f"{name}.dat" for name in index} == files
+    assert len(index) > 1
+    assert written.count(offload / "index.json") == 1
+
+
 def test_an_offload_folder_that_cannot_be_written_is_named(tmp_path: Path, net: Net) -> None:
     write_weights(net.state_dict(), tmp_path / "w")
     (tmp_path / "file").write_text("")

@@ -128,10 +128,25 @@ def load_checkpoint_in_model(
         weights = home.take_saved_states(weights)
     elif device_map is not None:
         home = DeviceMapPlacement(model, device_map, offload_folder, offload_buffers)
-    return load_weights(
+    return load_placed_weights(
         model, weights, path, home, dtype=dtype, keep_in_fp32=keep_in_fp32_modules or (), strict=strict,
         allow_missing=allow_missing, local_shards=not full_state_dict,
     )  # fmt: skip
+
+
+def load_placed_weights(
+    model: nn.Module, weights: Mapping[str, LazyTensor], path: Path, placer: WeightPlacer, **options: Any
+) -> MismatchedKeys:
+    """Load weights; in the end, also after an error, write the index of those in the offload folder.
+
+    Args:
+        model, weights, path, placer, options: the arguments of ``load_weights``.
+    """
+    try:
+        return load_weights(model, weights, path, placer, **options)
+    finally:
+        if isinstance(placer, DeviceMapPlacement) and placer.folder is not None:
+            save_offload_index(placer.index, placer.folder)
 
 
 def load_checkpoint_and_dispatch(
@@ -320,6 +335,7 @@ class DeviceMapPlacement:
     Attributes:
         execution_device: the device where offloaded modules compute: the map's first accelerator, or
             the CPU.
+        index: the entries of the tensors written to the offload folder.
 
     Raises:
         DeviceError: there is no such device.
@@ -340,7 +356,7 @@ class DeviceMapPlacement:
         accelerators = [d for d in self.devices.values() if isinstance(d, torch.device) and d.type != "cpu"]
         self.execution_device = accelerators[0] if accelerators else _HOST
         self.folder = None if offload_folder is None else Path(offload_folder).expanduser()
-        self.offload_buffers = offload_buffers
+        self.offload_buffers, self.index = offload_buffers, dict[str, Any]()
         self.maps, self.uploads = MappedFiles(), DeviceUploads()
 
     def check(self, pairs: Sequence[TensorMatch]) -> None:
@@ -421,9 +437,7 @@ class DeviceMapPlacement:
     def _write_to_folder(self, name: str, value: torch.Tensor) -> LazyTensor:
         """Write the tensor to a file of the offload folder; return it as a lazy tensor."""
         assert self.folder is not None
-        index: dict[str, Any] = {}
-        offload_weight(value, name, self.folder, index)
-        save_offload_index(index, self.folder)
+        offload_weight(value, name, self.folder, self.index)
         place = FileRegion(self.folder / f"{name}.dat", 0)
         return LazyTensor(value.shape, value.dtype, (), lambda: value, place)
 

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from accelerate import device as devices
-from accelerate.checkpoint.weight_loading import load_weights
 from accelerate.core.errors import PrepareError, SettingError
 from accelerate.facade.big_model_loading import (
     Device,
     QuantizedPlacement,
     find_weights,
+    load_placed_weights,
     make_device_map,
     refuse_dispatched,
 )
@@ -93,7 +93,7 @@ def load_and_quantize_model(
     else:
         path, saved = find_weights(weights_location, broadcast_from_rank0=False)
         saved = placement.take_saved_states(saved)
-        load_weights(model, saved, path, placement, dtype=config.torch_dtype, keep_in_fp32=fp32)
+        load_placed_weights(model, saved, path, placement, dtype=config.torch_dtype, keep_in_fp32=fp32)
     for name, value in quantizer.model_attributes.items():
         setattr(model, name, value)
     record_trainable(model)
