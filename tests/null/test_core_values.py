@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,28 @@ class Batch(UserDict):  # type: ignore[type-arg]
     note = ""
 
 
+class PlainMapping(MutableMapping):  # type: ignore[type-arg]
+    """A mapping that keeps its items in an attribute, and says nothing of copies."""
+
+    def __init__(self, items: Any) -> None:
+        self.items_by_name = dict(items)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.items_by_name[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.items_by_name[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.items_by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_by_name)
+
+    def __len__(self) -> int:
+        return len(self.items_by_name)
+
+
 def test_a_mapped_tree_keeps_its_containers() -> None:
     value = {"a": [1, (2, Pair(3, 4))], "b": Frozen(5, {"c": 6}), "d": OrderedDict(e=7)}
     mapped = tree.map_tree(lambda leaf: leaf and leaf * 10, value)
@@ -44,6 +67,13 @@ def test_a_mapping_of_any_class_keeps_what_is_beside_its_items() -> None:
     mapped = tree.map_tree(lambda leaf: leaf + 1, [batch, counts])
     assert (mapped[0]["a"], mapped[0].note, batch["a"]) == (2, "kept", 1)
     assert mapped[1]["unseen"] == []
+
+
+def test_a_mapping_that_copies_its_attributes_alone_is_not_changed() -> None:
+    batch = PlainMapping({"a": 1})
+    batch.note = ["kept"]  # type: ignore[attr-defined]
+    mapped = tree.map_tree(lambda leaf: leaf + 1, batch)
+    assert (dict(mapped), mapped.note, dict(batch)) == ({"a": 2}, ["kept"], {"a": 1})
 
 
 def test_leaves_are_named_like_python_names_them() -> None:

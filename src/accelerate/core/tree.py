@@ -6,11 +6,12 @@ A leaf is a value that is not one of these containers. This module does not know
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from copy import copy
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 Leaf = Callable[[Any], Any]
+_STORAGE = (MutableMapping, list)
 
 
 def is_mapping(value: object) -> TypeGuard[Mapping[Any, Any]]:
@@ -71,11 +72,20 @@ def make_mapping_like(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any
         return items
     try:
         duplicate: Any = copy(original)
+        if not (isinstance(original, dict) or hasattr(type(original), "__copy__")):
+            _separate_items(duplicate)
         for key, value in items.items():
             duplicate[key] = value
-    except TypeError:  # not assignable
+    except TypeError:  # not assignable, or without attributes
         return type(original)(items)  # type: ignore[call-arg]
     return duplicate
+
+
+def _separate_items(duplicate: Any) -> None:
+    """Copy the attributes that may hold the items of a mapping, which a copy shares with its original."""
+    attributes = cast("dict[str, Any]", vars(duplicate))
+    for name in [name for name, value in attributes.items() if isinstance(value, _STORAGE)]:
+        attributes[name] = copy(attributes[name])
 
 
 def iterate_leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
