@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import UserDict, deque, namedtuple
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -138,7 +140,7 @@ def test_a_trigger_of_one_process_is_seen_by_all_once(ranks: RankServer) -> None
 
 
 class Table:
-    """Like a ``datasets.Dataset``: slicing gives columns, ``select`` gives a table."""
+    """Stands for a ``datasets.Dataset``: slicing gives columns, ``select`` gives a table."""
 
     def __init__(self, rows: list[int]) -> None:
         self.rows = rows
@@ -154,13 +156,34 @@ class Table:
 
 
 def _split() -> dict[str, Any]:
+    import pyarrow
+
+    class Polars:
+        """Stands for a table of polars: ``select`` takes columns, and a list of numbers rows."""
+
+        columns = ("x",)
+
+        def select(self, columns: list[str]) -> Any:
+            raise AssertionError(columns)
+
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, rows: list[int]) -> list[int]:
+            return [row + 1 for row in rows]
+
     state = PartialState(cpu=True)
+    sys.modules["datasets"] = SimpleNamespace(Dataset=Table)  # type: ignore[assignment]
 
     def part(items: Any, **options: Any) -> Any:
         with state.split_between_processes(items, **options) as mine:
             return mine
 
+    arrow = pyarrow.table({"x": [1, 2, 3], "y": [4, 5, 6]})
     found: dict[str, Any] = {
+        "arrow": part(arrow).to_pydict(),
+        "padded arrow": part(arrow, apply_padding=True).to_pydict(),
+        "polars": part(Polars()),
         "text": part("prompt"),
         "range": part(range(5)),
         "padded range": part(range(5), apply_padding=True),
@@ -186,6 +209,9 @@ def test_what_can_be_split_and_what_cannot(ranks: RankServer) -> None:
     assert (first["padded range"], second["padded range"]) == (range(3), [3, 4, 4])
     assert (first["table"], second["table"]) == ([1, 2], [3])
     assert second["padded table"] == [3, 3]
+    assert first["arrow"] == {"x": [1, 2], "y": [4, 5]}
+    assert second["padded arrow"] == {"x": [3, 3], "y": [6, 6]}
+    assert (first["polars"], second["polars"]) == ([1, 2], [3])
     assert first["dict"] == {"prompt": ["a", "b"], "style": "short"}
     assert second["dict"] == {"prompt": ["c"], "style": "short"}
     assert first["nested"] == {"ids": [1, 2], "more": {"mask": (4, 5)}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager
@@ -183,8 +184,9 @@ def _split(items: Any, *, apply_padding: bool = False) -> Any:
     """Return this rank's contiguous part of a list, tuple, range, tensor, or of each value of a dict.
 
     The parts are disjoint, complete and in order, and their sizes differ by at most one, the first ranks
-    holding more. A mapping, an array, a table of pandas or a ``datasets.Dataset`` gives a part of its own
-    kind, another map-style dataset a ``Subset``. A text is one thing: every rank gets the whole.
+    holding more. A mapping, an array, a table of pandas, pyarrow or polars, or a ``datasets.Dataset`` gives a
+    part of its own kind, another map-style dataset a ``Subset``. A text is one thing: every rank gets all of
+    it.
 
     Args:
         items: what to split; every rank passes the same.
@@ -231,8 +233,11 @@ def _take(items: Any, start: int, stop: int, missing: int) -> Any:
         return items[indices] if missing else items[start:stop]
     if hasattr(items, "iloc"):
         return items.iloc[indices]
-    if callable(getattr(items, "select", None)):
+    # One of the library ``datasets``; ``select`` of other tables takes columns.
+    if isinstance(items, getattr(sys.modules.get("datasets"), "Dataset", ())):
         return items.select(indices)
+    if hasattr(items, "columns"):  # a table of pyarrow or polars, whose items are columns
+        return items.take(indices) if hasattr(items, "take") else items[indices]
     if isinstance(items, Dataset):
         return Subset(items, indices)
     if isinstance(items, deque):
