@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
@@ -33,8 +33,7 @@ class SpikeDetector:
     """Tells a spike from the losses before it."""
 
     def __init__(self) -> None:
-        self._losses: deque[float] = deque()
-        self._sorted: list[float] = []
+        self._losses: deque[float] = deque(maxlen=WINDOW)
         self._is_high = False
 
     def add(self, loss: float) -> float | None:
@@ -43,24 +42,17 @@ class SpikeDetector:
             return None
         usual = None
         if len(self._losses) >= LEAST_LOSSES:
-            usual = _middle(self._sorted)
+            from statistics import median  # it loads what nothing else here needs
+
+            usual = median(self._losses)
             was_high, above = self._is_high, loss - usual
             self._is_high = above > 0.1 * abs(usual)
             if self._is_high:
-                deviation = _middle(sorted(abs(each - usual) for each in self._losses))
+                deviation = median(abs(each - usual) for each in self._losses)
                 self._is_high = above > SPIKE_DEVIATIONS * 1.4826 * deviation
             usual = usual if self._is_high and not was_high else None
-        if len(self._losses) == WINDOW:
-            del self._sorted[bisect_left(self._sorted, self._losses.popleft())]
         self._losses.append(loss)
-        insort(self._sorted, loss)
         return usual
-
-
-def _middle(numbers: list[float]) -> float:
-    """Return the median of sorted numbers."""
-    half = len(numbers) // 2
-    return numbers[half] if len(numbers) % 2 else (numbers[half - 1] + numbers[half]) / 2
 
 
 class NumericsMonitor:
