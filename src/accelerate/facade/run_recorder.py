@@ -7,7 +7,8 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from accelerate import track
 from accelerate.core.errors import warn_user
 from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.data.batches import FetchedBatch
+from accelerate.facade.preparer import PreparedObjects
 from accelerate.report.records import SLOW_STEPS, find_stragglers
 from accelerate.track.base import GeneralTracker, to_json_types
 from accelerate.track.protocol.json_lines import JSONLinesFile, TrackerFileError
@@ -59,7 +61,10 @@ class RunRecorder(GeneralTracker):
         self.run_name = f"rank_{world.rank}"
         self._file = JSONLinesFile(folder / f"{self.run_name}.jsonl")
         self._world = world
-        self._optimizer: Any = None
+        # Weak: the optimizer whose steps are counted, and the objects that it was prepared with.
+        self._optimizer: Callable[[], Any] = lambda: None
+        self._owner: Callable[[], PreparedObjects | None] = lambda: None
+        self._hook: Any = None
         self._step = 0
         self._samples = 0
         self._tokens: float | None = None
@@ -122,15 +127,28 @@ class RunRecorder(GeneralTracker):
             self._write(end="failed" if self.failed else "finished")
             self._file.close()
 
-    def watch(self, kind: str, item: Any) -> None:
-        """Begin to record a prepared loader, or the first optimizer, whose steps are counted."""
+    def watch(self, kind: str, item: Any, prepared: PreparedObjects) -> None:
+        """Begin to record a prepared loader, or the first optimizer, whose steps are counted.
+
+        When that one is not prepared any more, as after ``free_memory``, the next one is the first.
+
+        Args:
+            kind, item: what is prepared.
+            prepared: where it is listed.
+        """
         if kind == "loader" and hasattr(item, "time_fetches"):
             item.time_fetches = partial(self._time_fetches, item)
-        elif kind == "optimizer" and self._optimizer is None:
-            self._optimizer = item.optimizer
-            register = getattr(self._optimizer, "register_step_post_hook", None)
-            if register is not None:  # an engine's optimizer, or one that is no torch.optim.Optimizer
-                register(lambda *_: self._record_step())
+        elif kind == "optimizer" and not self._counts_steps():
+            self._optimizer, self._owner = weakref.ref(item), weakref.ref(prepared)
+            if self._hook is not None:
+                self._hook.remove()
+            register = getattr(item.optimizer, "register_step_post_hook", None)
+            # An engine's optimizer may have none, and one that is no torch.optim.Optimizer.
+            self._hook = None if register is None else register(self._record_step)
+
+    def _counts_steps(self) -> bool:
+        optimizer, owner = self._optimizer(), self._owner()
+        return owner is not None and any(each is optimizer for each in owner.optimizers)
 
     def _time_fetches(
         self, loader: Any, batches: Iterator[FetchedBatch], samples: int
@@ -163,12 +181,10 @@ class RunRecorder(GeneralTracker):
         if watchdog_of_run is not None:
             self._pace = PaceExchange(watchdog_of_run.store.open_prefix("pace"), self._world)
 
-    def _record_step(self) -> None:
+    def _record_step(self, optimizer: Any, *_: Any) -> None:
         now = time.perf_counter()
         self._step += 1
-        rates = [
-            float(group["lr"]) for group in self._optimizer.param_groups if _is_host_number(group.get("lr"))
-        ]
+        rates = [float(group["lr"]) for group in optimizer.param_groups if _is_host_number(group.get("lr"))]
         self._write(
             optimizer_step=self._step,
             seconds=now - (self._step_end or now),

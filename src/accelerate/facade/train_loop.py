@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -310,7 +311,7 @@ class WatchedTrainLoop(TrainLoop):
         self._recorder, self._runtime = recorder, runtime
         self._monitor: NumericsMonitor | None = None
         if recorder is not None:
-            prepared.on_add += [recorder.watch, self._record_model]
+            prepared.on_add += [partial(recorder.watch, prepared=prepared), self._record_model]
             if checks_numerics:
                 recorder.compare_ranks()
         if checks_numerics:
