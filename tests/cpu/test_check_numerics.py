@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import pickle
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -264,12 +266,54 @@ def test_a_spike_is_said_once_with_the_samples(ranks: RankServer) -> None:
     )
 
 
+def folds(folder: str) -> tuple[list[int], list[str], bool]:
+    """Train two models in turn, another pair in the second fold; a layer of the last model has a bad weight.
+
+    Return the recorded steps, what was said, and whether the models of the first fold are gone.
+    """
+    accelerator = Accelerator()
+    said: list[str] = []
+    gone: list[weakref.ref[nn.Module]] = []
+    for fold in range(2):
+        models = [nn.Sequential(nn.Linear(4, 1)), nn.Sequential(nn.Linear(4, 1))]
+        if fold == 1:
+            nn.init.constant_(models[1][0].bias, float("nan"))
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+        *models, first, second = accelerator.prepare(*models, *optimizers)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                for model in models:
+                    accelerator.backward(model(torch.ones(2, 4)).square().mean())
+                first.step()
+                second.step()
+        said += [str(each.message) for each in caught if "rank" in str(each.message)]
+        accelerator.free_memory()
+        gone += [weakref.ref(layer) for model in models for layer in model] if fold == 0 else []
+        models, model, optimizers = [], None, []  # the prepared optimizers are kept until the next ones are
+    gc.collect()
+    accelerator.end_training()
+    records = [json.loads(line) for line in Path(folder, "rank_0.jsonl").read_text().splitlines()]
+    steps = [record["optimizer_step"] for record in records if "optimizer_step" in record]
+    return steps, said, all(layer() is None for layer in gone)
+
+
+def test_each_fold_has_its_own_models_and_optimizers(ranks: RankServer, tmp_path: Path) -> None:
+    settings = {"ACCELERATE_CHECK_NUMERICS": "1", "ACCELERATE_RECORD": str(tmp_path)}
+    ((steps, said, is_gone),) = ranks(1, folds, str(tmp_path), env=settings)
+    assert steps == [1, 2, 3, 4]
+    assert "step 3, rank 0: the loss is nan" in said[0]
+    assert "output was not finite is 0 (Linear) of model 1, whose bias is not finite" in said[0]
+    assert any("such a gradient here is 0.weight of model 1" in text for text in said)
+    assert is_gone
+
+
 def copy_model(_: int) -> tuple[int, bool]:
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Linear(2, 2))
     copied = pickle.loads(pickle.dumps(copy.deepcopy(accelerator.unwrap_model(model))))
     copied(torch.full((1, 2), float("nan"))).sum().backward()
-    return len(accelerator._loop._monitor._names), copied.weight.grad is not None  # type: ignore[attr-defined]
+    return len(accelerator._loop._monitor._checks), copied.weight.grad is not None  # type: ignore[attr-defined]
 
 
 def test_a_watched_model_can_be_copied_and_pickled(ranks: RankServer) -> None:

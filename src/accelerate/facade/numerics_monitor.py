@@ -15,6 +15,7 @@ from accelerate.checkpoint.state_dict_files import is_distributed
 from accelerate.core import tree
 from accelerate.core.errors import warn_user
 from accelerate.data.batches import FetchedBatch
+from accelerate.facade.preparer import PreparedObjects
 from accelerate.facade.run_recorder import RunRecorder
 from accelerate.strategy.base import Strategy
 from accelerate.world.world import World
@@ -63,21 +64,24 @@ class NumericsMonitor:
 
     Args:
         world, strategy: of the run.
+        prepared: the models and optimizers that are trained.
         recorder: takes norms and events; None: they are warnings only.
     """
 
-    def __init__(self, world: World, strategy: Strategy, recorder: RunRecorder | None) -> None:
-        self._world, self._strategy, self._recorder = world, strategy, recorder
+    def __init__(
+        self, world: World, strategy: Strategy, prepared: PreparedObjects, recorder: RunRecorder | None
+    ) -> None:
+        self._world, self._strategy = world, strategy
+        self._prepared, self._recorder = prepared, recorder
         self._step = 1
         self._indices: Any = None
         self._spikes = SpikeDetector()
         self._counts: dict[str, int] = {}
-        self._has_optimizer = False
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()  # a kept model may be prepared again
         # Of the forwards since the last backward: modules, and the smallest and largest number of each.
-        self._names: list[str] = []
+        self._checks: list[_OutputCheck] = []
         self._extremes: list[torch.Tensor] = []
         self._culprit = ""
-        self._modules: dict[str, nn.Module] = {}
         # Ids of parameters and the norm of their gradients, of the clipping in this step.
         self._clipped: list[tuple[set[int], torch.Tensor]] = []
 
@@ -85,46 +89,48 @@ class NumericsMonitor:
 
     def watch(self, kind: str, item: Any) -> None:
         """Begin to watch a prepared model, loader or optimizer."""
-        if kind == "model":
-            model = self._strategy.unwrap(item)
-            model.register_forward_pre_hook(_InputCheck(self), with_kwargs=True)
+        if kind == "model" and (model := self._strategy.unwrap(item)) not in self._watched:
+            self._watched.add(model)
+            suffix = self._model_suffix(len(self._prepared.models) - 1)
+            model.register_forward_pre_hook(_InputCheck(self, "", model), with_kwargs=True)
             for name, module in model.named_modules():
-                self._modules[name] = module
-                module.register_forward_hook(_OutputCheck(self, name))
+                shown = f"{name or 'the model'} ({type(module).__name__}){suffix}"
+                module.register_forward_hook(_OutputCheck(self, shown, module))
         elif kind == "loader" and hasattr(item, "time_fetches"):
             timed = item.time_fetches
             item.time_fetches = lambda batches, samples: self._note_batches(timed(batches, samples))
         elif kind == "optimizer" and hasattr(item.optimizer, "register_step_pre_hook"):
+            if item.optimizer in self._watched:
+                return
+            self._watched.add(item.optimizer)
             groups_step = not self._strategy.owns_step
             item.optimizer.register_step_pre_hook(lambda opt, *_: self.check_step(opt, groups_step))
-            if not self._has_optimizer:
-                self._has_optimizer = True
-                item.optimizer.register_step_post_hook(lambda *_: self._end_step())
+            item.optimizer.register_step_post_hook(lambda opt, *_: self._end_step(opt))
 
     def _note_batches(self, batches: Iterator[FetchedBatch]) -> Iterator[FetchedBatch]:
         for fetched in batches:
             self._indices = fetched.indices
             yield fetched
 
-    def note_output(self, name: str, output: Any) -> None:
+    def note_output(self, check: _OutputCheck, output: Any) -> None:
         """Compare the output of a module with what is finite; nothing waits for it."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         if isinstance(output, torch.Tensor):
-            self._note_tensor(name, output)
+            self._note_tensor(check, output)
             return
         for _, leaf in tree.iterate_leaves(output):
             if isinstance(leaf, torch.Tensor):
-                self._note_tensor(name, leaf)
+                self._note_tensor(check, leaf)
 
-    def _note_tensor(self, name: str, tensor: torch.Tensor) -> None:
+    def _note_tensor(self, check: _OutputCheck, tensor: torch.Tensor) -> None:
         local: torch.Tensor = cast(Any, tensor).to_local() if is_distributed(tensor) else tensor
         local = local.detach()
         if local.dtype in _DTYPES and local.layout is torch.strided and local.numel() and not local.is_meta:
-            if len(self._names) == OUTPUTS:  # forwards without a backward
-                self._names, self._extremes = [], []
+            if len(self._checks) == OUTPUTS:  # forwards without a backward
+                self._checks, self._extremes = [], []
             # NaN if there is one. Three kernels fewer than torch.isfinite(local).all(); a sum may overflow.
-            self._names.append(name)
+            self._checks.append(check)
             self._extremes += local.amin(), local.amax()
 
     # --- what is said
@@ -136,11 +142,11 @@ class NumericsMonitor:
             loss: detached, as the script gave it.
         """
         value = loss.reshape(()) if loss.numel() == 1 else loss.float().mean()
-        names, extremes = self._names, [each.to(value.device) for each in self._extremes]
+        checks, extremes = self._checks, [each.to(value.device) for each in self._extremes]
         number, *numbers = torch.stack([value, *extremes]).tolist()
-        self._names, self._extremes = [], []
+        self._checks, self._extremes = [], []
         bad = next((n for n, each in enumerate(numbers) if not math.isfinite(each)), None)
-        self._culprit = "" if bad is None else self._describe_module(names[bad // 2])
+        self._culprit = "" if bad is None else checks[bad // 2].describe()
         if not math.isfinite(number):
             self._tell("not finite", f"the loss is {number}", self._culprit, loss=number)
         elif (usual := self._spikes.add(number)) is not None:
@@ -183,32 +189,22 @@ class NumericsMonitor:
                 text = f"the gradient norm of parameter group {number} is {value}"
                 self._tell("gradient", text, "; ".join(filter(None, (where, self._culprit))))
 
-    def _end_step(self) -> None:
-        self._step += 1
-        self._clipped.clear()
+    def _end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count a step of the first optimizer."""
+        if all(first.optimizer is optimizer for first in self._prepared.optimizers[:1]):
+            self._step += 1
+            self._clipped.clear()
 
-    def _describe_module(self, name: str) -> str:
-        if name == _BATCH:
-            return "the batch itself holds a value that is not finite"
-        module = self._modules[name]
-        shown = f"{name or 'the model'} ({type(module).__name__})"
-        text = f"the first module whose output was not finite is {shown}"
-        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        bad = [each for each, values in own if _has_not_finite(values)]
-        return (
-            f"{text}, whose {', '.join(bad)} {'is' if len(bad) == 1 else 'are'} not finite" if bad else text
-        )
+    def _model_suffix(self, number: int) -> str:
+        return f" of model {number}" if number else ""
 
     def _describe_gradient(self, parameters: Iterable[torch.Tensor]) -> str:
         members = {id(p) for p in parameters}
-        for name, module in self._modules.items():
-            for each, parameter in module.named_parameters(recurse=False):
-                if (
-                    id(parameter) in members
-                    and parameter.grad is not None
-                    and _has_not_finite(parameter.grad)
-                ):
-                    return f"the first parameter with such a gradient here is {f'{name}.{each}'.lstrip('.')}"
+        for number, model in enumerate(self._prepared.models):
+            for name, p in self._strategy.unwrap(model).named_parameters():
+                if id(p) in members and p.grad is not None and _has_not_finite(p.grad):
+                    suffix = self._model_suffix(number)
+                    return f"the first parameter with such a gradient here is {name}{suffix}"
         return ""
 
     def _tell(self, kind: str, what: str, where: str, **facts: Any) -> None:
@@ -230,7 +226,6 @@ class NumericsMonitor:
         warn_user(f"step {self._step}, rank {self._world.rank}: {parts}{last}")
 
 
-_BATCH = "the batch"
 # Numbers of eight bits and sparse tensors have no kernels that compare them.
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -238,11 +233,23 @@ _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 class _OutputCheck:
     """The forward hook of one module; a copy of the model has one that does nothing."""
 
-    def __init__(self, monitor: NumericsMonitor, name: str) -> None:
-        self._monitor, self._name = monitor, name
+    def __init__(self, monitor: NumericsMonitor, name: str, module: nn.Module) -> None:
+        self._monitor, self._name, self._module = monitor, name, weakref.ref(module)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._monitor.note_output(self._name, output)
+        self._monitor.note_output(self, output)
+
+    def describe(self) -> str:
+        """Return a text that names the module, and its weights that are not finite."""
+        text = f"the first module whose output was not finite is {self._name}"
+        module = self._module()
+        if module is None:
+            return text
+        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        bad = [each for each, values in own if _has_not_finite(values)]
+        return (
+            f"{text}, whose {', '.join(bad)} {'is' if len(bad) == 1 else 'are'} not finite" if bad else text
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _DisabledCheck, ()
@@ -251,11 +258,12 @@ class _OutputCheck:
 class _InputCheck(_OutputCheck):
     """The forward pre-hook of a model."""
 
-    def __init__(self, monitor: NumericsMonitor) -> None:
-        super().__init__(monitor, _BATCH)
-
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._monitor.note_output(_BATCH, (args, kwargs))
+        self._monitor.note_output(self, (args, kwargs))
+
+    def describe(self) -> str:
+        """Return the text about a batch."""
+        return "the batch itself holds a value that is not finite"
 
 
 class _DisabledCheck:

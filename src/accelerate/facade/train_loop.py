@@ -315,7 +315,7 @@ class WatchedTrainLoop(TrainLoop):
             if checks_numerics:
                 recorder.compare_ranks()
         if checks_numerics:
-            self._monitor = NumericsMonitor(runtime.world, runtime.strategy, recorder)
+            self._monitor = NumericsMonitor(runtime.world, runtime.strategy, prepared, recorder)
             prepared.on_add.append(self._monitor.watch)
 
     def _record_model(self, kind: str, item: Any) -> None:
