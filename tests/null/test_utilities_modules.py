@@ -472,7 +472,9 @@ def test_a_command_is_run_and_its_output_kept(capfd):
     assert "Running:" in shown.out
     assert shown.out.rstrip().endswith("out")
     assert "err" in shown.err
-    testing.execute_subprocess_async([sys.executable, "-c", code], quiet=True, echo=False)
+    code = "print('x' * 200_000)"  # longer than a stream of asyncio takes by default
+    long = testing.execute_subprocess_async([sys.executable, "-c", code], quiet=True, echo=False)
+    assert long.stdout == ["x" * 200_000]
     assert capfd.readouterr() == ("", "")
 
 

@@ -73,7 +73,12 @@ async def _run(
     quiet: bool,
 ) -> RunOutput:
     process = await asyncio.create_subprocess_exec(
-        *cmd, stdin=stdin, env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        *cmd,
+        stdin=stdin,
+        env=env,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        limit=sys.maxsize,  # a line may have any length; all are kept
     )
     assert process.stdout is not None
     assert process.stderr is not None
