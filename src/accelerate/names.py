@@ -2,7 +2,7 @@
 
 Every public module (``accelerate.state``, ``accelerate.utils.modeling``, ...) is two lines over this table,
 and everything is loaded when it is first used. ``core/lazy_names.py`` explains the kinds of sources, and
-``core/pyi_stub_writer.py`` writes the ``.pyi`` files that show the same names to type checkers.
+``tests/support/pyi_stub_writer.py`` writes the ``.pyi`` files that show the same names to type checkers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from accelerate.core.lazy_names import (
     LazyCall,
     NameSource,
     PublicNames,
-    UnimplementedName,
     all_names,
     constants,
     device_checks,
@@ -357,9 +356,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | exports("world.collective: wait_for_everyone=barrier")
     | exports("checkpoint.weight_files: TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors load save"),
     "accelerate.utils.random": exports("world.rng: set_seed synchronize_rng_state synchronize_rng_states"),
-    "accelerate.utils.torch_xla": {
-        "install_xla": UnimplementedName("packages are pip's to install", "pip install torch_xla")
-    },
+    "accelerate.utils.torch_xla": exports("facade.v1_utilities: install_xla"),
     "accelerate.utils.tqdm": exports("watch.console: tqdm"),
     "accelerate.utils.transformer_engine": exports(
         "precision.float8.transformer_engine: apply_fp8_autowrap contextual_fp8_autocast convert_model "

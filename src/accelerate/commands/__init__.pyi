@@ -1,4 +1,4 @@
-# Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
+# Written by `python -m tests.support.pyi_stub_writer` from the table of names. Do not edit.
 # ruff: noqa
 
 from accelerate.commands import accelerate_cli as accelerate_cli

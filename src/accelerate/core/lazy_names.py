@@ -5,8 +5,6 @@ The table maps a public module to its names, and a name to its *source*:
     "package.module:attribute"                 an object of this package, the package's own name left out
     LazyCall(maker, *args, **kw)               the result of calling ``maker`` (a source): similar names
     ObjectNameSource(constant)                 a plain constant that needs no code
-    UnimplementedName("what will come")        not built yet: usable in ``import``, ``isinstance`` and as a
-                                               base class; using it otherwise raises FeatureNotBuiltError
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, TypeVar
 
-from accelerate.core.errors import FeatureNotBuiltError, nearest
+from accelerate.core.errors import nearest
 
 T = TypeVar("T")
 
@@ -44,19 +42,7 @@ class ObjectNameSource:
         self.value = value
 
 
-class UnimplementedName:
-    """The source of a public name that is not built.
-
-    Args:
-        text: what is planned; or, when nothing is, the reason.
-        instead: what to use in place of a name that is not planned.
-    """
-
-    def __init__(self, text: str, instead: str = "") -> None:
-        self.text, self.instead = text, instead
-
-
-NameSource = str | LazyCall | ObjectNameSource | UnimplementedName
+NameSource = str | LazyCall | ObjectNameSource
 NameTable = Mapping[str, Mapping[str, NameSource]]
 
 
@@ -139,8 +125,6 @@ class PublicNames:
         return self._load_object(self.sources[module][name], f"{module}.{name}")
 
     def _load_object(self, source: NameSource, path: str) -> Any:
-        if isinstance(source, UnimplementedName):
-            return make_placeholder(path, source)
         if isinstance(source, ObjectNameSource):
             return source.value
         if isinstance(source, LazyCall):
@@ -191,28 +175,6 @@ def get_override(module: str, name: str, default: T) -> T:
         default: the object behind the name when nobody replaced it.
     """
     return vars(sys.modules[module]).get(name, default) if module in sys.modules else default
-
-
-def make_placeholder(path: str, source: UnimplementedName) -> Any:
-    """Return a placeholder for a name that is not built; its spelling tells its kind (PEP 8)."""
-    module, _, name = path.rpartition(".")
-    state = "has no counterpart here" if source.instead else "is not built yet"
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise FeatureNotBuiltError(f"{path} {state}", why=source.text, fix=source.instead)
-
-    if name.isupper():
-        # It refuses every use: a planned constant must not pass for an empty one.
-        methods: dict[str, Any] = {f"__{use}__": refuse for use in _USES}
-        return type("PlannedConstant", (), {**methods, "__hash__": object.__hash__})()
-    if name[0].isupper():
-        return type(name, (), {"__new__": refuse, "__module__": module, "__doc__": source.text})
-    refuse.__name__ = refuse.__qualname__ = name
-    refuse.__module__, refuse.__doc__ = module, source.text
-    return refuse
-
-
-_USES = ("getattr", "getitem", "iter", "len", "contains", "bool", "eq", "lt", "gt", "call", "add", "or")
 
 
 # ------------------------------------------ short forms for tables: each returns the sources of several names

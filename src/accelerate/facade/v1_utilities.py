@@ -277,6 +277,15 @@ def check_os_kernel() -> None:
 # --- mixed precision by hand
 
 
+def install_xla(upgrade: bool = False) -> None:
+    """Raise FeatureNotBuiltError: packages are pip's to install."""
+    raise FeatureNotBuiltError(
+        "accelerate.utils.torch_xla.install_xla has no counterpart here",
+        why="packages are pip's to install",
+        fix="pip install torch_xla",
+    )
+
+
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> AbstractContextManager[Any]:

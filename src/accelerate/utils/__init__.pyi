@@ -1,4 +1,4 @@
-# Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
+# Written by `python -m tests.support.pyi_stub_writer` from the table of names. Do not edit.
 # ruff: noqa
 
 from accelerate.checkpoint.discovery import ProjectConfiguration as ProjectConfiguration
@@ -107,6 +107,7 @@ from accelerate.facade.v1_utilities import (
 )
 from accelerate.facade.v1_utilities import get_pretty_name as get_pretty_name
 from accelerate.facade.v1_utilities import has_p2p_infiniband as check_cuda_p2p_ib_support
+from accelerate.facade.v1_utilities import install_xla as install_xla
 from accelerate.facade.v1_utilities import merge_dicts as merge_dicts
 from accelerate.facade.v1_utilities import parse_choice_from_env as parse_choice_from_env
 from accelerate.facade.v1_utilities import parse_flag_from_env as parse_flag_from_env
@@ -373,7 +374,6 @@ from accelerate.utils.imports import is_xccl_available as is_xccl_available
 from accelerate.utils.imports import is_xpu_available as is_xpu_available
 from accelerate.utils.imports import torchao_required as torchao_required
 from accelerate.utils.operations import is_torch_xpu_tensor as is_torch_xpu_tensor
-from accelerate.utils.torch_xla import install_xla as install_xla
 from accelerate.watch.batch_size_search import clear_device_cache as clear_device_cache
 from accelerate.watch.batch_size_search import find_executable_batch_size as find_executable_batch_size
 from accelerate.watch.batch_size_search import release_memory as release_memory

@@ -1,7 +1,7 @@
-# Written by `python -m accelerate.core.pyi_stub_writer accelerate.names` from the table of names. Do not edit.
+# Written by `python -m tests.support.pyi_stub_writer` from the table of names. Do not edit.
 # ruff: noqa
 
+from accelerate.facade.v1_utilities import install_xla as install_xla
 from typing import Any
 
-def install_xla(*args: Any, **kwargs: Any) -> Any: ...
 def __getattr__(name: str) -> Any: ...

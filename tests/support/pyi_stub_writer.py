@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import sys
 from pathlib import Path
 from types import FunctionType
 from typing import Any, cast
 
-from accelerate.core.lazy_names import PublicNames, UnimplementedName
+from accelerate.core.lazy_names import PublicNames
+from accelerate.names import NAMES
 
-COMMAND = "python -m accelerate.core.pyi_stub_writer accelerate.names"
+COMMAND = "python -m tests.support.pyi_stub_writer"
 HEADER = f"# Written by `{COMMAND}` from the table of names. Do not edit.\n# ruff: noqa\n"
 WIDTH = 110
 PLAIN = {"bool", "int", "str", "float", "None"}
@@ -48,8 +48,7 @@ def _stub_text(names: PublicNames, module: str) -> str:
         lines.append("from typing import Any")
     groups = [
         "\n".join(_wrap_import(line) for line in sorted(lines) if line.startswith("from ")),
-        "\n".join(line for line in lines if not line.startswith(("from ", "class ", "def "))),
-        "\n\n".join(line for line in lines if line.startswith("class ")),
+        "\n".join(line for line in lines if not line.startswith(("from ", "def "))),
         "\n".join(line for line in lines if line.startswith("def ")),
     ]
     return "\n".join([HEADER.rstrip(), *(f"\n{group}" for group in groups if group)]) + "\n"
@@ -65,23 +64,7 @@ def _declaration(names: PublicNames, module: str, name: str) -> str:
         return f"from {names.package}.{file} import {attribute} as {name}"
     if owner != module:
         return f"from {owner} import {name} as {name}"
-    return (
-        _placeholder_declaration(name)
-        if isinstance(source, UnimplementedName)
-        else _value_declaration(name, names.resolve(module, name))
-    )
-
-
-def _placeholder_declaration(name: str) -> str:
-    if name.isupper():
-        return f"{name}: Any"
-    if name[0].isupper():
-        return (
-            f"class {name}:\n"
-            "    def __init__(self, *args: Any, **kwargs: Any) -> None: ...\n"
-            "    def __getattr__(self, name: str) -> Any: ..."
-        )
-    return f"def {name}(*args: Any, **kwargs: Any) -> Any: ..."
+    return _value_declaration(name, names.resolve(module, name))
 
 
 def _value_declaration(name: str, value: Any) -> str:
@@ -132,5 +115,5 @@ def _wrap_import(line: str) -> str:
 
 
 if __name__ == "__main__":
-    for _path, _text in stub_texts(importlib.import_module(sys.argv[1]).NAMES).items():
+    for _path, _text in stub_texts(NAMES).items():
         _path.write_text(_text, encoding="utf-8")
