@@ -231,7 +231,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "purge_accelerate_environment str_to_bool check_cuda_p2p_ib_support=has_p2p_infiniband "
         "get_driver_version get_gpu_info"
     )
-    | {"check_cuda_fp8_capability": LazyCall("facade.device_availability:format_checker", "cuda", "fp8")}
+    | exports("facade.device_availability: check_cuda_fp8_capability")
     | exports("world.affinity: override_numa_affinity set_numa_affinity"),
     "accelerate.utils.fsdp_utils": exports(
         "strategy.sharding.fsdp_utils: disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading "
@@ -253,7 +253,12 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "4bit_bnb=bitsandbytes>=0.39.0 8bit_bnb=bitsandbytes>=0.37.2"
     )
     | device_checks("mlu musa neuron npu sdaa xpu")
-    | exports("facade.device_availability: is_fp16_available is_torch_distributed_available")
+    | exports(
+        "facade.device_availability: is_bf16_available is_bitsandbytes_multi_backend_available "
+        "is_cuda_available is_fp16_available is_habana_gaudi1 is_hpu_available is_mps_available "
+        "is_rocm_available is_torch_distributed_available is_torch_xla_available "
+        "is_transformer_engine_mxfp8_available is_xccl_available"
+    )
     | {
         "USE_TORCH_XLA": LazyCall("core.environ:get_flag", "USE_TORCH_XLA", True),
         "deepspeed_required": LazyCall("core.packages:requires", "deepspeed"),
@@ -267,21 +272,6 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "is_rich_available": LazyCall("core.packages:make_checker", "rich", flag="ACCELERATE_ENABLE_RICH"),
         "is_megatron_lm_available": LazyCall(
             "core.packages:make_checker", "megatron.core", flag="ACCELERATE_USE_MEGATRON_LM"
-        ),
-        "is_bf16_available": LazyCall("facade.device_availability:bf16_checker", tpu="xla"),
-        "is_cuda_available": LazyCall("facade.device_availability:device_checker", "cuda", argument=""),
-        "is_habana_gaudi1": LazyCall("facade.device_availability:model_checker", "hpu", "GAUDI"),
-        "is_hpu_available": LazyCall("facade.device_availability:device_checker", "hpu", "init_hccl"),
-        "is_mps_available": LazyCall("facade.device_availability:version_checker", "mps", "1.12"),
-        "is_rocm_available": LazyCall("facade.device_availability:build_checker", "cuda", "hip"),
-        "is_torch_xla_available": LazyCall("facade.device_availability:tpu_gpu_checker", "xla"),
-        "is_xccl_available": LazyCall("facade.device_availability:backend_checker", "xccl"),
-        "is_bitsandbytes_multi_backend_available": LazyCall(
-            "facade.device_availability:feature_checker", "bitsandbytes:features", "multi_backend"
-        ),
-        "is_transformer_engine_mxfp8_available": LazyCall(
-            "facade.device_availability:function_checker",
-            "transformer_engine.pytorch.fp8:check_mxfp8_support",
         ),
     },
     "accelerate.utils.launch": exports("launch.notebook.launchers: PrepareForLaunch")
@@ -340,7 +330,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "is_torch_tensor listify pad_input_tensors recursively_apply send_to_device slice_tensors"
     )
     | exports("facade.module_queries: TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT")
-    | {"is_torch_xpu_tensor": LazyCall("facade.device_availability:tensor_checker", "xpu")}
+    | exports("facade.device_availability: is_torch_xpu_tensor")
     | exports("strategy.deepspeed.strategy: GatheredParameters"),
     "accelerate.utils.other": exports(
         "facade.module_queries: extract_model_from_parallel get_model_tp_size get_module_children_bottom_up "

@@ -17,7 +17,13 @@ from accelerate import device as devices
 from accelerate.core import packages
 from accelerate.core.errors import MissingExtraError, SettingError
 from accelerate.facade import device_availability
-from accelerate.utils import compare_versions, imports, is_torch_version
+from accelerate.utils import (
+    check_cuda_fp8_capability,
+    compare_versions,
+    imports,
+    is_torch_version,
+    operations,
+)
 from tests.support.environment import ROOT
 
 
@@ -221,33 +227,46 @@ class Toy(Absent):
 
 @pytest.fixture
 def toys(monkeypatch):
-    table = {"toy": Toy(), "absent": Absent()}
+    table = {name: Toy() for name in ("toy", "cuda", "hpu", "mps", "xla")} | {"absent": Absent()}
     monkeypatch.setattr(devices, "get", table.__getitem__)
     monkeypatch.setattr(devices, "detect", lambda: table["toy"])
+    return table
 
 
-def test_device_questions_ask_the_devices_own_file(toys):
+def test_device_questions_ask_the_devices_own_file(toys, monkeypatch):
     assert device_availability.device_checker("toy")(check_device=True) is True
     assert device_availability.device_checker("absent")() is False
-    assert device_availability.format_checker("toy", "bf16")() is True
-    assert device_availability.format_checker("toy", "fp8")() is False
-    assert device_availability.format_checker("absent", "bf16")() is False
-    assert device_availability.model_checker("toy", "Toy TPU v1")() is True
-    assert device_availability.model_checker("toy", "Toy TPU v2")() is False
-    assert device_availability.version_checker("toy", "1.12")() is True
-    assert device_availability.version_checker("toy", "1.12")("99.0") is False
-    assert device_availability.is_fp16_available() is False
-    assert device_availability.bf16_checker("other")(ignore_tpu=True) is True
-    assert device_availability.bf16_checker("toy")(ignore_tpu=True) is False
-    assert device_availability.bf16_checker("toy")() is True
+    assert imports.is_cuda_available() is True
+    assert imports.is_hpu_available(init_hccl=True) is True
+    assert check_cuda_fp8_capability() is False
+    monkeypatch.setattr(Toy, "supports", lambda self, dtype: dtype == "fp8")
+    assert check_cuda_fp8_capability() is True
+    assert imports.is_bf16_available() is False
+    toys["cuda"] = Absent()
+    assert check_cuda_fp8_capability() is False
+
+
+def test_device_questions_about_models_and_versions(toys, monkeypatch):
+    assert imports.is_habana_gaudi1() is False
+    monkeypatch.setattr(Toy, "name", lambda self: "GAUDI")
+    assert imports.is_habana_gaudi1() is True
+    assert imports.is_mps_available() is True
+    assert imports.is_mps_available("99.0") is False
+    assert imports.is_fp16_available() is False
+    toys["xla"].type = "other"
+    assert imports.is_bf16_available(ignore_tpu=True) is True
+    toys["xla"].type = "toy"
+    assert imports.is_bf16_available(ignore_tpu=True) is False
+    assert imports.is_bf16_available() is True
 
 
 def test_a_kind_of_device_is_asked_for_one_at_a_time(toys):
-    check = device_availability.tpu_gpu_checker("toy")
+    check = imports.is_torch_xla_available
     assert check() is True
     assert check(check_is_tpu=True) is True
     assert check(check_is_gpu=True) is False
-    assert device_availability.tpu_gpu_checker("absent")(check_is_gpu=True) is False
+    toys["xla"] = Absent()
+    assert check(check_is_gpu=True) is False
     with pytest.raises(SettingError, match="both"):
         check(True, True)
 
@@ -256,7 +275,7 @@ def test_a_question_takes_its_own_arguments_only(toys):
     with pytest.raises(TypeError, match="check_devise"):
         device_availability.device_checker("toy")(check_devise=True)
     with pytest.raises(TypeError):
-        device_availability.device_checker("toy", argument="")(True)
+        imports.is_cuda_available(True)  # pyright: ignore[reportCallIssue]
 
 
 def test_questions_about_this_machine():
@@ -269,19 +288,24 @@ def test_questions_about_this_machine():
 
 
 def test_other_packages_are_asked_only_where_they_are(monkeypatch):
-    assert device_availability.feature_checker("toy_absent:features", "fast")() is False
-    assert device_availability.function_checker("toy_absent.inner:check")() is False
-    toy = types.ModuleType("toy_lib")
-    toy.features, toy.check = {"fast"}, lambda: (False, "too old")
-    monkeypatch.setitem(sys.modules, "toy_lib", toy)
-    assert device_availability.feature_checker("toy_lib:features", "fast")() is True
-    assert device_availability.feature_checker("toy_lib:features", "slow")() is False
-    assert device_availability.function_checker("toy_lib:check")() is False
-    toy.check = lambda: (True, "")
-    assert device_availability.function_checker("toy_lib:check")() is True
+    monkeypatch.setattr(packages, "is_installed", lambda name: name in sys.modules)
+    for name in ("bitsandbytes", "transformer_engine", "transformer_engine.pytorch.fp8"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert imports.is_bitsandbytes_multi_backend_available() is False
+    assert imports.is_transformer_engine_mxfp8_available() is False
+    toys = {name: types.ModuleType(name) for name in ("bitsandbytes", "transformer_engine.pytorch.fp8")}
+    for name, toy in {**toys, "transformer_engine": types.ModuleType("transformer_engine")}.items():
+        monkeypatch.setitem(sys.modules, name, toy)
+    library, engine = toys.values()
+    library.features, engine.check_mxfp8_support = {"fast"}, lambda: (False, "too old")
+    assert imports.is_bitsandbytes_multi_backend_available() is False
+    assert imports.is_transformer_engine_mxfp8_available() is False
+    library.features, engine.check_mxfp8_support = {"multi_backend"}, lambda: (True, "")
+    assert imports.is_bitsandbytes_multi_backend_available() is True
+    assert imports.is_transformer_engine_mxfp8_available() is True
 
 
-def test_a_tensor_says_where_it_lives():
-    assert device_availability.tensor_checker("cpu")(torch.ones(1)) is True
-    assert device_availability.tensor_checker("cpu")("text") is False
-    assert device_availability.tensor_checker("meta")(torch.ones(1, device="meta")) is True
+def test_a_tensor_says_where_it_lives(monkeypatch):
+    assert operations.is_torch_xpu_tensor(torch.ones(1)) is False
+    assert operations.is_torch_xpu_tensor("text") is False
+    assert operations.is_torch_xpu_tensor(types.SimpleNamespace(device=torch.device("xpu"))) is True

@@ -25,7 +25,7 @@ from accelerate.core.units import show_bytes
 from accelerate.data.loader import DataLoaderShard
 from accelerate.data.prepare import DataLoaderConfiguration, prepare_data_loader
 from accelerate.facade.compilation import compile_regions
-from accelerate.facade.device_availability import feature_checker
+from accelerate.facade.device_availability import is_bitsandbytes_multi_backend_available
 from accelerate.facade.optimizer import (
     HOST_COPIES,
     AcceleratedOptimizer,
@@ -47,7 +47,6 @@ from accelerate.strategy.base import (
 )
 
 logger = logging.getLogger(__name__)
-_bitsandbytes_has_cpu = feature_checker("bitsandbytes:features", "multi_backend")
 
 
 @dataclass
@@ -206,7 +205,7 @@ class Preparer:
                 model,
                 several=world.size > 1,
                 trained=bool(optimizers),
-                can_train_on_cpu=_bitsandbytes_has_cpu if bundle.training else None,
+                can_train_on_cpu=is_bitsandbytes_multi_backend_available if bundle.training else None,
             )
         if quantized_models and bundle.training:
             check_adapters(models, optimizers)

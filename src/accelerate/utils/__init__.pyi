@@ -48,10 +48,26 @@ from accelerate.facade.compilation import TorchDynamoPlugin as TorchDynamoPlugin
 from accelerate.facade.compilation import compile_regions as compile_regions
 from accelerate.facade.compilation import compile_regions as compile_regions_deepspeed
 from accelerate.facade.compilation import compile_regions as compile_regions_fsdp2
+from accelerate.facade.device_availability import check_cuda_fp8_capability as check_cuda_fp8_capability
+from accelerate.facade.device_availability import is_bf16_available as is_bf16_available
+from accelerate.facade.device_availability import (
+    is_bitsandbytes_multi_backend_available as is_bitsandbytes_multi_backend_available,
+)
+from accelerate.facade.device_availability import is_cuda_available as is_cuda_available
 from accelerate.facade.device_availability import is_fp16_available as is_fp16_available
+from accelerate.facade.device_availability import is_habana_gaudi1 as is_habana_gaudi1
+from accelerate.facade.device_availability import is_hpu_available as is_hpu_available
+from accelerate.facade.device_availability import is_mps_available as is_mps_available
+from accelerate.facade.device_availability import is_rocm_available as is_rocm_available
 from accelerate.facade.device_availability import (
     is_torch_distributed_available as is_torch_distributed_available,
 )
+from accelerate.facade.device_availability import is_torch_xla_available as is_torch_xla_available
+from accelerate.facade.device_availability import is_torch_xpu_tensor as is_torch_xpu_tensor
+from accelerate.facade.device_availability import (
+    is_transformer_engine_mxfp8_available as is_transformer_engine_mxfp8_available,
+)
+from accelerate.facade.device_availability import is_xccl_available as is_xccl_available
 from accelerate.facade.engine_wrappers import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
 from accelerate.facade.engine_wrappers import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
 from accelerate.facade.engine_wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
@@ -305,7 +321,6 @@ from accelerate.utils.constants import TORCH_LAUNCH_PARAMS as TORCH_LAUNCH_PARAM
 from accelerate.utils.constants import (
     XPU_PROFILING_AVAILABLE_PYTORCH_VERSION as XPU_PROFILING_AVAILABLE_PYTORCH_VERSION,
 )
-from accelerate.utils.environment import check_cuda_fp8_capability as check_cuda_fp8_capability
 from accelerate.utils.fsdp_utils import logger as logger
 from accelerate.utils.imports import USE_TORCH_XLA as USE_TORCH_XLA
 from accelerate.utils.imports import deepspeed_required as deepspeed_required
@@ -313,28 +328,20 @@ from accelerate.utils.imports import is_4bit_bnb_available as is_4bit_bnb_availa
 from accelerate.utils.imports import is_8bit_bnb_available as is_8bit_bnb_available
 from accelerate.utils.imports import is_aim_available as is_aim_available
 from accelerate.utils.imports import is_amdsmi_available as is_amdsmi_available
-from accelerate.utils.imports import is_bf16_available as is_bf16_available
-from accelerate.utils.imports import (
-    is_bitsandbytes_multi_backend_available as is_bitsandbytes_multi_backend_available,
-)
 from accelerate.utils.imports import is_bnb_available as is_bnb_available
 from accelerate.utils.imports import is_boto3_available as is_boto3_available
 from accelerate.utils.imports import is_clearml_available as is_clearml_available
 from accelerate.utils.imports import is_comet_ml_available as is_comet_ml_available
-from accelerate.utils.imports import is_cuda_available as is_cuda_available
 from accelerate.utils.imports import is_datasets_available as is_datasets_available
 from accelerate.utils.imports import is_deepspeed_available as is_deepspeed_available
 from accelerate.utils.imports import is_dvclive_available as is_dvclive_available
 from accelerate.utils.imports import is_fp8_available as is_fp8_available
-from accelerate.utils.imports import is_habana_gaudi1 as is_habana_gaudi1
-from accelerate.utils.imports import is_hpu_available as is_hpu_available
 from accelerate.utils.imports import is_import_timer_available as is_import_timer_available
 from accelerate.utils.imports import is_lomo_available as is_lomo_available
 from accelerate.utils.imports import is_matplotlib_available as is_matplotlib_available
 from accelerate.utils.imports import is_megatron_lm_available as is_megatron_lm_available
 from accelerate.utils.imports import is_mlflow_available as is_mlflow_available
 from accelerate.utils.imports import is_mlu_available as is_mlu_available
-from accelerate.utils.imports import is_mps_available as is_mps_available
 from accelerate.utils.imports import is_msamp_available as is_msamp_available
 from accelerate.utils.imports import is_musa_available as is_musa_available
 from accelerate.utils.imports import is_neuron_available as is_neuron_available
@@ -346,14 +353,12 @@ from accelerate.utils.imports import is_pippy_available as is_pippy_available
 from accelerate.utils.imports import is_pynvml_available as is_pynvml_available
 from accelerate.utils.imports import is_pytest_available as is_pytest_available
 from accelerate.utils.imports import is_rich_available as is_rich_available
-from accelerate.utils.imports import is_rocm_available as is_rocm_available
 from accelerate.utils.imports import is_sagemaker_available as is_sagemaker_available
 from accelerate.utils.imports import is_schedulefree_available as is_schedulefree_available
 from accelerate.utils.imports import is_sdaa_available as is_sdaa_available
 from accelerate.utils.imports import is_swanlab_available as is_swanlab_available
 from accelerate.utils.imports import is_tensorboard_available as is_tensorboard_available
 from accelerate.utils.imports import is_timm_available as is_timm_available
-from accelerate.utils.imports import is_torch_xla_available as is_torch_xla_available
 from accelerate.utils.imports import is_torchao_available as is_torchao_available
 from accelerate.utils.imports import is_torchdata_available as is_torchdata_available
 from accelerate.utils.imports import (
@@ -363,17 +368,12 @@ from accelerate.utils.imports import is_torchvision_available as is_torchvision_
 from accelerate.utils.imports import is_tqdm_available as is_tqdm_available
 from accelerate.utils.imports import is_trackio_available as is_trackio_available
 from accelerate.utils.imports import is_transformer_engine_available as is_transformer_engine_available
-from accelerate.utils.imports import (
-    is_transformer_engine_mxfp8_available as is_transformer_engine_mxfp8_available,
-)
 from accelerate.utils.imports import is_transformers_available as is_transformers_available
 from accelerate.utils.imports import is_triton_available as is_triton_available
 from accelerate.utils.imports import is_wandb_available as is_wandb_available
 from accelerate.utils.imports import is_weights_only_available as is_weights_only_available
-from accelerate.utils.imports import is_xccl_available as is_xccl_available
 from accelerate.utils.imports import is_xpu_available as is_xpu_available
 from accelerate.utils.imports import torchao_required as torchao_required
-from accelerate.utils.operations import is_torch_xpu_tensor as is_torch_xpu_tensor
 from accelerate.watch.batch_size_search import clear_device_cache as clear_device_cache
 from accelerate.watch.batch_size_search import find_executable_batch_size as find_executable_batch_size
 from accelerate.watch.batch_size_search import release_memory as release_memory

@@ -1,6 +1,7 @@
 # Written by `python -m tests.support.pyi_stub_writer` from the table of names. Do not edit.
 # ruff: noqa
 
+from accelerate.facade.device_availability import check_cuda_fp8_capability as check_cuda_fp8_capability
 from accelerate.facade.v1_utilities import CPUInformation as CPUInformation
 from accelerate.facade.v1_utilities import are_libraries_initialized as are_libraries_initialized
 from accelerate.facade.v1_utilities import clear_environment as clear_environment
@@ -20,5 +21,4 @@ from accelerate.world.affinity import override_numa_affinity as override_numa_af
 from accelerate.world.affinity import set_numa_affinity as set_numa_affinity
 from typing import Any
 
-def check_cuda_fp8_capability() -> bool: ...
 def __getattr__(name: str) -> Any: ...

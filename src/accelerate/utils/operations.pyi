@@ -1,6 +1,7 @@
 # Written by `python -m tests.support.pyi_stub_writer` from the table of names. Do not edit.
 # ruff: noqa
 
+from accelerate.facade.device_availability import is_torch_xpu_tensor as is_torch_xpu_tensor
 from accelerate.facade.module_queries import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
 from accelerate.facade.module_queries import TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT
 from accelerate.strategy.deepspeed.strategy import GatheredParameters as GatheredParameters
@@ -40,5 +41,4 @@ from accelerate.world.local_tensor_trees import send_to_device as send_to_device
 from accelerate.world.local_tensor_trees import slice_tensors as slice_tensors
 from typing import Any
 
-def is_torch_xpu_tensor(tensor: Any) -> bool: ...
 def __getattr__(name: str) -> Any: ...
