@@ -849,8 +849,9 @@ class Accelerator(ProcessMixin):
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())  # a mean, by default
             accelerator.backward(loss, num_items=tokens)
 
-        A loader that fills its last step with repeated samples says how many of a batch are real:
-        ``num_items=loader.real``, with a loss over those alone, counts every sample once.
+        A loader that fills its last step with repeated samples says how many of a batch are real, None for
+        all: a loss over ``n = len(batch) if loader.real is None else loader.real`` samples, and ``num_items=n``,
+        count every sample once.
 
         Args:
             loss: a scalar, the mean over its items.

@@ -94,7 +94,7 @@ class FSDPSettings:
         choices=PREFETCHES,
         aliases=_BY_NUMBER[PREFETCHES],
         fallback="BACKWARD_PRE",
-        help="of FSDP1: all-gather the next unit before or after the gradients of this one, or no prefetch",
+        help="all-gather the next unit before or after the gradients of this one, or no prefetch",
     )
     mixed_precision_policy: Any = None
     auto_wrap_policy: Any = setting(
@@ -149,7 +149,7 @@ class FSDPSettings:
     forward_prefetch: Any = setting(
         None,
         **_OFF,
-        help="of FSDP1: all-gather the next unit while one computes",
+        help="all-gather the next unit while one computes",
     )
     activation_checkpointing: Any = setting(
         None,
