@@ -79,7 +79,8 @@ def test_partitioned_parameters_go_to_their_deepspeed_engine(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "deepspeed", engine)
     parameter = nn.Parameter(torch.ones(2))
     parameter.ds_id = 1  # type: ignore[attr-defined]
-    with GatheredParameters([parameter], modifier_rank=1):
+    # A generator, as of model.parameters(), can be read once only.
+    with GatheredParameters(iter([parameter]), modifier_rank=1):
         asked.append("inside")
     with GatheredParameters([parameter], enabled=False):
         pass

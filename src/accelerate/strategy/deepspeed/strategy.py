@@ -62,7 +62,7 @@ def GatheredParameters(  # noqa: N802 - DeepSpeed's own name for it
         return
     import deepspeed
 
-    with deepspeed.zero.GatheredParameters(params, modifier_rank=modifier_rank, fwd_module=fwd_module):
+    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=modifier_rank, fwd_module=fwd_module):
         yield
 
 
