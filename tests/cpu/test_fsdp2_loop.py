@@ -258,6 +258,7 @@ class NumberReader(torch.optim.Optimizer):
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.05})
+        self.numbers: list[float] = []
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -265,7 +266,8 @@ class NumberReader(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p.sub_(p.grad * (group["lr"] * p.norm().item() / (1e-6 + float(p.grad.norm()))))
+                    self.numbers += [p.norm().item(), float(p.grad.norm())]
+                    p.sub_(p.grad * (group["lr"] * self.numbers[-2] / (1e-6 + self.numbers[-1])))
 
 
 def read_numbers() -> dict[str, torch.Tensor]:
@@ -289,6 +291,28 @@ def test_numbers_that_an_optimizer_reads_are_those_of_all_shards(ranks: RankServ
         optimizer.step()
         optimizer.zero_grad()
     same(ours, whole(model), 1e-5)
+
+
+def read_numbers_after_a_skipped_step() -> tuple[int, list[float]]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**LAYERS), mixed_precision="fp16")
+    model = tiny()
+    model, optimizer = accelerator.prepare(model, NumberReader(model.parameters()))
+    for number, words in enumerate(batches(3)):
+        accelerator.backward(loss_of(model, share(words, accelerator.process_index, 2)))
+        if number == 0:
+            model.embed.weight.grad.to_local().fill_(float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer.skipped_steps, optimizer.optimizer.numbers
+
+
+def test_numbers_are_those_of_all_shards_also_after_a_skipped_first_step(ranks: RankServer) -> None:
+    """The gradient scaler skips the first step: nothing is read in it."""
+    skipped, numbers = same_on_all(ranks(2, read_numbers_after_a_skipped_step))
+    assert skipped == 1
+    assert len(numbers) == 2 * 2 * sum(p.requires_grad for p in tiny().parameters())
 
 
 def evaluate_in_between(options: dict[str, Any]) -> list[float]:

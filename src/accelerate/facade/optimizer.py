@@ -86,7 +86,7 @@ class AcceleratedOptimizer(Optimizer):
         self._host_versions: dict[torch.Tensor, tuple[int, int]] = {}  # of the parameters, when copied last
         self._checks: tuple[WeakMethod[Callable[[AcceleratedOptimizer], None]], ...] = ()
         self._first_step_checks = self._checks
-        self._partial_reads: Any = None  # in the first step, and on if that has read such numbers
+        self._partial_reads: Any = None  # until a step is taken, and on if that has read such numbers
         self._monitor: ReductionMonitor | None = None
         self._unreduced: set[torch.Tensor] = set()
         # Of a lazy device: it runs what the step has recorded.
@@ -301,7 +301,8 @@ class AcceleratedOptimizer(Optimizer):
         except (RuntimeError, NotImplementedError) as error:
             explain_sharded_step(self.optimizer, error)
             raise
-        if self._partial_reads is not None and not self._partial_reads.has_read:
+        # A step that the gradient scaler skipped has read nothing yet; so one that was taken decides.
+        if self._partial_reads is not None and not self._partial_reads.has_read and self._has_stepped:
             self._partial_reads = None
         if self.host_copies:
             self._host_versions = {p: (p.data_ptr(), p._version) for p in self.host_copies}
