@@ -15,7 +15,7 @@ import math
 import pickle
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -83,7 +83,8 @@ class ZeroCheckpoint:
     def __init__(self, folder: Path, index: int = 0, tied_names: Mapping[str, str] | None = None) -> None:
         self.folder, self.index = folder, index
         self._model_files, self._optimizer_files = _model_files(folder), _find_optimizer_files(folder)
-        self.rank0_state: dict[str, Any] = _load_file(self._model_files[0])
+        self._load = cache(_load_file)
+        self.rank0_state: dict[str, Any] = self._load(self._model_files[0])
         try:
             self._read_layout(tied_names or {})
         except (LookupError, TypeError, AttributeError, ValueError) as error:
@@ -117,27 +118,31 @@ class ZeroCheckpoint:
             "accelerator.save_state(folder, sharded=False)",
         )
 
+    def _load_optimizer_state(self, rank: int) -> dict[str, Any]:
+        try:
+            return self._load(self._optimizer_files[rank])["optimizer_state_dict"]
+        except (LookupError, TypeError) as error:
+            raise self._unknown_form_error(f"{type(error).__name__}: {error}") from error
+
     @cached_property
     def _optimizer_states(self) -> list[dict[str, Any]]:
         """The optimizer state of each rank."""
-        return [_load_file(path)["optimizer_state_dict"] for path in self._optimizer_files]
+        return [self._load_optimizer_state(rank) for rank in range(len(self._optimizer_files))]
 
     @cached_property
     def stage(self) -> int:
         """The ZeRO stage, 0 to 3."""
-        if not self._optimizer_states:
+        if not self._optimizer_files:
             return 0
-        stage = self._optimizer_states[0].get("zero_stage")
+        stage = self._load_optimizer_state(0).get("zero_stage")
         return int(stage.args[0] if isinstance(stage, DeepSpeedUnpickleStub) else stage or 0)
 
     @cached_property
     def scaler(self) -> dict[str, Any]:
         """The attributes of the loss scaler."""
-        return (
-            vars(self._optimizer_states[0].get("loss_scaler", DeepSpeedUnpickleStub()))
-            if self._optimizer_states
-            else {}
-        )
+        if not self._optimizer_files:
+            return {}
+        return vars(self._load_optimizer_state(0).get("loss_scaler", DeepSpeedUnpickleStub()))
 
     # --- weights
 
@@ -176,7 +181,7 @@ class ZeroCheckpoint:
         if name in self._spans:
             return self._join_pieces(name, self._fp32_vectors, shape)
         if self.stage == 3 and name in (self.rank0_state.get("frozen_param_shapes") or {}):
-            parts = [_load_file(path)["frozen_param_fragments"][name] for path in self._model_files]
+            parts = [self._load(path)["frozen_param_fragments"][name] for path in self._model_files]
             return torch.cat([part.view(-1) for part in parts])[: shape.numel()].view(shape)
         return self._module_state[name]
 
