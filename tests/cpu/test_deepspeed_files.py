@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 
 from accelerate.commands.merge import merge_command, merge_command_parser
 from accelerate.core.errors import CheckpointError
+from accelerate.strategy.deepspeed.zero_checkpoint import ZeroCheckpoint
 from accelerate.utils import is_deepspeed_available
 from tests.cpu.test_deepspeed import ASKED, engine, loop
 from tests.support.long_run import LONG_RUN
@@ -84,9 +86,22 @@ def goes_on(accelerator: Any, model: Any, optimizer: Any, theirs: dict[str, Any]
             each.zero_grad()
 
 
-def loads(folder: str, ways: list[tuple[str, str]]) -> None:
-    """Fresh engines over other weights, in that stage."""
+def loads(folder: str, ways: list[tuple[str, str]]) -> list[Counter[str]]:
+    """Fresh engines over other weights, in that stage; how often each file was opened and weight joined."""
+    counts: list[Counter[str]] = []
+    load, read = torch.load, ZeroCheckpoint._read_weight
+
+    def count_load(path: Any, **options: Any) -> Any:
+        counts[-1][str(path).rpartition("/")[2]] += 1
+        return load(path, **options)
+
+    def count_read(self: ZeroCheckpoint, name: str) -> torch.Tensor:
+        counts[-1][name] += 1
+        return read(self, name)
+
+    torch.load, ZeroCheckpoint._read_weight = count_load, count_read  # type: ignore[method-assign]
     for source, stage in ways:
+        counts.append(Counter())
         kind = source.removesuffix(BARE)
         accelerator, model, optimizer = engine(ASKED[stage], seed=5, mixed_precision=SAVED[kind])
         metadata = accelerator.load_state(f"{folder}/{source}").metadata
@@ -98,6 +113,7 @@ def loads(folder: str, ways: list[tuple[str, str]]) -> None:
         assert model.global_steps == HALF
         if SAVED[kind] == "no":
             goes_on(accelerator, model, optimizer, theirs)
+    return counts
 
 
 def elsewhere(folder: str, source: str, kind: str) -> None:
@@ -135,7 +151,16 @@ def test_saved_on_four_they_load_on_two_and_everywhere(ranks: RankServer, tmp_pa
         ("2", "0"),
         *([("2", "2")] if LONG_RUN else []),
     ]
-    ranks(2, loads, folder, ways, timeout=200)
+    for counts in (each for rank in ranks(2, loads, folder, ways, timeout=200) for each in rank):
+        opened = {name: count for name, count in counts.items() if name.endswith("_states.pt")}
+        weights = {name: count for name, count in counts.items() if not name.endswith(".pt")}
+        # Once to learn the layout, once to compare names and shapes, once to load.
+        assert max(opened.values()) <= 3
+        # What the other ranks have written is of use to the last alone.
+        assert {count for name, count in opened.items() if "rank_3_" in name} <= {1}
+        # A tied weight has two names.
+        assert weights.pop("embed.weight") <= 2
+        assert set(weights.values()) == {1}
     ranks(2, elsewhere, folder, "3", "fsdp")
     ranks(2, elsewhere, folder, "2", "ddp")
     ranks(1, elsewhere, folder, "1", "single")

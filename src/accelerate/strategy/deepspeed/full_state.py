@@ -6,10 +6,10 @@ DeepSpeed, so this works for any stage, any world size, and with offload to the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,7 +17,8 @@ from torch import nn
 from accelerate.core.errors import CheckpointError, PrepareError
 from accelerate.strategy.deepspeed.engine_handle import EngineHandle
 
-# Elements that are gathered at once: 256 MB of float32.
+T = TypeVar("T")
+# Elements that are gathered or joined at once: 256 MB of float32.
 GATHER_NUMEL = 64 * 2**20
 
 
@@ -89,15 +90,16 @@ def has_fp32_copies(handle: EngineHandle) -> bool:
     return handle.engine_optimizer is not handle.optimizer and handle.optimizer is not None
 
 
-def _chunks(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    chunk: list[torch.Tensor] = []
+def split_by_numel(items: Iterable[T], numel: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield lists of successive items of at most ``GATHER_NUMEL`` elements, or of one item."""
+    chunk: list[T] = []
     size = 0
-    for parameter in parameters:
-        if chunk and size + _numel(parameter) > GATHER_NUMEL:
+    for item in items:
+        if chunk and size + numel(item) > GATHER_NUMEL:
             yield chunk
             chunk, size = [], 0
-        chunk.append(parameter)
-        size += _numel(parameter)
+        chunk.append(item)
+        size += numel(item)
     if chunk:
         yield chunk
 
@@ -114,7 +116,7 @@ def gather_params(
     import torch.distributed as dist
 
     whole: dict[int, torch.Tensor] = {}
-    for chunk in _chunks(parameters):
+    for chunk in split_by_numel(parameters, _numel):
         flat = torch.zeros(sum(map(_numel, chunk)), device=handle.engine.device)
         at = 0
         for parameter in chunk:
