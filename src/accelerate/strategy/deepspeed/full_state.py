@@ -60,6 +60,22 @@ def local_fragments(handle: EngineHandle) -> dict[int, ParamFragment]:
     return {id(piece.parameter): piece for piece in fragments if piece is not None}
 
 
+def _fragments_in_memory(handle: EngineHandle) -> dict[int, ParamFragment]:
+    """Return the local fragments of float32 vectors; refuse vectors that DeepSpeed keeps on a drive.
+
+    Raises:
+        PrepareError: it does, on all ranks.
+    """
+    if getattr(handle.engine_optimizer, "swap_optimizer", False):
+        raise PrepareError(
+            "a full state, or one of another world size or stage, of an optimizer that is offloaded to NVMe",
+            why="DeepSpeed keeps the float32 weights and the optimizer state on the drive",
+            fix="accelerator.save_state(folder) without sharded=False, and load_state with the same number "
+            "of processes in the same stage",
+        )
+    return local_fragments(handle)
+
+
 def _local_fragment(handle: EngineHandle, parameter: Any) -> ParamFragment | None:
     inner = handle.engine_optimizer
     if hasattr(parameter, "ds_id"):
@@ -153,7 +169,7 @@ def model_state(handle: EngineHandle, keep: bool, *, exact: bool) -> dict[str, A
     if exact and has_fp32_copies(handle):
         parameters = _fragmented_params(handle)
         done = set(map(id, parameters))
-        fragments = local_fragments(handle)
+        fragments = _fragments_in_memory(handle)
         seen |= gather_params(
             handle, parameters, fragments, lambda piece: piece.slice_vector(piece.flat), keep
         )
@@ -204,27 +220,26 @@ def load_model(handle: EngineHandle, state: Mapping[str, Any], *, strict: bool =
         What torch's ``load_state_dict`` returns: missing and unexpected names.
     """
     module = handle.module
+    fragments = _fragments_in_memory(handle) if has_fp32_copies(handle) else {}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     partitioned = {name: p for name, p in parameters.items() if hasattr(p, "ds_id")}
     if not partitioned:
         result = module.load_state_dict(state, strict=strict)
     else:
         result = _load_partitioned(module, partitioned, state, strict)
-    if handle.optimizer is not None and has_fp32_copies(handle):
-        fragments = local_fragments(handle)
-        names = {id(p): name for name, p in parameters.items() if name in state}
-        for key, piece in fragments.items():
-            if key in names:
-                value = state[names[key]].reshape(-1).narrow(0, piece.param_start, piece.numel)
-                piece.slice_vector(piece.flat).copy_(value)
-        for pair in zip(
-            getattr(handle.engine_optimizer, "fp32_groups", ()),
-            getattr(handle.engine_optimizer, "fp16_groups", ()),
-            strict=False,
-        ):
-            for high, low in zip(*pair, strict=False):
-                if id(low) in names and isinstance(high, torch.Tensor):
-                    high.data.copy_(state[names[id(low)]])
+    names = {id(p): name for name, p in parameters.items() if name in state}
+    for key, piece in fragments.items():
+        if key in names:
+            value = state[names[key]].reshape(-1).narrow(0, piece.param_start, piece.numel)
+            piece.slice_vector(piece.flat).copy_(value)
+    for pair in zip(
+        getattr(handle.engine_optimizer, "fp32_groups", ()),
+        getattr(handle.engine_optimizer, "fp16_groups", ()),
+        strict=False,
+    ):
+        for high, low in zip(*pair, strict=False):
+            if id(low) in names and isinstance(high, torch.Tensor):
+                high.data.copy_(state[names[id(low)]])
     return result
 
 
@@ -267,7 +282,7 @@ def optimizer_state(handle: EngineHandle, keep: bool) -> dict[str, Any]:
     """Return the optimizer's full state dict, as in one process; empty where not ``keep``; collective."""
     if not has_fp32_copies(handle):
         return handle.optimizer.state_dict() if keep else {}
-    parameters, fragments = _require_fragments(handle), local_fragments(handle)
+    parameters, fragments = _require_fragments(handle), _fragments_in_memory(handle)
     numbers = {id(p): number for number, p in enumerate(p for group in handle.groups for p in group)}
     vector_states = handle.optimizer.state
     states: dict[int, dict[str, Any]] = {}
@@ -340,6 +355,7 @@ def load_optimizer(handle: EngineHandle, state: Mapping[str, Any]) -> None:
         handle.optimizer.load_state_dict({**state, "state": states})
         return
     _require_fragments(handle)
+    vector_states, fragments = handle.optimizer.state, _fragments_in_memory(handle)
     saved = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [p for group in handle.groups for p in group]
     if len(saved) != len(parameters):
@@ -347,7 +363,6 @@ def load_optimizer(handle: EngineHandle, state: Mapping[str, Any]) -> None:
             f"the state is of an optimizer of {len(saved)} parameters, and this one has {len(parameters)}"
         )
     numbers = {id(p): number for number, p in zip(saved, parameters, strict=True)}
-    vector_states, fragments = handle.optimizer.state, local_fragments(handle)
     for piece in fragments.values():
         values = state["state"].get(numbers[id(piece.parameter)], {})
         for name, value in values.items():
