@@ -544,19 +544,27 @@ def test_a_model_on_two_devices_is_refused_in_a_world_of_two(ranks: RankServer) 
     assert "dispatched over several devices" in same_on_all(ranks(2, mismatched))
 
 
-def hooked(kind: str) -> list[float]:
+def hooked(kind: str, wrapper: str = "no", scale: float = 1.0) -> list[float]:
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
-    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=kind)])  # type: ignore[arg-type]
+    hook: Any = {"comm_hook": kind, "comm_wrapper": wrapper}
+    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(**hook)])
     torch.manual_seed(0)
     model = accelerator.prepare(nn.Linear(4, 1))
-    accelerator.backward(model(torch.ones(2, 4) * (accelerator.process_index + 1)).sum())
+    accelerator.backward(model(torch.ones(2, 4) * (accelerator.process_index + 1) * scale).sum())
     return model.weight.grad.flatten().tolist()
 
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
 def test_gradients_may_travel_in_half_precision(ranks: RankServer, kind: str) -> None:
     assert same_on_all(ranks(2, hooked, kind)) == pytest.approx([3.0] * 4, rel=1e-2)
+
+
+def test_a_wrapper_goes_around_a_hook_in_half_precision(ranks: RankServer) -> None:
+    """float16 has three bits more than bfloat16, in which the wrapper rounds."""
+    scale = 1 + 2**-9
+    assert same_on_all(ranks(2, hooked, "fp16", "no", scale)) == [3.0 * scale] * 4
+    assert same_on_all(ranks(2, hooked, "fp16", "bf16", scale)) == [3.0] * 4
 
 
 def methods_of_the_wrapper() -> list[float]:

@@ -65,6 +65,7 @@ REPLICAS: dict[str, Any] = {
     "gradient_as_bucket_view": True,
     "find_unused_parameters": True,
     "comm_hook": "fp16",
+    "comm_wrapper": "bf16",
 }
 
 
@@ -87,12 +88,17 @@ def test_options_of_replicas_are_read_back(ranks: RankServer) -> None:
     assert after == dict.fromkeys(REPLICAS, (True, ""))
     _, after = same_on_all(ranks(2, replicas, False, {"bucket_cap_mb": None}))
     assert after == {"bucket_cap_mb": (True, "")}
+    rank = {"comm_state_option": {"matrix_approximation_rank": 2}}
+    _, after = same_on_all(ranks(2, replicas, False, {"comm_hook": "fp16", **rank}))
+    why = "there is no comm_hook of the PowerSGD family that it could belong to"
+    assert after == {"comm_hook": (True, ""), "comm_state_option": (False, why)}
     _, after = same_on_all(ranks(2, replicas, True))
     assert after == {
         "bucket_cap_mb": (False, "the reducer has 25"),
         "gradient_as_bucket_view": (False, "the reducer has 0"),
         "find_unused_parameters": (False, "the reducer has 0"),
         "comm_hook": (False, "no communication hook is registered"),
+        "comm_wrapper": (False, "there is no comm_hook that it could belong to"),
     }
 
 

@@ -69,8 +69,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
     Attributes:
         bucket_cap_mb: MB of gradients in one all-reduce; None is torch's default.
         comm_hook: compression of gradients for the all-reduce.
-        comm_wrapper: half precision around a ``comm_hook`` of the PowerSGD family.
-        comm_state_option: arguments of ``PowerSGDState``.
+        comm_wrapper: half precision around the ``comm_hook``.
+        comm_state_option: arguments of ``PowerSGDState``, for a ``comm_hook`` of the PowerSGD family.
     """
 
     dim: int = 0
@@ -105,29 +105,27 @@ class DistributedDataParallelKwargs(KwargsHandler):
         replica.register_comm_hook(state, hook)
 
     def _build_hook(self, replica: DistributedDataParallel) -> tuple[Any, Callable[..., Any]]:
-        halves = {
-            DDPCommunicationHookType.FP16: (
-                default_hooks.fp16_compress_hook,
-                default_hooks.fp16_compress_wrapper,
-            ),
-            DDPCommunicationHookType.BF16: (_bf16_compress, _bf16_wrapper),
+        half, power = default_hooks, powerSGD_hook
+        hooks = {
+            DDPCommunicationHookType.FP16: half.fp16_compress_hook,
+            DDPCommunicationHookType.BF16: _bf16_compress,
+            DDPCommunicationHookType.POWER_SGD: power.powerSGD_hook,
+            DDPCommunicationHookType.BATCHED_POWER_SGD: power.batched_powerSGD_hook,
         }
-        kind = DDPCommunicationHookType(self.comm_hook)
-        if kind in halves:
-            return replica.process_group, halves[kind][0]
-        hook = {
-            DDPCommunicationHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
-            DDPCommunicationHookType.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
-        }[kind]
-        state = powerSGD_hook.PowerSGDState(replica.process_group, **self.comm_state_option)
-        wrapper = DDPCommunicationHookType(self.comm_wrapper)
-        if wrapper == DDPCommunicationHookType.NO:
-            return state, hook
-        if wrapper not in halves:
+        wrappers: dict[Any, Callable[..., Any]] = {
+            DDPCommunicationHookType.NO: lambda hook: hook,
+            DDPCommunicationHookType.FP16: half.fp16_compress_wrapper,
+            DDPCommunicationHookType.BF16: _bf16_wrapper,
+        }
+        kind, wrapper = map(DDPCommunicationHookType, (self.comm_hook, self.comm_wrapper))
+        if wrapper not in wrappers:
             raise SettingError(
                 f"comm_wrapper {wrapper.value!r} does not exist", fix="use 'no', 'fp16' or 'bf16'"
             )
-        return state, halves[wrapper][1](hook)
+        state: Any = replica.process_group
+        if kind in (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD):
+            state = power.PowerSGDState(replica.process_group, **self.comm_state_option)
+        return state, wrappers[wrapper](hooks[kind])
 
 
 # Torch reads the annotations of hooks as objects and refuses text, which they are in this file: none here.
@@ -471,8 +469,11 @@ def _describe_difference(option: RequestedOption, replica: DistributedDataParall
     if option.name == "comm_hook":
         hooked = logged.get("comm_hook", "")
         return "" if hooked else "no communication hook is registered"
-    if option.name in ("comm_wrapper", "comm_state_option"):
+    if option.name == "comm_wrapper":
         return "" if replica._comm_hooks else "there is no comm_hook that it could belong to"
+    if option.name == "comm_state_option":
+        has_state = any(isinstance(state, powerSGD_hook.PowerSGDState) for _, state in replica._comm_hooks)
+        return "" if has_state else "there is no comm_hook of the PowerSGD family that it could belong to"
     name, actual = option.name, logged.get(option.name, getattr(replica, option.name, None))
     if name == "bucket_cap_mb":
         if option.value is None:
