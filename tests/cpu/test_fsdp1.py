@@ -94,6 +94,31 @@ OPTIONS: dict[str, dict[str, Any]] = {
 WINDOWS = [("whole", 1), ("layers", 4), ("grads", 4), ("copies", 1), ("size", 1), ("recomputed", 1)]
 
 
+NORM_TYPES = (1.0, 2.0, float("inf"), float("-inf"), -2.0)
+
+
+def norms(use_orig_params: bool) -> list[float]:
+    from accelerate.core.errors import SettingError
+
+    accelerator = accelerator_of({"use_orig_params": use_orig_params})
+    model: Any = nn.Linear(4, 1)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    accelerator.backward(model(torch.arange(1.0, 5.0)).sum())
+    with pytest.raises(SettingError, match="norm_type=0 counts tensors"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=0)
+    return [
+        accelerator.clip_grad_norm_(model.parameters(), float("inf"), norm_type=p).item() for p in NORM_TYPES
+    ]
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_the_norm_is_the_true_one_of_any_type(ranks: RankServer, use_orig_params: bool) -> None:
+    """Five elements on two ranks: torch adds a zero, which is none."""
+    gradient = torch.tensor([1.0, 2.0, 3.0, 4.0, 1.0])
+    expected = [gradient.norm(p).item() for p in NORM_TYPES]
+    assert same_on_all(ranks(2, norms, use_orig_params)) == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize(("kind", "window"), select_cases(product(OPTIONS, (1, 4)), WINDOWS))
 def test_it_trains_to_the_numbers_of_one_process(ranks: RankServer, kind: str, window: int) -> None:
     """B7, F3: tied and frozen parameters, two groups, clipping by the true norm, accumulation."""

@@ -339,7 +339,7 @@ INTERNALS = (
     ),
     Internals(
         "fused operations on lists of tensors",
-        ("facade/loss_weighting.py", "strategy/sharding/grads.py"),
+        ("facade/loss_weighting.py", "strategy/protocol/gradient_sync.py"),
         {"torch": "_foreach_mul_"},
     ),
     Internals(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from accelerate.strategy.fsdp1.flat_parameter_layout import FlatParam, FlatSlot
 from accelerate.strategy.fsdp1.model_state_dict import FSDP1WrappedModel
-from accelerate.strategy.protocol.gradient_sync import GradientPiece, whole_piece
+from accelerate.strategy.protocol.gradient_sync import GradientPiece, clip_sharded_norm, whole_piece
 
 
 def optimizer_parameters(wrapped_model: FSDP1WrappedModel) -> list[torch.Tensor]:
@@ -127,59 +127,27 @@ def clip_norm(
     Args:
         wrapped_models: the wrapped models.
         wanted: the parameters.
-        limit: the greatest norm; infinity scales nothing.
-        p: of the p-norm; ``inf`` takes the greatest value.
-        device: where the all-reduce runs.
+        limit, p, device: those of ``clip_sharded_norm``.
     """
-    norm, gradients = _grad_norm(wrapped_models, wanted, p, device)
-    if limit == float("inf"):
-        return norm
-    # As torch does it: 1e-6 keeps the division defined.
-    scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    for gradient in gradients:
-        gradient.mul_(scale.to(gradient.device))
-    return norm
-
-
-def _grad_norm(
-    wrapped_models: Iterable[FSDP1WrappedModel],
-    wanted: Iterable[torch.Tensor],
-    p: float,
-    device: torch.device,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the global norm, and the gradients of this rank; the arguments are those of ``clip_norm``."""
     owner = {
         param: unit for wrapped_model in wrapped_models for param, unit in wrapped_model.flat_param_of.items()
     }
     cut: list[torch.Tensor] = []
+    counted: list[torch.Tensor] = []
     other: list[torch.Tensor] = []
-    group = None
+    groups: list[Any] = []
     for parameter in dict.fromkeys(wanted):
         unit = owner.get(parameter)
         if unit is not None and unit.is_sharded:
-            group = unit.handle.process_group
-        if parameter.grad is not None:
-            (cut if unit is not None and unit.is_sharded else other).append(parameter.grad)
-    greatest = p == float("inf")
-    total = _sum_of_powers(cut, p, device)
-    if group is not None:
-        dist.all_reduce(total, dist.ReduceOp.MAX if greatest else dist.ReduceOp.SUM, group=group)
-    rest = _sum_of_powers(other, p, device)
-    norm = torch.maximum(total, rest) if greatest else (total + rest) ** (1.0 / p)
-    return norm, [*cut, *other]
-
-
-def _sum_of_powers(gradients: Iterable[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
-    """Return the sum of p-th powers, the maximum for ``inf``."""
-    norms = [
-        torch.linalg.vector_norm(g, p, dtype=torch.promote_types(g.dtype, torch.float32)).to(
-            device, torch.float32
-        )
-        for g in gradients
-        if g.numel()
-    ]
-    stacked_norms = torch.stack(norms) if norms else torch.zeros(1, device=device)
-    return stacked_norms.max() if p == float("inf") else (stacked_norms**p).sum()
+            groups = [unit.handle.process_group]
+            if (grad := parameter.grad) is not None:
+                cut.append(grad)
+                # A flat gradient ends in zeros, which are the smallest elements.
+                is_padded = p < 0 and not unit.uses_orig_params
+                counted += [unit.local_piece(slot, grad) for slot in unit.slots] if is_padded else [grad]
+        elif parameter.grad is not None:
+            other.append(parameter.grad)
+    return clip_sharded_norm([(groups, counted), ((), other)], [*cut, *other], limit, p, device)
 
 
 def reached_parameters(

@@ -6,13 +6,17 @@ not complete.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
+
+from accelerate.core.errors import SettingError
 
 if TYPE_CHECKING:
     from accelerate.world.world import World
@@ -195,6 +199,74 @@ def _clip_norm_of_groups(
         for group in groups:
             nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
+
+
+@torch.no_grad()
+def clip_sharded_norm(
+    counted: Iterable[tuple[Sequence[Any], Sequence[torch.Tensor]]],
+    scaled: Iterable[torch.Tensor],
+    limit: float,
+    p: float,
+    device: torch.device,
+    groups: Sequence[Any] = (),
+) -> torch.Tensor:
+    """Scale local shards so that the global norm of all is at most ``limit``; return the norm before.
+
+    All ranks of the groups call it, also those without shards. The norm is equal on all ranks.
+
+    Args:
+        counted: local shards, with the process groups over which they are sharded.
+        scaled: the local shards that are scaled.
+        limit: the greatest norm; infinity scales nothing.
+        p: of the p-norm; ``inf`` takes the greatest absolute value, ``-inf`` the smallest.
+        device: where the all-reduces of one number run.
+        groups: more process groups, whose ranks have other parameters that count too.
+
+    Raises:
+        SettingError: ``p`` is 0.
+    """
+    if p == 0:
+        raise SettingError(
+            "norm_type=0 counts tensors, and the shards of one lie on several ranks",
+            fix="use another norm_type: 2.0, float('inf')",
+        )
+    op = dist.ReduceOp.SUM
+    if math.isinf(p):
+        op = dist.ReduceOp.MAX if p > 0 else dist.ReduceOp.MIN
+    powers: list[torch.Tensor] = []
+    for over, shards in counted:
+        norms = [
+            torch.linalg.vector_norm(shard, p, dtype=torch.promote_types(shard.dtype, torch.float32))
+            for shard in shards
+            if shard.numel()
+        ]
+        norms = [norm.to(device, torch.float32) for norm in norms]
+        powers.append(_join_powers(norms if math.isinf(p) else [norm**p for norm in norms], p, device))
+        for group in over:
+            dist.all_reduce(powers[-1], op, group=group)
+    total = _join_powers(powers, p, device)
+    for group in groups:
+        dist.all_reduce(total, op, group=group)
+    norm = total if math.isinf(p) else total ** (1.0 / p)
+    if limit == float("inf"):
+        return norm
+    # As torch does it: 1e-6 keeps the division defined.
+    scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    for shard in scaled:
+        if shard.numel():
+            kinds.setdefault((shard.device, shard.dtype), []).append(shard)
+    for shards in kinds.values():
+        torch._foreach_mul_(shards, scale.to(shards[0].device))  # pyright: ignore[reportPrivateImportUsage]
+    return norm
+
+
+def _join_powers(powers: Sequence[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
+    """Return the sum of p-th powers; for ``inf`` and ``-inf`` the greatest and the smallest of norms."""
+    if not powers:
+        return torch.full((), math.inf if p == -math.inf else 0.0, device=device)
+    stacked = torch.stack(list(powers))
+    return (stacked.amax() if p > 0 else stacked.amin()) if math.isinf(p) else stacked.sum()
 
 
 class ReductionMonitor:

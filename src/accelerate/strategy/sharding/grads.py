@@ -12,15 +12,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
-from accelerate.core.errors import SettingError
 from accelerate.core.torch_internals import require
-from accelerate.strategy.protocol.gradient_sync import GradientPiece, whole_piece
+from accelerate.strategy.protocol.gradient_sync import GradientPiece, clip_sharded_norm, whole_piece
 from accelerate.strategy.sharding.full_state import distribute, is_sharded_placement, shard_mesh_dims
 
 require("FSDP2", "distributed tensors", "index of sharded checkpoints")
@@ -256,47 +254,15 @@ def clip_norm(
         stages: pipeline parallel groups, whose ranks have other parameters that count too.
         elsewhere: parameters that count on another rank of such a group, which has them too.
     """
-    parameters = list(parameters)
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = _grad_norm(parameters, p, device, stages, elsewhere)
-    if limit == float("inf"):
-        return norm
-    # As torch does it: 1e-6 keeps the division defined.
-    scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    kinds: dict[Any, list[torch.Tensor]] = {}
-    for shard in map(local_grad, grads):
-        if shard.numel():
-            kinds.setdefault((shard.device, shard.dtype), []).append(shard)
-    for shards in kinds.values():
-        torch._foreach_mul_(shards, scale.to(shards[0].device))  # pyright: ignore[reportPrivateImportUsage]
-    return norm
-
-
-def _grad_norm(
-    parameters: Iterable[torch.Tensor],
-    p: float,
-    device: torch.device,
-    stages: Sequence[Any],
-    elsewhere: Iterable[torch.Tensor],
-) -> torch.Tensor:
-    """Return the global norm of gradients, equal on all ranks; the arguments are those of ``clip_norm``."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not grads and not stages:
         return torch.zeros((), device=device)
-    if p == 0:
-        raise SettingError(
-            "norm_type=0 counts tensors, and the shards of one lie on several ranks",
-            fix="use another norm_type: 2.0, float('inf')",
-        )
     by_axes: dict[Any, list[torch.Tensor]] = {}
     others = {id(parameter.grad) for parameter in elsewhere}
     for grad in map(_reduce_partial, (grad for grad in grads if id(grad) not in others)):
         by_axes.setdefault(_shard_axes(grad), []).append(local_grad(grad))
-    powers = [_sum_of_powers(over, shards, float(p), device) for over, shards in by_axes.items()]
-    total = _join_powers(powers, p, device)
-    for group in stages:
-        dist.all_reduce(total, _reduce_op(p), group=group)
-    return total if math.isinf(p) else total ** (1.0 / p)
+    counted = [([over[0].get_group(axis) for axis in over[1:]], shards) for over, shards in by_axes.items()]
+    return clip_sharded_norm(counted, map(local_grad, grads), limit, float(p), device, stages)
 
 
 def _reduce_partial(gradient: Any) -> Any:
@@ -315,36 +281,6 @@ def _shard_axes(gradient: Any) -> tuple[Any, ...]:
     return gradient.device_mesh, *(
         axis for axis, p in enumerate(gradient.placements) if is_sharded_placement(p)
     )
-
-
-def _sum_of_powers(
-    over: tuple[Any, ...], parts: Sequence[torch.Tensor], p: float, device: torch.device
-) -> Any:
-    """Return the sum of p-th powers of gradients sharded ``over`` dimensions; see ``_join_powers``."""
-    norms = [
-        torch.linalg.vector_norm(part, p, dtype=torch.promote_types(part.dtype, torch.float32))
-        for part in parts
-        if part.numel()
-    ]
-    norms = [norm.to(device, torch.float32) for norm in norms]
-    value = _join_powers(norms if math.isinf(p) else [norm**p for norm in norms], p, device)
-    for axis in over[1:]:
-        dist.all_reduce(value, _reduce_op(p), group=over[0].get_group(axis))
-    return value
-
-
-def _join_powers(powers: Sequence[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
-    """Return the sum of p-th powers; for ``inf`` and ``-inf`` the greatest and the smallest of norms."""
-    if not powers:
-        return torch.full((), math.inf if p == -math.inf else 0.0, device=device)
-    stacked = torch.stack(list(powers))
-    return (stacked.amax() if p > 0 else stacked.amin()) if math.isinf(p) else stacked.sum()
-
-
-def _reduce_op(p: float) -> Any:
-    if math.isinf(p):
-        return dist.ReduceOp.MAX if p > 0 else dist.ReduceOp.MIN
-    return dist.ReduceOp.SUM
 
 
 @torch.no_grad()
