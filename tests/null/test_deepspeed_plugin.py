@@ -155,6 +155,21 @@ def test_a_precision_that_the_configuration_disables_is_refused() -> None:
     assert plugin.precision == "bf16"
 
 
+@pytest.mark.parametrize("table", [{}, {"enabled": "auto"}])
+def test_the_next_accelerator_has_a_precision_of_its_own(table: dict[str, Any]) -> None:
+    plugin = DeepSpeedPlugin(hf_ds_config={**CONFIG, "bf16": table})
+    Accelerator(cpu=True, deepspeed_plugin=plugin, mixed_precision="bf16")
+    assert plugin.precision == "bf16"
+    plugin.publish_config(build_config(plugin, wanted(precision="bf16")).config)
+    second = Accelerator(cpu=True, deepspeed_plugin=plugin, mixed_precision="no")
+    assert (second.mixed_precision, plugin.precision) == ("no", None)
+    config = build_config(plugin, wanted(batches=[3])).config
+    assert not config.get("bf16", {}).get("enabled")
+    assert config["train_micro_batch_size_per_gpu"] == 3  # "auto" again, as before the first engine
+    with pytest.raises(SettingError, match="DeepSpeed cannot compute in fp16 on the CPU"):
+        Accelerator(cpu=True, deepspeed_plugin=plugin, mixed_precision="fp16")
+
+
 def test_two_names_of_one_argument() -> None:
     with pytest.raises(ValueError, match="both given"):
         Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(), deepspeed_plugins={"a": DeepSpeedPlugin()})

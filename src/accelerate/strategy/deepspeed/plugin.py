@@ -53,6 +53,8 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         # Nobody gave gradient_accumulation_steps; 1 in the configuration is then no wish.
         self.assumes_steps = False
         self._disabled_precisions: list[str] = []  # by the user's configuration
+        # By kind: whether it was enabled before the last Accelerator, and since.
+        self._adopted_precision: dict[str, tuple[Any, Any]] = {}
         # (the dict, its content since an engine was made, its content before)
         self._shown_config: tuple[dict[str, Any], dict[str, Any], dict[str, Any]] | None = None
         self._settings = load_fields(self, objects={"hf_ds_config": Any})
@@ -251,9 +253,8 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         Raises:
             SettingError: the configuration enables another one, or disables this one.
         """
-        config = self.deepspeed_config
         for kind in _PRECISIONS:
-            enabled = config_tree.get_key(config, f"{kind}.enabled")
+            enabled = self._is_enabled(kind)
             other = enabled is True and mixed_precision in _PRECISIONS and mixed_precision != kind
             is_disabled = enabled is False and mixed_precision == kind and kind in self._disabled_precisions
             if other or is_disabled:
@@ -265,8 +266,34 @@ class DeepSpeedPlugin(DeepSpeedOptions):
                 )
         chosen = self.precision or (mixed_precision if mixed_precision in _PRECISIONS else None)
         for kind in _PRECISIONS:
-            if chosen is not None or config_tree.get_key(config, f"{kind}.enabled") == AUTO:
-                config_tree.set_key(config, f"{kind}.enabled", kind == chosen)
+            if chosen is not None or self._is_enabled(kind) == AUTO:
+                self._set_enabled(kind, kind == chosen)
+
+    def adopt_mixed_precision(self, mixed_precision: str) -> None:
+        """Set the mixed precision of an ``Accelerator``, which takes the place of an earlier one's.
+
+        Raises:
+            SettingError: as ``set_mixed_precision``.
+        """
+        for kind, (before, since) in self._adopted_precision.items():
+            if self._is_enabled(kind) == since:
+                self._set_enabled(kind, before)
+        before_any = {kind: self._is_enabled(kind) for kind in _PRECISIONS}
+        self._adopted_precision = {}
+        self.set_mixed_precision(mixed_precision)
+        self._adopted_precision = {kind: (before_any[kind], self._is_enabled(kind)) for kind in _PRECISIONS}
+
+    def _is_enabled(self, kind: str) -> Any:
+        return config_tree.get_key(self.deepspeed_config, f"{kind}.enabled")
+
+    def _set_enabled(self, kind: str, value: Any) -> None:
+        """Set it in the configuration, and in the copies that tell what an engine has filled in."""
+        for config in (self.deepspeed_config, *(self._shown_config or ())[1:]):
+            config_tree.set_key(config, f"{kind}.enabled", value)
+            if value is None:
+                del config[kind]["enabled"]
+                if not config[kind]:
+                    del config[kind]
 
     def config_template(self) -> dict[str, Any]:
         """Return the configuration before an engine's values were filled in; if changed since, as it is."""
@@ -287,10 +314,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
     @property
     def precision(self) -> str | None:
         """The 16-bit format that the configuration enables by itself."""
-        return next(
-            (k for k in _PRECISIONS if config_tree.get_key(self.deepspeed_config, f"{k}.enabled") is True),
-            None,
-        )
+        return next((kind for kind in _PRECISIONS if self._is_enabled(kind) is True), None)
 
     @property
     def may_gather(self) -> bool:

@@ -136,7 +136,7 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, Modul
         if not is_installed("deepspeed"):
             raise MissingExtraError("deepspeed", "training by the strategy 'deepspeed'")
         for plugin in self.table.values():
-            plugin.set_mixed_precision(self.request.precision)
+            plugin.adopt_mixed_precision(self.request.precision)
             if plugin.precision == "fp16" and self.world.device.type == "cpu":
                 raise SettingError(
                     "DeepSpeed cannot compute in fp16 on the CPU",
