@@ -202,7 +202,7 @@ def test_compiled_blocks_run_compiled(ranks: RankServer) -> None:
 
 
 def kept_apart(case: str, folder: str) -> Any:
-    """The shards of one process are copied, loaded, and refused as a file."""
+    """The shards of one process are copied, loaded, refused as a file, and saved when all are full."""
     import copy
 
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -228,6 +228,11 @@ def kept_apart(case: str, folder: str) -> Any:
         from torch.distributed.checkpoint.state_dict_saver import save
 
         save({"model": model.state_dict()}, checkpoint_id=f"{folder}/parts")
+        full = copy.copy(state)
+        for name, value in full.items():
+            full[name] = value.full_tensor() if hasattr(value, "full_tensor") else value
+        torch.save(full, f"{file}.pt")
+        assert torch.load(f"{file}.pt").keys() == state.keys()
         return str(found), float(model.embed.weight.full_tensor().abs().sum())
     return None
 

@@ -148,19 +148,31 @@ class RankShardStateDict(OrderedDict[str, Any]):
     """The ``state_dict`` of a sharded model: of each parameter the shard of this rank.
 
     It can be copied, loaded again, and saved by ``torch.distributed.checkpoint``. A pickle of it would be an
-    incomplete model, so pickling is refused.
+    incomplete model, so pickling is refused until the program has replaced all shards by full tensors.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _local_state_error()
+        self._refuse_shards()
+        full = OrderedDict(self)
+        full.__dict__.update(vars(self))
+        return full.__reduce_ex__(protocol)
 
     def items(self) -> Any:
         """Return the items; refused to safetensors, whose own error would not say what is wrong."""
         # There is no other sign that a file is being written: safetensors only asks a mapping for its items.
         caller = sys._getframe(1).f_globals.get("__name__", "")  # pyright: ignore[reportPrivateUsage]
         if caller == "safetensors.torch":
-            raise _local_state_error()
+            self._refuse_shards()
         return super().items()
+
+    def _refuse_shards(self) -> None:
+        if any(isinstance(value, DTensor) for value in self.values()):
+            raise _local_state_error()
+
+    def __copy__(self) -> RankShardStateDict:
+        shard_state = RankShardStateDict(self)
+        shard_state.__dict__.update(vars(self))
+        return shard_state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RankShardStateDict:
         shard_state = RankShardStateDict((name, deepcopy(value, memo)) for name, value in self.items())
