@@ -337,6 +337,8 @@ def dropped(options: dict[str, Any]) -> tuple[float, float, float, dict[str, tor
     rank = accelerator.process_index
     first, second = batches(2)
     with accelerator.no_sync(model):
+        with accelerator.no_sync(model):
+            pass  # the outer one goes on
         accelerator.backward(loss_of(model, share(first, rank, 2)))
     accelerator.sync_gradients = False
     so_far = accelerator.clip_grad_norm_(model.parameters(), 1.0)

@@ -80,6 +80,7 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor):
         # Models whose activations a program checkpoints by its own function.
         self._checkpointed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._has_unreduced = False
+        self._no_sync_models: set[nn.Module] = set()
         self.unreduced = set()
 
     def check(self) -> None:
@@ -259,12 +260,16 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor):
 
     @contextmanager
     def _no_sync(self, models: list[nn.Module]) -> Iterator[None]:
+        # Inside another no_sync of the same model the end of this one is not the end of that one.
+        outermost = [model for model in models if model not in self._no_sync_models]
+        self._no_sync_models.update(outermost)
         for model in models:
             self._set_gradient_sync(model, False)
         try:
             yield
         finally:
-            for model in models:
+            self._no_sync_models.difference_update(outermost)
+            for model in outermost:
                 self._set_gradient_sync(model, True)
 
     @staticmethod
