@@ -64,6 +64,13 @@ class FSDP1Optimizer:
             self.groups.append(
                 [entry for param, stand_in in pairs for entry in self._entries(param, stand_in)]
             )
+        self.entries = [entry for group in self.groups for entry in group]
+        # By the number of each flat parameter: the user's parameters in it, with their numbers.
+        self._members: list[list[tuple[int, FlatSlot]]] = [[] for _ in self.flat_params]
+        self._places = {id(unit): place for place, unit in enumerate(self.flat_params)}
+        for number, entry in enumerate(self.entries):
+            if entry.slot is not None:
+                self._members[self._places[id(entry.unit)]].append((number, entry.slot))
 
     def _entries(self, param: torch.Tensor, stand_in: torch.Tensor | None) -> list[OptimizerParam]:
         if stand_in is not None:
@@ -74,11 +81,6 @@ class FSDP1Optimizer:
         unit = wrapped_model.flat_param_of[param]
         slots = [wrapped_model.slot_of[param]] if unit.uses_orig_params else unit.slots
         return [OptimizerParam(param, unit, slot) for slot in slots]
-
-    @property
-    def entries(self) -> list[OptimizerParam]:
-        """The parameters of all groups."""
-        return [entry for group in self.groups for entry in group]
 
     def param_groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's groups with the numbers of the user's parameters."""
@@ -116,9 +118,7 @@ class FSDP1Optimizer:
                 values = states.setdefault(number, {})
                 if isinstance(value, torch.dtype):
                     values.setdefault(name, None)
-                    unit = self.entries[number].unit
-                    assert unit is not None
-                    flat_states[self.flat_params.index(unit), name, value] = None
+                    flat_states[self._places[id(self.entries[number].unit)], name, value] = None
                 elif name not in values:
                     # Each parameter its own: optimizers count steps in place.
                     values[name] = value.clone() if isinstance(value, torch.Tensor) else value
@@ -128,7 +128,7 @@ class FSDP1Optimizer:
                     name: _unwrapped_state(value, take) for name, value in local_states[number].items()
                 }
         for place, name, dtype in sorted(flat_states, key=lambda key: key[:2]):
-            self._gather(self.flat_params[place], name, dtype, local_states, states, take)
+            self._gather(place, name, dtype, local_states, states, take)
         return {**self._extra_state(), "state": states, "param_groups": self.param_groups()}
 
     def _extra_state(self) -> dict[str, Any]:
@@ -148,23 +148,21 @@ class FSDP1Optimizer:
 
     def _gather(
         self,
-        unit: FlatParam,
+        place: int,
         name: str,
         dtype: torch.dtype,
         own: Any,
         states: dict[int, Any],
         take: TakeValue,
     ) -> None:
+        unit, members = self.flat_params[place], self._members[place]
         local = torch.zeros(unit.size, dtype=dtype, device=unit.handle.device)
-        unit_slots = [
-            (n, e.slot) for n, e in enumerate(self.entries) if e.unit is unit and e.slot is not None
-        ]
-        for number, slot in unit_slots:
+        for number, slot in members:
             value = own[number].get(name)
             if isinstance(value, torch.Tensor):
                 unit.local_piece(slot, local).copy_(value.reshape(-1))
         whole = unit.gather_flat(local)
-        for number, slot in unit_slots:
+        for number, slot in members:
             if name in states.get(number, {}):
                 states[number][name] = take(unit.view_param(slot, whole), slot.stand_in)
 
