@@ -94,15 +94,8 @@ def test_formats_and_waiting_gradients_are_seen(ranks: RankServer) -> None:
         "parameters float32, computed in bfloat16, gradients reduced in float32, buffers float32, "
         "outputs float32",
     )
-    assert report["fsdp_forward_prefetch"] == (
-        True,
-        "2 of 3 units prefetch the next: there is none after them",
-    )
-    assert report["fsdp_backward_prefetch"] == (
-        True,
-        "each unit is all-gathered when its own backward begins",
-    )
-    assert report["fsdp_sharding_strategy"] == (True, "over 2 processes")
+    for name in ("fsdp_forward_prefetch", "fsdp_backward_prefetch", "fsdp_sharding_strategy"):
+        assert report[name] == (True, "")
     assert report["fsdp_activation_checkpointing_offload"] == (
         True,
         "the inputs of 2 units are on the host anyway",

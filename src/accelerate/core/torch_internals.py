@@ -114,10 +114,9 @@ INTERNALS = (
         ("strategy/sharding/", "strategy/parallelism/pipeline/stage.py"),
         {
             "torch.distributed.fsdp": "FSDPModule._get_fsdp_state",
-            f"{_FSDP2}._fsdp_state": "FSDPState._mp_policy FSDPState._states_to_backward_prefetch "
-            "FSDPState._states_to_forward_prefetch",
+            f"{_FSDP2}._fsdp_state": "FSDPState._mp_policy",
             f"{_FSDP2}._fsdp_param_group": "FSDPParamGroup.fsdp_params FSDPParamGroup.reduce_grads "
-            "FSDPParamGroup.mesh_info FSDPParamGroup.device FSDPParamGroup._reshard_after_forward",
+            "FSDPParamGroup.device FSDPParamGroup._reshard_after_forward",
             f"{_FSDP2}._fsdp_param": "FSDPParam.sharded_param FSDPParam._unsharded_param "
             "FSDPParam._orig_size FSDPParam._module_info FSDPParam.fsdp_placement FSDPParam.offload_to_cpu "
             "FSDPParam.padded_sharded_param_size FSDPParam.device FSDPParam.pin_memory "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ from accelerate.strategy.sharding.fsdp2_options import (
     parse_enum_name,
     parse_policy_fields,
     plugin_options,
-    rank0_loading_status,
     recompute_status,
     wrap_status,
 )
@@ -204,16 +202,6 @@ def _units(models: Sequence[nn.Module]) -> list[Any]:
     ]
 
 
-def _field_status(
-    attribute: str, option: RequestedOption, plugin: Any, models: Sequence[nn.Module]
-) -> OptionStatus:
-    """Read back an attribute of torch's wrapper."""
-    # The plugin holds torch's member of an enumeration that the option names.
-    expected = getattr(plugin, attribute) if attribute == "backward_prefetch" else option.value
-    unit_values = {getattr(part, attribute) for part in _units(models)}
-    return option.report_unless("" if unit_values == {expected} else f"the FSDP units have {unit_values}")
-
-
 def _strategy_status(option: RequestedOption, plugin: Any, models: Sequence[nn.Module]) -> OptionStatus:
     strategies = {part.sharding_strategy.name.lstrip("_") for part in _units(models)}
     configured = plugin.sharding_strategy.name.lstrip("_")
@@ -234,27 +222,13 @@ def _offload_status(option: RequestedOption, plugin: Any, models: Sequence[nn.Mo
     )
 
 
-def _state_dict_status(option: RequestedOption, plugin: Any, models: Sequence[nn.Module]) -> OptionStatus:
-    if "LOCAL" not in str(option.value).upper():
-        return option.report_applied()
-    return option.report_applied(
-        "save_fsdp_model writes the shards of each rank; save_state writes shards for any world size"
-    )
-
-
 READ_BACKS: dict[str, Callable[[RequestedOption, Any, Sequence[nn.Module]], OptionStatus]] = {
-    "fsdp_forward_prefetch": partial(_field_status, "forward_prefetch"),
-    "fsdp_use_orig_params": partial(_field_status, "_use_orig_params"),
-    "limit_all_gathers": partial(_field_status, "limit_all_gathers"),
     "fsdp_sharding_strategy": _strategy_status,
     "fsdp_reshard_after_forward": _strategy_status,
-    "fsdp_backward_prefetch": partial(_field_status, "backward_prefetch"),
     "fsdp_auto_wrap_policy": lambda option, _, models: wrap_status(option, len(_units(models)) - len(models)),
     "fsdp_offload_params": _offload_status,
     "fsdp_activation_checkpointing": lambda option, _, models: recompute_status(option, models),
     "fsdp_sync_module_states": lambda option, *_: option.report_applied(
         "" if option.value else "the weights of all ranks were found to be equal"
     ),
-    "fsdp_cpu_ram_efficient_loading": lambda option, _, models: rank0_loading_status(option, models),
-    "fsdp_state_dict_type": _state_dict_status,
 }

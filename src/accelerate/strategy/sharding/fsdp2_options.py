@@ -27,7 +27,6 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from accelerate.core import environ
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.core.option_report import OptionStatus, RequestedOption, requested_options
 from accelerate.core.setting import SettingsWithOrigins, declared_settings
@@ -320,29 +319,6 @@ def _activation_offload_status(option: RequestedOption, models: Sequence[nn.Modu
     return option.report_applied(f"the inputs of {len(parts)} units wait there for the backward")
 
 
-def _forward_prefetch_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
-    # In the forward each unit but the last prefetches the next.
-    asking = [s for s in _fsdp_states(models) if s._states_to_forward_prefetch]
-    return option.report_count(
-        len(asking), _unit_count(models) + len(models), "units prefetch the next", "there is none after them"
-    )
-
-
-def _backward_prefetch_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
-    # In the backward torch prefetches the next unit by itself, unless a unit names others.
-    explicit_states = [state for state in _fsdp_states(models) if state._states_to_backward_prefetch]
-    if str(option.value).upper() in ("1", "BACKWARD_PRE"):
-        return option.report_unless("units wait for their own backward" if explicit_states else "")
-    if len(explicit_states) < _unit_count(models) + len(models):
-        return option.report_not_applied("torch prefetches the next unit")
-    return option.report_applied("each unit is all-gathered when its own backward begins")
-
-
-def _fsdp_states(models: Sequence[nn.Module]) -> list[Any]:
-    parts = (part for model in models for part in model.modules() if isinstance(part, FSDPModule))
-    return [part._get_fsdp_state() for part in parts]
-
-
 def _buffers(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
     dtypes = {b.dtype for model in models for b in model.buffers() if b.is_floating_point()} - {option.value}
     shown = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
@@ -366,7 +342,6 @@ class ShardedDtypes:
         parameters: of the sharded parameters, which optimizers step.
         compute: of the unsharded parameters in the forward.
         reduction: in which gradients are reduced.
-        gradients: of the current gradients; empty before a backward.
         buffers: of the models' buffers, which are not cast.
         outputs: to which outputs are cast; None leaves them as they are computed.
     """
@@ -374,7 +349,6 @@ class ShardedDtypes:
     parameters: frozenset[torch.dtype]
     compute: frozenset[torch.dtype]
     reduction: frozenset[torch.dtype]
-    gradients: frozenset[torch.dtype]
     buffers: frozenset[torch.dtype]
     outputs: frozenset[torch.dtype | None]
 
@@ -417,7 +391,6 @@ def used_dtypes(models: Sequence[nn.Module]) -> ShardedDtypes | None:
     if not trained or any(each is None for each in whole):
         return None
     floating: list[Any] = [each for each in whole if each is not None and each.is_floating_point()]
-    grads = [p.sharded_param.grad for p in trained if p.sharded_param.grad is not None]
     buffers = [b for model in models for b in model.buffers() if b.is_floating_point()]
     outputs = {model._get_fsdp_state()._mp_policy.output_dtype for model in models}  # type: ignore[operator]
     return ShardedDtypes(
@@ -425,7 +398,6 @@ def used_dtypes(models: Sequence[nn.Module]) -> ShardedDtypes | None:
         compute=_dtypes_of(floating),
         # Torch keeps a reduce dtype only where it differs from the compute dtype.
         reduction=frozenset(p.reduce_dtype or each.dtype for p, each in zip(trained, floating, strict=True)),
-        gradients=_dtypes_of(grads),
         buffers=_dtypes_of(buffers),
         outputs=frozenset(outputs),
     )
@@ -456,37 +428,10 @@ def _reshard_status(option: RequestedOption, models: Sequence[nn.Module]) -> Opt
     )
 
 
-def _mesh_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
-    # The mesh: one dimension of shards, or replicas of shards (HSDP).
-    status = _reshard_status(option, models)
-    meshes = {group.mesh_info.mesh for model in models for group in fsdp_param_groups(model)}
-    if status.not_applied or not meshes:
-        return status
-    sizes = {tuple(mesh.shape) for mesh in meshes}
-    description = ", ".join(
-        f"{shape[0]} replicas over {shape[1]} processes each"
-        if len(shape) == 2
-        else f"over {shape[0]} processes"
-        for shape in sizes
-    )
-    return option.report_applied(description)
-
-
-def _replicate_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
-    sizes = {(1, *group.mesh_info.mesh.shape)[-2] for model in models for group in fsdp_param_groups(model)}
-    return option.report_unless("" if sizes == {option.value} else f"there are {sizes} replicas")
-
-
 def _root_groups(model: Any) -> list[Any]:
     state = model._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     return [state._fsdp_param_group] if groups is None else list(groups)
-
-
-def rank0_loading_status(option: RequestedOption, models: Sequence[nn.Module]) -> OptionStatus:
-    """Return whether libraries see that only rank 0 loads the weights."""
-    is_set = environ.get_flag("FSDP_CPU_RAM_EFFICIENT_LOADING")
-    return option.report_unless("" if is_set else "the variable that libraries read is not set")
 
 
 READ_BACKS: dict[str, Callable[[RequestedOption, Sequence[nn.Module]], OptionStatus]] = {
@@ -494,12 +439,11 @@ READ_BACKS: dict[str, Callable[[RequestedOption, Sequence[nn.Module]], OptionSta
     "fsdp_offload_params": _offload_status,
     "fsdp_activation_checkpointing": recompute_status,
     "fsdp_activation_checkpointing_offload": _activation_offload_status,
-    "fsdp_forward_prefetch": _forward_prefetch_status,
-    "fsdp_backward_prefetch": _backward_prefetch_status,
+    "fsdp_forward_prefetch": lambda option, models: option.report_unless(
+        "" if _unit_count(models) else "the whole model is one FSDP unit"
+    ),
     "mixed_precision_policy": _dtype_status,
     "buffer_dtype": _buffers,
-    "fsdp_replicate_size": _replicate_status,
     "fsdp_reshard_after_forward": _reshard_status,
-    "fsdp_sharding_strategy": _mesh_status,
-    "fsdp_cpu_ram_efficient_loading": rank0_loading_status,
+    "fsdp_sharding_strategy": _reshard_status,
 }
