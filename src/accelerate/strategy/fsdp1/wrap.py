@@ -73,12 +73,10 @@ class FSDP1WrapLayout(FSDPShardingPlan):
     Attributes:
         units: the FSDP units, inner ones first, the root last; with the parameters of each.
         upcast_params: parameters in half precision that become float32: all of a unit that trains.
-        numel: elements of all parameters in the units; wrapping empties them.
     """
 
     units: list[tuple[nn.Module, list[nn.Parameter]]]
     upcast_params: set[nn.Parameter]
-    numel: int
 
     def storage_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         """Return the dtype in which it is stored; frozen ones too: the parameters of a unit become one."""
@@ -109,8 +107,7 @@ def make_layout(
         if base.upcast and any(p.requires_grad for p in unit_params):
             upcast_params |= {p for p in unit_params if p.is_floating_point() and p.dtype.itemsize == 2}
         _check_unit(unit_params, upcast_params, names, bool(plugin.use_orig_params))
-    numel = sum(p.numel() for _, params in units for p in params)
-    return FSDP1WrapLayout(**vars(base), units=units, upcast_params=upcast_params, numel=numel)
+    return FSDP1WrapLayout(**vars(base), units=units, upcast_params=upcast_params)
 
 
 def _check_unit(
@@ -212,7 +209,6 @@ class FSDP1Wrapper:
                 new, stand_in = flats[name]
             if new is not old:
                 renewed.append((old, (new, stand_in)))
-        _verify_wrapped(wrapped_model, layout)
         return wrapped_model, renewed
 
     def _wrap_unit(self, part: nn.Module, layout: FSDP1WrapLayout) -> nn.Module:
@@ -387,23 +383,6 @@ def _refuse_requires_grad(name: str, requires_grad: bool = True) -> None:
         why="the parameters of an FSDP unit are one flat parameter, which trains as a whole",
         fix="use_orig_params=True (FSDP_USE_ORIG_PARAMS=true), or freeze whole units before prepare",
     )
-
-
-def _verify_wrapped(wrapped_model: FSDP1WrappedModel, layout: FSDP1WrapLayout) -> None:
-    """Check that every parameter is wrapped, and has the planned dtype.
-
-    Raises:
-        PrepareError: a parameter is not as planned; an error of this package.
-    """
-    for unit in wrapped_model.flat_params:
-        trains = unit.flat.requires_grad
-        if layout.upcast_params and trains and unit.flat.dtype.itemsize == 2:
-            raise PrepareError(f"{unit.slots[0].names[0]} was not upcast as planned: {unit.flat.dtype}")
-    wrapped = sum(slot.numel for unit in wrapped_model.flat_params for slot in unit.slots)
-    if wrapped != layout.numel:
-        raise PrepareError(
-            f"{wrapped} elements of parameters were wrapped, and not {layout.numel} as planned"
-        )
 
 
 def wrapped_model_of(model: Any) -> FSDP1WrappedModel | None:

@@ -152,7 +152,7 @@ class Sharder:
                 call_hooks_of_unit(part, modules)
             # The unsharded parameters are freed here: nobody holds them any more.
             del before, pairs, renewed
-        self._finish(model, layout, replaced)
+        self._finish(model, replaced)
         if values.sources or initialize is not None:
             values.guard_forward(model)
 
@@ -208,28 +208,14 @@ class Sharder:
                     broadcast_over_mesh(local, mesh)
             broadcast_over_mesh(local, self.mesh)
 
-    def _finish(
-        self, model: nn.Module, layout: FSDPShardingPlan, replaced: Mapping[torch.Tensor, torch.Tensor]
-    ) -> None:
-        """Set how the units of a sharded model run, and check them.
-
-        Raises:
-            PrepareError: a parameter is not sharded, or has not the planned dtype; an error of this package.
-        """
+    def _finish(self, model: nn.Module, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Set how the units of a sharded model run; warn of parameters that modules hold elsewhere."""
         if GLOO_SUMS:
             average_on_cpu(model, self.device)
         forward, backward = self.plugin._prefetch_flags
         if forward or not backward:
             _set_prefetch(model, forward, backward)
         model._register_state_dict_hook(mark_shards)
-        for name, parameter in model.named_parameters():
-            if parameter in layout.ignored:
-                continue
-            if not isinstance(parameter, DTensor) or layout.storage_dtype(parameter) != parameter.dtype:
-                raise PrepareError(
-                    f"the parameter {name} was not sharded as planned: it is a {type(parameter).__name__} of "
-                    f"{parameter.dtype}"
-                )
         # A parameter that is held in a list, tuple, set or dict too is the old one there.
         for name, module in model.named_modules():
             for attribute, value in vars(module).items():
