@@ -11,11 +11,11 @@ from accelerate.strategy.base import (
     DataSharding,
     EngineStrategy,
     ModuleWrapping,
-    ReductionMonitor,
     Strategy,
     StrategyRequest,
     WrapperNames,
 )
+from accelerate.strategy.protocol.gradient_sync import ReductionMonitor
 from accelerate.strategy.single import SingleProcessStrategy
 from accelerate.world.world import World
 

@@ -23,7 +23,8 @@ from accelerate.core.errors import warn_user
 from accelerate.facade.loss_weighting import LossWeighting
 from accelerate.facade.preparer import PreparedObjects
 from accelerate.offload.offloaded_tensor import OffloadedTensor
-from accelerate.strategy.base import DataSharding, EngineStrategy, GradientPiece, OpenGradients, join_pieces
+from accelerate.strategy.base import DataSharding, EngineStrategy
+from accelerate.strategy.protocol.gradient_sync import GradientPiece, OpenGradients, join_pieces
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.layout import ShardedState

@@ -21,7 +21,8 @@ from torch import nn
 from accelerate.core.errors import PrepareError
 from accelerate.facade.gradient_state import GradientState
 from accelerate.precision.base import Precision
-from accelerate.strategy.base import EngineStrategy, Strategy, ZeroBackward
+from accelerate.strategy.base import EngineStrategy, Strategy
+from accelerate.strategy.protocol.gradient_sync import ZeroBackward
 from accelerate.world import collective
 
 _GradVersion = tuple[torch.Tensor, int]

@@ -15,7 +15,8 @@ from accelerate.core import tree
 from accelerate.core.errors import PrepareError, warn_user
 from accelerate.facade.gradient_state import GradientState
 from accelerate.precision.base import Precision
-from accelerate.strategy.base import NO_CONTEXT, EngineStrategy, ReductionMonitor, Strategy
+from accelerate.strategy.base import EngineStrategy, Strategy
+from accelerate.strategy.protocol.gradient_sync import NO_CONTEXT, ReductionMonitor
 from accelerate.world import collective
 
 # The kinds of options of a group that all ranks must have alike; a text may name a device.

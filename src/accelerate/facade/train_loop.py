@@ -25,7 +25,8 @@ from accelerate.facade.preparer import PreparedObjects
 from accelerate.facade.run_recorder import RunRecorder
 from accelerate.facade.runtime import Runtime
 from accelerate.precision.base import LossScaling
-from accelerate.strategy.base import NO_CONTEXT, EngineStrategy, ReductionMonitor
+from accelerate.strategy.base import EngineStrategy
+from accelerate.strategy.protocol.gradient_sync import NO_CONTEXT, ReductionMonitor
 
 _SHORT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 

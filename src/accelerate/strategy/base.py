@@ -28,42 +28,11 @@ from accelerate.core.option_report import (
     requested_options,
 )
 from accelerate.core.setting import load_settings
-from accelerate.strategy.protocol.gradient_sync import (
-    NO_CONTEXT,
-    GradientPiece,
-    GradientSync,
-    OpenGradients,
-    ReductionMonitor,
-    ZeroBackward,
-    graph_leaves,
-    join_pieces,
-    run_with_zero_gradients,
-)
+from accelerate.strategy.protocol.gradient_sync import GradientSync
 from accelerate.world.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = [
-    "NO_CONTEXT",
-    "CustomSharding",
-    "DataSharding",
-    "GradientPiece",
-    "ModuleWrapping",
-    "ObjectKind",
-    "OpenGradients",
-    "PrepareBundle",
-    "PrepareStep",
-    "RankDataShard",
-    "ReductionMonitor",
-    "Strategy",
-    "StrategyRequest",
-    "StrategySelection",
-    "ZeroBackward",
-    "graph_leaves",
-    "join_pieces",
-    "run_with_zero_gradients",
-]
 
 H = TypeVar("H", bound=KwargsHandler)
 # "prepared" is what a program's own ``prepare_model`` or the like has returned; "other" is none of these.

@@ -25,15 +25,17 @@ from accelerate.core.option_report import OptionStatus, RequestedOption, non_def
 from accelerate.core.torch_internals import require
 from accelerate.core.value_types import BaseEnum, PositiveInt
 from accelerate.strategy.base import (
-    NO_CONTEXT,
-    OpenGradients,
     PrepareBundle,
     PrepareStep,
-    ReductionMonitor,
     Strategy,
     StrategyRequest,
     StrategySelection,
     WrapperNames,
+)
+from accelerate.strategy.protocol.gradient_sync import (
+    NO_CONTEXT,
+    OpenGradients,
+    ReductionMonitor,
     ZeroBackward,
     graph_leaves,
 )

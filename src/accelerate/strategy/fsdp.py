@@ -17,15 +17,8 @@ from torch import nn
 
 from accelerate.core.lazy_names import get_override
 from accelerate.core.option_report import OptionStatus
-from accelerate.strategy.base import (
-    CustomSharding,
-    PrepareBundle,
-    StrategySelection,
-    SubclassGathering,
-    ZeroBackward,
-    graph_leaves,
-    run_with_zero_gradients,
-)
+from accelerate.strategy.base import CustomSharding, PrepareBundle, StrategySelection, SubclassGathering
+from accelerate.strategy.protocol.gradient_sync import ZeroBackward, graph_leaves, run_with_zero_gradients
 from accelerate.strategy.sharding.sharded_strategy import FSDP_SELECTION, ShardedStrategy
 from accelerate.world import collective
 

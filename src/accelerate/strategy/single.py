@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from accelerate.strategy.base import OpenGradients, PrepareBundle, PrepareStep, Strategy
+from accelerate.strategy.base import PrepareBundle, PrepareStep, Strategy
+from accelerate.strategy.protocol.gradient_sync import OpenGradients
 from accelerate.world.world import World
 
 

@@ -18,14 +18,13 @@ from torch import nn
 
 from accelerate.strategy.base import (
     BatchPlacement,
-    OpenGradients,
     PrepareBundle,
     PrepareStep,
     Strategy,
     StrategyRequest,
     StrategySelection,
-    ZeroBackward,
 )
+from accelerate.strategy.protocol.gradient_sync import OpenGradients, ZeroBackward
 from accelerate.world import collective
 
 

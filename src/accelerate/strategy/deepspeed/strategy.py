@@ -20,7 +20,6 @@ from accelerate.core.errors import MissingExtraError, PrepareError, SettingError
 from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.core.packages import is_installed
 from accelerate.strategy.base import (
-    NO_CONTEXT,
     EarlyPartitioning,
     EngineCheckpoint,
     EngineStrategy,
@@ -29,12 +28,15 @@ from accelerate.strategy.base import (
     PrepareStep,
     StrategyRequest,
     StrategySelection,
+)
+from accelerate.strategy.deepspeed.open_gradients import DeepSpeedOpenGradients
+from accelerate.strategy.launch_settings import deepspeed as deepspeed_settings
+from accelerate.strategy.protocol.gradient_sync import (
+    NO_CONTEXT,
     ZeroBackward,
     graph_leaves,
     run_with_zero_gradients,
 )
-from accelerate.strategy.deepspeed.open_gradients import DeepSpeedOpenGradients
-from accelerate.strategy.launch_settings import deepspeed as deepspeed_settings
 
 if TYPE_CHECKING:
     from accelerate.strategy.deepspeed.engine_handle import DeepSpeedEngineRegistry, EngineHandle

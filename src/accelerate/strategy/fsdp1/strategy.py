@@ -18,16 +18,9 @@ from torch import nn
 from accelerate.core.errors import PrepareError
 from accelerate.core.option_report import OptionStatus
 from accelerate.core.setting import load_settings
-from accelerate.strategy.base import (
-    ModuleWrapping,
-    PrepareBundle,
-    StrategyRequest,
-    StrategySelection,
-    ZeroBackward,
-    graph_leaves,
-    run_with_zero_gradients,
-)
+from accelerate.strategy.base import ModuleWrapping, PrepareBundle, StrategyRequest, StrategySelection
 from accelerate.strategy.launch_settings.fsdp import FSDPSettings
+from accelerate.strategy.protocol.gradient_sync import ZeroBackward, graph_leaves, run_with_zero_gradients
 from accelerate.strategy.sharding.sharded_strategy import FSDP_SELECTION, ShardedStrategy
 from accelerate.world import collective
 

@@ -26,10 +26,10 @@ from accelerate.strategy.base import (
     RankDataShard,
     StrategyRequest,
     StrategySelection,
-    ZeroBackward,
 )
 from accelerate.strategy.fsdp import FSDP2Strategy
 from accelerate.strategy.launch_settings.parallelism import ParallelismSettings, UseParallelismConfigSetting
+from accelerate.strategy.protocol.gradient_sync import ZeroBackward
 from accelerate.strategy.sharding.sharded_strategy import watch_mesh
 from accelerate.world.world import World
 

@@ -15,17 +15,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core import environ
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.base import (
-    NO_CONTEXT,
-    OpenGradients,
-    PrepareBundle,
-    PrepareStep,
-    ReductionMonitor,
-    Strategy,
-    StrategyRequest,
-    StrategySelection,
-)
+from accelerate.strategy.base import PrepareBundle, PrepareStep, Strategy, StrategyRequest, StrategySelection
 from accelerate.strategy.launch_settings.fsdp import UseFSDPSetting
+from accelerate.strategy.protocol.gradient_sync import NO_CONTEXT, OpenGradients, ReductionMonitor
 from accelerate.world import watchdog
 
 if TYPE_CHECKING:
