@@ -254,6 +254,11 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return table[near[0]] if near else None
 
 
+def list_first(names: Sequence[str], shown: int = 3) -> str:
+    """Return the first names, and how many more there are."""
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+
+
 # ---------------------------------------------------------------- warnings
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 
 from accelerate.checkpoint.state_dict_files import is_distributed
-from accelerate.core.errors import PrepareError, warn_user
+from accelerate.core.errors import PrepareError, list_first, warn_user
 from accelerate.data.batch_sampler_shard import BatchSamplerShard
 from accelerate.data.batch_source import find_shard
 from accelerate.data.dispatch import DataLoaderDispatcher
@@ -284,9 +284,8 @@ class TrainLoop:
                 p: name for model in self.prepared.models for name, p in model.named_parameters()
             }
             names = [named.get(p, f"a parameter of shape {tuple(p.shape)}") for p in late]
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             warn_user(
-                f"optimizer.step() of {', '.join(names[:3])}{more}, whose gradients are not reduced, so that "
+                f"optimizer.step() of {list_first(names)}, whose gradients are not reduced, so that "
                 f"each of {self.world.size} processes trains them separately: they were added to a model "
                 "after its prepare, or belong to none. Build the whole model before you prepare it"
             )

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from accelerate.core.argument_checks import KwargsHandler, check_arguments
-from accelerate.core.errors import PrepareError, warn_user
+from accelerate.core.errors import PrepareError, list_first, warn_user
 from accelerate.core.value_types import PositiveInt, PositiveNumber
 from accelerate.device.base import Device
 from accelerate.precision.autocast import AutocastKwargs, HalfPrecisionAutocast
@@ -57,9 +57,8 @@ class Float16(HalfPrecisionAutocast):
             return
         halves = [name for name, tensor in named if tensor.requires_grad and tensor.dtype == torch.float16]
         if halves:
-            more = f" and {len(halves) - 3} more" if len(halves) > 3 else ""
             error = PrepareError(
-                f"trained parameters are float16 already: {', '.join(halves[:3])}{more}",
+                f"trained parameters are float16 already: {list_first(halves)}",
                 why="mixed precision keeps float32 weights, and float16 gradients cannot be unscaled",
                 fix="load the model in float32 (model.float()), or use mixed_precision='bf16' or 'no'",
             )

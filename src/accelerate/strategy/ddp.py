@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate.core.argument_checks import KwargsHandler, check_arguments
-from accelerate.core.errors import PrepareError, SettingError, user_line, warn_user
+from accelerate.core.errors import PrepareError, SettingError, list_first, user_line, warn_user
 from accelerate.core.option_report import OptionStatus, RequestedOption, non_default_options
 from accelerate.core.torch_internals import require
 from accelerate.core.value_types import BaseEnum, PositiveInt
@@ -45,7 +45,6 @@ from accelerate.strategy.protocol.replicated_module import (
     reached_copies,
     replica_of,
     replicate,
-    shorten,
 )
 from accelerate.world import collective
 from accelerate.world import world as worlds
@@ -335,21 +334,21 @@ class DDP(OpenGradients, Strategy, ReductionMonitor, WrapperNames):
         self._reported.update(unfrozen, around)
         if unfinished:
             warn_user(
-                f"optimizer.step() with gradients of {shorten(unfinished)} that are not averaged over "
+                f"optimizer.step() with gradients of {list_first(unfinished)} that are not averaged over "
                 f"{self.world.size} processes, so their copies drift apart: DDP averages when all parameters "
                 f"have a gradient, and the backward at {self._unreduced_backward} gave some none. "
                 "Step after the last backward of the forward, or add the losses for one backward"
             )
         if unfrozen:
             warn_user(
-                f"optimizer.step() with gradients of {shorten(unfrozen)} that are not averaged over "
+                f"optimizer.step() with gradients of {list_first(unfrozen)} that are not averaged over "
                 f"{self.world.size} processes, so their copies drift apart: these parameters were frozen "
                 "when the model was prepared. Prepare it with all that will ever train, and freeze after "
                 "prepare, with DistributedDataParallelKwargs(find_unused_parameters=True)"
             )
         if around:
             warn_user(
-                f"optimizer.step() with gradients of {shorten(around)} that are not averaged over "
+                f"optimizer.step() with gradients of {list_first(around)} that are not averaged over "
                 f"{self.world.size} processes, so their copies drift apart: the loss of the backward at "
                 f"{self._unreduced_backward} came from no forward of the prepared model since the last "
                 "backward. Call the prepared model itself, or a method of it that calls self(...), once for "

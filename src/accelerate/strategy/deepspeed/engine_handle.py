@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from accelerate.core import environ, tree
-from accelerate.core.errors import PrepareError, SettingError
+from accelerate.core.errors import PrepareError, SettingError, list_first
 from accelerate.strategy.deepspeed import reduced_gradients
 from accelerate.strategy.deepspeed.config_tree import DummyOptim, DummyScheduler, as_param_groups
 from accelerate.strategy.deepspeed.config_tree import get_key as config_value
@@ -147,9 +147,8 @@ class EngineHandle:
         pairs = zip(chain(*self.groups), self.trained, strict=True)
         changed = {id(p) for p, trained in pairs if p.requires_grad is not trained}
         names = [name for name, p in self.module.named_parameters() if id(p) in changed]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise PrepareError(
-            f"requires_grad of {', '.join(names[:3])}{more} was changed after prepare",
+            f"requires_grad of {list_first(names)} was changed after prepare",
             why="DeepSpeed has partitioned the parameters that trained then: it would go on to change frozen "
             "ones, and never change the others",
             fix="set requires_grad before prepare, or prepare the model and its optimizer anew",

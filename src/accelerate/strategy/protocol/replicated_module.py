@@ -13,7 +13,7 @@ import functools
 import itertools
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accelerate.core.errors import PrepareError, warn_user
+from accelerate.core.errors import PrepareError, list_first, warn_user
 
 # Parameters of copies of replicated modules whose gradients a backward has changed since they were averaged
 # last, by the number of the copy and their place in it: an order that all ranks share.
@@ -72,17 +72,12 @@ class ReplicaProgress:
         params = dict(replica.module.named_parameters())
         frozen = [name for name in names if name in params and not params[name].requires_grad]
         return PrepareError(
-            f"the last backward gave no gradient to {shorten(frozen or names)}",
+            f"the last backward gave no gradient to {list_first(frozen or names)}",
             why="DDP waits for the gradient of every parameter that trained when the model was prepared; "
             + ("since then these were frozen" if frozen else "the loss does not depend on these"),
             fix="DistributedDataParallelKwargs(find_unused_parameters=True) in kwargs_handlers, or freeze "
             "them before prepare",
         )
-
-
-def shorten(names: Sequence[str]) -> str:
-    """Return the first three names, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 class ReplicatedModule:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from accelerate.core.errors import PrepareError, SettingError
+from accelerate.core.errors import PrepareError, SettingError, list_first
 from accelerate.strategy.sharding.plugin import FullyShardedDataParallelPlugin
 
 # They have no forward of their own before which their parameters could be all-gathered.
@@ -264,9 +264,8 @@ def _find_ignored(model: nn.Module, ignored_modules: Iterable[nn.Module] | str) 
         if p.requires_grad
     ]
     if trained:
-        more = f" and {len(trained) - 3} more" if len(trained) > 3 else ""
         raise PrepareError(
-            f"ignored modules hold trained parameters: {', '.join(trained[:3])}{more}",
+            f"ignored modules hold trained parameters: {list_first(trained)}",
             why="gradients of unsharded parameters are not reduced: every rank would train its own",
             fix="freeze them (requires_grad_(False)), or take them out of ignored_modules",
         )

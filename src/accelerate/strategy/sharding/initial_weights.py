@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accelerate.core.errors import PrepareError
+from accelerate.core.errors import PrepareError, list_first
 from accelerate.strategy.sharding.fsdp_unit_plan import FSDPShardingPlan
 from accelerate.strategy.sharding.full_state import local_shard
 from accelerate.strategy.sharding.grads import fsdp_param_groups
@@ -378,9 +378,8 @@ def refuse_uninitialized(names: Iterable[str]) -> None:
     """
     empty = list(dict.fromkeys(names))
     if empty:
-        more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
         raise PrepareError(
-            f"there are no values in {', '.join(empty[:3])}{more}",
+            f"there are no values in {list_first(empty)}",
             why="they were on the meta device when the model was prepared, on rank 0 too, and neither a "
             "param_init_fn nor a load has filled them",
             fix="load_checkpoint_in_model(model, folder), before prepare or after it, or a "
