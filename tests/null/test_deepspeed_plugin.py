@@ -225,7 +225,7 @@ def test_each_number_has_one_owner() -> None:
     assert made.config["train_batch_size"] == 8 * 4 * 2
     assert config_tree.get_key(made.config, "bf16.enabled") is True
     assert not list(config_tree.auto_keys(made.config))
-    assert made.sources["train_micro_batch_size_per_gpu"] == "the loader"
+    assert made.config["train_micro_batch_size_per_gpu"] == 8
     assert plugin.deepspeed_config["train_micro_batch_size_per_gpu"] == "auto"
     plugin.publish_config(made.config)
     assert plugin.deepspeed_config["train_batch_size"] == 64

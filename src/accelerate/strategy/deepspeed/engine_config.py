@@ -10,7 +10,7 @@ import copy
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -57,20 +57,18 @@ class EngineConfig:
 
     Attributes:
         config: what DeepSpeed gets.
-        sources: the source of each value that was filled in, by dotted path.
     """
 
     config: dict[str, Any]
-    sources: dict[str, str] = field(default_factory=dict)
 
-    def set_owned(self, path: str, value: Any, source: str, *, must: bool = True) -> None:
+    def set_owned(self, path: str, value: Any, source: str) -> None:
         """Set the owner's value; a different value in the file is an error.
 
         Raises:
             SettingError: the file has another value; names both places.
         """
         configured = config_tree.get_key(self.config, path)
-        if must and configured not in (None, AUTO) and not is_same(configured, value):
+        if configured not in (None, AUTO) and not is_same(configured, value):
             raise SettingError(
                 f"{source} says {_short_text(value)}, but {_CONFIG_NAME} says {path}: "
                 f"{json.dumps(configured)}",
@@ -79,13 +77,11 @@ class EngineConfig:
             )
         if configured in (None, AUTO):
             config_tree.set_key(self.config, path, value)
-            self.sources[path] = source
 
-    def fill_auto(self, path: str, value: Any, source: str) -> None:
+    def fill_auto(self, path: str, value: Any) -> None:
         """Fill a value that is ``"auto"``."""
         if config_tree.get_key(self.config, path) == AUTO:
             config_tree.set_key(self.config, path, value)
-            self.sources[path] = source
 
     def set_default(self, path: str, value: Any) -> None:
         """Set a value that nobody gave."""
@@ -119,10 +115,9 @@ def build_config(plugin: DeepSpeedPlugin, inputs: DeepSpeedConfigInputs) -> Engi
     _fill_optimizer(engine_config, inputs)
     _fill_scheduler(engine_config, inputs)
     _fill_sizes(engine_config, inputs)
-    engine_config.fill_auto("gradient_clipping", 0.0, "clip_grad_norm_, which says it when it is called")
-    engine_config.fill_auto(
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save", plugin.may_gather, "the plugin"
-    )
+    engine_config.fill_auto("gradient_clipping", 0.0)  # clip_grad_norm_ says it when it is called
+    gathers = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    engine_config.fill_auto(gathers, plugin.may_gather)
     engine_config.set_default("steps_per_print", float("inf"))
     if inputs.optimizer is None:
         # Partitioned in stage 3, unpartitioned otherwise.
@@ -203,13 +198,11 @@ def _fill_dummy(engine_config: EngineConfig, optimizer: DummyOptim) -> None:
     fields = {"lr": (optimizer.lr, 0.001), "weight_decay": (optimizer.weight_decay, 0)}
     for name, (value, default) in fields.items():
         if value == default or config_tree.get_key(engine_config.config, f"{params}.{name}") == AUTO:
-            engine_config.fill_auto(f"{params}.{name}", value, "the DummyOptim")
+            engine_config.fill_auto(f"{params}.{name}", value)
         elif config_tree.has_key(engine_config.config, f"{params}.{name}"):
             engine_config.set_owned(f"{params}.{name}", value, f"{name} of the DummyOptim")
     for name, value in {"betas": [0.9, 0.999], "eps": 1e-8, **optimizer.kwargs}.items():
-        engine_config.fill_auto(
-            f"{params}.{name}", list(value) if isinstance(value, tuple) else value, "the DummyOptim"
-        )
+        engine_config.fill_auto(f"{params}.{name}", list(value) if isinstance(value, tuple) else value)
 
 
 def _fill_scheduler(engine_config: EngineConfig, inputs: DeepSpeedConfigInputs) -> None:
@@ -228,16 +221,16 @@ def _fill_scheduler(engine_config: EngineConfig, inputs: DeepSpeedConfigInputs) 
             f"the schedule is said twice: by lr_scheduler_callable and in {_CONFIG_NAME}",
             fix="keep one of them",
         )
-    params, source = "scheduler.params", "the DummyScheduler"
+    params = "scheduler.params"
     groups = getattr(inputs.optimizer, "param_groups", None)
     own_rate = groups[0]["lr"] if groups else getattr(inputs.optimizer, "lr", None)
     rate = config_tree.get_key(engine_config.config, "optimizer.params.lr", own_rate)
-    engine_config.fill_auto(f"{params}.warmup_min_lr", 0, source)
-    engine_config.fill_auto(f"{params}.warmup_max_lr", rate, "the optimizer's lr")
-    engine_config.fill_auto(f"{params}.warmup_num_steps", max(1, scheduler.warmup_num_steps), source)
+    engine_config.fill_auto(f"{params}.warmup_min_lr", 0)
+    engine_config.fill_auto(f"{params}.warmup_max_lr", rate)
+    engine_config.fill_auto(f"{params}.warmup_num_steps", max(1, scheduler.warmup_num_steps))
     if scheduler.total_num_steps is not None:
         total = math.ceil(scheduler.total_num_steps / inputs.schedule_advances)
-        engine_config.fill_auto(f"{params}.total_num_steps", total, source)
+        engine_config.fill_auto(f"{params}.total_num_steps", total)
 
 
 _SIZES = {
@@ -256,7 +249,7 @@ def _fill_sizes(engine_config: EngineConfig, inputs: DeepSpeedConfigInputs) -> N
             if hidden is None:
                 config_tree.delete_key(engine_config.config, path)
             else:
-                engine_config.fill_auto(path, size(hidden), f"hidden_size={hidden} of the model")
+                engine_config.fill_auto(path, size(hidden))
 
 
 def hidden_size(model: nn.Module) -> int | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dis
 import traceback
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -28,31 +28,8 @@ _CALLED_BEFORE_ROOT = (
 _REGISTER = "torch.distributed.fsdp.register_fsdp_forward_method"
 
 
-class HoldsShards(Protocol):
-    """The strategy that has sharded a model.
-
-    Attributes:
-        models_without_forward: models that have had no forward with gradients yet.
-    """
-
-    plugin: Any
-    models_without_forward: weakref.WeakSet[nn.Module]
-
-    def holds_shards(self, model: nn.Module, module: nn.Module) -> bool:
-        """Return whether a module of ``model`` has parameters of its own that are not all-gathered now."""
-        ...
-
-    def reshard(self, model: nn.Module) -> None:
-        """Free the unsharded parameters that torch has kept after a forward."""
-        ...
-
-    def call_late_hooks(self, model: nn.Module) -> None:
-        """Call gradient hooks of parameters that the user has registered after ``prepare``, or warn."""
-        ...
-
-
-# Prepared model -> the strategy that has sharded it.
-STRATEGIES: weakref.WeakKeyDictionary[nn.Module, HoldsShards] = weakref.WeakKeyDictionary()
+# Prepared model -> the ``ShardedStrategy`` that has sharded it.
+STRATEGIES: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 def _explain_error(error: BaseException) -> PrepareError | None:
@@ -79,7 +56,7 @@ def _is_users_own(error: RuntimeError) -> bool:
     return last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
-def _explain_bypass(error: RuntimeError, root: nn.Module, strategy: HoldsShards) -> PrepareError | None:
+def _explain_bypass(error: RuntimeError, root: nn.Module, strategy: Any) -> PrepareError | None:
     """Return the error for a call that computes with shards of a model; None for any other place."""
     names = {
         module: ".".join(part for part in name.split(".") if part not in _WRAPPED)
