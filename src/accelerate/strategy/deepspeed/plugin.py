@@ -287,7 +287,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         return config_tree.get_key(self.deepspeed_config, f"{kind}.enabled")
 
     def _set_enabled(self, kind: str, value: Any) -> None:
-        """Set it in the configuration, and in the copies that tell what an engine has filled in."""
+        """Set it in the configuration, and in its copies before and after the last ``prepare``."""
         for config in (self.deepspeed_config, *(self._shown_config or ())[1:]):
             config_tree.set_key(config, f"{kind}.enabled", value)
             if value is None:
