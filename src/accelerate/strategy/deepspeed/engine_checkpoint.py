@@ -151,8 +151,8 @@ class DeepSpeedEngineCheckpointer:
             )
         # Each joined weight is a copy: a few at a time. ``compare`` has seen that names and shapes fit.
         weights, shapes = checkpoint.weights, checkpoint.shapes
-        for names in full_state.split_by_numel(weights, lambda name: shapes[name][1].numel()):
-            full_state.load_model(handle, {name: weights[name] for name in names}, strict=False)
+        for chunk in full_state.split_by_numel(weights, lambda name: shapes[name][1].numel()):
+            full_state.load_model(handle, {name: weights[name] for name in chunk}, strict=False)
         if checkpoint.has_optimizer_state and not only and options.get("load_optimizer_states", True):
             names: dict[int, list[str]] = {}
             for name, parameter in handle.module.named_parameters(remove_duplicate=False):

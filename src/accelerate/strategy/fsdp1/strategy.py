@@ -234,12 +234,9 @@ class FSDP1Strategy(ShardedStrategy, ModuleWrapping):
     def _set_gradient_sync(model: nn.Module, sync: bool) -> None:
         """Do what torch's ``no_sync`` does; a backward inside may still be set to reduce."""
         if _WRAPPED_MODULE in getattr(model, "_modules", {}):
-            for as_distributed in (
-                as_distributed
-                for as_distributed in model.modules()
-                if _WRAPPED_MODULE in as_distributed._modules
-            ):
-                as_distributed._sync_gradients = sync  # type: ignore[assignment]
+            for module in model.modules():
+                if _WRAPPED_MODULE in module._modules:
+                    module._sync_gradients = sync  # type: ignore[assignment]
 
     @staticmethod
     def sync_next_backward(model: nn.Module) -> None:
