@@ -18,6 +18,7 @@ import sys
 import threading
 import traceback
 from collections import deque
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -32,9 +33,8 @@ from accelerate.world import world as worlds
 # Kinds of messages.
 DATA, GROW, END, LEFT, ERROR = range(1, 6)
 
-# kind, bytes of this message (GROW: of the next), bytes of its pickle, oldest loop that rank 0 has not left,
-# the loader's id
-_HEADER_SIZE = 5 * 8
+# kind, bytes of this message (GROW: of the next), bytes of its pickle, the loader's id
+_HEADER_SIZE = 4 * 8
 _ALIGN = 64
 _MIN_BUFFER = 1 << 16
 # Messages in flight to one rank; rank 0 waits before it sends more.
@@ -95,11 +95,11 @@ class _BatchUnpickler(pickle.Unpickler):
         return self._tensors[pid]
 
 
-def _pack_header(kind: int, size: int, text: int, oldest_open: int, loader_id: int) -> torch.Tensor:
-    return torch.tensor([kind, size, text, oldest_open, loader_id]).view(torch.uint8)
+def _pack_header(kind: int, size: int, text: int, loader_id: int) -> torch.Tensor:
+    return torch.tensor([kind, size, text, loader_id]).view(torch.uint8)
 
 
-def pack(kind: int, value: Any, oldest_open: int = 0, loader_id: int = 0) -> torch.Tensor:
+def pack(kind: int, value: Any, loader_id: int = 0) -> torch.Tensor:
     """Serialize a message into one buffer of bytes.
 
     Raises:
@@ -118,7 +118,7 @@ def pack(kind: int, value: Any, oldest_open: int = 0, loader_id: int = 0) -> tor
     text = file.getbuffer()
     start = -(-(_HEADER_SIZE + len(text)) // _ALIGN) * _ALIGN
     block = torch.empty(start + pickler.size, dtype=torch.uint8)
-    block[:_HEADER_SIZE] = _pack_header(kind, len(block), len(text), oldest_open, loader_id)
+    block[:_HEADER_SIZE] = _pack_header(kind, len(block), len(text), loader_id)
     block[_HEADER_SIZE : _HEADER_SIZE + len(text)] = torch.frombuffer(text, dtype=torch.uint8)
     for place, flat in pickler.parts:
         block[start + place : start + place + len(flat)] = flat
@@ -145,6 +145,10 @@ class _PendingTransfer(NamedTuple):
     work: Any
     block: torch.Tensor
 
+    def finish(self) -> None:
+        """Wait until the message of a loop that was left is delivered."""
+        wait(self.work, "for a loop that was left")
+
 
 @dataclass
 class BatchChannel:
@@ -155,7 +159,8 @@ class BatchChannel:
         default_group: the default process group that was open when it was created.
         loop_number: number of the next loop over a dispatched loader; equal on all ranks.
         open_loops: loops that rank 0 has not left.
-        pending: messages in flight of loops that were left, by loop.
+        pending: what is in flight of loops that were left: by the loop; on rank 0 by the loop that was the
+            next one then, whose first message tells the others.
         unread_notices: LEFT messages to ranks that have most likely left too and never receive them.
     """
 
@@ -163,31 +168,32 @@ class BatchChannel:
     default_group: Any
     loop_number: int = 0
     open_loops: set[int] = field(default_factory=lambda: set[int]())
-    pending: dict[int, list[_PendingTransfer]] = field(
-        default_factory=lambda: dict[int, list[_PendingTransfer]]()
+    pending: dict[int, list[_PendingTransfer | BatchReceiver]] = field(
+        default_factory=lambda: dict[int, list["_PendingTransfer | BatchReceiver"]]()
     )
     unread_notices: list[_PendingTransfer] = field(default_factory=lambda: list[_PendingTransfer]())
 
-    def release(self, before: int) -> None:
-        """Free the messages of loops that both sides have left: those of lower numbers than ``before``."""
+    def release(self, before: int, open_loops: Iterable[int] = ()) -> None:
+        """Finish and free what is in flight of loops before ``before`` that both sides have left."""
         for loop_number in [number for number in self.pending if number < before]:
-            for sent in self.pending.pop(loop_number):
-                wait(sent.work, "for a loop that was left")
+            if loop_number not in open_loops:
+                for item in self.pending.pop(loop_number):
+                    item.finish()
 
     def flush(self) -> None:
         """Wait at exit for messages in flight that other ranks still need."""
         if not hasattr(sys, "last_value"):
-            _wait_some_seconds([sent for loop in self.pending.values() for sent in loop])
+            _wait_some_seconds([item for loop in self.pending.values() for item in loop])
             self.pending.clear()
 
 
-def _wait_some_seconds(sent: list[_PendingTransfer]) -> None:
+def _wait_some_seconds(items: Sequence[_PendingTransfer | BatchReceiver]) -> None:
     """Wait until messages are delivered, but not for ever: a rank that failed never receives them."""
 
     def wait_all() -> None:
-        for item in sent:
+        for item in items:
             with suppress(CollectiveError):  # no rank is left that needs the message
-                wait(item.work, "at the end of a loop")
+                item.finish()
 
     thread = threading.Thread(target=wait_all, daemon=True)
     thread.start()
@@ -251,8 +257,8 @@ class BatchSender:
         self.channel = channel()
         self.loop_number, self.loader_id = self.channel.loop_number, loader_id
         self.channel.loop_number += 1
-        # Messages of the previous loop may still be in flight; older ones have been received by all.
-        self.channel.release(self.loop_number - 1)
+        # Ranks finish a loop that was left when the first message of a later one tells them.
+        self.channel.release(self.loop_number)
         self.channel.open_loops.add(self.loop_number)
         ranks = range(1, collective.world_size())
         self._buffer_size = dict.fromkeys(ranks, _MIN_BUFFER)
@@ -261,7 +267,10 @@ class BatchSender:
 
     def pack(self, value: Any) -> torch.Tensor:
         """Serialize a batch as a message."""
-        return pack(DATA, value, min(self.channel.open_loops), self.loader_id)
+        return self._pack(DATA, value)
+
+    def _pack(self, kind: int, value: Any) -> torch.Tensor:
+        return pack(kind, ([*self.channel.open_loops], value), self.loader_id)
 
     def send(self, rank: int, block: torch.Tensor) -> None:
         """Send ``rank`` its next batch."""
@@ -280,17 +289,13 @@ class BatchSender:
         """Tell ``rank`` that no batch follows."""
         if rank in self._active_ranks:
             self._active_ranks.discard(rank)
-            self._pending[rank] += self._post(
-                rank, pack(END, None, min(self.channel.open_loops), self.loader_id)
-            )
+            self._pending[rank] += self._post(rank, self._pack(END, None))
 
     def fail(self, error: Exception) -> None:
         """Send an error of reading: every rank raises it in place of the next batch."""
         value = _make_portable(error)
         for rank in sorted(self._active_ranks):
-            self._pending[rank] += self._post(
-                rank, pack(ERROR, value, min(self.channel.open_loops), self.loader_id)
-            )
+            self._pending[rank] += self._post(rank, self._pack(ERROR, value))
         self._active_ranks.clear()
 
     def drain(self) -> None:
@@ -303,18 +308,17 @@ class BatchSender:
     def close(self) -> None:
         """Close the loop, complete or left."""
         for rank in sorted(self._active_ranks):
-            self.channel.unread_notices += self._post(
-                rank, pack(LEFT, None, min(self.channel.open_loops), self.loader_id)
-            )
+            self.channel.unread_notices += self._post(rank, self._pack(LEFT, None))
         self._active_ranks.clear()
         self.channel.open_loops.discard(self.loop_number)
-        self.channel.pending[self.loop_number] = [item for sent in self._pending.values() for item in sent]
+        pending = self.channel.pending.setdefault(self.channel.loop_number, [])
+        pending += [item for sent in self._pending.values() for item in sent]
 
     def _post(self, rank: int, block: torch.Tensor) -> list[_PendingTransfer]:
         size = len(block)
         blocks = [block]
         if size > self._buffer_size[rank]:
-            blocks.insert(0, _pack_header(GROW, size, 0, min(self.channel.open_loops), self.loader_id))
+            blocks.insert(0, _pack_header(GROW, size, 0, self.loader_id))
         self._buffer_size[rank] = max(self._buffer_size[rank], _buffer_size(size))
         try:
             return [
@@ -355,11 +359,20 @@ class BatchReceiver:
         """
         if self._pending is None:
             raise StopIteration
-        kind, block = self._receive()
+        kind, loader_id, block = self._receive()
+        if loader_id != self.loader_id:
+            raise CollectiveError(
+                f"rank 0 iterates another loader than rank {collective.rank()}, which iterates {self.name}",
+                why="under dispatch_batches=True every loop takes its batches from rank 0's loop",
+                fix="iterate the same loaders in the same order on all ranks",
+            )
         if kind == DATA:
             self._buffer_size = max(self._buffer_size, _buffer_size(len(block)))
             self._post(self._buffer_size)
-            return unpack(block)
+        open_loops, value = unpack(block)
+        self.channel.release(self.loop_number, open_loops)
+        if kind == DATA:
+            return value
         if kind == END:
             raise StopIteration
         if kind == LEFT:
@@ -368,31 +381,24 @@ class BatchReceiver:
                 why="under dispatch_batches=True rank 0 reads for all: all must take the same batches",
                 fix="break on all ranks in the same step, or use dispatch_batches=False",
             )
-        error, text = unpack(block)
+        error, text = value
         cause = PeerError(f"rank 0 failed to read the next batch of {self.name}", why=text)
         cause.failed_rank = 0
         if error is None:
             raise cause
         raise error from cause
 
-    def _receive(self) -> tuple[int, torch.Tensor]:
-        """Receive the next message; return its kind and its bytes without padding."""
+    def _receive(self) -> tuple[int, int, torch.Tensor]:
+        """Receive the next message; return its kind, the id of its loader and its bytes without padding."""
         assert self._pending is not None
         work, block = self._pending
         wait(work, f"for a batch of {self.name} from rank 0")
         self._pending = None
-        kind, size, _, oldest_open, loader_id = block[:_HEADER_SIZE].view(torch.int64).tolist()
-        self.channel.release(oldest_open)
-        if loader_id != self.loader_id:
-            raise CollectiveError(
-                f"rank 0 iterates another loader than rank {collective.rank()}, which iterates {self.name}",
-                why="under dispatch_batches=True every loop takes its batches from rank 0's loop",
-                fix="iterate the same loaders in the same order on all ranks",
-            )
+        kind, size, _, loader_id = block[:_HEADER_SIZE].view(torch.int64).tolist()
         if kind == GROW:
             self._post(size)
             return self._receive()
-        return kind, block[:size]
+        return kind, loader_id, block[:size]
 
     def _post(self, buffer_size: int) -> None:
         block = torch.empty(buffer_size, dtype=torch.uint8, pin_memory=self.pin)
@@ -401,8 +407,11 @@ class BatchReceiver:
     def close(self) -> None:
         """Close the loop; keep the buffer that rank 0 may still write into."""
         if self._pending is not None:
-            self.channel.pending.setdefault(self.loop_number, []).append(self._pending)
-            self._pending = None
+            self.channel.pending[self.loop_number] = [self]
+
+    def finish(self) -> None:
+        """Take the message that rank 0 sent before it left the loop, and the one that it may announce."""
+        self._receive()
 
 
 def _make_portable(error: BaseException | None) -> tuple[BaseException | None, str]:
