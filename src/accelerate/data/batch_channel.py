@@ -88,7 +88,7 @@ class _BatchUnpickler(pickle.Unpickler):
             tensor = self._body[start : start + count].view(dtype).view(shape) if count else None
             if tensor is None:
                 tensor = torch.empty(shape, dtype=dtype)
-            elif 2 * count < len(self._body):
+            elif 16 * count < len(self._body):
                 # A reference to one small tensor must not keep the whole batch in memory.
                 tensor = tensor.clone()
             self._tensors[pid] = tensor.requires_grad_(requires_grad)
