@@ -47,7 +47,7 @@ def logged(tmp_path: Path) -> Path:
     accelerator.init_trackers("digits", config={"lr": 0.1, "model": {"layers": 2}})
     for step in range(20):
         accelerator.log({"train": {"norm": float(step)}, "loss": 1 / (step + 1), "note": HOSTILE}, step=step)
-    accelerator.log({"loss": float("nan")}, step=20)
+    accelerator.log({"loss": float("nan"), "per_class": [0.5, 0.25]}, step=20)
     accelerator.get_tracker("jsonl").log_table("scores", columns=["class", "recall"], data=[["zero", 0.5]])
     accelerator.end_training()
     return tmp_path / "digits.jsonl"
@@ -60,7 +60,7 @@ def test_a_run_of_the_tracker_is_read_back_whole(logged: Path) -> None:
     assert read.series["train/norm"].values == [float(n) for n in range(20)]
     assert read.series["loss"].steps == [float(n) for n in range(21)]
     assert math.isnan(read.series["loss"].values[20])
-    assert read.texts == {"note": HOSTILE}
+    assert read.texts == {"note": HOSTILE, "per_class": "[0.5, 0.25]"}
     assert read.tables == {"scores": (["class", "recall"], [["zero", 0.5]])}
 
 

@@ -171,7 +171,7 @@ class RunRecord:
                 self._add_values(value, step, seconds, f"{name}/")
             elif isinstance(value, int | float):
                 self._find_series(name).add(step, seconds, float(value))
-            elif value in _NOT_FINITE:
+            elif isinstance(value, str) and value in _NOT_FINITE:
                 self._find_series(name).add(step, seconds, _NOT_FINITE[value])
             else:
                 self.texts[name] = value if isinstance(value, str) else json.dumps(value)
