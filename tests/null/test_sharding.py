@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing as mp
 import os
 import pickle
 from collections.abc import Iterator
@@ -272,6 +273,34 @@ def test_the_loader_knows_its_last_batch() -> None:
     assert [loader.end_of_dataloader for _ in loader] == [False, False, True]
     assert [loader.end_of_dataloader for _ in loader] == [False, False, True]
     assert loader.iteration == 2
+
+
+class SlowFirst(Dataset[int]):
+    """Sample 0 is read after sample 3: the worker of the first batch is overtaken."""
+
+    def __init__(self) -> None:
+        self.read = mp.get_context("fork").Event()
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            self.read.set()
+        if index == 0:
+            assert self.read.wait(60)
+        return index
+
+
+def test_batches_come_in_order_whatever_the_loader_asks_for(caplog: pytest.LogCaptureFixture) -> None:
+    """Fillers, the last batch and the position of a checkpoint are told by the order of the batches."""
+    options: dict[str, Any] = {"num_workers": 2, "in_order": False, "multiprocessing_context": "fork"}
+    own = DataLoader(SlowFirst(), **options)
+    for prepared in (prepare_data_loader(own), DataLoaderShard(SlowFirst(), **options)):
+        batches = [(batch.item(), prepared.end_of_dataloader) for batch in prepared]
+        assert batches == [(0, False), (1, False), (2, False), (3, True)]
+    assert caplog.text.count("in_order=False") == 2
+    assert not own.in_order, "the user's loader stays"
 
 
 def test_epochs_reach_samplers_and_datasets() -> None:

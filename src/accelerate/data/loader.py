@@ -45,6 +45,7 @@ from accelerate.data.iterable_dataset import (
 )
 from accelerate.data.position import Epoch, EpochSkip, FetchLayout, LoaderPosition
 from accelerate.data.stream_source import stream_batches, with_saved_split
+from accelerate.world import collective
 from accelerate.world.local_tensor_trees import ignorant_find_batch_size
 from accelerate.world.rng import synchronize_rng_states
 
@@ -153,7 +154,15 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         iteration: int = 0,
         skip: int = 0,
     ) -> None:
-        self.device, self.skip_batches = device, skip
+        base, self.device, self.skip_batches = self.base_dataloader, device, skip
+        if base.num_workers and not getattr(base, "in_order", True):
+            # Fillers, the last batch and the position are matched with the batches by their order.
+            self.base_dataloader = copy_loader(base, in_order=True)
+            if collective.rank() == 0:
+                _logger.warning(
+                    "DataLoader(in_order=False): prepared, it gives its batches in order all the same, or "
+                    "fillers would count as samples and a resumed run would leave out others"
+                )
         self.position: LoaderPosition = LoaderPosition(iteration)
         # For a twin of ``skip_first_batches``: what every epoch skips, and the loader without the skip.
         self._skip: EpochSkip = EpochSkip()
