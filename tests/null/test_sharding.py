@@ -268,6 +268,26 @@ def test_a_loader_that_is_sharded_already_is_kept() -> None:
     assert [x.tolist() for (x,) in prepared] == [[1, 3], [5, 7]]
 
 
+class MultiEpochs(DataLoader[Any]):
+    """Opens its sampler before ``prepare``, once for all epochs, so that its workers stay."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.batches = super().__iter__()
+
+    def __iter__(self) -> Any:
+        return islice(self.batches, len(self))
+
+
+@pytest.mark.parametrize("batch_size", [2, None])
+def test_a_loader_that_does_not_ask_the_sampler_of_its_shard_is_refused(batch_size: int | None) -> None:
+    prepared = prepare_data_loader(
+        MultiEpochs(range(8), batch_size=batch_size), num_processes=2, process_index=0
+    )
+    with pytest.raises(PrepareError, match="shard=False"):
+        next(iter(prepared))
+
+
 def test_the_loader_knows_its_last_batch() -> None:
     loader = DataLoaderShard(TensorDataset(torch.arange(5)), batch_size=2)
     assert [loader.end_of_dataloader for _ in loader] == [False, False, True]

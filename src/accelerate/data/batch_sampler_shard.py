@@ -67,6 +67,7 @@ class BatchSamplerShard(BatchSampler):
         self.unverified: DataLoader[Any] | None = None
         # The steps that a loader with its own iteration has taken the indices of, in order.
         self.taken_steps: deque[StepSampleIndices] = deque()
+        self.is_opened = False  # by such a loader
         if split_batches:
             check_split(self.batch_size, num_processes)
 
@@ -132,6 +133,7 @@ class BatchSamplerShard(BatchSampler):
         if self.num_processes == 1:
             return iter(self.batch_sampler)
         self.taken_steps.clear()
+        self.is_opened = True
         return self._iter_with_split() if self.split_batches else self._iter_with_no_split()
 
     # Subclasses of programs override one of the two.

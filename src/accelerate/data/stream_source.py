@@ -54,8 +54,20 @@ def _batches_with_steps(
     """Yield the batches of a loader with its own iteration, each with the step that its indices are of.
 
     With ``read_state``, also with the state of torchdata's loader after it.
+
+    Raises:
+        PrepareError: the loader takes its indices from elsewhere than the shard.
     """
     for batch in items:
+        if shard is not None and not shard.is_opened:
+            raise PrepareError(
+                "a loader with an iteration of its own does not ask its sampler for batches, so each of "
+                f"{shard.num_processes} processes would read the whole data",
+                why="it opened the sampler before prepare put the shard of this process in its place, for "
+                "example, or reads the data without one",
+                fix="prepare a plain torch DataLoader (persistent_workers=True keeps its workers), "
+                "let rank 0 read for all (dispatch_batches=True), or keep all data on each: shard=False",
+            )
         taken = None if shard is None else shard.taken_steps
         state = None if read_state is None else read_state()
         yield batch, taken.popleft() if taken else None, state
@@ -236,6 +248,7 @@ class _RemainingIndices:
         opened = opened or self._open()
         if self.shard is not None:
             self.shard.taken_steps.clear()
+            self.shard.is_opened = True
         for step in open_steps(self.sampler, self.generators, self.epoch, opened):
             if self.shard is not None:
                 self.shard.taken_steps.append(step)
