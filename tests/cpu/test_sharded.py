@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tracemalloc
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -24,7 +25,7 @@ from torch.utils.data import (
 )
 
 from accelerate.core.errors import CollectiveError, PrepareError
-from tests.support.ranks import RankServer, same_on_all
+from tests.support.ranks import RanksError, RankServer, same_on_all
 
 PRELOAD = ("datasets", "datasets.distributed")
 
@@ -319,6 +320,33 @@ def test_what_only_tells_of_the_process_is_no_other_data(ranks: RankServer, kind
     """A6: a host, a flag of the main process, a time; of a sampler the order is compared."""
     first, second = ranks(2, shared_rows, kind)
     assert sorted(first + second) == list(range(16))
+
+
+class Texts(Dataset[int]):
+    """Holds many texts."""
+
+    def __init__(self, count: int) -> None:
+        self.texts = [f"text {number} " * 10 for number in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def measure_comparison() -> int:
+    """Bytes that the comparison of the ranks takes at most."""
+    from accelerate import Accelerator
+
+    loader = Accelerator().prepare(DataLoader(Texts(40_000)))
+    tracemalloc.start()
+    next(iter(loader))
+    return tracemalloc.get_traced_memory()[1]
+
+
+def test_comparing_data_in_memory_makes_no_copy_of_them(ranks: RankServer) -> None:
+    assert max(ranks(2, measure_comparison)) < 2**20
 
 
 def pictures(dispatch: bool) -> list[int]:

@@ -254,14 +254,19 @@ def loader_facts(
             ends = ", ".join(map(_sample_text, _first_and_last(holder)))
             facts["its order"] = _shorten_text(f"{len(holder)} samples [{ends}]")
         for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
-            is_index_array = isinstance(holder, Subset) and isinstance(value, torch.Tensor | np.ndarray)
-            text = _short_text(value.tolist() if is_index_array else value, everything)
+            plain = name.lower()
+            is_rank = (is_marked and name.strip("_") in RANK_ATTRIBUTES) or any(
+                part in plain for part in _RANK_SPECIFIC
+            )
+            if is_rank or plain.strip("_") in _PROCESS_ATTRIBUTES:
+                continue
+            if isinstance(holder, Subset) and isinstance(value, torch.Tensor | np.ndarray):
+                text = _shorten_text(f"{len(value)} numbers {[int(v) for v in _first_and_last(value)]}")
+            else:
+                text = _short_text(value, everything)
             if is_marked and not is_rank0_read:
                 text = text or _data_text(value)
-            is_rank = is_marked and name.strip("_") in RANK_ATTRIBUTES
-            plain = name.lower()
-            is_rank = is_rank or plain.strip("_") in _PROCESS_ATTRIBUTES
-            if text is not None and not is_rank and not any(part in plain for part in _RANK_SPECIFIC):
+            if text is not None:
                 facts[f"{type(holder).__name__}.{name}"] = text
     return facts
 
@@ -278,14 +283,12 @@ def _knows_rank(dataset: Any) -> bool:
 
 def _data_text(value: Any) -> str | None:
     """Return a short text of data in an attribute: an array, samples, a table or a part of a dataset."""
-    if isinstance(value, Subset):
-        value = [*value.indices]
-    elif hasattr(value, "head") and hasattr(value, "to_dict"):  # pandas
+    if hasattr(value, "head") and hasattr(value, "to_dict"):  # pandas
         value = value.head(COMPARED_ROWS).to_dict()
     if isinstance(value, torch.Tensor | np.ndarray):
         return _shorten_text(_leaf_text(value))
-    if isinstance(value, list | tuple | dict):
-        items = [*value.items()] if isinstance(value, dict) else value
+    if isinstance(value, list | tuple | dict | Subset):
+        items: Any = [*value.items()] if isinstance(value, dict) else getattr(value, "indices", value)
         return _shorten_text(f"{len(items)} samples {[*map(_sample_text, _first_and_last(items))]}")
     return getattr(value, "_fingerprint", None) if hasattr(value, "with_format") else None
 
@@ -312,11 +315,13 @@ def _leaf_text(leaf: Any) -> str:
 def _short_text(value: Any, everything: bool) -> str | None:
     """Return a short text of a list of names, or (``everything``) of any plain value, else None."""
     if isinstance(value, list | tuple) and value and all(isinstance(item, str | PurePath) for item in value):
-        return _shorten_text(repr([str(item) for item in value]))
+        names = [str(item) for item in _first_and_last(value)]
+        return _shorten_text(f"{len(value)} names {names}")
     if not everything:
         return None
     if isinstance(value, str | int | PurePath | range) and not isinstance(value, bool):
-        return _shorten_text(str(value))  # a flag asks for the main process, and a float is a time
+        # A flag asks for the main process, and a float is a time.
+        return _shorten_text(str(value))
     if isinstance(value, list | tuple) and all(isinstance(item, int | float) for item in value[:64]):
         return _shorten_text(f"{len(value)} numbers {_first_and_last(value)}")
     return None  # tensors hold samples or weights, which a program may make anew on each rank
