@@ -322,6 +322,37 @@ def test_what_only_tells_of_the_process_is_no_other_data(ranks: RankServer, kind
     assert sorted(first + second) == list(range(16))
 
 
+class Copies(Files):
+    """Reads a copy of all files that its machine has."""
+
+    def __init__(self, rank: int) -> None:
+        self.folder = f"/scratch/n{rank}/data"
+        self.files = [f"{self.folder}/part-{number}" for number in range(4)]
+
+
+def read_copies() -> list[list[int]]:
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    stream = Copies(accelerator.process_index)
+    one, two = accelerator.prepare(DataLoader(stream), DataLoader(stream.files, collate_fn=numbers_of))  # type: ignore[arg-type]
+    return [rows_of(one), rows_of(two)]
+
+
+def numbers_of(names: list[str]) -> torch.Tensor:
+    return torch.tensor([int(name[-1]) for name in names])
+
+
+def test_machines_may_have_their_copies_in_other_folders(ranks: RankServer) -> None:
+    """On one machine, other folders are other data."""
+    machines = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    (stream, rows), (other_stream, other_rows) = ranks(2, read_copies, env=machines)
+    assert sorted(stream + other_stream) == [*range(16)]
+    assert sorted(rows + other_rows) == [*range(4)]
+    with pytest.raises(RanksError, match=r"Copies\.folder differs"):
+        ranks(2, read_copies)
+
+
 class Texts(Dataset[int]):
     """Holds many texts."""
 

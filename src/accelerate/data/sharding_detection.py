@@ -39,6 +39,7 @@ from accelerate.data.rank_arithmetic import (
     own_functions,
 )
 from accelerate.world import collective
+from accelerate.world import world as worlds
 
 _logger = logging.getLogger(__name__)
 
@@ -301,7 +302,7 @@ def _sample_text(sample: Any) -> str:
 
 def _leaf_text(leaf: Any) -> str:
     if isinstance(leaf, str | bytes | int | float | complex | PurePath | None):
-        return repr(leaf)
+        return repr(_without_folder(leaf))
     if isinstance(leaf, torch.Tensor):
         has_values = type(leaf) is torch.Tensor and leaf.is_cpu and leaf.layout is torch.strided
     elif isinstance(leaf, np.ndarray):
@@ -312,16 +313,24 @@ def _leaf_text(leaf: Any) -> str:
     return f"{leaf.dtype}{[*leaf.shape]} {values}"
 
 
+def _without_folder(value: Any) -> Any:
+    """Return the name alone of an absolute path, if there are several machines: each may have its copy."""
+    world = worlds.current()
+    if world is None or world.nodes == 1 or not isinstance(value, str | PurePath):
+        return value
+    return os.path.basename(value) if os.path.isabs(value) else value
+
+
 def _short_text(value: Any, everything: bool) -> str | None:
     """Return a short text of a list of names, or (``everything``) of any plain value, else None."""
     if isinstance(value, list | tuple) and value and all(isinstance(item, str | PurePath) for item in value):
-        names = [str(item) for item in _first_and_last(value)]
+        names = [str(_without_folder(item)) for item in _first_and_last(value)]
         return _shorten_text(f"{len(value)} names {names}")
     if not everything:
         return None
     if isinstance(value, str | int | PurePath | range) and not isinstance(value, bool):
         # A flag asks for the main process, and a float is a time.
-        return _shorten_text(str(value))
+        return _shorten_text(str(_without_folder(value)))
     if isinstance(value, list | tuple) and all(isinstance(item, int | float) for item in value[:64]):
         return _shorten_text(f"{len(value)} numbers {_first_and_last(value)}")
     return None  # tensors hold samples or weights, which a program may make anew on each rank
