@@ -131,6 +131,23 @@ def test_the_plan_says_which_layers_convert_and_why_the_others_do_not() -> None:
     assert not float8_names(model)
 
 
+def test_the_plan_walks_the_model_as_often_whatever_the_number_of_layers() -> None:
+    class Counted(nn.Sequential):
+        walks = 0
+
+        def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+            Counted.walks += 1
+            return super().named_modules(*args, **kwargs)
+
+    counts = []
+    for layers in (4, 12):
+        Counted.walks = 0
+        text = str(fp8().plan(Counted(*(nn.Linear(16, 16) for _ in range(layers)))))
+        assert f"{layers - 2} of {layers} linear layers compute in 8-bit floats" in text
+        counts.append(Counted.walks)
+    assert counts[0] == counts[1]
+
+
 def test_the_report_counts_the_prepared_layers() -> None:
     accelerator = fp8()
     accelerator.prepare(decoder())

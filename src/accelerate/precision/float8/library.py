@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,7 +21,6 @@ from accelerate.precision.recipes.fp8 import require_library
 
 # The sides of a matrix that the units for 8-bit floats take.
 MULTIPLE = 16
-FITTING_SHAPE = f"both sides must be multiples of {MULTIPLE}"
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ class Float8Library(ABC):
         """Return whether a module is one of the library's layers."""
 
     @abstractmethod
-    def explain_skipped(self, model: nn.Module, name: str, module: nn.Module) -> str:
-        """Return why a linear layer of ``model`` is not converted; empty when it is to be."""
+    def skip_rule(self, model: nn.Module) -> Callable[[str, nn.Linear], str]:
+        """Return a function of the name and a fitting layer: why it is not converted; empty when it is."""
 
     @abstractmethod
     def convert_layers(self, model: nn.Module, names: frozenset[str]) -> None:
@@ -151,16 +151,16 @@ class Float8Library(ABC):
 
     def report(self, model: nn.Module) -> ConversionReport:
         """Return which layers are converted, or will be."""
-        converted, skipped = [], {}
+        converted, skipped, explain = [], {}, self.skip_rule(model)
         for name, module in self.layers(model):
-            reason = "" if self.is_converted(module) else self.explain_skipped(model, name, module)
+            reason = "" if self.is_converted(module) else explain_unfit(module) or explain(name, module)
             if reason:
                 skipped[name] = reason
             else:
                 converted.append(name)
         return ConversionReport(self.describe(), tuple(converted), skipped, self.filters_layers)
 
-    def layers(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    def layers(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
         """Yield the linear layers of a model by name, converted or not."""
         return (
             (name, module)
@@ -196,10 +196,19 @@ class _ContextEntry:
 
 def tied_parameters(model: nn.Module) -> set[int]:
     """Return the ids of parameters that several modules hold."""
-    seen: set[int] = set()
-    tied: set[int] = set()
-    for module in model.modules():
-        own = {id(p) for p in module.parameters(recurse=False)}
-        tied |= own & seen
-        seen |= own
-    return tied
+    holders = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    return {key for key, count in holders.items() if count > 1}
+
+
+def is_misfit(layer: nn.Linear) -> bool:
+    """Return whether the units for 8-bit floats do not take the sides of a layer."""
+    return bool(layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)
+
+
+def explain_unfit(layer: nn.Linear) -> str:
+    """Return why no library converts a linear layer: its class or its shape; empty if one may."""
+    if type(layer) is not nn.Linear:
+        return f"a {type(layer).__name__} may compute otherwise than torch.nn.Linear"
+    if is_misfit(layer):
+        return f"{layer.in_features} x {layer.out_features}, and both sides must be multiples of {MULTIPLE}"
+    return ""

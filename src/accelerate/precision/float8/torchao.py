@@ -23,7 +23,7 @@ from accelerate.core.lazy_names import get_override
 from accelerate.core.option_report import keep_requests
 from accelerate.core.setting import describe_fields, load_fields, load_settings
 from accelerate.device.base import Device
-from accelerate.precision.float8.library import FITTING_SHAPE, MULTIPLE, Float8Library, tied_parameters
+from accelerate.precision.float8.library import Float8Library, is_misfit, tied_parameters
 from accelerate.precision.recipes.fp8 import TENSORWISE, AOOptions, require_library
 
 LayerFilter = Callable[[nn.Module, str], bool]
@@ -100,9 +100,19 @@ class TorchAO(Float8Library):
         """Return whether a module is a ``Float8Linear``."""
         return is_ao_layer(module)
 
-    def explain_skipped(self, model: nn.Module, name: str, module: nn.Module) -> str:
-        """Return why a layer is not converted: by its shape, by what else uses it, or by the filter."""
-        return explain_skipped(model, name, module, self.recipe.module_filter_func)
+    def skip_rule(self, model: nn.Module) -> Callable[[str, nn.Linear], str]:
+        """Return why a layer is not converted: by what else uses it, or by the filter."""
+        chosen, tied = self.recipe.module_filter_func, tied_parameters(model)
+        ends = find_first_last_linear_layers(model)
+
+        def explain(name: str, layer: nn.Linear) -> str:
+            if id(layer.weight) in tied:
+                return "its weight is tied"
+            if chosen is not None:
+                return "" if chosen(layer, name) else "module_filter_func leaves it out"
+            return "the first or last layer" if name in ends else ""
+
+        return explain
 
     def explain_unused(self, option: str) -> str:
         """Return why weights are not all-gathered in 8 bits, where that was asked for."""
@@ -191,7 +201,7 @@ def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | N
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: list[str]) -> bool:
     """Return whether a layer is to be converted: not among ``layers_to_filter``, and of a fitting shape."""
-    fits = not isinstance(module, nn.Linear) or not _is_misfit(module)
+    fits = not isinstance(module, nn.Linear) or not is_misfit(module)
     return fits and fqn not in layers_to_filter
 
 
@@ -201,34 +211,10 @@ def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
     A layer itself, as torchao passes it to a filter, has no others to be the first of: its shape decides.
     """
     if isinstance(module, nn.Linear):
-        return not _is_misfit(module)
+        return not is_misfit(module)
     return filter_linear_layers(
         module.get_submodule(fqn), fqn, [*filter(None, find_first_last_linear_layers(module))]
     )
-
-
-def explain_skipped(model: nn.Module, name: str, module: nn.Module, chosen: LayerFilter | None) -> str:
-    """Return why a linear layer is not converted; empty when it is to be.
-
-    Args:
-        model: the model.
-        name: the name of the layer in it.
-        module: the layer.
-        chosen: the user's filter; None skips the first and the last layer.
-    """
-    if type(module) is not nn.Linear:
-        return f"a {type(module).__name__} may compute otherwise than torch.nn.Linear"
-    if _is_misfit(module):
-        return f"{module.in_features} x {module.out_features}, and {FITTING_SHAPE}"
-    if id(module.weight) in tied_parameters(model):
-        return "its weight is tied"
-    if chosen is not None:
-        return "" if chosen(module, name) else "module_filter_func leaves it out"
-    return "the first or last layer" if name in find_first_last_linear_layers(model) else ""
-
-
-def _is_misfit(layer: nn.Linear) -> bool:
-    return bool(layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)
 
 
 def _convert_layer(layer: Any, config: Any) -> None:

@@ -19,7 +19,7 @@ from accelerate.core.argument_checks import KwargsHandler, check_arguments
 from accelerate.core.errors import DeviceError, SettingError
 from accelerate.core.option_report import keep_requests
 from accelerate.core.setting import describe_fields, load_fields, load_settings
-from accelerate.precision.float8.library import FITTING_SHAPE, MULTIPLE, Float8Library
+from accelerate.precision.float8.library import Float8Library, explain_unfit
 from accelerate.precision.recipes.fp8 import FP8Settings, TEOptions, require_library
 
 _PARAMETERS = ("weight", "bias")
@@ -112,11 +112,9 @@ class TransformerEngine(Float8Library):
 
         return isinstance(module, te.Linear)
 
-    def explain_skipped(self, model: nn.Module, name: str, module: nn.Module) -> str:
-        """Return why a layer is not converted: by its class or its shape."""
-        if not name:
-            return "the model itself cannot be replaced in place"
-        return _explain_skipped(module)
+    def skip_rule(self, model: nn.Module) -> Callable[[str, nn.Linear], str]:
+        """Return why the model itself is not converted."""
+        return lambda name, _: "" if name else "the model itself cannot be replaced in place"
 
     def explain_unused(self, option: str) -> str:
         """Return why a field of the recipe is not passed on: the library's recipe does not have it."""
@@ -189,8 +187,8 @@ def convert_model(
     def chosen(name: str, module: nn.Module) -> bool:
         if isinstance(module, norm):
             return _convert_ln
-        fits = not to_transformer_engine or not _explain_skipped(module)
-        return _convert_linear and isinstance(module, linear) and fits
+        fits = isinstance(module, linear) and not (to_transformer_engine and explain_unfit(module))
+        return _convert_linear and fits
 
     _replace_layers(model, chosen)
 
@@ -248,14 +246,6 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | No
     library = TransformerEngine(fp8_recipe_handler or TERecipeKwargs(), device.detect())
     library.attach_context(model)
     return model
-
-
-def _explain_skipped(module: nn.Module) -> str:
-    if type(module) is not nn.Linear:
-        return f"a {type(module).__name__} may compute otherwise than torch.nn.Linear"
-    if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
-        return f"{module.in_features} x {module.out_features}, and {FITTING_SHAPE}"
-    return ""
 
 
 def _replace_layers(model: nn.Module, chosen: Callable[[str, nn.Module], bool]) -> None:
