@@ -80,6 +80,8 @@ def test_a_converted_layer_rounds_to_8_bits() -> None:
 
     ours = model.get_submodule("1")(x).float()
     assert (ours - x @ weight.T).abs().max() > 1e-2
+    with fp8().autocast():
+        torch.testing.assert_close(model[1](input=x), model[1](x))
     torch.testing.assert_close(ours, rounded(x) @ rounded(weight).T, rtol=1e-2, atol=1e-2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -63,6 +64,18 @@ def test_it_trains_as_bf16_does(engine: Library) -> None:
     assert engine.entered == [(True, recipe)] * len(losses)
     assert accelerator.fp8_backend == "TE"
     assert accelerator.te_recipe_handler.amax_history_len == 16
+
+
+def test_layer_norms_that_the_library_does_not_have_stay(engine: Library) -> None:
+    """One without weights, one over two dimensions, one without a bias; in ``prepare`` and by hand."""
+    norms = [nn.LayerNorm(16, elementwise_affine=False), nn.LayerNorm((4, 16)), nn.LayerNorm(16, bias=False)]
+    model = nn.Sequential(nn.Linear(16, 16), *norms, nn.LayerNorm(16))
+    by_hand = copy.deepcopy(model)
+    convert_model(by_hand)
+    for converted in (fp8(TERecipeKwargs()).prepare(model), by_hand):
+        assert [type(norm) for norm in converted[1:4]] == [nn.LayerNorm] * 3
+        assert isinstance(converted[4], engine.LayerNorm)
+        assert converted(torch.rand(2, 4, 16)).isfinite().all()
 
 
 def test_evaluation_computes_in_8_bits_only_if_asked(engine: Library) -> None:

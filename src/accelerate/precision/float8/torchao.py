@@ -230,7 +230,7 @@ def _convert_layer(layer: Any, config: Any) -> None:
         layer.register_state_dict_post_hook(_unwrap_weight)
     layer.__class__ = type(converted)
     vars(layer).update({name: value for name, value in vars(converted).items() if name not in vars(layer)})
-    layer.register_forward_pre_hook(_cast_input)
+    layer.register_forward_pre_hook(_cast_input, with_kwargs=True)
 
 
 def _compute_scales(models: list[weakref.ref[nn.Module]], *step: Any) -> None:
@@ -276,8 +276,8 @@ def _unwrap_weight(module: nn.Module, state: dict[str, Any], prefix: str, metada
         )
 
 
-def _cast_input(module: nn.Module, args: Any) -> Any:
+def _cast_input(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Cast the input to the dtype of autocast: torchao's layer does that for CUDA only."""
-    (value,) = args
+    (value,) = args or kwargs.values()
     kind = value.device.type
-    return (value.to(torch.get_autocast_dtype(kind)),) if torch.is_autocast_enabled(kind) else None
+    return ((value.to(torch.get_autocast_dtype(kind)),), {}) if torch.is_autocast_enabled(kind) else None

@@ -129,8 +129,12 @@ class TransformerEngine(Float8Library):
         return ""
 
     def convert_layers(self, model: nn.Module, names: frozenset[str]) -> None:
-        """Replace the layers and all layer norms; parameters stay the same objects."""
-        _replace_layers(model, lambda name, module: name in names or type(module) is nn.LayerNorm)
+        """Replace the layers and the layer norms; parameters stay the same objects."""
+
+        def chosen(name: str, module: nn.Module) -> bool:
+            return name in names or (type(module) is nn.LayerNorm and _has_counterpart(module))
+
+        _replace_layers(model, chosen)
 
     def forward_context(self, training: bool) -> AbstractContextManager[Any]:
         """Return TransformerEngine's autocast, off in evaluation unless the recipe says otherwise."""
@@ -186,7 +190,7 @@ def convert_model(
 
     def chosen(name: str, module: nn.Module) -> bool:
         if isinstance(module, norm):
-            return _convert_ln
+            return _convert_ln and _has_counterpart(module)
         fits = isinstance(module, linear) and not (to_transformer_engine and explain_unfit(module))
         return _convert_linear and fits
 
@@ -246,6 +250,11 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | No
     library = TransformerEngine(fp8_recipe_handler or TERecipeKwargs(), device.detect())
     library.attach_context(model)
     return model
+
+
+def _has_counterpart(norm: Any) -> bool:
+    """Return whether a layer norm has a weight and a bias of one dimension: the library has no others."""
+    return norm.weight is not None and norm.bias is not None and norm.weight.dim() == 1
 
 
 def _replace_layers(model: nn.Module, chosen: Callable[[str, nn.Module], bool]) -> None:
