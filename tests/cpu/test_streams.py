@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
@@ -211,6 +213,29 @@ def test_each_rank_reads_its_files_alone(ranks: RankServer, workers: int) -> Non
                 assert sorted(gathered) == list(range(count))
                 assert len(given) == len(parts[0][1])
         assert sorted(parts[0][2] + parts[1][2]) == list(range(count))
+
+
+def add_picture(row: dict[str, int]) -> dict[str, Any]:
+    return {**row, "picture": bytes(PICTURE)}
+
+
+PICTURE = 10**6
+
+
+def send_fillers() -> int:
+    """Bytes that this rank sends, as the kernel counts them, where one of four has no row."""
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    loader = accelerator.prepare(DataLoader(in_files(3, 4).map(add_picture), 1))
+    before = psutil.Process().io_counters().write_chars
+    assert [len(batch["picture"]) for batch in loader] == [1]
+    return psutil.Process().io_counters().write_chars - before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the counters are Linux's")
+def test_one_rank_sends_the_batch_that_fills_a_rank_without_rows(ranks: RankServer) -> None:
+    assert sum(ranks(4, send_fillers)) < 4 * PICTURE
 
 
 def test_files_that_cannot_be_divided_are_read_by_all(ranks: RankServer) -> None:

@@ -288,31 +288,55 @@ class SourceShard(IterableDatasetShard):
             return
         upcoming = next(batches, None)
         first = None if upcoming is None else copy.deepcopy(upcoming.batch)
-        counts = self._exchange(upcoming)
-        if any(counts) and not all(counts) and not self.drop_last:
+        step = self._exchange(upcoming)
+        enough = self.num_processes if self.drop_last else 1
+        if enough <= step.ranks < self.num_processes:
             # A rank may have no file with a row, or have come to its end before the checkpoint.
-            owners = collective.all_gather_object(first if counts[self.process_index] else None, "prepare")
-            first = next(batch for batch in owners if batch is not None) if first is None else first
-        while all(counts) if self.drop_last else any(counts):
-            fetched, real, state = upcoming, counts[self.process_index], epoch.loader_state
+            sent = collective.broadcast_object(first, step.first_rank, "prepare")
+            first = sent if first is None else first
+        while step.ranks >= enough:
+            fetched, state = upcoming, epoch.loader_state
             upcoming = None if upcoming is None else next(batches, None)
             following = self._exchange(upcoming)
-            last = not (all(following) if self.drop_last else any(following))
-            total = sum(counts)
             batch = copy.deepcopy(first) if fetched is None else fetched.batch
-            filled, epoch.loader_state, ahead = total < self.step_size, state, epoch.loader_state
-            yield FetchedBatch(batch, last, total, total if filled else 0, real, self._group_size)
-            counts, epoch.loader_state = following, ahead
-        if any(counts) and self.process_index == 0:
+            remainder = step.samples if step.samples < self.step_size else 0
+            last, real = following.ranks < enough, self._count_real(fetched)
+            epoch.loader_state, ahead = state, epoch.loader_state
+            yield FetchedBatch(batch, last, step.samples, remainder, real, self._group_size)
+            step, epoch.loader_state = following, ahead
+        if step.ranks and self.process_index == 0:
             _logger.warning(
                 "drop_last=True ends this epoch where a process has no full batch; others still have some. "
                 "Files of equal length, or drop_last=False, use all rows."
             )
 
-    def _exchange(self, fetched: FetchedBatch | None) -> list[int]:
-        """Return how many samples of its batch each rank has, 0 after its end."""
-        own = 0 if fetched is None else self._group_size if fetched.real is None else fetched.real
-        return collective.all_gather_object(own, label="the next step of a stream")
+    def _exchange(self, fetched: FetchedBatch | None) -> StepContributions:
+        """Return what all ranks have for the next step. Collective."""
+        real, label = self._count_real(fetched), "the next step of a stream"
+        return collective.combine_objects(real, StepContributions.of, "all_gather_object", label)
+
+    def _count_real(self, fetched: FetchedBatch | None) -> int:
+        return 0 if fetched is None else self._group_size if fetched.real is None else fetched.real
+
+
+class StepContributions(NamedTuple):
+    """The samples that all ranks have for a step.
+
+    Attributes:
+        samples: how many they are.
+        ranks: how many ranks have some.
+        first_rank: the first of these ranks; 0 without one.
+    """
+
+    samples: int
+    ranks: int
+    first_rank: int
+
+    @classmethod
+    def of(cls, counts: list[int]) -> StepContributions:
+        """Sum up the samples of each rank."""
+        owners = [rank for rank, count in enumerate(counts) if count]
+        return cls(sum(counts), len(owners), owners[0] if owners else 0)
 
 
 def split_stream(stream: Any, rank: int, count: int) -> Any:
