@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from tests.support.control_trees import count_received
 from tests.support.long_run import select_cases
 from tests.support.ranks import RankServer, same_on_all
 
@@ -89,6 +90,12 @@ def read(shards: int) -> dict[str, Any]:
     own = DataLoader(Noisy(), batch_size=3, shuffle=True)
     data = accelerator.prepare_data_loader(own, shard=False)
     found["kept"] = [rows(data)]
+    data = accelerator.prepare_data_loader(DataLoader(Stream(), batch_size=3), shard=False)
+    found["kept_stream"] = [rows(data), rows(data)]
+    set_seed(5)
+    received = count_received()
+    found["kept_stream"].append(rows(data))
+    found["received"] = sum(received)
     return found
 
 
@@ -96,17 +103,18 @@ def test_processes_that_share_layers_read_the_same(ranks: RankServer) -> None:
     """A mesh of 2 x 2: seeds of order and augmentation are those of the part of the data, not of the rank."""
     every = ranks(4, read, 2)
     assert [found["share"] for found in every] == [0, 0, 1, 1]
-    for name in ("ordered", "shuffled", "workers", "stream", "stream_workers", "kept"):
+    for name in ("ordered", "shuffled", "workers", "stream", "stream_workers", "kept", "kept_stream"):
         assert every[0][name] == every[1][name], name
         assert every[2][name] == every[3][name], name
         for mine, other in zip(every[0][name], every[2][name], strict=True):
-            if name != "kept":
+            if "kept" not in name:
                 seen = {row[0] for row in (*mine, *other)}
                 assert seen == set(map(float, range(SAMPLES))), name
                 # A few samples fill the last step.
                 assert len(mine) == len(other) == 12
             drawn = {row[1] for row in mine} & {row[1] for row in other}
             assert len(drawn) <= 1 or "stream" in name, name
+    assert max(found["received"] for found in every) < 500, "equal random states are not sent"
     epochs = every[0]["shuffled"]
     assert epochs[0] != epochs[1] != epochs[2]
 

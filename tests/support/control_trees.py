@@ -1,4 +1,4 @@
-"""Control trees whose ranks are threads of this process."""
+"""Control trees whose ranks are threads of this process, and what passes through that of a rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
+from accelerate.world import control_channel
 from accelerate.world.control_tree import ControlTree, TreeMessage
 from accelerate.world.process_group import StoreClient
 from accelerate.world.watchdog import Watchdog
@@ -51,3 +52,17 @@ def open_trees(size: int) -> Iterator[Callable[..., list[Any]]]:
         finally:
             for tree in trees:
                 tree.close()
+
+
+def count_received() -> list[int]:
+    """Return a list of the bytes of values that this rank gets in each exchange from now on."""
+    tree, counts = control_channel.channel().tree, list[int]()
+    exchange = tree.exchange
+
+    def counted(*args: Any) -> Any:
+        answer = exchange(*args)
+        counts.append(len(answer.values))
+        return answer
+
+    tree.exchange = counted  # type: ignore[method-assign]
+    return counts
