@@ -285,6 +285,12 @@ def test_an_error_of_the_library_is_not_swallowed(name: str, library: Fake, tmp_
     assert not is_open(tracker)
 
 
+@pytest.mark.parametrize("name", ["mlflow"])
+def test_the_name_of_an_experiment_is_no_part_of_a_query(name: str, library: Fake, tmp_path: Path) -> None:
+    accelerator(name, tmp_path).init_trackers("John's run")
+    assert "John's run" in library.since(0)
+
+
 @pytest.mark.parametrize("name", [n for n in OF_LIBRARIES if n in ("clearml", "mlflow", "swanlab", "wandb")])
 def test_a_run_that_failed_is_marked_so(name: str, library: Fake, tmp_path: Path) -> None:
     tracker = init_run(name, tmp_path).trackers[0]

@@ -134,7 +134,7 @@ LIBRARIES: dict[str, Library] = {
         begin="start_run",
         end="end_run",
         calls={
-            "search_experiments": "view_type=1, max_results=None, filter_string=None",
+            "get_experiment_by_name": "name",
             "create_experiment": "name, artifact_location=None, tags=None",
             "start_run": (
                 "run_id=None, experiment_id=None, run_name=None, nested=False, tags=None, description=None"
@@ -150,7 +150,7 @@ LIBRARIES: dict[str, Library] = {
             "end_run": "status='FINISHED'",
         },
         gives={"start_run": "run", "create_experiment": "experiment"},
-        absent=("search_experiments",),
+        absent=("get_experiment_by_name",),
         options={"description": "d"},
         log_options={"timestamp": 5},
     ),

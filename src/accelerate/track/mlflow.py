@@ -85,9 +85,9 @@ class MLflowTracker(GeneralTracker):
         """Begin the run."""
         import mlflow
 
-        experiments = mlflow.search_experiments(filter_string=f"name = '{self.experiment_name}'")
-        if experiments:
-            experiment: Any = experiments[0].experiment_id
+        existing: Any = mlflow.get_experiment_by_name(self.experiment_name)
+        if existing is not None:
+            experiment: Any = existing.experiment_id
         else:
             location = None if self.logging_dir is None else str(self.logging_dir)
             experiment = mlflow.create_experiment(
