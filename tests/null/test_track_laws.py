@@ -291,6 +291,15 @@ def test_the_name_of_an_experiment_is_no_part_of_a_query(name: str, library: Fak
     assert "John's run" in library.since(0)
 
 
+@pytest.mark.parametrize("name", ["dvclive"])
+def test_a_name_that_ends_in_no_format_is_that_of_a_png(name: str, library: Fake, tmp_path: Path) -> None:
+    tracker = init_run(name, tmp_path).trackers[0]
+    start, image = len(library.calls), np.zeros((2, 2, 3), np.uint8)
+    tracker.log_images({"sample_t0.5": image, "seen.JPG": image, "step_1.0": [image, image]})
+    names = {"sample_t0.5.png", "seen.JPG", "step_1.0/0.png", "step_1.0/1.png"}
+    assert names <= library.since(start)
+
+
 @pytest.mark.parametrize("name", [n for n in OF_LIBRARIES if n in ("clearml", "mlflow", "swanlab", "wandb")])
 def test_a_run_that_failed_is_marked_so(name: str, library: Fake, tmp_path: Path) -> None:
     tracker = init_run(name, tmp_path).trackers[0]

@@ -10,6 +10,9 @@ from typing import Any, ClassVar
 from accelerate.track.base import GeneralTracker, on_main_process, to_json_config
 from accelerate.track.protocol.logged_values import flatten_mappings, join_name, number_names
 
+# Endings of files that the library, or its Pillow, writes.
+_FORMATS = (".png", ".jpg", ".jpeg", ".gif", ".bmp", ".tif", ".tiff", ".webp")
+
 
 class DVCLiveTracker(GeneralTracker):
     """Metrics in the folder ``dvclive``. Run here: dvclive 3.49, its files read back.
@@ -80,8 +83,10 @@ class DVCLiveTracker(GeneralTracker):
             self.tracker.step = step
         for key, value in values.items():
             stem, ending = os.path.splitext(key)
+            if ending.lower() not in _FORMATS:
+                stem, ending = key, ".png"
             for name, content in number_names(stem, self.drop_captions(key, value)):
-                self.tracker.log_image(f"{name}{ending or '.png'}", content)
+                self.tracker.log_image(f"{name}{ending}", content)
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
