@@ -504,9 +504,14 @@ def uncut(kind: str) -> str:
         "scalar": {"x": torch.ones(4), "total": torch.tensor(3.0)},
         "other": {"x": torch.ones(4), "mask": torch.ones(2, 4)},
         "list": {"x": torch.ones(4), "names": ["a", "b"]},
+        "empty": torch.ones(0, 4),
+        "empty indices": [],
     }[kind]
     accelerator = accelerator_of(dispatch_batches=True, split_batches=True)
-    loader = accelerator.prepare(DataLoader(Stream([batch, batch]), batch_size=None))
+    own = DataLoader(Stream([batch, batch]), batch_size=None)
+    if kind == "empty indices":
+        own = DataLoader(range(4), batch_sampler=[batch])  # type: ignore[arg-type]
+    loader = accelerator.prepare(own)
     with pytest.raises(PrepareError) as caught:
         list(loader)
     return str(caught.value)
@@ -519,6 +524,8 @@ def uncut(kind: str) -> str:
         ("scalar", "batch['total'] has shape ()"),
         ("other", "batch['mask'] has shape (2, 4)"),
         ("list", "batch['names'] has 2 items"),
+        ("empty", "a batch without samples"),
+        ("empty indices", "a batch without samples"),
     ],
 )
 def test_a_batch_that_cannot_be_cut_is_told_on_every_rank(ranks: RankServer, kind: str, text: str) -> None:

@@ -171,6 +171,21 @@ def count_rows(batch: Any) -> int:
     return rows
 
 
+def divide_rows(rows: int, count: int) -> int:
+    """Return the rows of each of ``count`` processes, of which the last one's may not be enough.
+
+    Raises:
+        PrepareError: there are no rows.
+    """
+    if rows == 0:
+        raise PrepareError(
+            "a batch without samples cannot be split over the processes",
+            why="each process would get none of it, and wait for the others",
+            fix=f"leave it out, or {_SPLIT_FIX}",
+        )
+    return -(-rows // count)
+
+
 def _sample_lists(batch: Any) -> list[Any]:
     """Return the lists in ``batch`` whose items are samples."""
     if tree.is_mapping(batch):

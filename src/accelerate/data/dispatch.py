@@ -27,7 +27,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterData
 from accelerate.data.batch_channel import DATA, BatchReceiver, BatchSender, pack, unpack
 from accelerate.data.batch_sampler_shard import BatchSamplerShard, check_split
 from accelerate.data.batch_source import fetch_batches, find_shard
-from accelerate.data.batches import FetchedBatch, count_rows, take_rows
+from accelerate.data.batches import FetchedBatch, count_rows, divide_rows, take_rows
 from accelerate.data.epoch_order import fetches_by_index
 from accelerate.data.iterable_dataset import DataPipeStream, GlobalBatchCollate, supports_marks
 from accelerate.data.loader import DataLoaderShard, copy_loader
@@ -286,7 +286,7 @@ class DataLoaderDispatcher(DataLoaderShard):
         count = self._num_processes
         for batch in batches:
             rows = count_rows(batch)
-            share = -(-rows // count)
+            share = divide_rows(rows, count)
             step: RankBatches = []
             for start in range(0, share * count, share):
                 row_numbers = range(start, start + share) if self.even_batches else range(start, rows)[:share]

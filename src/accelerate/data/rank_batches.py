@@ -11,6 +11,7 @@ from torch.utils.data import Sampler
 
 from accelerate.data.batch_sampler_shard import BatchSamplerShard, slicer_for
 from accelerate.data.batch_source import slice_steps
+from accelerate.data.batches import divide_rows
 from accelerate.data.epoch_order import has_known_seed, open_walk, opened_by_loader
 from accelerate.data.position import Epoch
 from accelerate.data.sample_order import RankSampleOrderSlicer, StepSampleIndices, mark_last, skip_items
@@ -126,7 +127,7 @@ class AllRankBatchSteps:
 def divide_step(samples: Iterable[Any], first: Iterable[Any], count: int) -> list[RankSamples]:
     """Divide ``samples`` into ``count`` equal parts, filled by repeating ``first``."""
     whole = list(samples)
-    real, share = len(whole), -(-len(whole) // count)
+    real, share = len(whole), divide_rows(len(whole), count)
     whole = list(islice(chain(whole, cycle(first)), share * count))
     starts = range(0, share * count, share)
     parts = [whole[start : start + share] for start in starts]
