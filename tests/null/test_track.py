@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ import torch
 from accelerate import Accelerator, track
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.track import base
+from accelerate.track.protocol import json_lines
 from accelerate.tracking import (
     LOGGER_TYPE_TO_CLASS,
     CometMLTracker,
@@ -468,7 +471,32 @@ def test_what_was_logged_is_in_the_file_at_once(tmp_path: Path) -> None:
     assert lines(tmp_path / "run.jsonl")[-1]["values"] == {"a": 1}
 
 
-def test_a_second_run_of_a_name_takes_a_file_of_its_own_while_the_first_writes(tmp_path: Path) -> None:
+class WindowsLocks:
+    """The lock of a byte as Windows has it: by the position in the file, for the open file that asked."""
+
+    LK_UNLCK, LK_NBLCK = 0, 2
+
+    def __init__(self) -> None:
+        self.locked: set[int] = set()
+
+    def locking(self, file: int, mode: int, count: int) -> None:
+        place, status = os.lseek(file, 0, os.SEEK_CUR), os.fstat(file)
+        assert place > status.st_size + 2**30, "nobody may read a byte that is locked"
+        if mode == self.LK_UNLCK:
+            self.locked.remove(status.st_ino)
+        elif status.st_ino in self.locked:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        else:
+            self.locked.add(status.st_ino)
+
+
+@pytest.mark.parametrize("system", [sys.platform, "win32"])
+def test_a_second_run_of_a_name_takes_a_file_of_its_own_while_the_first_writes(
+    system: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if system != sys.platform:
+        monkeypatch.setattr(json_lines, "sys", SimpleNamespace(platform=system))
+        monkeypatch.setattr(json_lines, "msvcrt", WindowsLocks(), raising=False)
     first, second = JSONLTracker("deep/run", tmp_path), JSONLTracker("deep/run", tmp_path)
     first.start()
     with pytest.warns(

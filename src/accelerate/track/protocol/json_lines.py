@@ -17,7 +17,9 @@ import msgspec
 from accelerate.core.errors import AccelerateError, SettingError, warn_user
 from accelerate.track.protocol.logged_values import to_json_types
 
-if sys.platform != "win32":
+if sys.platform == "win32":
+    import msvcrt
+else:
     import fcntl
 
 _FIXES = {
@@ -28,6 +30,8 @@ _FIXES = {
 }
 # Errors of file systems without locks: there, two runs of one name at one time share the file.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
+# Windows locks bytes, and nobody else may read them: this one is behind the end of any log.
+_LOCKED_BYTE = 2**40
 
 
 class TrackerFileError(AccelerateError, OSError):
@@ -117,7 +121,7 @@ def _open_locked(path: Path) -> int | None:
     try:
         # The lock belongs to the open file and ends with it, also when the process is killed.
         _set_lock(file, locked=True)
-    except BlockingIOError:
+    except (BlockingIOError, PermissionError):  # the second one on Windows
         os.close(file)
         return None
     return file
@@ -125,12 +129,15 @@ def _open_locked(path: Path) -> int | None:
 
 def _set_lock(file: int, locked: bool) -> None:
     """Lock or unlock an open file. Closing it does not unlock it while a forked worker has it open."""
-    if sys.platform != "win32":
-        try:
+    try:
+        if sys.platform == "win32":
+            os.lseek(file, _LOCKED_BYTE, os.SEEK_SET)
+            msvcrt.locking(file, msvcrt.LK_NBLCK if locked else msvcrt.LK_UNLCK, 1)
+        else:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB if locked else fcntl.LOCK_UN)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
 
 
 def _ends_with_newline(file: int) -> bool:
