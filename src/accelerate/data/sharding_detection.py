@@ -336,7 +336,7 @@ def _short_text(value: Any, everything: bool) -> str | None:
     return None  # tensors hold samples or weights, which a program may make anew on each rank
 
 
-def _first_and_last(values: Sequence[Any]) -> list[Any]:
+def _first_and_last(values: Any) -> list[Any]:
     """Return the first and the last values of many, or all."""
     return (
         [*values] if len(values) <= 2 * COMPARED_ENDS else [*values[:COMPARED_ENDS], *values[-COMPARED_ENDS:]]

@@ -188,7 +188,7 @@ def convert_model(
 
     linear, norm = (nn.Linear, nn.LayerNorm) if to_transformer_engine else (te.Linear, te.LayerNorm)
 
-    def chosen(name: str, module: nn.Module) -> bool:
+    def chosen(name: str, module: Any) -> bool:
         if isinstance(module, norm):
             return _convert_ln and _has_counterpart(module)
         fits = isinstance(module, linear) and not (to_transformer_engine and explain_unfit(module))
