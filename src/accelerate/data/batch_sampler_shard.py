@@ -322,23 +322,7 @@ class SkipBatchSampler(BatchSampler):
         return getattr(self.batch_sampler, name)
 
     def __iter__(self) -> Iterator[Any]:
-        slicer = slicer_for(self.batch_sampler)
-        if slicer is None:
-            return islice(iter(self.batch_sampler), self.skip_batches, None)
-        return self._iterate_rest(slicer)
-
-    def _iterate_rest(self, slicer: RankSampleOrderSlicer) -> Iterator[list[Any]]:
-        """Yield the batches after the skip; the skipped ones are not built."""
-        sampler = inner_sampler(self)
-        order, _ = open_order(
-            sampler,
-            find_generators(*sampler_chain(self)),
-            broadcast=collective.broadcast_object if slicer.size > 1 else None,
-        )
-        for step in finish_at_end(
-            slicer.steps(order, self.skip_batches * slicer.step_samples), sampler, False
-        ):
-            yield step.indices
+        return islice(iter(self.batch_sampler), self.skip_batches, None)
 
     @property
     def total_length(self) -> int:
