@@ -381,19 +381,6 @@ def test_another_number_of_workers_gets_exactly_the_rest(kind: str, before: int,
     assert walk([again])[0] == following
 
 
-def test_checkpoints_without_seeds_of_workers_are_resumed_by_workers() -> None:
-    """G9: an older checkpoint of a loader without workers has none."""
-    _, (state,) = walk([prepared("default", 0, 1, 0)], stop=3)
-    state["in_progress"]["start"]["data"] = None
-    del state["fetches"]
-    rests: list[Any] = []
-    for workers in (0, 2):
-        loader = prepared("default", workers, 1, 0)
-        loader.load_state_dict(state)
-        rests.append(walk([loader], skip=3)[0])
-    assert rests[0] == rests[1]
-
-
 class Chunks(IterableDataset[Any]):
     """Worker 0 reads 9 samples, worker 1 one."""
 

@@ -200,7 +200,6 @@ def _seed_indices(
     part = 0 if find_shard(base) is not None else own_index
     for indices in _record_steps(epoch, steps, pending_steps):
         assert epoch.order_state is not None
-        assert epoch.order_state.worker_seed is not None
         # The seed depends on the position in the order, not on what was skipped or the number of workers.
         seed = derive(epoch.order_state.worker_seed, "data", epoch.number, part, pending_steps[-1].offset)
         yield WorkerSeedingIndices(indices, seed)

@@ -363,16 +363,16 @@ class OrderState:
     """The state from which an epoch's order was drawn: enough to reproduce it.
 
     Attributes:
-        seed: seed of the order of one of torch's samplers, or None.
         worker_seed: the base of the seeds of fetches, whether this run needs them or only one that resumes.
+        seed: seed of the order of one of torch's samplers, or None.
         rng_snapshot: the global generators when a sampler or stream of another kind began.
         generator_states: states of the generators that the loader and its samplers hold, as JSON types.
         loader: the draws of the loader's own iteration, where it drew the order; None where the sampler alone
             was iterated.
     """
 
+    worker_seed: int
     seed: int | None = None
-    worker_seed: int | None = None
     rng_snapshot: RNGSnapshot | None = None
     generator_states: list[Any] = field(default_factory=list)
     loader: LoaderDraws | None = None
@@ -393,12 +393,8 @@ class OrderState:
         """Restore the object from ``state_dict``."""
         rng_snapshot = None if state["hosts"] is None else RNGSnapshot.from_state_dict(state["hosts"])
         seed, worker_seed = from_plain(state["seed"]), from_plain(state["data"])
-        if worker_seed is None:  # of an older checkpoint, which recorded it for loaders with workers alone
-            worker_seed = derive(seed or 0, "data")
-        loader = state.get("loader")
-        return cls(
-            seed, worker_seed, rng_snapshot, state["own"], None if loader is None else LoaderDraws(*loader)
-        )
+        loader = None if state["loader"] is None else LoaderDraws(*state["loader"])
+        return cls(worker_seed, seed, rng_snapshot, state["own"], loader)
 
 
 def open_order(

@@ -59,7 +59,7 @@ class FetchLayout(NamedTuple):
     """The way in which the batches of a loader are read: the order of a stream depends on it.
 
     Attributes:
-        workers: number of worker processes; None where an older checkpoint does not say it.
+        workers: number of worker processes.
         persistent: they are kept from epoch to epoch.
         samples: samples of one fetch, of all processes.
         skipped: see ``Epoch``.
@@ -67,7 +67,7 @@ class FetchLayout(NamedTuple):
         split: how ranks share a stream of which each reads a part, else None.
     """
 
-    workers: int | None
+    workers: int
     persistent: bool
     samples: int
     skipped: list[int]
@@ -278,7 +278,7 @@ class LoaderPosition:
             begun = current.fetches or fetches
             done = current.batches - (current.skip.batches if current.skipped else 0)
             layout = fetches._replace(
-                workers=fetches.workers if begun.workers is None else begun.workers,
+                workers=begun.workers,
                 persistent=begun.persistent,
                 split=begun.split,
                 skipped=current.skipped,
@@ -310,7 +310,7 @@ class LoaderPosition:
         if not saved["complete"]:
             self.iteration = saved["epoch"]
         self._loaded_state = state
-        layout = FetchLayout(*state.get("fetches", (None, False, state["step"], [], saved["batches"])))
+        layout = FetchLayout(*state["fetches"])
         self.record = Epoch(
             saved["epoch"],
             samples=saved["samples"],

@@ -209,7 +209,7 @@ def _with_saved_workers(
     another order with workers. So no other number of them could give exactly the samples that are left.
     """
     workers, persistent = fetches.workers, fetches.persistent
-    if workers is None or (workers, persistent) == (base.num_workers, base.persistent_workers):
+    if (workers, persistent) == (base.num_workers, base.persistent_workers):
         return base, index_loader
     if workers != base.num_workers and collective.rank() == 0:
         kind = "stream" if isinstance(base.dataset, IterableDataset) else type(base).__name__
