@@ -5,11 +5,11 @@ from accelerate.data.active_loaders import DataLoaderStateMixin as DataLoaderSta
 from accelerate.data.batch_sampler_shard import BatchSamplerShard as BatchSamplerShard
 from accelerate.data.batch_sampler_shard import SkipBatchSampler as SkipBatchSampler
 from accelerate.data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
+from accelerate.data.epoch_order import get_sampler as get_sampler
 from accelerate.data.iterable_dataset import IterableDatasetShard as IterableDatasetShard
 from accelerate.data.loader import DataLoaderAdapter as DataLoaderAdapter
 from accelerate.data.loader import DataLoaderShard as DataLoaderShard
 from accelerate.data.loader import SkipDataLoader as SkipDataLoader
-from accelerate.data.loader import get_sampler as get_sampler
 from accelerate.data.loader import skip_first_batches as skip_first_batches
 from accelerate.data.prepare import BatchSampler as BatchSampler
 from accelerate.data.prepare import DataLoader as DataLoader

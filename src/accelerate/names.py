@@ -34,7 +34,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "save_custom_state"
     ),
     "accelerate.data_loader": exports(
-        "data.loader: DataLoaderAdapter DataLoaderShard SkipDataLoader get_sampler skip_first_batches"
+        "data.loader: DataLoaderAdapter DataLoaderShard SkipDataLoader skip_first_batches"
     )
     | {"_PYTORCH_DATALOADER_KWARGS": LazyCall("data.prepare:default_loader_options")}
     | exports("data.active_loaders: DataLoaderStateMixin")
@@ -42,6 +42,7 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | exports("data.dispatch: DataLoaderDispatcher")
     | exports("data.batch_sampler_shard: BatchSamplerShard SkipBatchSampler")
     | exports("data.sample_order: SeedableRandomSampler")
+    | exports("data.epoch_order: get_sampler")
     | exports("data.iterable_dataset: IterableDatasetShard"),
     "accelerate.hooks": exports(
         "offload.hooks: LayerwiseCastingHook ModelHook SequentialHook _accelerate_added_attributes "

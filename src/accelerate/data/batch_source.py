@@ -6,6 +6,7 @@ batch is fetched before it is requested.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -49,7 +50,22 @@ from accelerate.world import collective
 from accelerate.world.local_tensor_trees import ignorant_find_batch_size
 from accelerate.world.rng import derive, seed_host
 
+_logger = logging.getLogger(__name__)
+
 StepsOpener = Callable[[Any, list[Any], Epoch], Iterator[StepSampleIndices]]
+
+
+def copy_in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return a copy of a loader with ``in_order=False`` that gives its batches in order, and say so.
+
+    Fillers, the last batch and the position of a checkpoint are matched with the batches by their order.
+    """
+    if collective.rank() == 0:
+        _logger.warning(
+            "DataLoader(in_order=False): prepared, it gives its batches in order all the same, or fillers "
+            "would count as samples and a resumed run would leave out others"
+        )
+    return copy_loader(loader, in_order=True)
 
 
 def with_index_sampler(loader: DataLoader[Any]) -> tuple[DataLoader[Any], PresetIndexSampler]:

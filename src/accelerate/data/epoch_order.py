@@ -166,6 +166,12 @@ def sampler_chain(sampler: Any) -> list[Any]:
         seen.append(below)
 
 
+def get_sampler(dataloader: Any) -> Any:
+    """Return the sampler of single indices at the bottom of a loader, or None."""
+    sampler = getattr(dataloader, "batch_sampler", None)
+    return sampler_chain(sampler)[-1] if sampler is not None else getattr(dataloader, "sampler", None)
+
+
 def outer_sampler(loader: DataLoader[Any]) -> Any:
     """Return the sampler that gives a loader its batches of indices, or single indices."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler

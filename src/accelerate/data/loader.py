@@ -20,6 +20,7 @@ from accelerate.data.active_loaders import DataLoaderStateMixin
 from accelerate.data.batch_sampler_shard import SkipBatchSampler, SkippedBatches, copy_loader, slicer_for
 from accelerate.data.batch_source import (
     PresetIndexSampler,
+    copy_in_order,
     describe_batch,
     fetch_batches,
     single_item,
@@ -30,6 +31,7 @@ from accelerate.data.epoch_order import (
     DataShard,
     fetches_by_index,
     find_new_epoch,
+    get_sampler,
     inner_sampler,
     loader_generators,
     outer_sampler,
@@ -45,7 +47,6 @@ from accelerate.data.iterable_dataset import (
 )
 from accelerate.data.position import Epoch, EpochSkip, FetchLayout, LoaderPosition
 from accelerate.data.stream_source import stream_batches, with_saved_split
-from accelerate.world import collective
 from accelerate.world.local_tensor_trees import ignorant_find_batch_size
 from accelerate.world.rng import synchronize_rng_states
 
@@ -156,13 +157,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     ) -> None:
         base, self.device, self.skip_batches = self.base_dataloader, device, skip
         if base.num_workers and not getattr(base, "in_order", True):
-            # Fillers, the last batch and the position are matched with the batches by their order.
-            self.base_dataloader = copy_loader(base, in_order=True)
-            if collective.rank() == 0:
-                _logger.warning(
-                    "DataLoader(in_order=False): prepared, it gives its batches in order all the same, or "
-                    "fillers would count as samples and a resumed run would leave out others"
-                )
+            self.base_dataloader = copy_in_order(base)
         self.position: LoaderPosition = LoaderPosition(iteration)
         # For a twin of ``skip_first_batches``: what every epoch skips, and the loader without the skip.
         self._skip: EpochSkip = EpochSkip()
@@ -461,12 +456,6 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             self.base_dataloader.__dict__["sampler"] = sampler
         else:
             holder.sampler = sampler
-
-
-def get_sampler(dataloader: Any) -> Any:
-    """Return the sampler of single indices at the bottom of a loader, or None."""
-    sampler = getattr(dataloader, "batch_sampler", None)
-    return sampler_chain(sampler)[-1] if sampler is not None else getattr(dataloader, "sampler", None)
 
 
 class SkipDataLoader(DataLoaderShard):

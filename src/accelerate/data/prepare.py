@@ -22,6 +22,7 @@ from accelerate.data.batch_sampler_shard import (
     copy_loader,
 )
 from accelerate.data.dispatch import DataLoaderDispatcher
+from accelerate.data.epoch_order import get_sampler
 from accelerate.data.iterable_dataset import (
     CountingCollate,
     IterableDatasetShard,
@@ -29,7 +30,7 @@ from accelerate.data.iterable_dataset import (
     can_split,
     supports_marks,
 )
-from accelerate.data.loader import DataLoaderShard, get_sampler, make_stateful
+from accelerate.data.loader import DataLoaderShard, make_stateful
 from accelerate.data.rank_batches import SingleIndexSampler
 from accelerate.data.sample_order import SeedableRandomSampler
 from accelerate.world import collective

@@ -19,8 +19,8 @@ from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.core.units import show_bytes
 from accelerate.data.batch_source import find_shard
 from accelerate.data.dispatch import DataLoaderDispatcher
+from accelerate.data.epoch_order import get_sampler
 from accelerate.data.iterable_dataset import IterableDatasetShard
-from accelerate.data.loader import get_sampler
 from accelerate.data.sample_order import SeedableRandomSampler
 from accelerate.device import DeviceProbeHost
 from accelerate.facade.preparer import PreparedObjects
