@@ -296,10 +296,17 @@ def test_an_agent_that_ignores_everything_is_killed(tmp_path: Path, monkeypatch:
     (tmp_path / "agent.py").write_text(DEAF)
     monkeypatch.setattr(attempts, "AGENT_FILE", str(tmp_path / "agent.py"))
     with GuardProcess(0.5) as guard:
-        agent = attempts.ElasticAgentProcess({}, guard, 0.5)
+        agent = attempts.ElasticAgentProcess({}, guard)
         select.select([agent.output], [], [], 30)
         assert [message["event"] for message in agent.read_messages()] == ["start"]
         assert agent.finish() == -signal.SIGKILL
+
+
+def test_a_launcher_without_its_guard_ends_as_it_would() -> None:
+    with GuardProcess(0.5) as guard:
+        guard.process.kill()
+        guard.process.wait()
+        guard.write_line("+1")
 
 
 # ---------------------------------------------------------------- clocks
@@ -355,6 +362,9 @@ def test_a_machine_that_is_taken_back_stops_the_job_in_good_order(tmp_path: Path
     jobs = machines(script, "--nproc_per_node", "1", "--max_restarts", "3")
     for rank, job in enumerate(jobs):
         job.wait_for(f"ready {rank}", timeout=40)
+    (agent,) = (each for each in jobs[1].members() if attempts.AGENT_FILE in each.cmdline())
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # a scheduler may signal each process of a job
+        agent.send_signal(number)
     jobs[1].signal(signal.SIGTERM)
     results = ends(jobs)
     assert [result.returncode for result in results] == [75, 75], results[0].output + results[1].output

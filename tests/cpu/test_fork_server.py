@@ -33,6 +33,7 @@ def describe() -> dict[str, Any]:
         "numpy": float(numpy.random.rand()),
         "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
         "children": signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL,
+        "blocked": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
         "open": sorted(os.readlink(f"/proc/self/fd/{name}").split(":")[0] for name in ("0", "1", "2")),
         "sockets": sum("socket" in _target(name) for name in os.listdir("/proc/self/fd")),
     }
@@ -49,6 +50,8 @@ def test_ranks_of_all_launches_are_forks_of_one_server_and_as_fresh_processes_ar
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     first = debug_launcher(describe)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGXCPU):  # as schedulers signal each process
+        os.kill(first[0]["parent"], number)
     # No reasons for another server; pytest changes the second one for each test.
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setenv("PYTEST_CURRENT_TEST", "another")
@@ -58,6 +61,7 @@ def test_ranks_of_all_launches_are_forks_of_one_server_and_as_fresh_processes_ar
     (server,) = {rank["parent"] for rank in ranks}
     assert psutil.Process(server).ppid() == os.getpid() != server
     assert all(rank["session"] and rank["interrupt"] and rank["children"] for rank in ranks)
+    assert not any(rank["blocked"] for rank in ranks)
     assert {rank["folder"] for rank in second} == {str(tmp_path)}
     for kind in ("random", "numpy"):
         assert len({rank[kind] for rank in ranks}) == 4  # no two have the same random numbers

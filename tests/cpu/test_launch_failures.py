@@ -419,7 +419,7 @@ def test_the_guard_stays_when_everybody_is_asked_to_end() -> None:
     """F8: a scheduler may signal each process of a job, and kill the launcher a moment later."""
     job = running(WAITS)
     (guard,) = (p for p in job.members() if any(word.endswith("orphan_guard.py") for word in p.cmdline()))
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         guard.send_signal(number)
     job.signal(signal.SIGKILL)
     assert job.wait().returncode == -signal.SIGKILL

@@ -5,7 +5,7 @@ a process that was started as the leader of its own session, ``-PID`` one that h
 launcher's farewell; an end of the pipe without it means that the launcher is dead: every process is asked to
 stop, and after SECONDS killed with all it started.
 
-The launcher starts it with the signals blocked that would end it. It imports what Python has loaded already:
+The launcher starts it with all signals blocked. It imports what Python has loaded already:
 it starts with every job, and before its processes.
 """
 

@@ -224,8 +224,9 @@ class GuardProcess(AbstractContextManager["GuardProcess"]):
     def __init__(self, seconds: float | None) -> None:
         seconds = STOP_SECONDS if seconds is None else seconds
         path = str(Path(__file__).with_name("orphan_guard.py"))
-        # It inherits what is blocked. Signals to this process that come meanwhile are delivered afterwards.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        # It inherits what is blocked: schedulers signal every process of a job, and it outlives this one.
+        # Signals to this process that come meanwhile are delivered afterwards.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-S", path, str(seconds)],
@@ -240,14 +241,15 @@ class GuardProcess(AbstractContextManager["GuardProcess"]):
 
     def write_line(self, line: str) -> None:
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # somebody killed it; the kernel's own arrangement stands
+        with suppress(BrokenPipeError):  # somebody killed it: the job goes on unguarded
             self.process.stdin.write(f"{line}\n".encode())
             self.process.stdin.flush()
 
     def __exit__(self, *error: object) -> None:
         self.write_line("done")
         assert self.process.stdin is not None
-        self.process.stdin.close()
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
         self.process.wait()
 
 

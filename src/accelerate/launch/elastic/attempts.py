@@ -30,7 +30,6 @@ from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
 from accelerate.launch.rank_reports import JobOutcome, ProcessExit
 from accelerate.launch.supervisor import (
-    STOP_SECONDS,
     STOP_SIGNALS,
     GuardProcess,
     SignalAndChildExitWaiter,
@@ -201,14 +200,13 @@ class ElasticAgentProcess:
     Args:
         job: what it has to know, as JSON has it.
         guard: ends it when this process dies.
-        stop_timeout: seconds between asking it to stop and killing it; None for ``STOP_SECONDS``.
 
     Attributes:
         heard: when it last said that it reached the others, in s of the monotonic clock.
     """
 
-    def __init__(self, job: Message, guard: GuardProcess, stop_timeout: float | None) -> None:
-        self.guard, self.stop_timeout = guard, STOP_SECONDS if stop_timeout is None else stop_timeout
+    def __init__(self, job: Message, guard: GuardProcess) -> None:
+        self.guard = guard
         self.process = subprocess.Popen(
             [sys.executable, AGENT_FILE],
             # The library shares one store between attempts; what the last one left in it breaks the next.
@@ -263,13 +261,11 @@ class ElasticAgentProcess:
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.close()
-        for seconds, end in ((timeout, self.process.terminate), (self.stop_timeout, self.process.kill)):
-            try:
-                self.process.wait(seconds)
-                break
-            except subprocess.TimeoutExpired:
-                end()
-        code = self.process.wait()
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()  # it may hang in a call to a machine that is gone, and has no last words then
+            code = self.process.wait()
         assert self.process.stdout is not None
         self.process.stdout.close()
         self.guard.write_line(f"-{self.process.pid}")

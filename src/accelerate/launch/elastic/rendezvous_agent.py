@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import socket
 import sys
 import time
@@ -335,6 +336,8 @@ def _print_line(line: str) -> None:
 
 def main() -> None:
     """Runs until the job is over. It leaves at once then: threads of a library may hang."""
+    # Schedulers signal every process of a job. This one stays as long as its launcher has something to say.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     launcher = AgentLauncherPipe()
     (job,) = launcher.read_messages(60.0)
     from torch.distributed import DistError

@@ -211,7 +211,7 @@ def _run_multi_machine(request: LaunchRequest, plan: ElasticLaunchPlan, attempts
     }
     MultiMachineAttemptRunner(
         attempts,
-        ElasticAgentProcess(job, attempts.guard, request.settings.stop_timeout),
+        ElasticAgentProcess(job, attempts.guard),
         lambda world: [
             {**plan.variables, **variables}
             for variables in _ranks_variables(request, world, allocation.processes, options.rdzv_id)

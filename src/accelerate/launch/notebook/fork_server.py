@@ -33,6 +33,8 @@ MESSAGE_BYTES = 4096
 
 def main(descriptor: int) -> None:
     """Serve until the client ends; in a rank, return when it has called its function."""
+    # Schedulers signal every process of a job, and with this one its ranks would be lost.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGCHLD})
     connection = socket.socket(fileno=descriptor)
     sys.path[:] = json.loads(connection.recv(1 << 20))
     _import_all(FIRST)
@@ -40,6 +42,7 @@ def main(descriptor: int) -> None:
         return  # no fork of this process could use one: the client starts fresh processes
     request_file, streams = _serve(connection)
     connection.close()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     _become_rank(request_file, streams)
 
 

@@ -119,7 +119,7 @@ class ForkServer:
     def close(self) -> None:
         """End the server."""
         self.connection.close()
-        self._process.terminate()
+        self._process.kill()
         self._process.wait()
 
 
