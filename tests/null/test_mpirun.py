@@ -71,12 +71,15 @@ def test_a_file_of_machines_asks_for_mpirun(folder: Path) -> None:
     assert plan.variables["RANK"] is None, "what describes this process describes no rank"
 
 
-def test_mpich_is_told_the_values(folder: Path) -> None:
+def test_values_stand_on_no_command_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each user of the machine reads it, and a dry run prints it. MPICH hands all variables on."""
+    monkeypatch.setenv("HF_TOKEN", "hf_of_mine")
     program(folder, "HYDRA build details:")
     plan = planned(main_process_ip="ib1", main_process_port="2345", num_processes="2")
     text = " ".join(plan.commands[0].program)
-    assert "-f hosts -np 2 -ppn 1" in text
-    assert "-genv MASTER_ADDR ib1 -genv MASTER_PORT 2345" in text
+    assert "-genvall -f hosts -np 2 -ppn 1" in text
+    assert "hf_of_mine" not in text
+    assert "ib1" not in text
     assert "--allow-run-as-root" not in text
 
 

@@ -75,14 +75,15 @@ class MpiFamily:
         fixed_flags: flags that are always given: here ranks are no MPI programs, and several threads each.
         root_flags: what an administrator has to add.
         per_machine_flags: flags for this many processes on each machine.
-        variable_flags: flags that hand on a variable; ``{name}`` and ``{value}`` are filled in.
+        variable_flag: hands on the variable whose name follows; "" where all are handed on. No flag has a
+            value: mpirun reads it from its own environment, so that it stands in no list of processes.
     """
 
     name: str
     version_pattern: str
     hostfile_flag: str
     per_machine_flags: tuple[str, ...]
-    variable_flags: tuple[str, ...]
+    variable_flag: str = ""
     fixed_flags: tuple[str, ...] = ()
     root_flags: tuple[str, ...] = ()
 
@@ -95,8 +96,7 @@ FAMILIES = (
         r"open[ -]?mpi|openrte|prrte",
         hostfile_flag="--hostfile",
         per_machine_flags=("--map-by", "ppr:{each}:node"),
-        # The value is read from mpirun's own environment, so that it stands in no list of processes.
-        variable_flags=("-x", "{name}"),
+        variable_flag="-x",
         # By default it binds each process to one core, whatever its number of threads.
         fixed_flags=("--bind-to", "none"),
         root_flags=("--allow-run-as-root",),
@@ -106,7 +106,8 @@ FAMILIES = (
         r"mpich|intel\(r\) mpi|build details",
         hostfile_flag="-f",
         per_machine_flags=("-ppn", "{each}"),
-        variable_flags=("-genv", "{name}", "{value}"),
+        # All variables: a list of names (-genvlist) would keep PATH and LD_LIBRARY_PATH from other machines.
+        fixed_flags=("-genvall",),
     ),
 )
 
@@ -329,8 +330,8 @@ def mpirun_command(
         command += [flag.format(each=size // len(hosts)) for flag in family.per_machine_flags]
     forwarded = {k: v for k, v in environ.snapshot().items() if FORWARDED_VARIABLES.fullmatch(k)}
     for name, value in sorted({**forwarded, **variables}.items()):
-        if value is not None:
-            command += [flag.format(name=name, value=value) for flag in family.variable_flags]
+        if value is not None and family.variable_flag:
+            command += [family.variable_flag, name]
     return (*command, *script_command(request))
 
 
