@@ -64,6 +64,28 @@ def test_a_user_may_launch_the_script(ranks: RankServer, tmp_path: Path) -> None
     assert list(table(output)) == NAMES
 
 
+MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
+
+
+def run_all_checks() -> dict[str, tuple[str, str]]:
+    accelerator = Accelerator()
+    outcomes = {name: run_check(check, accelerator) for name, check in CHECKS}
+    return {name: (each.result, each.text) for name, each in outcomes.items() if each.result != "ok"}
+
+
+@pytest.mark.parametrize(
+    "env",
+    [{"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}]
+    + [{MESH: "true", f"PARALLELISM_CONFIG_{kind}_SIZE": "2"} for kind in ("TP", "PP", "CP", "SP")],
+    ids=["fsdp2", "tp", "pp", "cp", "sp"],
+)
+def test_ranks_may_share_a_model_or_read_the_same_samples(ranks: RankServer, env: dict[str, str]) -> None:
+    """Samples are counted by data shards. Rank 0 cannot dispatch where several ranks read the same ones."""
+    for others in ranks(2, run_all_checks, env=env):
+        assert others == {} if MESH not in env else list(others) == ["data, dispatched"], others
+        assert all(result == "skipped" for result, _ in others.values())
+
+
 def test_flags_that_name_another_script_are_refused() -> None:
     for flag in ("--module", "--no_python"):
         result = accelerate("test", flag)
