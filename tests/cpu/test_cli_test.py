@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
-from accelerate.check import checks
+from accelerate.check import checks, run
 from accelerate.check.checks import CHECKS, CheckOutcome, run_check
 from accelerate.cli.test import SUCCESS
 from accelerate.world import collective
@@ -237,6 +240,58 @@ def test_a_rank_that_fails_does_not_leave_the_others_waiting(
     assert f"rank {rank}: KeyError: 'broken on purpose'" in rows["early"][1]
     assert {rows[name][0] for name in NAMES[1:]} == {"skipped"}
     assert f"early, rank {rank}:\nTraceback" in text
+
+
+class SharedStore:
+    """A store that ranks of one process share, with the keys that this rank has asked for."""
+
+    is_lost = False
+
+    def __init__(self, texts: dict[str, str]) -> None:
+        self.texts, self.asked = texts, set[str]()
+
+    def put(self, key: str, text: str) -> None:
+        self.texts[key] = text
+
+    def has(self, *keys: str) -> bool:
+        self.asked |= {*keys}
+        return all(key in self.texts for key in keys)
+
+    def get(self, key: str) -> str | None:
+        return self.texts.get(key)
+
+    def read(self, keys: list[str]) -> dict[str, str]:
+        self.asked |= {*keys}
+        return {key: self.texts[key] for key in keys if key in self.texts}
+
+    def wait(self, keys: list[str], seconds: float, check: Any) -> bool:
+        while not self.has(*keys):
+            time.sleep(0.001)
+            check()
+        return True
+
+
+@pytest.mark.parametrize("absent", [None, 0, 5])
+def test_rank_0_reads_all_outcomes_and_tells_the_others(
+    absent: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ranks ask of the store does not grow with the world; without rank 0 they read all once."""
+    if absent == 0:
+        monkeypatch.setattr(run, "_SUMMARY_SECONDS", 0.1)
+    own = {rank: CheckOutcome("failed" if rank == 3 else "ok", f"of rank {rank}") for rank in range(8)}
+    texts: dict[str, str] = {}
+    states: dict[int, Any] = {}
+    for rank in own.keys() - {absent}:
+        place = SimpleNamespace(process_index=rank, num_processes=1, is_main_process=rank == 0)
+        states[rank] = run.TestCommandState(place, grace=0.2)  # type: ignore[arg-type]
+        states[rank].size, states[rank].store = 8, SharedStore(texts)
+    with ThreadPoolExecutor(8) as pool:
+        calls = {r: pool.submit(states[r].exchange_outcomes, "some", own[r]) for r in states}
+    for rank, call in calls.items():
+        assert call.result().keys() == states.keys()
+        assert {r: each for r, each in call.result().items() if each.result == "failed"} == {3: own[3]}
+        if rank and absent != 0:
+            assert states[rank].store.asked <= {"check/some/summary", "check/some/failed"}
 
 
 # Breaks the checks in the processes that the command launches.

@@ -1,16 +1,18 @@
 """Runs the checks on all ranks, one after the other, and prints a line for each.
 
 The outcomes of all ranks go through the key-value store of the process group, not through the collectives
-that are checked: a rank that fails reports it even where the others wait for it in a collective. Ranks that
-do not come back are given up after ``grace`` seconds.
+that are checked: a rank that fails reports it even where the others wait for it in a collective. Rank 0 reads
+all and tells the others in one text. Ranks that do not come back are given up after ``grace`` seconds.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from accelerate.world.process_group import StoreClient
 
 GRACE_SECONDS = 20.0  # seconds that ranks have to come back after another rank failed
 CHECK_SECONDS = 300.0  # seconds that a check may take on one rank longer than on another
+_SUMMARY_SECONDS = 2.0  # seconds that the others wait longer than rank 0, which tells them who is missing
 _FINISH_SECONDS = 5.0  # seconds that rank 0, which may hold the store, stays for the others to read it
 _NAME, _RESULT = 16, 8  # widths of the columns
 
@@ -66,28 +69,45 @@ class TestCommandState:
         self.store: StoreClient | None = None
         if self.size > 1:
             # The checks may break every group; the store below them stays.
-            self.store = StoreClient(dist.distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
+            store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+            self.store = StoreClient(store, self.size)
 
     def exchange_outcomes(self, name: str, own: CheckOutcome) -> dict[int, CheckOutcome]:
         """Return the outcomes of all ranks; ranks that do not come back are missing."""
         if self.store is None:
             return {self.rank: own}
-        keys = [f"check/{name}/{rank}" for rank in range(self.size)]
+        keys, summary = [f"check/{name}/{rank}" for rank in range(self.size)], f"check/{name}/summary"
         self.store.put(keys[self.rank], own.to_json())
-        began, failed, pause = time.monotonic(), 0.0, 0.001
-        while True:
-            entries = self.store.read(keys)
-            outcomes = {
-                rank: CheckOutcome.from_json(entries[key]) for rank, key in enumerate(keys) if key in entries
-            }
-            now = time.monotonic()
-            if not failed and any(outcome.result == "failed" for outcome in outcomes.values()):
-                failed = now
-            late = now > began + CHECK_SECONDS or bool(failed and now > failed + self.grace)
-            if len(outcomes) == self.size or late or self.store.is_lost:
-                return {self.rank: own, **outcomes}
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
+        if own.result == "failed":
+            self.store.put(f"check/{name}/failed", "")
+        self._wait(self.store, name, [summary] if self.rank else keys)
+        text = self.store.get(summary) if self.rank else None
+        if text is None:  # also where rank 0 does not come back
+            texts = self.store.read(keys)
+            outcomes = {r: CheckOutcome.from_json(texts[key]) for r, key in enumerate(keys) if key in texts}
+            outcomes = {self.rank: own, **outcomes}
+            if self.rank == 0:
+                failures = {r: each.to_json() for r, each in outcomes.items() if each.result == "failed"}
+                missing = [rank for rank in range(self.size) if rank not in outcomes]
+                self.store.put(summary, json.dumps([failures, missing]))
+            return outcomes
+        failures, missing = json.loads(text)
+        failures = {int(rank): CheckOutcome.from_json(each) for rank, each in failures.items()}
+        ok = CheckOutcome("ok", "")  # rank 0 prints
+        return {rank: failures.get(rank, ok) for rank in range(self.size) if rank not in missing}
+
+    def _wait(self, store: StoreClient, name: str, keys: Sequence[str]) -> None:
+        """Wait until all keys are set, or some ranks of a check have to be given up."""
+        slack, failed = (_SUMMARY_SECONDS if self.rank else 0.0), 0.0  # rank 0 gives up first, and says so
+
+        def watch() -> None:
+            nonlocal failed
+            failed = failed or (time.monotonic() if store.has(f"check/{name}/failed") else 0.0)
+            if failed and time.monotonic() > failed + self.grace + slack:
+                raise TimeoutError
+
+        with suppress(TimeoutError):
+            store.wait(keys, CHECK_SECONDS + slack, watch)
 
     def print_check(self, name: str, outcomes: Mapping[int, CheckOutcome]) -> None:
         """Print the line of one check."""
