@@ -235,6 +235,9 @@ def test_env_tells_what_a_report_needs(cli: Run, tmp_path: Path, monkeypatch: py
     assert told["configuration file"] == "accelerate.yaml"
     (tmp_path / "accelerate.yaml").write_text("services: {}")
     assert "accelerate.yaml of this folder is not used: it is no valid configuration" in cli("env").out
+    (tmp_path / "job.yaml").write_text("num_processes: 2")
+    monkeypatch.setenv("ACCELERATE_CONFIG_FILE", "job.yaml")
+    assert "- `configuration file`: job.yaml\n" in cli("env").out
     assert "ACCELERATE_TESTS=1" in told["ACCELERATE_* variables"]
     assert {"platform", "Python", "numpy version", "system RAM", "accelerate bash location"} <= told.keys()
 

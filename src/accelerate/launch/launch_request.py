@@ -412,9 +412,8 @@ def read_request(
         SettingError: a value is wrong; the error names its place.
         UnknownNameError: a key of the configuration file is unknown at any depth.
     """
-    named = flags.get("config_file") or environ.get("ACCELERATE_CONFIG_FILE")
     # `--cpu` is how one says "never mind how this machine is set up": it leaves the default file alone.
-    file, note = find_config(named, script_settings, use_default=not flags.get("use_cpu"))
+    file, note = find_config(flags.get("config_file"), script_settings, use_default=not flags.get("use_cpu"))
     request = build_request(file, flags, program, script_settings)
     return replace(request, notes=(note, *request.notes)) if note else request
 
@@ -422,13 +421,13 @@ def read_request(
 def find_config(
     named: str | None, script_settings: Sequence[type[Any]], *, use_default: bool = True
 ) -> tuple[ConfigFile | None, str]:
-    """Find the configuration file: the one named, else ``accelerate.yaml`` here, else the default one.
+    """Find the configuration file: the named one, else ``accelerate.yaml`` here, else the default one.
 
     Other tools have files ``accelerate.yaml`` too: one in the working folder that is no valid configuration
     is passed over.
 
     Args:
-        named: what the user named.
+        named: what the user typed; None for the one that ``ACCELERATE_CONFIG_FILE`` names, if any.
         script_settings: as for ``read_request``.
         use_default: whether the file in the cache folder may be used.
 
@@ -438,6 +437,7 @@ def find_config(
     Raises:
         SettingError: the named file is missing, or the file cannot be read.
     """
+    named = named or environ.get("ACCELERATE_CONFIG_FILE")
     if named is not None:
         return config_files.read_config(Path(named).expanduser()), ""
     working_file, note = Path(config_files.WORKING_NAME), ""
