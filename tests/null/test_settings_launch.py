@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -418,6 +419,20 @@ def test_output_without_lines_costs_no_more_than_with(tmp_path: Path, capfd: Any
     out = capfd.readouterr().out
     assert [line[:8] for line in out.split("\n")] == ["<3>one", "<3>two\r<", "<3>last", ""]
     assert out.count("<3>") == 4
+
+
+def test_pipes_that_leftovers_hold_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    logs, now = RankLogSettings("3", None), [100.0]
+
+    class HeldPipe:
+        def join(self, timeout: float) -> None:
+            now[0] += timeout
+
+    monkeypatch.setattr("accelerate.launch.logs.time", SimpleNamespace(monotonic=lambda: now[0]))
+    logs.reader_threads += [HeldPipe()] * 16  # type: ignore[list-item]
+    logs.finish()
+    logs.finish()  # after the next attempt of the job
+    assert now == [101.0]
 
 
 def test_every_file_of_the_launcher_is_a_kind_or_is_known_not_to_be() -> None:

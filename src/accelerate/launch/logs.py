@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cached_property
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import subprocess
 
 STDOUT, STDERR = 1, 2
+FINISH_SECONDS = 1.0  # seconds for the last lines of all ranks
 _READ_BYTES = 1 << 16
 _PIECE_BYTES = 1 << 20  # a line without an end is passed on in pieces of this size: it may never end
 _STREAMS = {"0": 0, "1": STDOUT, "2": STDERR, "3": STDOUT | STDERR}
@@ -104,9 +106,11 @@ class RankLogSettings:
             return None
 
     def finish(self) -> None:
-        """Waits for the last lines; a process that a rank left behind may hold a pipe open for ever."""
+        """Waits for the last lines; processes that ranks left behind may hold pipes open for ever."""
+        deadline = time.monotonic() + FINISH_SECONDS
         for pump in self.reader_threads:
-            pump.join(timeout=1.0)
+            pump.join(max(0.0, deadline - time.monotonic()))
+        self.reader_threads.clear()
 
 
 def parse_tee(tee: str) -> tuple[int, dict[int, int]]:
