@@ -14,6 +14,7 @@ from accelerate import device as devices
 from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
 from accelerate.device import DeviceProbeHost
+from accelerate.launch import rank_reports
 from accelerate.launch.base import LaunchKind
 from accelerate.launch.device_selection import allocate_devices, count_cores
 from accelerate.launch.kinds import KINDS
@@ -433,6 +434,11 @@ def test_pipes_that_leftovers_hold_are_waited_for_together(monkeypatch: pytest.M
     logs.finish()
     logs.finish()  # after the next attempt of the job
     assert now == [101.0]
+
+
+def test_without_room_for_the_compiled_script_each_rank_compiles_it(asks: Any, tmp_path: Path) -> None:
+    rank_reports.write_compiled_script(asks(), tmp_path / "no folder")
+    assert not (tmp_path / "no folder").exists()
 
 
 def test_every_file_of_the_launcher_is_a_kind_or_is_known_not_to_be() -> None:

@@ -177,7 +177,7 @@ def write_compiled_script(request: LaunchRequest, folder: Path) -> None:
     try:
         code_path.write_bytes(marshal.dumps(code))
     except OSError:  # the disk is full, and half of the code is none
-        code_path.unlink()
+        code_path.unlink(missing_ok=True)
 
 
 @contextmanager
