@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from accelerate.launch.device_selection import allocate_devices, count_cores
 from accelerate.launch.kinds import KINDS
 from accelerate.launch.kinds.local import shared_variables, torchrun_variables
 from accelerate.launch.launch_request import LaunchRequest, all_settings, read_request
-from accelerate.launch.launcher import check_request, choose_kind
+from accelerate.launch.launcher import check_request, choose_kind, launch
 from accelerate.launch.logs import RankLogSettings
 
 
@@ -439,6 +440,36 @@ def test_pipes_that_leftovers_hold_are_waited_for_together(monkeypatch: pytest.M
 def test_without_room_for_the_compiled_script_each_rank_compiles_it(asks: Any, tmp_path: Path) -> None:
     rank_reports.write_compiled_script(asks(), tmp_path / "no folder")
     assert not (tmp_path / "no folder").exists()
+
+
+# The signals of Windows, and what such a machine imports.
+ON_WINDOWS = """
+import signal
+for name in ("SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGKILL", "SIGBUS", "SIGCHLD"):
+    delattr(signal, name)
+    del signal.Signals._member_map_[name]
+from accelerate.launch import supervisor
+from accelerate.launch.notebook import launchers
+print(*(number.name for number in supervisor.STOP_SIGNALS), supervisor.FORWARDED_SIGNALS)
+"""
+
+
+def test_windows_runs_one_process_as_a_child_and_refuses_several(
+    asks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not run on Windows: with a fake of what differs there."""
+    done = subprocess.run([sys.executable, "-c", ON_WINDOWS], capture_output=True, text=True)
+    assert done.stdout == "SIGINT SIGTERM ()\n", done.stderr
+    calls: list[Any] = []
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr("subprocess.call", lambda program, env: calls.append(program) or 7)
+    monkeypatch.setattr("os.execvpe", lambda *given: None)  # as there: it returns
+    with pytest.raises(SystemExit) as end:
+        launch(asks(program=("train.py", "a b"), use_cpu=True), replace=True)
+    assert end.value.code == 7
+    assert calls == [(sys.executable, "train.py", "a b")]
+    with pytest.raises(LaunchError, match="on Windows"):
+        launch(asks(use_cpu=True, num_processes="2"))
 
 
 def test_every_file_of_the_launcher_is_a_kind_or_is_known_not_to_be() -> None:

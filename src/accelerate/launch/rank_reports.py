@@ -29,12 +29,12 @@ DETECTION_DELAY = 100_000_000  # ns
 RANK_SCRIPT = str(Path(__file__).with_name("rank_entry_point.py"))
 RUNNER = str(Path(__file__).with_name("accelerate_rank.py"))
 
-_HINTS: dict[int, str] = {
-    signal.SIGKILL: "nothing in the job sends it; the system does when memory runs out",
-    signal.SIGSEGV: "native code crashed",
-    signal.SIGBUS: "native code crashed, often because /dev/shm is full",
-    signal.SIGILL: "native code uses instructions that this processor does not have",
-    signal.SIGABRT: "native code gave up",
+_HINTS = {
+    "SIGKILL": "nothing in the job sends it; the system does when memory runs out",
+    "SIGSEGV": "native code crashed",
+    "SIGBUS": "native code crashed, often because /dev/shm is full",
+    "SIGILL": "native code uses instructions that this processor does not have",
+    "SIGABRT": "native code gave up",
 }
 
 
@@ -334,7 +334,7 @@ def _early_end_hint(ranks: list[int]) -> str:
 
 def _failure_hint(first: RankFailure) -> str:
     if first.code < 0:
-        return _HINTS.get(-first.code, "")
+        return _HINTS.get(_signal_name(-first.code), "")
     if not first.has_report:
         return "it left no traceback: it called os._exit, or printed its error itself"
     if first.failed_rank == first.rank:

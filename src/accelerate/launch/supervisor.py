@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any, ClassVar
 
 from accelerate.core import environ
+from accelerate.core.errors import LaunchError
 from accelerate.launch.base import explain_start_error
 from accelerate.launch.logs import RankLogSettings
 from accelerate.launch.rank_reports import (
@@ -41,8 +42,11 @@ STOP_SECONDS = 3.0  # that ranks have before they are killed, when the job fails
 SIGNAL_STOP_SECONDS = 30.0  # when a signal or Ctrl-C ends it: ranks may save; torchrun waits so long
 REPEAT_SECONDS = 2.0  # seconds in which another signal is the same one, sent by several ways
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+# By name: Windows, where nothing is started here, has the first two alone.
+STOP_SIGNALS, FORWARDED_SIGNALS = (
+    tuple(signal.Signals[name] for name in names if hasattr(signal, name))
+    for names in (("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"), ("SIGUSR1", "SIGUSR2", "SIGXCPU"))
+)
 
 
 class WorkerSupervisor:
@@ -93,7 +97,7 @@ class WorkerSupervisor:
         """Starts all, and returns when none is left.
 
         Raises:
-            LaunchError: a program cannot be started.
+            LaunchError: a program cannot be started, or none on Windows.
         """
         with GuardProcess(self.stop_timeout) as guard, SignalAndChildExitWaiter() as signals:
             return self.run_with(guard, signals)
@@ -219,9 +223,19 @@ def _send_signal(
 
 
 class GuardProcess(AbstractContextManager["GuardProcess"]):
-    """The process that ends the ranks when this one dies, after so many seconds to end by themselves."""
+    """The process that ends the ranks when this one dies, after so many seconds to end by themselves.
+
+    Raises:
+        LaunchError: on Windows.
+    """
 
     def __init__(self, seconds: float | None) -> None:
+        if sys.platform == "win32":
+            raise LaunchError(
+                "on Windows no processes can be started that the launcher watches",
+                why="it stops them by sessions and signals, which only other systems have",
+                fix="start one process, -n 1 without --tee and --log_dir, or launch in WSL",
+            )
         seconds = STOP_SECONDS if seconds is None else seconds
         path = str(Path(__file__).with_name("orphan_guard.py"))
         # It inherits what is blocked: schedulers signal every process of a job, and it outlives this one.

@@ -251,11 +251,16 @@ def replace_process(request: LaunchRequest, env: dict[str, str]) -> None:
 
     Raises:
         LaunchError: the program cannot be started.
+        SystemExit: on Windows, where the script is a child, with its exit code.
     """
     program = script_command(request)
     sys.stdout.flush()
     sys.stderr.flush()
     with explain_start_error(program[0]):
+        if sys.platform == "win32":  # its exec returns at once, and splits arguments at spaces
+            import subprocess
+
+            sys.exit(subprocess.call(program, env=env))
         os.execvpe(program[0], program, env)
 
 
