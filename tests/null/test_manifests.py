@@ -145,6 +145,18 @@ def test_a_pod_of_a_pytorch_job_knows_its_place(
     assert "rank 1" not in out
 
 
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [("2024_run", "train-2024-run"), ("_", "train"), (f"{'a' * 39}_b", "a" * 39), ("Étude 1", "tude-1")],
+)
+def test_the_name_is_one_that_services_may_have(
+    folder: Path, capfd: pytest.CaptureFixture[str], script: str, name: str
+) -> None:
+    (folder / f"{script}.py").touch()
+    document = manifest(capfd, "jobset", "--config_file", "job.yaml", f"{script}.py")
+    assert document["metadata"] == {"name": name}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_manifest_needs_is_asked_for(
     folder: Path, capfd: pytest.CaptureFixture[str], kind: str

@@ -118,8 +118,10 @@ def _describe_job(request: LaunchRequest, kind: str) -> ManifestJob:
             "a pod needs an image, and none was given",
             fix="--manifest_image registry.example/train:1, with torch, this package and the script",
         )
-    stem = PurePath(request.program[0]).stem.rpartition(".")[2] or "train"
-    name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:40] or "train"
+    stem = PurePath(request.program[0]).stem.rpartition(".")[2]
+    name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
+    # Services are named by it too: a letter first, and a letter or digit last (RFC 1035).
+    name = (name if name[:1].isalpha() else f"train-{name}")[:40].rstrip("-")
     if kind != "skypilot":
         # Kubernetes would take $(NAME) in the user's words for a variable.
         program = tuple(word.replace("$(", "$$(") for word in program)
