@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -12,11 +13,13 @@ import sys
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from accelerate.launch.elastic import attempts, rendezvous
-from accelerate.launch.supervisor import GuardProcess
+from accelerate.launch.supervisor import GuardProcess, SignalAndChildExitWaiter
+from accelerate.world.signals import SignalHandler
 from tests.support.command import CONSOLE, Finished, Running, launch, start
 from tests.support.preemption import ARMED
 
@@ -307,6 +310,28 @@ def test_a_launcher_without_its_guard_ends_as_it_would() -> None:
         guard.process.kill()
         guard.process.wait()
         guard.write_line("+1")
+
+
+# ---------------------------------------------------------------- signals
+
+
+def test_signals_are_heard_where_many_files_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def high_pipe(make_pipe: Any = os.pipe) -> tuple[int, int]:
+        reader, writer = make_pipe()
+        high = fcntl.fcntl(reader, fcntl.F_DUPFD, 1100)
+        os.close(reader)
+        return high, writer
+
+    monkeypatch.setattr(os, "pipe", high_pipe)
+    with SignalAndChildExitWaiter() as signals:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert signals.wait(5) == bytes([signal.SIGUSR1])
+    handler = SignalHandler()
+    handler.catch([signal.SIGUSR1])
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert handler.wait(5) == [signal.SIGUSR1]
+    handler.restore_handlers()
+    handler.close()
 
 
 # ---------------------------------------------------------------- clocks

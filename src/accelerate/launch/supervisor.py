@@ -295,7 +295,10 @@ class SignalAndChildExitWaiter:
         if not self.main:
             time.sleep(min(seconds, 0.05))
             return b""
-        ready, _, _ = select.select([self.reader, *also], [], [], seconds)
+        poll = select.poll()  # select.select takes no descriptor above 1023
+        for descriptor in (self.reader, *also):
+            poll.register(descriptor, select.POLLIN)
+        ready = dict(poll.poll(1000 * seconds))
         return os.read(self.reader, 4096) if self.reader in ready else b""
 
     def __exit__(self, *error: object) -> None:

@@ -86,8 +86,9 @@ class SignalHandler:
 
     def wait(self, seconds: float | None) -> list[int]:
         """Return the signals since the last call, each as often as it came; empty after ``seconds``."""
-        ready, _, _ = select.select([self._reader], [], [], seconds)
-        data = os.read(self._reader, 4096) if ready else b""
+        poll = select.poll()  # select.select takes no descriptor above 1023
+        poll.register(self._reader, select.POLLIN)
+        data = os.read(self._reader, 4096) if poll.poll(None if seconds is None else 1000 * seconds) else b""
         signals = data.replace(_WAKE_BYTE, b"")
         if self._previous_wakeup_fd >= 0 and signals:  # the wake-up pipe of an event loop, for example
             with suppress(BlockingIOError):
