@@ -276,6 +276,17 @@ def test_explain_shows_every_source_of_every_setting(
     assert len(starts) == 1, "the columns are aligned"
 
 
+def test_values_on_a_terminal_are_no_markup(
+    cli: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    result = cli("env", "--explain", "--gpu_ids", "[bold]0[/]", "--log_dir", "a[/]")
+    assert result.code == 0, result.err
+    assert "[bold]0[/]" in result.out
+    assert "a[/]" in result.out
+
+
 def test_explain_keeps_secrets(cli: Run) -> None:
     out = cli("env", "--explain", "--aws_secret_access_key", "hidden-word").out
     assert "hidden-word" not in out

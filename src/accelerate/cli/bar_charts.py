@@ -1,8 +1,8 @@
-"""Tables and stacked bars, on a terminal and in a picture."""
+"""Boxes of tables and stacked bars, on a terminal and in a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,6 @@ LINE = 100
 # Signs, so that bars can be read without colours; colours, so that they are read at a glance.
 SIGNS = "█▓▒░#"
 COLOURS = ("blue", "cyan", "yellow", "magenta", "green")
-
-
-def format_columns(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table for pipes and files: columns at least two spaces apart, ``-`` for empty cells."""
-    lines = [titles, *([cell or "-" for cell in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
 
 
 def create_ascii_table(headers: list[str], rows: list[list[Any]], title: str) -> str:

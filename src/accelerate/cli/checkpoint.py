@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ import click
 
 from accelerate.checkpoint import checkpoint_maintenance
 from accelerate.checkpoint.discovery import CheckpointCandidate
-from accelerate.cli.bar_charts import format_columns
 from accelerate.cli.main import CommandGroup
 from accelerate.core.errors import CheckpointError, SettingError
+from accelerate.core.tables import print_table
 from accelerate.core.units import ProgressBar, show_bytes, show_seconds
 
 _DIR = """DIR is a checkpoint, a folder of checkpoints, or the project_dir of a run; or the URL of one."""
@@ -64,8 +64,12 @@ def _ls(folder: str, as_json: bool) -> None:
         return
     first_titles = ("name", "step", "position", "metadata", "saved", "age", "size")
     titles = (*first_titles, "processes", "strategy", "format", "status")
+    if sys.stdout.isatty() and shutil.get_terminal_size().columns < 110:
+        # The age says when in less room; the rest is in the wide table and in --json.
+        titles = tuple(title for title in titles if title not in ("saved", "processes", "format"))
     incomplete = {index for index, row in enumerate(rows) if not row["complete"]}
-    _print_table(titles, ([_cell_text(row, title) for title in titles] for row in rows), dim=incomplete)
+    cells = ([_cell_text(row, title) for title in titles] for row in rows)
+    print_table(titles, cells, dim=incomplete, wrap=False)
 
 
 def _candidate_row(candidate: CheckpointCandidate, *, newest: bool) -> dict[str, Any]:
@@ -113,29 +117,6 @@ def _cell_text(row: dict[str, Any], title: str) -> str:
     return "" if row[title] is None else str(row[title])
 
 
-def _print_table(titles: Sequence[str], lines: Iterable[Sequence[str]], dim: set[int] | None = None) -> None:
-    """A table on a terminal, else aligned columns for files and other programs."""
-    if not sys.stdout.isatty():
-        click.echo(format_columns(titles, lines))
-        return
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    rows, console = list(lines), Console()
-    shown = [i for i, title in enumerate(titles) if any(line[i] for line in rows)]
-    if console.width < 110 and "age" in titles:
-        # The age says when in less room; the rest is in the wide table and in --json.
-        shown = [i for i in shown if titles[i] not in ("saved", "processes", "format")]
-    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    for i in shown:
-        table.add_column(titles[i], no_wrap=i != shown[-1])
-    for index, line in enumerate(rows):
-        table.add_row(*(Text(line[i]) for i in shown), style="dim" if dim and index in dim else None)
-    console.print(table)
-
-
 @_checkpoint.command("verify", short_help="Compare every file with its size and digest.", epilog=_DIR)
 @click.argument("folder", metavar="DIR")
 @click.argument("names", nargs=-1, metavar="[NAME]...")
@@ -158,7 +139,7 @@ def _verify(ctx: click.Context, folder: str, names: tuple[str, ...], as_json: bo
         click.echo(json.dumps(lines, indent=1))
     else:
         titles = ("name", "file", "size", "result")
-        _print_table(titles, [[line[title] for title in titles] for line in lines])
+        print_table(titles, [[line[title] for title in titles] for line in lines], wrap=False)
     bad = sum(line["ok"] == "no" for line in lines)
     if bad:
         click.echo(f"{bad} of {len(lines)} are not as they were saved", file=sys.stderr)
@@ -200,7 +181,8 @@ def _prune(folder: str, keep: int, dry_run: bool, yes: bool) -> None:
     if not going:
         click.echo("nothing to remove")
         return
-    _print_table(("name", "size", "why"), [(each.name, show_bytes(each.size), each.why) for each in going])
+    rows = [(each.name, show_bytes(each.size), each.why) for each in going]
+    print_table(("name", "size", "why"), rows, wrap=False)
     total = show_bytes(sum(each.size for each in going))
     if dry_run:
         click.echo(f"would free {total}")

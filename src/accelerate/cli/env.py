@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accelerate.cli.bar_charts import format_columns
 from accelerate.cli.main import command_parser
 from accelerate.cli.options import SCRIPT_SETTINGS, GroupedOptionsCommand, launch_settings, options
 from accelerate.core import environ
 from accelerate.core.errors import AccelerateError
+from accelerate.core.tables import print_table
 from accelerate.launch import config_files
 from accelerate.launch.base import display_value
 from accelerate.launch.launch_request import LaunchRequest, find_config, read_request
@@ -126,17 +126,8 @@ def _print_origins(request: LaunchRequest) -> None:
         for row in launch_settings()
         for first, *others in [request.origins[row.name]]
     ]
-    titles = ("setting", "value", "from", "overrides")
-    if not sys.stdout.isatty():
-        click.echo(format_columns(titles, lines))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*titles, title="code > flag > environment > file > default")
-    for line in lines:
-        table.add_row(*line, style=None if line[2] != "default" else "dim")
-    Console().print(table)
+    defaults = {number for number, line in enumerate(lines) if line[2] == "default"}
+    print_table(("setting", "value", "from", "overrides"), lines, dim=defaults)
 
 
 PLUGIN = GroupedOptionsCommand(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError
 from accelerate.core.setting import declared_settings
+from accelerate.core.tables import print_table
 from accelerate.core.value_types import frozen_dataclass
 from accelerate.launch.base import LaunchOptionOrigin, LaunchPlan, PlannedCommand, display_value
 from accelerate.launch.launch_request import LaunchRequest, launcher_settings
@@ -35,18 +35,11 @@ class DryRunSection:
 
 
 def print_plan(request: LaunchRequest, plan: LaunchPlan, asked: Sequence[LaunchOptionOrigin]) -> None:
-    """Prints a plan on stdout: tables on a terminal, else plain aligned text."""
-    parts = [part for part in plan_sections(request, plan, asked) if part.rows]
-    if sys.stdout.isatty():
-        _print_tables(parts)
-        return
-    print(encodable("\n\n".join("\n".join(_plain_lines(part)) for part in parts)), flush=True)
-
-
-def encodable(text: str) -> str:
-    """A text as stdout can show it: characters that its encoding lacks are written out, as on stderr."""
-    encoding = sys.stdout.encoding or "utf-8"
-    return text.encode(encoding, "backslashreplace").decode(encoding)
+    """Prints a plan on stdout, a table for each section."""
+    for number, part in enumerate(part for part in plan_sections(request, plan, asked) if part.rows):
+        if number:
+            print()
+        print_table(part.column_titles, part.rows, heading=part.title)
 
 
 def run_model_dry_run(request: LaunchRequest, plan: LaunchPlan) -> None:
@@ -204,36 +197,3 @@ def _option_row(one: LaunchOptionOrigin, effects: Mapping[str, str], of_script: 
     told = f"; the script is told {variable}={value}" if variable and name in of_script else ""
     others = "; ".join(f"{display_value(name, other.value)} ({other.where})" for other in one.overridden)
     return name, value, one.origin.where, effects.get(name) or one.setting.help + told, others
-
-
-def _plain_lines(part: DryRunSection) -> Iterable[str]:
-    """Lines of a section; the cells stand under one another, the last one is as long as it is."""
-    rows = [part.column_titles, *part.rows] if part.column_titles else list(part.rows)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    yield f"{part.title}:"
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        yield f"  {'  '.join(cells).rstrip()}"
-
-
-def _print_tables(parts: Iterable[DryRunSection]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    for part in parts:
-        plain: dict[str, Any] = {} if part.column_titles else {"show_header": False}
-        table = Table(
-            *(part.column_titles or [""] * len(part.rows[0])),
-            title=Text(encodable(part.title), style="bold"),
-            title_justify="left",
-            box=box.SIMPLE_HEAD if part.column_titles else None,
-            **plain,
-        )
-        for row in part.rows:
-            # As text: brackets of a value are no markup.
-            table.add_row(*(Text(encodable(cell)) for cell in row))
-        console.print(table)
-        console.print()
