@@ -130,7 +130,6 @@ class CompileSettings:
         choices=_BACKENDS,
         help="compile models with this backend of torch.compile",
         question="torch.compile backend?",
-        details={"installed": "torch.compiler.list_backends(exclude_tags=())"},
     )
     dynamo_mode: Literal["default", "reduce-overhead", "max-autotune"] | None = setting(
         None, help="what the compiler optimises for", question="torch.compile mode?", when=_COMPILED

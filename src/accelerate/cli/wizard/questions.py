@@ -7,17 +7,13 @@ without a table of their own come first. A class with a ``__section__`` is a pag
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any, TypeAlias, get_args
 
 import accelerate.device as devices
 from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.cli.wizard.config_editor import file_value
-from accelerate.core import environ
 from accelerate.core.setting import Setting, convert_value, declared_settings
 from accelerate.launch.config_writer import KeyPath
 from accelerate.launch.device_selection import CPU_GROUP
@@ -84,14 +80,6 @@ class WizardQuestion:
 
 
 QuestionFlow: TypeAlias = Generator[WizardQuestion, int | str, None]
-
-
-def start_listings() -> None:
-    """Start to list what is installed, for the questions that need it."""
-    for cls in all_classes():
-        for row in asked_settings(cls):
-            if listing := row.details.get("installed"):
-                start_listing(listing)
 
 
 def setting_path(row: Setting) -> KeyPath:
@@ -335,7 +323,8 @@ def question_of(row: Setting, answers: WizardAnswers) -> WizardQuestion:
     path, previous = setting_path(row), answers.previous_value(setting_path(row))
     default_text = _default_text(row)
     question = f"{row.question} [{row.name}]" + (f" (default: {default_text})" if default_text else "")
-    choices: Sequence[Any] = _offered_choices(row) or ((False, True) if _is_switch(row) else ())
+    ordered = sorted(row.choices, key=lambda choice: row.offered is not None and choice != row.offered)
+    choices: Sequence[Any] = ordered or ((False, True) if _is_switch(row) else ())
     if not choices:
         default = previous if previous is not None else row.default
         text = "" if default is None or not isinstance(default, str | int | float) else str(default)
@@ -353,18 +342,6 @@ def question_of(row: Setting, answers: WizardAnswers) -> WizardQuestion:
     writes = [option.writes[path] for option in options]
     at = next((i for i, value in enumerate(writes) if str(value).lower() == str(start).lower()), 0)
     return WizardQuestion(row.name, question, row.help, options, row, at)
-
-
-def _offered_choices(row: Setting) -> Sequence[Any]:
-    """Return the choices of a setting that are installed here; the one that is offered comes first."""
-    listing = row.details.get("installed")
-    names = list_names(listing) if listing else None
-    choices = [
-        choice
-        for choice in row.choices
-        if names is None or str(choice).lower() in names or _display_word(choice) == "no"
-    ]
-    return sorted(choices, key=lambda choice: row.offered is not None and choice != row.offered)
 
 
 def _default_text(row: Setting) -> str:
@@ -392,28 +369,3 @@ def _choice_question(
         if same == len(option.writes) > 0 and same > most:
             best, most = number, same
     return WizardQuestion(name, text, options=options, default=best)
-
-
-# --- choices that exist only where a library brings them, listed by that library in a process of its own
-
-
-@cache
-def start_listing(expression: str) -> subprocess.Popen[str]:
-    """Start the process that evaluates an expression of torch; it runs while other questions are answered."""
-    code = f"import torch; print('names', *({expression}))"
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=environ.make_child_environment({}),
-    )
-
-
-@cache
-def list_names(expression: str) -> frozenset[str] | None:
-    """Return the listed names in lower case; None where torch cannot be imported or does not know."""
-    output, _ = start_listing(expression).communicate()
-    lines = [line.split() for line in output.splitlines()]
-    return next((frozenset(map(str.lower, words[1:])) for words in lines if words[:1] == ["names"]), None)

@@ -25,10 +25,9 @@ from accelerate.cli.wizard.questions import (
     asked_settings,
     environment_question,
     setting_path,
-    start_listings,
     strategy_sections,
 )
-from accelerate.core.errors import AccelerateError, FeatureNotBuiltError, SettingError
+from accelerate.core.errors import AccelerateError, SettingError
 from accelerate.launch import config_writer
 from accelerate.launch.config_writer import KeyPath
 
@@ -60,7 +59,6 @@ def run_wizard(path: Path, before: Mapping[str, Any]) -> dict[str, Any] | None:
         KeyboardInterrupt: Ctrl-C; nothing was written.
     """
     answers_by_name: dict[str, int | str] = {}
-    start_listings()
     print_plain("Enter takes an answer, Esc goes back to the question before, Ctrl-C ends.", DIM_STYLE)
     while True:
         questions, answers = ask_questions(ask_everything, path, before, answers_by_name)
@@ -202,13 +200,8 @@ def ask_question(question: WizardQuestion, offered: Any, answers: WizardAnswers,
     if not question.options:
         return _ask_text(question.text, question.help, str(offered), wrong)
     labels = [option.label for option in question.options]
-    closed = {
-        number: "not built yet"
-        for number in range(len(labels))
-        if isinstance(wrong(number), FeatureNotBuiltError)
-    }
     while True:
-        chosen = _select_option(question.text, labels, offered, closed, question.help)
+        chosen = _select_option(question.text, labels, offered, help=question.help)
         error = wrong(chosen)
         if error is None:
             return chosen
@@ -231,8 +224,6 @@ def _is_mended_later(error: AccelerateError, answers: WizardAnswers) -> bool:
 
 
 def _is_about(error: AccelerateError, question: WizardQuestion) -> bool:
-    if isinstance(error, FeatureNotBuiltError):
-        return True
     name = question.setting.name if question.setting else question.name
     return f"{name} " in f"{error.what} "
 
@@ -295,14 +286,12 @@ def _select_option(
     import questionary
     from prompt_toolkit.key_binding import KeyBindings
 
-    closed = closed or {}
     choices = [
-        questionary.Choice(label, value=number, disabled=closed.get(number))
+        questionary.Choice(label, value=number, disabled=(closed or {}).get(number))
         for number, label in enumerate(labels)
     ]
-    first = offered if offered not in closed else next(n for n in range(len(labels)) if n not in closed)
     lines = [questionary.Separator(line) for line in _wrap(help).splitlines()]
-    prompt = questionary.select(text, [*lines, *choices], default=choices[first], instruction=KEYS)
+    prompt = questionary.select(text, [*lines, *choices], default=choices[offered], instruction=KEYS)
     bindings = prompt.application.key_bindings
     assert isinstance(bindings, KeyBindings)
     number: int = _run_prompt(prompt, bindings, "escape", "left")
