@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from accelerate.cli import bar_charts
-from accelerate.cli.estimate_memory import split_dtypes
+from accelerate.cli.estimate_memory import PLUGIN
 from accelerate.cli.main import run
 from accelerate.commands import estimate
 from tests.laws.test_8_no_torch import command as without_torch
@@ -154,15 +154,17 @@ def test_a_factory_and_a_folder_of_weights_alone(cli: Run, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        (["m", "--dtypes", "a", "b", "--json"], ["m", "--dtypes", "a", "--dtypes", "b", "--json"]),
-        (["--dtypes", "float32", "int8", "m"], ["--dtypes", "float32", "--dtypes", "int8", "m"]),
-        (["m", "--dtypes", "flaot32"], ["m", "--dtypes", "flaot32"]),
-        (["--dtypes", "int8", "--json", "m"], ["--dtypes", "int8", "--json", "m"]),
-        (["m", "--dtypes"], ["m", "--dtypes"]),
+        ("m --dtypes a b --json", ("a", "b")),
+        ("--dtypes float32 int8 m", ("float32", "int8")),
+        ("--dtypes=float32 int8 m", ("float32", "int8")),
+        ("m --dtypes flaot32", ("flaot32",)),
+        ("m --dtypes int8 flaot32", ("int8", "flaot32")),
+        ("--dtypes int8 --json m", ("int8",)),
     ],
 )
-def test_dtypes_are_words_up_to_the_next_flag(typed: list[str], meant: list[str]) -> None:
-    assert split_dtypes(typed) == meant
+def test_dtypes_are_words_up_to_the_next_flag(typed: str, meant: tuple[str, ...]) -> None:
+    params = PLUGIN.make_context("estimate-memory", typed.split()).params
+    assert (params["model_name"], params["dtypes"]) == ("m", meant)
 
 
 def test_the_page_shows_what_the_commands_print(cli: Run, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from accelerate.cli.bar_charts import create_ascii_table, draw_bars, plot_bars, size_text
-from accelerate.cli.main import command_parser, flag_spellings
+from accelerate.cli.main import WordListCommand, command_parser, flag_spellings
 from accelerate.core.errors import MissingExtraError
 from accelerate.core.units import ProgressBar, show_count
 from accelerate.offload.estimate import memory_estimate as sums
@@ -76,31 +76,9 @@ FLAGS = {
 }  # fmt: skip
 
 
-class _MultiValueOptionCommand(click.Command):
-    """A command that takes ``--dtypes float32 float16`` as argparse does: words up to the next flag."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Spells ``--dtypes a b`` as ``--dtypes a --dtypes b``."""
-        return super().parse_args(ctx, split_dtypes(args))
-
-
-def split_dtypes(args: Sequence[str]) -> list[str]:
-    """``--dtypes a b`` as ``--dtypes a --dtypes b``; a last word that is no format is the model."""
-    split_args: list[str] = []
-    num_values = -1  # of the flag that is being read; -1 outside of it
-    for index, arg in enumerate(args):
-        # Unless a word before the first flag names it.
-        is_last = index == len(args) - 1 and args[0].startswith("-")
-        is_model = num_values > 0 and is_last and arg not in sums.BITS
-        if arg == "--dtypes" and index + 1 < len(args):
-            num_values = 0
-        elif arg.startswith("-") or num_values < 0 or is_model:
-            num_values = -1 if arg.startswith("-") else num_values
-            split_args.append(arg)
-        else:
-            num_values += 1
-            split_args += ["--dtypes", arg]
-    return split_args
+def _is_dtype(args: Sequence[str]) -> bool:
+    """Return whether the last word is a format; else it is the model, unless a word before all flags is."""
+    return args[-1] in sums.BITS or not args[0].startswith("-")
 
 
 def _print_estimate(model_name: str, given: Mapping[str, Any]) -> None:
@@ -299,8 +277,10 @@ def _run(model_name: str, **given: Any) -> None:
     _print_estimate(model_name, {**given, "dtypes": list(given["dtypes"])})
 
 
-PLUGIN = _MultiValueOptionCommand(
+PLUGIN = WordListCommand(
     "estimate-memory",
+    word_flag="--dtypes",
+    is_last_word=_is_dtype,
     callback=_run,
     params=[
         click.Argument(["model_name"], metavar="MODEL"),

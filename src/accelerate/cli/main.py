@@ -165,6 +165,37 @@ def flag_spellings(name: str) -> list[str]:
     return list(dict.fromkeys(both))
 
 
+class WordListCommand(click.Command):
+    """A command that takes ``--flag a b`` as argparse does: the words up to the next flag.
+
+    Args:
+        word_flag: the flag.
+        is_last_word: whether the last word of the command line may be one of the flag's.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        word_flag: str,
+        is_last_word: Callable[[Sequence[str]], bool] = lambda args: True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.word_flag, self.is_last_word = word_flag, is_last_word
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Spell ``--flag a b`` as ``--flag a --flag b``; a word that begins with ``-`` is a flag."""
+        words: list[str] = []
+        in_list = False
+        for index, arg in enumerate(args):
+            if arg.startswith("-"):
+                in_list = arg.partition("=")[0] == self.word_flag
+            elif in_list and words[-1] != self.word_flag:
+                words += [self.word_flag] if index < len(args) - 1 or self.is_last_word(args) else []
+            words.append(arg)
+        return super().parse_args(ctx, words)
+
+
 def command_parser(
     name: str, run: Callable[..., Any], subparsers: Any = None, **options: Any
 ) -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from accelerate.cli.main import command_parser, flag_spellings
+from accelerate.cli.main import WordListCommand, command_parser, flag_spellings
 from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import SettingError
 from accelerate.launch.kinds.tpu import check_gcloud_installed, worker_command
@@ -111,30 +111,9 @@ def _option(name: str) -> click.Option:
     return click.Option([*flag_spellings(name), name], help=_HELP[name], **kind)
 
 
-class _CommandListCommand(click.Command):
-    """A command that takes ``--command "a" "b"`` as argparse does: words up to the next flag."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Spells ``--command a b`` as ``--command a --command b``."""
-        return super().parse_args(ctx, split_commands(args))
-
-
-def split_commands(args: Sequence[str]) -> list[str]:
-    """``--command a b`` as ``--command a --command b``; a word that begins with ``-`` is a flag."""
-    split_args: list[str] = []
-    in_list = False
-    for arg in args:
-        if arg.startswith("-"):
-            in_list = False
-        if in_list and split_args[-1] != "--command":
-            split_args.append("--command")
-        split_args.append(arg)
-        in_list = in_list or arg == "--command" or arg.startswith("--command=")
-    return split_args
-
-
-PLUGIN = _CommandListCommand(
+PLUGIN = WordListCommand(
     "tpu-config",
+    word_flag="--command",
     callback=_run,
     params=[_option(name) for name in _HELP],
     help=f"{_description}\n\nNot run on a TPU: tested with a fake gcloud.",
