@@ -110,9 +110,9 @@ def set_keys(path: Path, pairs: Iterable[str]) -> list[ConfigValueChange]:
         raise problem
     save_config(path, old, new)
     return [
-        ConfigValueChange(row.path, _get_nested(old, _key_path(old, row)), value)
+        ConfigValueChange(row.path, get_nested(old, _key_path(old, row)), value)
         for row, value in settings.values()
-        if _get_nested(old, _key_path(old, row)) != value
+        if get_nested(old, _key_path(old, row)) != value
     ]
 
 
@@ -131,7 +131,8 @@ def _key_path(values: Mapping[Any, Any], row: Setting) -> KeyPath:
     return row.section, short if isinstance(table, dict) and short in table else row.name
 
 
-def _get_nested(values: Mapping[Any, Any], keys: KeyPath) -> Any:
+def get_nested(values: Mapping[Any, Any], keys: KeyPath) -> Any:
+    """Return the value at a key path; None where there is none."""
     value: Any = values
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -190,7 +191,7 @@ def _without_leftovers(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
     assert file is not None
     left = ConfigFile(path, values)
     for keys in file.leftovers:
-        if _get_nested(values, keys) is not None:
+        if get_nested(values, keys) is not None:
             left = left.without(keys, "")
     return dict(left.values)
 
@@ -270,7 +271,4 @@ def update_file(path: Path) -> tuple[list[ConfigValueChange | str], Path | None]
 
 def _list_changes(old: Mapping[Any, Any], new: Mapping[str, Any]) -> Iterator[ConfigValueChange]:
     for keys, value in config_writer.find_changes(old, new).items():
-        before: Any = old
-        for key in keys:
-            before = before.get(key) if isinstance(before, Mapping) else None
-        yield ConfigValueChange(".".join(map(str, keys)), before, value)
+        yield ConfigValueChange(".".join(map(str, keys)), get_nested(old, keys), value)

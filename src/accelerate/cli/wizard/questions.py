@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, get_args
 
 import accelerate.device as devices
 from accelerate.cli.options import SCRIPT_SETTINGS
-from accelerate.cli.wizard.config_editor import file_value
+from accelerate.cli.wizard.config_editor import file_value, get_nested
 from accelerate.core.setting import Setting, convert_value, declared_settings
 from accelerate.launch.config_writer import KeyPath
 from accelerate.launch.device_selection import CPU_GROUP
@@ -109,10 +109,7 @@ class WizardAnswers:
 
     def previous_value(self, path: KeyPath) -> Any:
         """The value of the file that is changed; None where there is none."""
-        value: Any = self.before
-        for key in path:
-            value = value.get(key) if isinstance(value, Mapping) else None
-        return value
+        return get_nested(self.before, path)
 
     def matches(self, when: Mapping[str, Any]) -> bool:
         """Return whether the named settings have one of these values."""
