@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import select
 import signal
+import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
@@ -86,9 +88,14 @@ class SignalHandler:
 
     def wait(self, seconds: float | None) -> list[int]:
         """Return the signals since the last call, each as often as it came; empty after ``seconds``."""
-        poll = select.poll()  # select.select takes no descriptor above 1023
-        poll.register(self._reader, select.POLLIN)
-        data = os.read(self._reader, 4096) if poll.poll(None if seconds is None else 1000 * seconds) else b""
+        data = b""
+        if sys.platform == "win32":  # nothing waits for a pipe there; the handler counts what comes
+            time.sleep(0.05 if seconds is None else min(seconds, 0.05))
+        else:
+            poll = select.poll()  # select.select takes no descriptor above 1023
+            poll.register(self._reader, select.POLLIN)
+            if poll.poll(None if seconds is None else 1000 * seconds):
+                data = os.read(self._reader, 4096)
         signals = data.replace(_WAKE_BYTE, b"")
         if self._previous_wakeup_fd >= 0 and signals:  # the wake-up pipe of an event loop, for example
             with suppress(BlockingIOError):
