@@ -19,6 +19,7 @@ from accelerate.cli import env, main, options
 from accelerate.cli.main import COMMANDS, run
 from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
+from tests.support.devices import machine
 
 Run = Callable[..., SimpleNamespace]
 
@@ -232,6 +233,9 @@ def test_env_tells_what_a_report_needs(cli: Run, tmp_path: Path, monkeypatch: py
     told = dict(re.findall(r"^- `(.+?)`: (.*)$", cli("env").out, re.MULTILINE))
     assert told["accelerate version"] == "2.0.0"
     assert told["PyTorch version"] == "9.9"
+    gpus = machine(tmp_path / "gpus", ["dev/nvidia0", "dev/nvidia1"], build={})
+    monkeypatch.setattr(env, "DeviceProbeHost", lambda: gpus)
+    assert "- `devices of this machine`: 2 cuda\n" in cli("env").out, "also beside a torch for CPUs"
     assert told["configuration file"] == "accelerate.yaml"
     (tmp_path / "accelerate.yaml").write_text("services: {}")
     assert "accelerate.yaml of this folder is not used: it is no valid configuration" in cli("env").out

@@ -174,7 +174,9 @@ def test_every_flag_that_is_named_exists(page: str) -> None:
     from tests.support.registries import REGISTRIES
 
     commands = [REGISTRIES["COMMANDS"].get(name) for name in REGISTRIES["COMMANDS"].names()]
-    commands += [each for group in commands if isinstance(group, click.Group) for each in group.commands.values()]
+    commands += [
+        each for group in commands if isinstance(group, click.Group) for each in group.commands.values()
+    ]
     contexts = [click.Context(command, **HELP) for command in commands]
     params = [param for context in contexts for param in context.command.get_params(context)]
     known = {name for param in params for name in param.opts}

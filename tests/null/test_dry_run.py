@@ -254,6 +254,10 @@ IDLE = [
         "--main_process_ip has no effect: there is one machine, whose processes meet at 127.0.0.1",
     ),
     (["--role", "x"], "--role has no effect: one process is in no group"),
+    (
+        ["--stop_timeout", "5"],
+        "--stop_timeout has no effect: the launcher becomes the script, and no process waits for another",
+    ),
     (["--main_process_port", "0"], "--main_process_port has no effect: one process listens nowhere"),
     (
         ["--log_dir", "logs", "--tee", "0"],

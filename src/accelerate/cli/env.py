@@ -13,6 +13,7 @@ from accelerate.cli.options import SCRIPT_SETTINGS, GroupedOptionsCommand, launc
 from accelerate.core import environ
 from accelerate.core.errors import AccelerateError
 from accelerate.core.tables import print_table
+from accelerate.device import DeviceProbeHost, accelerators
 from accelerate.launch import config_files
 from accelerate.launch.base import display_value
 from accelerate.launch.launch_request import LaunchRequest, find_config, read_request
@@ -73,6 +74,7 @@ def report_facts(config_file: str | None = None) -> Iterator[tuple[str, str]]:
     yield "Python", f"{platform.python_version()} ({sys.executable})"
     yield "numpy version", metadata.version("numpy")
     yield from _torch_facts()
+    yield "devices of this machine", _count_machine_devices(DeviceProbeHost())
     yield "system RAM", show_bytes(psutil.virtual_memory().total)
     yield "configuration file", _config_file_text(config_file)
     set_here = {k: v for k, v in environ.snapshot().items() if k.startswith("ACCELERATE_")}
@@ -99,6 +101,12 @@ def _torch_facts() -> Iterator[tuple[str, str]]:
     yield "PyTorch accelerator", facts["type"] if facts["count"] else "none"
     names = ", ".join(sorted(set(facts["names"])))
     yield "devices", f"{facts['count']} x {names}" if facts["count"] else "CPU only"
+
+
+def _count_machine_devices(machine: DeviceProbeHost) -> str:
+    """Count the devices by their nodes, also those that the build of torch, or a variable, hides."""
+    counts = {device.type: device.count_physical(machine) for device in accelerators()}
+    return ", ".join(f"{count} {type}" for type, count in counts.items() if count) or "none found"
 
 
 def _config_file_text(named: str | None) -> str:

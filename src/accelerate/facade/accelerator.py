@@ -850,8 +850,8 @@ class Accelerator(ProcessMixin):
             accelerator.backward(loss, num_items=tokens)
 
         A loader that fills its last step with repeated samples says how many of a batch are real, None for
-        all: a loss over ``n = len(batch) if loader.real is None else loader.real`` samples, and ``num_items=n``,
-        count every sample once.
+        all: a loss over ``n = len(batch) if loader.real is None else loader.real`` samples, with
+        ``num_items=n``, counts every sample once.
 
         Args:
             loss: a scalar, the mean over its items.

@@ -117,7 +117,11 @@ def _unused_settings(request: LaunchRequest, where: LaunchDeviceSelection) -> It
         yield "role", "one process is in no group"
         if not request.settings.main_process_port:
             yield "main_process_port", "one process listens nowhere"
-    if request.settings.tee == "0":
+    tee = request.settings.tee
+    if where.processes == 1 and not (request.settings.log_dir if tee is None else tee != "0"):
+        for name in ("stop_timeout", "preemption_grace"):
+            yield name, "the launcher becomes the script, and no process waits for another"
+    if tee == "0":
         yield "log_dir", f"{request.origin('tee').where} is 0: nothing is logged"
 
 
