@@ -142,7 +142,8 @@ def test_copies_overlap_with_the_computation(kind: str, device: Device, tmp_path
         assert stats is not None
         stats.reset()
         model(x)
-    assert (stats.blocks, stats.copies, stats.prefetched) == (LAYERS + 2, LAYERS + 2, LAYERS + 1)
+    ahead = LAYERS + 1 if device.pins_memory else 0
+    assert (stats.blocks, stats.copies, stats.prefetched) == (LAYERS + 2, LAYERS + 2, ahead)
     assert stats.bytes_copied >= sum(p.source.nbytes for p in model.parameters())
     assert stats.wait_seconds > 0
     hook = hook_of(model)

@@ -53,6 +53,25 @@ def _nothing_is_left() -> Generator[None]:
     torch.sim.empty_cache()
 
 
+host = pagers.devices.get("cpu")
+
+
+class Pinning(Device):
+    """The simulated device with pinned memory, streams and the reading thread: the path of a real one."""
+
+    pins_memory = True
+
+
+def drive(monkeypatch: pytest.MonkeyPatch, hardware: Device) -> None:
+    """Let ``hardware`` drive the simulated device."""
+    monkeypatch.setattr(pagers.devices, "get", lambda type: hardware if type == "sim" else host)
+
+
+@pytest.fixture
+def _pins_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    drive(monkeypatch, Pinning("sim"))
+
+
 class Layer(nn.Module):
     """A residual layer; a mistake in it raises in the middle."""
 
@@ -142,6 +161,7 @@ def test_each_weight_crosses_once_and_nothing_is_copied_back(kind: str, tmp_path
         assert moved.to_device == 1 + 8  # the input, and a copy for each of 6 layers and 2 ends
 
 
+@pytest.mark.usefixtures("_pins_memory")
 def test_two_blocks_are_there_at_a_time() -> None:
     model, x = built(), inputs()
     block = weights(model.layers[0])
@@ -165,6 +185,7 @@ def test_a_model_four_times_larger_than_the_device_runs(kind: str, tmp_path: Pat
             torch.testing.assert_close(model(x), expected)
 
 
+@pytest.mark.usefixtures("_pins_memory")
 def test_a_device_with_room_for_one_block_brings_one_at_a_time() -> None:
     """Prefetched pages are dropped where there is no room for them."""
     model, x = built(lambda: Net(6, 256)), torch.randn(2, 256)
@@ -212,6 +233,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> list[str]:
     return seen
 
 
+@pytest.mark.usefixtures("_pins_memory")
 def test_the_order_is_learned_and_learned_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = built(lambda: Net(4)), inputs()
     cpu_offload(model, SIM)
@@ -232,6 +254,7 @@ def test_the_order_is_learned_and_learned_again(monkeypatch: pytest.MonkeyPatch)
     assert run() == ["INP", "0", "1", "0", "2", "out"]
 
 
+@pytest.mark.usefixtures("_pins_memory")
 def test_what_was_asked_for_in_vain_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = built(lambda: Net(4)), inputs()
     cpu_offload(model, SIM)
@@ -243,6 +266,7 @@ def test_what_was_asked_for_in_vain_is_dropped(monkeypatch: pytest.MonkeyPatch) 
     assert not pager_of(model).resident
 
 
+@pytest.mark.usefixtures("_pins_memory")
 def test_the_user_is_told_what_it_cost() -> None:
     model = cpu_offload(built(), SIM)
     with torch.no_grad():
@@ -580,6 +604,7 @@ def test_a_module_of_two_parents_gets_a_new_weight() -> None:
     same_changes(model, plain, ["0.0.weight", "1.0.weight", "0.0.weight"])
 
 
+@pytest.mark.usefixtures("_pins_memory")
 @pytest.mark.parametrize("how", ["stand-in", "by hand"])
 def test_a_weight_that_is_changed_after_it_was_prefetched(how: str) -> None:
     """As adapters are merged in the forward of the layer before."""
@@ -968,21 +993,12 @@ def test_hooks_called_by_hand_bring_the_weights_of_a_module() -> None:
 # ------------------------------------------------------------------------------------------------ streams
 
 
-host = pagers.devices.get("cpu")
-
-
-class Pinning(Device):
-    """The simulated device with pinned memory, streams and the reading thread: the path of a real one."""
-
-    pins_memory = True
-
-
 @kinds
 def test_the_path_with_streams_and_pinned_memory(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """E12, E13: nothing runs later here, but all the calls are made."""
-    monkeypatch.setattr(pagers.devices, "get", lambda type: Pinning(type) if type == "sim" else host)
+    drive(monkeypatch, Pinning("sim"))
     model, x = built(), inputs()
     expected, before = model(x), sim.pinned()
     model.layers[2].fails = True
@@ -1010,7 +1026,7 @@ def test_the_path_with_streams_and_pinned_memory(
 @pytest.mark.parametrize("local_ranks", [1, 4])
 def test_pinned_memory_has_a_budget(local_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the free memory, divided by the processes of the machine; the rest goes through two buffers."""
-    monkeypatch.setattr(pagers.devices, "get", lambda type: Pinning(type) if type == "sim" else host)
+    drive(monkeypatch, Pinning("sim"))
     for name, value in {"RANK": 0, "WORLD_SIZE": local_ranks, "LOCAL_RANK": 0}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
@@ -1049,7 +1065,7 @@ class Retrying(Pinning):
 def test_nothing_is_prefetched_after_the_allocator_had_to_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the forward in which that was; the next one tries again."""
     hardware = Retrying("sim")
-    monkeypatch.setattr(pagers.devices, "get", lambda type: hardware if type == "sim" else host)
+    drive(monkeypatch, hardware)
     model, x = built(), inputs()
     expected = model(x)
     cpu_offload(model, SIM, preload_module_classes=["Layer"])
@@ -1067,10 +1083,11 @@ def test_nothing_is_prefetched_after_the_allocator_had_to_make_room(monkeypatch:
         assert stats.prefetched == 2 * seen
 
 
+@pytest.mark.parametrize("hardware", [Device, Pinning])
 def test_a_file_that_is_gone_is_told_when_it_is_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hardware: type[Device], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pagers.devices, "get", lambda type: Pinning(type) if type == "sim" else host)
+    drive(monkeypatch, hardware("sim"))
     model, x = built(), inputs()
     disk_offload(model, tmp_path, SIM)
     with torch.no_grad():
@@ -1078,8 +1095,10 @@ def test_a_file_that_is_gone_is_told_when_it_is_needed(
         (tmp_path / "layers.3.up.weight.dat").unlink()
         with pytest.raises(OffloadError, match="are gone"):
             model(x)
-    gc.collect()  # the error holds its frames
-    assert torch.sim.memory_allocated(0) == 0
+        gc.collect()  # the error holds its frames
+        assert torch.sim.memory_allocated(0) == 0
+        model.order.remove(3)  # it is prefetched in vain
+        model(x)
 
 
 def test_blocks_respect_classes_that_come_whole() -> None:

@@ -166,13 +166,15 @@ class Pager:
                     held_pages.append(page)
                 if not block.users:
                     block.install([self.resident[page].buffer for page in block.pages])
+                if next_block is not None and self._thread.depth and self._copy_stream is not None:
+                    self._prefetch(next_block)
             except BaseException:
+                if not block.users:
+                    block.uninstall()
                 self._release_pages(held_pages)
                 raise
             block.users += 1
             self.stats.blocks += 1
-            if next_block is not None and self._thread.depth:
-                self._prefetch(next_block)
 
     def close_block(self, block: WeightBlock) -> None:
         """Put the stand-ins back, and drop the weights.
@@ -252,10 +254,15 @@ class Pager:
                 self._drop_page(page)
 
     def _drop_page(self, page: WeightPage) -> None:
-        self._wait_ready(self.resident.pop(page))  # the copy must not write into memory that others have got
+        resident_page = self.resident.pop(page)
+        event = resident_page.copy_event
+        # The copy must not write into memory that others have got. A read that failed copies nothing, and
+        # nobody has asked for its values.
+        if not (isinstance(event, Future) and event.exception()):
+            self._wait_ready(resident_page)
 
     def _prefetch(self, block: WeightBlock) -> None:
-        """Begin to copy a block's pages, if there is room for them now.
+        """Begin to copy a block's pages, if there is room for them now. It needs a stream of its own.
 
         Where the allocator had to make room in this forward, for these copies or beside them, the device is
         too full to hold a block that is not needed yet.
