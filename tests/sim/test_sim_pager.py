@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -195,6 +196,28 @@ def test_a_device_with_room_for_one_block_brings_one_at_a_time() -> None:
     with sim.capacity(int(1.5 * weights_of_block(model))), torch.no_grad():
         for _ in range(2):
             torch.testing.assert_close(model(x), expected)
+
+
+def test_full_memory_is_recognized_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch has an error for it; MPS and NPUs raise a plain one."""
+
+    class Apple(Pinning):
+        out_of_memory_messages = ("backend out of memory",)
+
+    drive(monkeypatch, Apple("sim"))
+    model, x, empty, calls = built(), inputs(), torch.empty, itertools.count()
+    expected = model(x)
+    cpu_offload(model, SIM)
+
+    def allocate(*size: Any, **options: Any) -> torch.Tensor:
+        if str(options.get("device")) == SIM and next(calls) % 2 == 0:
+            raise RuntimeError("backend out of memory (simulated)")
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", allocate)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected)
+    assert next(calls) > 2 * len(model.layers)
 
 
 def weights_of_block(model: nn.Module) -> int:

@@ -274,8 +274,10 @@ class Pager:
                     return
                 try:
                     self.resident[page] = self._fetch_page(page)
-                except torch.OutOfMemoryError:
-                    return  # they are fetched when this block is dropped
+                except RuntimeError as error:
+                    if self.driver.is_out_of_memory(error):
+                        return  # they are fetched when this block is dropped
+                    raise
                 self.stats.prefetched += 1
 
     def _count_retries(self) -> int:
@@ -285,11 +287,13 @@ class Pager:
         """Fetch a page; if there is no room, drop prefetched pages and try again."""
         try:
             return self._fetch_page(page)
-        except torch.OutOfMemoryError:
-            self.backward_pages.clear()
-            self._drop_unused(keep=set())
-            self.driver.empty_cache()
-            return self._fetch_page(page)
+        except RuntimeError as error:
+            if not self.driver.is_out_of_memory(error):
+                raise
+        self.backward_pages.clear()
+        self._drop_unused(keep=set())
+        self.driver.empty_cache()
+        return self._fetch_page(page)
 
     def _fetch_page(self, page: WeightPage) -> ResidentPage:
         """Begin to copy a page to the device."""
