@@ -148,6 +148,18 @@ def test_memory_that_runs_out_in_the_middle_is_freed() -> None:
         assert torch.allclose(model(x).cpu(), expected, **CLOSE)
 
 
+def test_weights_that_cannot_be_cast_stay_small() -> None:
+    """A device that is full for one forward is not full of wide weights ever after."""
+    layer = nn.Linear(64, 64).to("sim:0", torch.float16).requires_grad_(False)
+    x = torch.zeros(1, 64, device="sim:0")
+    attach_layerwise_casting_hooks(layer, torch.float16, torch.float32)
+    torch.sim.empty_cache()
+    with sim.capacity(torch.sim.memory_allocated(0) + KiB), pytest.raises(torch.OutOfMemoryError):
+        layer(x)
+    layer(x)
+    assert layer.weight.dtype == layer.bias.dtype == torch.float16
+
+
 def test_what_a_forward_changes_is_written_back() -> None:
     """Only that, and only where it was changed."""
     norm: Any = nn.BatchNorm1d(4)

@@ -296,11 +296,15 @@ class LayerwiseCastingHook(ModelHook):
         """Cast the weights to the compute dtype; the stored ones are kept beside them."""
         with self._lock:
             self._users += 1
-            for tensor in (*module.parameters(), *module.buffers()):
-                if tensor.is_floating_point() and tensor.dtype != self.compute_dtype:
-                    stored = tensor.data
-                    tensor.data = stored.to(self.compute_dtype, non_blocking=self.non_blocking)
-                    self._stored_weights.append((tensor, stored, _counted_state(tensor)))
+            try:
+                for tensor in (*module.parameters(), *module.buffers()):
+                    if tensor.is_floating_point() and tensor.dtype != self.compute_dtype:
+                        stored = tensor.data
+                        tensor.data = stored.to(self.compute_dtype, non_blocking=self.non_blocking)
+                        self._stored_weights.append((tensor, stored, _counted_state(tensor)))
+            except BaseException:  # the device may be full
+                self.abort(module)
+                raise
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
