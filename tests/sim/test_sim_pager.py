@@ -764,11 +764,15 @@ def test_adapters_train_on_an_offloaded_base(kind: str, checkpointed: bool, tmp_
     assert not pager_of(model).backward_pages
 
 
-def test_the_graph_does_not_keep_the_weights() -> None:
-    """Between forward and backward the frozen weights are not on the device."""
+@pytest.mark.parametrize("has_index", [True, False])
+def test_the_graph_does_not_keep_the_weights(has_index: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between forward and backward the frozen weights are not on the device, on one such as MPS neither."""
+    hardware = Device("sim")
+    hardware.has_index = has_index
+    drive(monkeypatch, hardware)
     model, x = built(adapted), inputs()
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
-    cpu_offload(model, SIM)
+    cpu_offload(model, str(hardware.torch_device(0)))
     loss = model(x).square().mean()
     assert torch.sim.memory_allocated(0) < frozen / 4
     torch.sim.reset_peak_memory_stats(0)

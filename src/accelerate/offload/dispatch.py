@@ -70,9 +70,8 @@ def _with_index(device: torch.device) -> torch.device:
             why=f"this process sees {count} {device.type!r} device(s)",
             fix="name devices that are here, 'cpu' and 'disk'",
         )
-    if device.index is None:
-        device = driver.torch_device(driver.current())
-    return device
+    # Also of a device that is named without one: a tensor on "mps" reports mps:0.
+    return device if device.index is not None else torch.device(device.type, driver.current())
 
 
 def resolve_home(value: Any) -> Home:
