@@ -526,6 +526,28 @@ def test_what_a_model_makes_on_the_host_is_moved_to_a_resident_part() -> None:
         torch.testing.assert_close(model(x), expected)
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_any_argument_that_a_model_makes_on_the_host_is_moved(named: bool) -> None:
+    class Positioned(nn.Linear):
+        def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+            return super().forward(x + places)
+
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = Positioned(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            places = torch.arange(WIDTH).float()
+            return self.attention(x, places=places) if named else self.attention(x, places)
+
+    model, x = built(lambda: nn.Sequential(Attending(), Attending(), Attending())), inputs()
+    expected = model(x)
+    dispatch_model(model, {"0": "cpu", "1": 0, "2": 1}, main_device=0)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected)
+
+
 # ------------------------------------------------------------------------------------------------ compiling
 
 

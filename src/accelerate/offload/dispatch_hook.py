@@ -186,18 +186,19 @@ class DispatchHook(AlignDevicesHook):
         elif self.offload:
             self._end_forward()
 
-    def is_prepared(self, first: Any) -> bool:
+    def is_prepared(self, *values: Any) -> bool:
         """Return True while a module around this one has inputs and weights on the device of this one.
 
         Args:
-            first: the first argument; one that the model has made on another device has to be moved.
+            values: the arguments; a tensor that the model has made on another device has to be moved.
         """
-        if isinstance(first, torch.Tensor) and first.device != self.execution_device:
-            return False
-        mover, block = self._mover, self.enclosing_block
+        mover, block, device = self._mover, self.enclosing_block, self.execution_device
         calls = None if mover is None else mover.thread.calls
-        if not calls or calls[-1].device != self.execution_device:
+        if not calls or calls[-1].device != device:
             return False
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.device != device:
+                return False
         if self.offload if block is None else not block.users:
             return False
         own = self.__dict__  # clients set methods on a hook, and on the class

@@ -515,7 +515,8 @@ def _inner_forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a module that has an inner hook. The hook and the forward are read each time."""
     hook = module._hf_hook
     # A compiler that traces it is inside of a module around it.
-    first = args[0] if args else None
-    if type(hook) is DispatchHook and (torch.compiler.is_compiling() or hook.is_prepared(first)):
+    if type(hook) is DispatchHook and (
+        torch.compiler.is_compiling() or hook.is_prepared(*args, *kwargs.values())
+    ):
         return module._old_forward(*args, **kwargs)
     return _dispatched_forward(module, *args, **kwargs)
