@@ -1080,6 +1080,27 @@ def test_pinned_memory_has_a_budget(local_ranks: int, monkeypatch: pytest.Monkey
         torch.testing.assert_close(model(x), plain(x))
 
 
+@kinds
+def test_a_system_that_pins_no_memory_copies_from_plain_memory(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(Pinning):
+        def host_memory(self, size: int) -> torch.Tensor:
+            raise RuntimeError("CUDA error: out of memory")
+
+    drive(monkeypatch, Refusing("sim"))
+    model, x = built(), inputs()
+    expected = model(x)
+    with pytest.warns(UserWarning, match="stay in plain memory") if kind == "cpu" else nullcontext():
+        offloaded(model, kind, tmp_path)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(model(x), expected)
+    stats = offload_stats(model)
+    assert stats is not None
+    assert stats.prefetched > 0
+
+
 class Retrying(Pinning):
     """A device whose allocator is at its limit from the third block on."""
 

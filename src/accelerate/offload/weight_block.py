@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from accelerate import device as devices
-from accelerate.core.errors import OffloadError
+from accelerate.core.errors import OffloadError, warn_user
 from accelerate.device.base import Device
 from accelerate.offload.module_tensors import (
     MaterializedTensor,
@@ -170,8 +170,13 @@ class HostPageAllocator:
             slab_size = min(max(min(half, SLAB), whole), largest)
             if slab_size < whole:
                 return None
+            try:
+                self.slab, self.used = self.device.host_memory(slab_size), 0
+            except RuntimeError as error:  # a system may pin less than it has: WSL2, a limit of locked memory
+                warn_user(f"offloaded weights stay in plain memory, which is copied more slowly: {error}")
+                self.budget = 0
+                return None
             self.budget -= slab_size
-            self.slab, self.used = self.device.host_memory(slab_size), 0
         region = self.slab[self.used : self.used + size]
         self.used += size
         self.bytes_left = max(0, self.bytes_left - size)
@@ -200,7 +205,11 @@ class StagingBuffers:
             if block.numel() < page.nbytes:
                 block = None
         if block is None:
-            block = self.device.host_memory(1 << max(page.nbytes - 1, 1).bit_length())
+            size = 1 << max(page.nbytes - 1, 1).bit_length()
+            try:
+                block = self.device.host_memory(size)
+            except RuntimeError:  # no memory can be pinned: the copy waits for its stream, and is right
+                block = torch.empty(size, dtype=torch.uint8)
         read_page(page, block[: page.nbytes])
         self.filled = block
         return block[: page.nbytes]
