@@ -380,6 +380,17 @@ def test_hooks_are_attached_if_asked_and_bring_the_inputs() -> None:
         model.to("sim:1")
 
 
+def test_a_method_that_is_named_like_a_device_is_the_models_own() -> None:
+    class Named(Net):
+        def neuron(self) -> int:
+            return 5
+
+    model: Any = dispatch_model(built(Named), {"inp": 0, "layers": "cpu", "out": 0})
+    assert model.neuron() == 5
+    with pytest.raises(OffloadError, match="cannot be moved"):
+        model.cuda()
+
+
 def test_modules_that_replace_others_go_to_their_device() -> None:
     """E7"""
     model, x = built(), inputs()

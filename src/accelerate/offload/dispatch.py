@@ -37,6 +37,7 @@ from accelerate.offload.dispatch_steps import (
 )
 from accelerate.offload.hooks import (
     ModelHook,
+    MoveGuard,
     _accelerate_added_attributes,
     add_hook_to_module,
     remove_hook_from_module,
@@ -260,13 +261,10 @@ def remove_dispatch(model: nn.Module) -> None:
 
 def _guard_moves(model: nn.Module) -> None:
     """Replace ``to`` and its like: moving a dispatched model by hand warns, or is refused."""
-    for name in _accelerate_added_attributes:
-        original = getattr(type(model), name, None)
-        if original is not None:
-            moving = functools.partial(_refuse_or_move, model, name)
-            setattr(model, name, functools.update_wrapper(moving, original))
-    converting = functools.partial(_refuse_or_move, model, "_apply")
-    model._apply = converting  # half(), float() and their like come here
+    for name in ("_apply", *_accelerate_added_attributes):  # half(), float() and their like call _apply
+        if hasattr(nn.Module, name):  # otherwise one of the model's own
+            moving = MoveGuard(_refuse_or_move, model, name)
+            setattr(model, name, functools.update_wrapper(moving, getattr(type(model), name)))
 
 
 def _refuse_or_move(model: nn.Module, how: str, /, *args: Any, **kwargs: Any) -> Any:

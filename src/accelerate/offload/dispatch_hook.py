@@ -143,8 +143,6 @@ class DispatchHook(AlignDevicesHook):
             _return_tensors(module)
         self.block = self.enclosing_block = self._pager = self._mover = None
         self._watched_children = []
-        for name in ("to", "_apply"):
-            vars(module).pop(name, None)
         return module
 
     # --- around a forward

@@ -32,6 +32,10 @@ from accelerate.offload.offloaded_tensor import (
 _accelerate_added_attributes = ["to", *DEVICES.names()]
 
 
+class MoveGuard(functools.partial[Any]):
+    """A call that takes the place of a method of a dispatched model that moves it."""
+
+
 class ModelHook:
     """A base for hooks that are called around the forward of a module. This one does nothing.
 
@@ -194,8 +198,9 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         if not _is_own_forward(module, old):
             module.forward = old
         del attributes["_old_forward"]
-    for name in _accelerate_added_attributes:
-        attributes.pop(name, None)
+    for name in ("_apply", *_accelerate_added_attributes):
+        if isinstance(attributes.get(name), MoveGuard):  # models have attributes of such names, too
+            del attributes[name]
     if recurse:
         for child in module.children():
             remove_hook_from_module(child, recurse)
