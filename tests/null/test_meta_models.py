@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import tracemalloc
 from pathlib import Path
@@ -319,6 +320,29 @@ def test_a_name_on_the_hub_gives_its_configuration_only(
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
     assert is_hollow(build_skeleton("someone/some-unet", token="hf_x"))
     assert asked == ["someone/some-unet/model_index.json hf_x", "someone/some-unet/config.json hf_x"]
+
+
+def test_a_network_that_comes_back_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one the hub's library would try for half a minute, so that its cache is looked at alone."""
+    errors = pytest.importorskip("huggingface_hub").errors
+    cache_only: list[bool] = []
+
+    def look_up(*_: Any) -> list[Any]:
+        if not cache_only:
+            raise socket.gaierror
+        return []
+
+    def fetch(*_: Any, local_files_only: bool, **options: Any) -> str:
+        cache_only.append(local_files_only)
+        raise errors.LocalEntryNotFoundError("no such file")
+
+    monkeypatch.setattr("accelerate.offload.estimate.skeleton.getproxies", dict)
+    monkeypatch.setattr("socket.getaddrinfo", look_up)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
+    for _ in range(2):
+        with pytest.raises(ModelSkeletonError, match="the hub cannot be reached"):
+            build_skeleton("someone/some-model")
+    assert cache_only == [True, False]
 
 
 # ---------------------------------------------------------------- headers of files

@@ -5,7 +5,6 @@ Only configurations and the headers of files are read: no weight, and no memory 
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import json
@@ -183,7 +182,6 @@ def _download_file(repository: str, name: str, token: str | None) -> Path | None
         return None
 
 
-@functools.cache
 def _is_hub_reachable() -> bool:
     """Return True when the hub's name resolves: without a network its library tries for half a minute."""
     from huggingface_hub import constants
