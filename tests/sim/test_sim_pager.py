@@ -904,10 +904,10 @@ def test_two_models_share_a_folder(places: dict[str, str] | None, tmp_path: Path
             torch.testing.assert_close(model(x), expected(x))
         twin = copy.deepcopy(models[0].layers[1].up)
         torch.testing.assert_close(twin(x).cpu(), plain[0].layers[1].up(x))
-        assert len(list(tmp_path.glob(".*"))) == 2 * len(list(tmp_path.glob("[!.]*.dat")))
+        twin = copy.deepcopy(models[0])
+        torch.testing.assert_close(twin(x), plain[0](x))
         del models, model, twin
         gc.collect()
-        assert not list(tmp_path.glob(".*"))
         torch.testing.assert_close(again(x), plain[2](x))
 
 

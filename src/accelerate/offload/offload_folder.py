@@ -11,7 +11,6 @@ import copy
 import gc
 import json
 import os
-import shutil
 import threading
 import uuid
 import weakref
@@ -139,47 +138,6 @@ def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, torch.Tensor])
 
 # ---------------------------------------------------------------------------------------- replaced files
 
-# Files whose names another model has taken: who read them goes on reading them.
-
-
-class ReplacedFile:
-    """A file of an offload folder under a second name; it is removed when no loader reads it any more.
-
-    Args:
-        file: the file, which is about to be replaced.
-
-    Attributes:
-        path: its second name.
-
-    Raises:
-        OffloadError: the folder cannot be written, or is full.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self.path = file.with_name(f".{file.name}.kept-{uuid.uuid4().hex[:8]}")
-        try:
-            try:
-                os.link(file, self.path)
-            except OSError:  # a file has one name only there
-                shutil.copyfile(file, self.path)
-        except OSError as error:
-            self.path.unlink(missing_ok=True)
-            raise OffloadError(
-                f"{file.name} in the offload folder {file.parent} is in use, and cannot be kept",
-                why=f"{type(error).__name__}: {error.strerror or error}",
-                fix="give each model a folder of its own, as offload_folder or offload_dir",
-            ) from error
-        weakref.finalize(self, _unlink, self.path, os.getpid())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ReplacedFile:
-        return self
-
-
-def _unlink(path: Path, process: int) -> None:
-    if os.getpid() == process:  # not in a fork of it
-        path.unlink(missing_ok=True)
-
-
 # The loaders (``OffloadedWeightsLoader``) that are alive, by identity.
 LOADERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -187,7 +145,7 @@ LOADERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 def keep_replaced_files(
     folder: Folder, names: Iterable[str], read: Callable[[str], torch.Tensor], own: Any = None
 ) -> bool:
-    """Keep the files for models of this process whose weights are about to be overwritten by others.
+    """Map the files of models of this process that others are about to replace: a mapping keeps its file.
 
     Args:
         folder: the offload folder.
@@ -199,29 +157,32 @@ def keep_replaced_files(
         True when there was one to keep.
 
     Raises:
-        OffloadError: the folder cannot be written, or is full.
+        OffloadError: a file is damaged.
     """
 
-    def loaders_of(name: str) -> list[Any]:
+    def list_readers() -> list[Any]:
+        path = os.path.realpath(folder)
         loaders = [each for each in list(LOADERS.values()) if each.is_read_by_model and each is not own]
-        return [each for each in loaders if each.reads_file(folder, name)]
+        loaders = [each for each in loaders if each.save_folder is not None]
+        return [each for each in loaders if os.path.realpath(each.save_folder) == path]
 
+    readers = list_readers()
     replaced = [
         name
         for name in names
-        if loaders_of(name) and _is_file_of_others(Path(folder, f"{name}.dat"), raw_bytes(read(name)))
+        if any(each.reads_file(name) for each in readers)
+        and _is_file_of_others(Path(folder, f"{name}.dat"), raw_bytes(read(name)))
     ]
-    if any(not each.has_survived for name in replaced for each in loaders_of(name)):
+    if replaced and not all(each.has_survived for each in readers):
+        readers.clear()
         gc.collect()  # models that nobody has any more need no files
-        for each in list(LOADERS.values()):
+        readers = list_readers()
+        for each in readers:
             each.has_survived = True
-    is_kept = False
-    for name in replaced:
-        if loaders := loaders_of(name):
-            is_kept, file = True, ReplacedFile(Path(folder, f"{name}.dat"))
-            for loader in loaders:
-                loader.replaced_files[name] = file
-    return is_kept
+    kept = [(name, each) for name in replaced for each in readers if each.reads_file(name)]
+    for name, each in kept:
+        each.replaced[name] = load_offloaded_weight(Path(folder, f"{name}.dat"), each.index[name])
+    return bool(kept)
 
 
 def raw_bytes(value: torch.Tensor) -> torch.Tensor:
@@ -379,9 +340,10 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
         weights = copy.deepcopy(kind({k: values[k] for k in values if k.startswith(self.prefix)}), memo)
         if not is_loader:
             return PrefixedDataset(weights, self.prefix)
-        twin = copy.copy(dataset)
-        twin.state_dict = weights
-        return PrefixedDataset(twin, self.prefix)
+        if id(dataset) not in memo:  # one for all modules of a model
+            memo[id(dataset)] = dataset.copy_files(weights)
+        dict.update(memo[id(dataset)].state_dict, weights)
+        return PrefixedDataset(memo[id(dataset)], self.prefix)
 
 
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
@@ -395,7 +357,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
     Attributes:
         all_keys: every name, once.
-        replaced_files: name -> the file, of weights whose names another model has taken in the folder.
+        replaced: name -> the values, mapped from a file whose name another model has taken in the folder.
         is_read_by_model: a model has its weights here; it keeps them when others of these names are written.
         has_survived: it was not freed by a garbage collection.
 
@@ -425,36 +387,32 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         for file in {entry["safetensors_file"] for entry in index.values() if entry.get("safetensors_file")}:
             if not os.path.exists(file):
                 raise _missing_file_error(file)
-        self.replaced_files: dict[str, ReplacedFile] = {}
+        self.replaced: dict[str, torch.Tensor] = {}
         self.is_read_by_model = self.has_survived = False
         self._files: dict[str, Any] = {}
         self._opening = threading.Lock()
         LOADERS[id(self)] = self
 
-    def reads_file(self, folder: Folder, name: str) -> bool:
-        """Return True when the values of ``name`` are read from its file in this folder."""
+    def reads_file(self, name: str) -> bool:
+        """Return True when the values of ``name`` are read from its file in the folder."""
         entry = self.index.get(name)
-        if entry is None or entry.get("safetensors_file") or name in self.state_dict:
-            return False
-        is_here = self.save_folder is not None and os.path.realpath(self.save_folder) == os.path.realpath(
-            folder
-        )
-        return is_here and name not in self.replaced_files
+        is_elsewhere = name in self.state_dict or name in self.replaced
+        return entry is not None and not entry.get("safetensors_file") and not is_elsewhere
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self.state_dict:
             return self.state_dict[key]
         entry = self.index[key]
-        if entry.get("safetensors_file") is None:
-            if self.save_folder is None:
-                raise OffloadError(
-                    f"{key} is in an offload folder that was not named", fix="give the save_folder"
-                )
-            replaced = self.replaced_files.get(key)
-            path = Path(self.save_folder, f"{key}.dat") if replaced is None else replaced.path
-            value = load_offloaded_weight(path, entry)
-        else:
+        if key in self.replaced:
+            value = self.replaced[key]
+        elif entry.get("safetensors_file") is not None:
             value = self._from_checkpoint(key, entry)
+        elif self.save_folder is None:
+            raise OffloadError(
+                f"{key} is in an offload folder that was not named", fix="give the save_folder"
+            )
+        else:
+            value = load_offloaded_weight(Path(self.save_folder, f"{key}.dat"), entry)
         return value if self.device is None else value.to(self.device)
 
     def __setitem__(self, key: str, value: torch.Tensor) -> None:
@@ -490,6 +448,15 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     def in_memory(self, key: str) -> bool:
         """Return True when the entry is in memory, and so can be changed."""
         return key in self.state_dict
+
+    def copy_files(self, state_dict: dict[str, torch.Tensor]) -> OffloadedWeightsLoader:
+        """Return a loader of the same files with other weights in memory."""
+        twin = copy.copy(self)
+        twin.state_dict, twin.all_keys, twin.replaced = state_dict, [*self.all_keys], {**self.replaced}
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedWeightsLoader:
+        return self.copy_files(copy.deepcopy(self.state_dict, memo))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without open files; a copy opens its own."""
