@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate import init_empty_weights, load_checkpoint_in_model
+from accelerate.core.errors import OffloadError
 from accelerate.hooks import attach_align_device_hook
 from accelerate.utils import (
     OffloadedWeightsLoader,
@@ -134,6 +135,20 @@ def test_writing_anew_leaves_those_who_have_the_old_one(tmp_path: Path) -> None:
     offload_weight(STATE["layer.weight"] + 1, "w", tmp_path)
     assert torch.equal(view, STATE["layer.weight"])
     assert torch.equal(load_offloaded_weight(tmp_path / "w.dat", entry), STATE["layer.weight"] + 1)
+
+
+def test_two_names_that_are_one_file_are_told(tmp_path: Path) -> None:
+    """On a file system that ignores case; one that does not has two files."""
+    values = {"layer.W": torch.ones(1), "layer.w": torch.zeros(1)}
+    offload_state_dict(tmp_path, values)
+    loader = OffloadedWeightsLoader(save_folder=tmp_path)
+    assert {name: loader[name] for name in loader} == values
+    (tmp_path / "layer.w.dat").unlink()
+    os.link(tmp_path / "layer.W.dat", tmp_path / "layer.w.dat")
+    os.link(tmp_path / "layer.W.dat", tmp_path / "LAYER.w.dat")
+    os.link(tmp_path / "layer.W.dat", tmp_path / "LAYER.W.dat")
+    with pytest.raises(OffloadError, match=r"layer\.W and layer\.w cannot both be offloaded"):
+        offload_weight(torch.zeros(1), "layer.w", tmp_path, {"layer.W": {}})
 
 
 @pytest.mark.parametrize("how", ["state dict", "weights", "checkpoint"])

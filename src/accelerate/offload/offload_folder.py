@@ -97,7 +97,8 @@ def _write_weight(value: torch.Tensor, name: str, folder: Folder, index: Any) ->
     """Write one tensor to a folder, and its entry to the index, if there is one.
 
     Raises:
-        OffloadError: the folder cannot be written, or its class wraps other tensors.
+        OffloadError: the folder cannot be written, its class wraps other tensors, or its file is that of
+            another name.
     """
     if hasattr(type(value), "__tensor_flatten__"):
         raise OffloadError(
@@ -106,9 +107,22 @@ def _write_weight(value: torch.Tensor, name: str, folder: Folder, index: Any) ->
             fix="place its module on a device or the CPU, or load the model without quantization",
         )
     array: Any = raw_bytes(value).numpy()
-    _write_file(Path(folder, f"{name}.dat"), memoryview(array))
+    path = Path(folder, f"{name}.dat")
+    if _is_same_file(path, path.with_name(f"{name.swapcase()}.dat")):  # names are compared without case here
+        other = next((each for each in index or () if each != name and each.lower() == name.lower()), None)
+        if other is not None and _is_same_file(path, path.with_name(f"{other}.dat")):
+            raise OffloadError(
+                f"{other} and {name} cannot both be offloaded to {folder}",
+                why="names of files there do not tell upper case from lower case, and the two share one file",
+                fix="give a folder on a file system that does, or place one of the two in memory",
+            )
+    _write_file(path, memoryview(array))
     if index is not None:
         index[name] = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+
+
+def _is_same_file(path: Path, other: Path) -> bool:
+    return path.exists() and other.exists() and path.samefile(other)
 
 
 def save_offload_index(index: Mapping[str, Any] | None, offload_folder: Folder) -> None:
