@@ -388,20 +388,21 @@ def test_headers_go_through_an_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "change",
     [
-        (lambda data: data[:4], "no safetensors file"),
-        (lambda data: data[:40], "damaged, cut"),
-        (lambda data: data[:-1], "cut or damaged"),
-        (lambda data: data[:8] + b"x" + data[9:], "header cannot be read"),
-        (lambda data: data.replace(b'"F32"', b'"F99"'), "numbers of the kind F99"),
+        lambda data: b"",
+        lambda data: data[:4],
+        lambda data: data[:40],
+        lambda data: data[:-1],
+        lambda data: data[:8] + b"x" + data[9:],
+        lambda data: data.replace(b'"F32"', b'"F99"'),
     ],
 )
-def test_a_damaged_file_is_told_before_anything_is_read(tmp_path: Path, change: Any, words: str) -> None:
+def test_a_damaged_file_is_told_before_anything_is_read(tmp_path: Path, change: Any) -> None:
     file = tmp_path / "model.safetensors"
     save_file(TENSORS, file)
     file.write_bytes(change(file.read_bytes()))
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match="cut, damaged, or no safetensors file"):
         read_headers(file)
 
 
