@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from accelerate.core.errors import PrepareError, SettingError
+from accelerate.core.errors import PrepareError, SettingError, nearest
 
 Dtype: TypeAlias = "torch.dtype | str | Any"
 Modules: TypeAlias = "Sequence[tuple[str, nn.Module | torch.Tensor]]"
@@ -51,8 +51,12 @@ def as_torch_dtype(dtype: Any) -> torch.dtype:
     torch_dtype = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if isinstance(torch_dtype, torch.dtype):
         return torch_dtype
-    message = f"torch has no dtype {dtype!r}" if isinstance(dtype, str) else f"{dtype!r} is no dtype"
-    raise PrepareError(message, fix="write it like 'float16' or torch.float16")
+    names = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
+    near = nearest(dtype, names) if isinstance(dtype, str) else None
+    raise PrepareError(
+        f"unknown dtype {dtype!r}" if isinstance(dtype, str) else f"{dtype!r} is no dtype",
+        fix=f"did you mean {near!r}?" if near else "write it like 'float16' or torch.float16",
+    )
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:

@@ -29,6 +29,7 @@ from accelerate.offload.estimate.safetensors_headers import (
     find_safetensors,
     read_headers,
 )
+from accelerate.offload.module_sizes import as_torch_dtype
 
 LIBRARIES = ("transformers", "diffusers", "timm")
 CONFIG, PIPELINE = "config.json", "model_index.json"
@@ -74,8 +75,9 @@ def build_skeleton(
         ModelNotFoundError: there is no such model.
         ModelSkeletonError: its configuration does not describe one.
         MissingExtraError: its library is not installed.
+        PrepareError: there is no such dtype.
     """
-    name, weight_dtype = os.fspath(model), as_dtype(dtype)
+    name, weight_dtype = os.fspath(model), None if dtype is None else as_torch_dtype(dtype)
     if library is not None and library not in LIBRARIES:
         raise UnknownNameError("library", library, LIBRARIES)
     if _FACTORY.fullmatch(name) and not os.path.exists(name):
@@ -91,22 +93,6 @@ def build_skeleton(
         return _cast(_build_from_headers(location), weight_dtype)
     with torch.device("meta"):
         return _build_from_config(location, "", config, library, trust_remote_code, weight_dtype, head)
-
-
-def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a dtype from its name, ``"bfloat16"`` or ``"torch.bfloat16"``.
-
-    Raises:
-        UnknownNameError: torch has none of that name.
-    """
-    if not isinstance(dtype, str):
-        return dtype
-    torch_dtype = getattr(torch, dtype.removeprefix("torch."), None)
-    if not isinstance(torch_dtype, torch.dtype):
-        raise UnknownNameError(
-            "dtype", dtype, [n for n in dir(torch) if isinstance(getattr(torch, n), torch.dtype)]
-        )
-    return torch_dtype
 
 
 def _cast(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
