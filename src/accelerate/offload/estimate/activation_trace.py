@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from accelerate.core.torch_internals import require
+from accelerate.offload.module_tensors import tensor_slots
 
 _INPUTS = ("input_ids", "decoder_input_ids")
 _PREDICT_TOKENS = ("LM", "ForConditionalGeneration")  # parts of the names of classes with a loss over tokens
@@ -166,11 +167,8 @@ def _silence_torch_log() -> Generator[None]:
 def _replace_with_fakes(model: nn.Module, dtype: torch.dtype) -> None:
     """Replace all weights and buffers with fake tensors; tied ones stay tied."""
     fakes: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        tables: Any = (module._parameters, module._buffers)
-        for table, name, tensor in [(each, n, t) for each in tables for n, t in each.items()]:
-            if tensor is not None:
-                table[name] = fakes.setdefault(id(tensor), _fake_like(tensor, dtype))
+    for table, name, tensor in tensor_slots(model.modules()):
+        table[name] = fakes.setdefault(id(tensor), _fake_like(tensor, dtype))
 
 
 def _fake_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -29,6 +29,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from accelerate.core.errors import AccelerateError, PrepareError
 from accelerate.core.torch_internals import require
+from accelerate.offload.module_tensors import tensor_slots
 from accelerate.world import collective
 from accelerate.world.world import World
 
@@ -219,15 +220,14 @@ def _fake_weights(model: nn.Module, mode: FakeTensorMode, device: torch.device) 
                 fakes[id(tensor)] = nn.Parameter(like, wants) if isinstance(tensor, nn.Parameter) else like
         return fakes[id(tensor)]
 
-    tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
-    real = [dict(table) for table in tables]
+    slots = tensor_slots(model.modules())
     try:
-        for table in tables:
-            table.update({name: fake(t) for name, t in table.items() if t is not None})  # type: ignore[misc]
+        for table, name, tensor in slots:
+            table[name] = fake(tensor)
         yield
     finally:
-        for table, values in zip(tables, real, strict=True):
-            table.update(values)  # type: ignore[arg-type]
+        for table, name, tensor in slots:
+            table[name] = tensor
 
 
 def _rows_per_sample(one: torch.Tensor, two: torch.Tensor, rows: int) -> int:

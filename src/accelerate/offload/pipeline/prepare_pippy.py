@@ -18,6 +18,7 @@ from torch import nn
 
 from accelerate.core.errors import PrepareError, SettingError, UnknownNameError
 from accelerate.core.units import parse_bytes
+from accelerate.offload.module_tensors import tensor_slots
 from accelerate.offload.pipeline.inference_pipeline import (
     InferencePipeline,
     PipelineInputSignature,
@@ -318,8 +319,6 @@ class _ModelSplit:
         names = [block.name for block in blocks]
         try:
             called = run_collectively(lambda: find_chain(self.model, names, args, kwargs))
-        except TraceError:
-            raise
         except PrepareError as no_chain:
             raise PrepareError(
                 error.what,
@@ -379,6 +378,5 @@ def _keep_weights(model: nn.Module, names: Iterable[str], device: torch.device) 
             relocated[id(tensor)] = moved
         return relocated[id(tensor)]
 
-    for module in model.modules():
-        for table in (module._parameters, module._buffers):
-            table.update({name: relocate(t) for name, t in table.items() if t is not None})  # type: ignore[misc]
+    for table, name, tensor in tensor_slots(model.modules()):
+        table[name] = relocate(tensor)
