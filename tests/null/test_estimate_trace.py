@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from accelerate.offload.estimate import activation_trace
 from accelerate.offload.estimate.activation_formula import activation_bytes, transformer_shape
 from accelerate.offload.estimate.activation_trace import SavedActivationBytes, trace_saved
 from accelerate.offload.estimate.skeleton import build_skeleton
@@ -55,6 +56,31 @@ def test_it_counts_what_a_real_forward_saves(tmp_path: Path, attention: str) -> 
     real = saved_for_real(transformers.LlamaForCausalLM(config).train(), 2, 32)
     how = "fused" if attention == "sdpa" else "eager"
     assert traced(tmp_path, small, attention=how).activations == pytest.approx(real, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["equal", "alternating"])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_equal_blocks_are_counted_by_two_short_forwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, autocast: torch.dtype | None
+) -> None:
+    """The sum is that of a whole forward, to the byte; blocks that differ are all run."""
+    config = {**SMALL, "num_hidden_layers": 7}
+    if kind == "alternating":
+        named = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
+        config |= {**named, "head_dim": 16, "sliding_window": 8}
+    runs: list[int] = []
+    count = activation_trace._count_saved
+
+    def record(model: Any, words: torch.Tensor, narrow: torch.dtype | None) -> SavedActivationBytes:
+        runs.append(len(model.model.layers))
+        return count(model, words, narrow)
+
+    monkeypatch.setattr(activation_trace, "_count_saved", record)
+    short = traced(tmp_path, config, autocast=autocast, attention="eager")
+    assert runs == ([2, 3] if kind == "equal" else [7])
+    monkeypatch.setattr(activation_trace, "_find_equal_blocks", lambda model: None)
+    assert traced(tmp_path, config, autocast=autocast, attention="eager") == short
+    assert runs[-1] == 7
 
 
 def test_it_grows_with_batch_and_length_and_shrinks_with_the_format(tmp_path: Path) -> None:

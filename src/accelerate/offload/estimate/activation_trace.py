@@ -24,6 +24,7 @@ from accelerate.offload.module_tensors import tensor_slots
 
 _INPUTS = ("input_ids", "decoder_input_ids")
 _PREDICT_TOKENS = ("LM", "ForConditionalGeneration")  # parts of the names of classes with a loss over tokens
+_SHORT = 2  # blocks of the shorter of the two forwards that a long model is extrapolated from
 _LEAF = "AccumulateGrad"
 _CAST = "ToCopyBackward0"
 
@@ -146,7 +147,7 @@ def trace_saved(
         with _silence_torch_log(), FakeTensorMode(allow_non_fake_inputs=True):
             _replace_with_fakes(model, dtype)
             words = torch.zeros(batch, length, dtype=torch.long)
-            return _count_saved(model.train(), words, autocast)
+            return _count_by_blocks(model.train(), words, autocast)
     except (RuntimeError, TypeError, ValueError, NotImplementedError, KeyError, AttributeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         return f"{type(model).__name__} cannot be traced: {reason}"
@@ -174,6 +175,68 @@ def _fake_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of that shape, of ``dtype`` if it is a floating point tensor."""
     new = torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
     return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+
+
+def _count_by_blocks(
+    model: nn.Module, words: torch.Tensor, autocast: torch.dtype | None
+) -> SavedActivationBytes:
+    """Count what a forward saves; of many equal blocks, two short forwards tell what each adds."""
+    chain = _find_equal_blocks(model)
+    if chain is None:
+        return _count_saved(model, words, autocast)
+    parent, name, blocks = chain
+    counts: list[SavedActivationBytes] = []
+    for number in (_SHORT, _SHORT + 1):
+        setattr(parent, name, blocks[:number])
+        counts.append(_count_saved(model, words, autocast))
+    setattr(parent, name, blocks)
+    first, second = counts
+    more = len(blocks) - _SHORT
+    return SavedActivationBytes(
+        first.activations + more * (second.activations - first.activations),
+        first.casts + more * (second.casts - first.casts),
+    )
+
+
+def _find_equal_blocks(model: nn.Module) -> tuple[nn.Module, str, nn.ModuleList] | None:
+    """Return (owner, attribute, blocks) of the one long list of equal blocks; None where there is none.
+
+    The forward must take the blocks from the list itself, so the list is the only one of its length, and no
+    other module knows a block by its number.
+    """
+    lists = [
+        (owner, name, child)
+        for owner in model.modules()
+        for name, child in owner.named_children()
+        if isinstance(child, nn.ModuleList) and len(child) > _SHORT + 2
+    ]
+    if len(lists) != 1:
+        return None
+    first, *others = map(_describe_block, lists[0][2])
+    equal = all(_is_equal_block(first, other, number) for number, other in enumerate(others, 1))
+    return lists[0] if equal else None
+
+
+def _describe_block(block: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return what the memory of a block's forward depends on, by module and attribute."""
+    described: dict[tuple[str, str], Any] = {}
+    for name, module in block.named_modules():
+        described[name, ""] = type(module)
+        tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        described |= {(name, key): (tensor.shape, tensor.dtype) for key, tensor in tensors}
+        plain = {key: value for key, value in vars(module).items() if isinstance(value, int | float | str)}
+        described |= {(name, key): value for key, value in plain.items()}
+    return described
+
+
+def _is_equal_block(
+    first: dict[tuple[str, str], Any], other: dict[tuple[str, str], Any], number: int
+) -> bool:
+    """Return True where a block is the first one again, up to attributes that hold its number."""
+    return first.keys() == other.keys() and all(
+        other[key] == value or (isinstance(value, int) and other[key] == value + number)
+        for key, value in first.items()
+    )
 
 
 def _count_saved(model: nn.Module, words: torch.Tensor, autocast: torch.dtype | None) -> SavedActivationBytes:
