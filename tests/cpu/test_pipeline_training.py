@@ -129,7 +129,11 @@ def several(options: dict[str, Any]) -> None:
     loss, other = parity.loss_of(model, batch), parity.loss_of(plain, batch)
     torch.testing.assert_close(loss, other)
     second = parity.loss_of(model, {name: value[:3] for name, value in batch.items()})
-    accelerator.backward(loss * 2 + second**2 / 3, retain_graph=True)
+    with pytest.MonkeyPatch.context() as patch:
+        batches = recorded_transfers(patch)
+        accelerator.backward(loss * 2 + second**2 / 3, retain_graph=True)
+    # The weight of the embedding and the head, once for each forward.
+    assert batches == [["irecv", "isend"]] * 2
     (other * 2 + parity.loss_of(plain, {n: v[:3] for n, v in batch.items()}) ** 2 / 3).backward()
     same_gradients(model, plain)
     with pytest.raises(PrepareError, match="second backward"):
@@ -141,6 +145,20 @@ def several(options: dict[str, Any]) -> None:
     torch.testing.assert_close(logits, plain.eval()(batch["input_ids"]))
     with torch.inference_mode():
         torch.testing.assert_close(model(batch["input_ids"][:1]), plain(batch["input_ids"][:1]))
+
+
+def recorded_transfers(patch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The transfers of each batch, which NCCL runs at once: single ones are run one after another."""
+    from torch import distributed as dist
+
+    batches, run = [], dist.batch_isend_irecv
+
+    def record(transfers: list[Any]) -> Any:
+        batches.append(sorted(transfer.op.__name__ for transfer in transfers))
+        return run(transfers)
+
+    patch.setattr(dist, "batch_isend_irecv", record)
+    return batches
 
 
 def same_gradients(model: nn.Module, plain: nn.Module) -> None:

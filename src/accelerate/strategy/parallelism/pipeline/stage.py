@@ -387,17 +387,14 @@ def _sum_over_holders(mine: torch.Tensor, holders: Sequence[int], group: Any) ->
     """Sum a tensor over the holders, in place."""
     rank = dist.get_rank(group)
     parts = {place: mine.clone(memory_format=torch.contiguous_format) for place in holders}
-    works = [
-        dist.isend(parts[rank], dist.get_global_rank(group, place), group)
+    # One batch: NCCL runs single transfers between two processes one after another, and both would send first.
+    transfers = [
+        dist.P2POp(op, parts[rank if op is dist.isend else place], dist.get_global_rank(group, place), group)
         for place in holders
+        for op in (dist.isend, dist.irecv)
         if place != rank
     ]
-    works += [
-        dist.irecv(parts[place], dist.get_global_rank(group, place), group)
-        for place in holders
-        if place != rank
-    ]
-    wait_all([work for work in works if work is not None])
+    wait_all(dist.batch_isend_irecv(transfers))
     total = parts[holders[0]].clone()
     for place in holders[1:]:
         total += parts[place]
