@@ -327,6 +327,14 @@ def compared(make: Any, accelerator: Any) -> None:
         ours, theirs = model(**words(6)), plain(**words(6), use_cache=False)
     torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-5, rtol=0)
     torch.testing.assert_close(ours.loss, theirs.loss, atol=1e-5, rtol=0)
+    # With a backward, which stages of one process begin with the last of them.
+    with pytest.MonkeyPatch.context() as patch:
+        batches = recorded_transfers(patch)
+        model(**words(6)).loss.backward()
+    plain(**words(6), use_cache=False).loss.backward()
+    same_gradients(model, plain)
+    if vars(model)["_runner"].options.stages_per_process > 1:
+        assert batches.count(["irecv", "isend"]) >= 8, "neighbours of a ring send and receive at once"
 
 
 @pytest.mark.parametrize(

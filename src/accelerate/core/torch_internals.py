@@ -181,8 +181,7 @@ INTERNALS = (
             "_PipelineStageBase.forward_one_chunk _PipelineStageBase.backward_one_chunk "
             "_PipelineStageBase._retrieve_recv_grads "
             "_PipelineStageBase.clear_runtime_states",
-            f"{_PIPELINE}.schedules": "ScheduleGPipe._stage ScheduleGPipe._n_microbatches "
-            "ScheduleGPipe._has_backward ScheduleInterleaved1F1B._stages",
+            f"{_PIPELINE}.schedules": "Schedule1F1B._stage ScheduleInterleaved1F1B._stages",
         },
     ),
     Internals(

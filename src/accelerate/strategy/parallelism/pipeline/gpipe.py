@@ -24,9 +24,9 @@ from accelerate.strategy.parallelism.pipeline.micro_batches import (
     cast_floats,
 )
 from accelerate.strategy.parallelism.pipeline.stage import (
+    GPipeSchedule,
     PipelineStageModule,
     StageForward,
-    TwoPhaseGPipeSchedule,
     make_stage,
     reject_call,
     sum_shared_grads,
@@ -53,7 +53,7 @@ class GPipeCall:
         self.batch: PipelineBatch | None = batch
         self.outputs: list[tuple[torch.Tensor, ...]] = []
         self.outer_weights: list[torch.Tensor] = []
-        self.schedules: list[Any] = []
+        self.schedule: Any = None
         self.sync = True
 
     def run(self) -> Any:
@@ -119,21 +119,22 @@ class GPipeCall:
         return value
 
     def forward(self) -> None:
-        """Run all micro-batches forward, through one stage of this process after the other."""
+        """Run all micro-batches forward."""
         idle = self.plan.idle_schedules
-        self.schedules = idle.pop() if idle else [self._make_schedule(stage) for stage in self.runner.stages]
-        for schedule in self.schedules:
-            stage = schedule._stage
+        self.schedule = idle.pop() if idle else self._make_schedule()
+        for stage in self.schedule.stages:
             stage.submod.run_chunk = partial(self._run_chunk, stage.stage_index)
             stage.backward_context = self._backward_context
-            schedule.run_forwards()
+        self.schedule.run_forwards()
 
-    def _make_schedule(self, stage: int) -> TwoPhaseGPipeSchedule:
-        runner, trace = self.runner, self.plan.chunk_trace
-        outputs = [trace.meta(value) for value in self._stage_outputs(stage)]
-        pipeline_stage = make_stage(PipelineStageModule(), trace, stage, outputs, runner.device, runner.group)
-        trains = reject_call if torch.is_grad_enabled() else None
-        return TwoPhaseGPipeSchedule(pipeline_stage, runner.options.num_microbatches, loss_fn=trains)
+    def _make_schedule(self) -> GPipeSchedule:
+        runner, trace, stages = self.runner, self.plan.chunk_trace, list[Any]()
+        for stage in runner.stages:
+            outputs = [trace.meta(value) for value in self._stage_outputs(stage)]
+            stages.append(
+                make_stage(PipelineStageModule(), trace, stage, outputs, runner.device, runner.group)
+            )
+        return GPipeSchedule(stages, runner.options.num_microbatches, trains=torch.is_grad_enabled())
 
     def _stage_outputs(self, stage: int) -> tuple[BlockOutputKey, ...]:
         trace = self.plan.chunk_trace
@@ -183,8 +184,7 @@ class GPipeCall:
         rows[0] += gradients[count:]
         self.sync = reduces_gradients(runner.model)
         with sum_shared_grads(runner.model, runner.shared, runner.group, sync=self.sync):
-            for schedule in self.schedules:
-                schedule.run_backwards(rows, self.outputs, self.outer_weights[: len(gradients) - count])
+            self.schedule.run_backwards(rows, self.outputs, self.outer_weights[: len(gradients) - count])
         self.release()
 
     def _cut(self, gradient: torch.Tensor | None, place: int) -> list[torch.Tensor | None]:
@@ -201,17 +201,12 @@ class GPipeCall:
 
     def release(self) -> None:
         """Release the batch, its activations and its schedules."""
-        schedules, self.schedules, self.batch, self.outputs, self.outer_weights = (
-            self.schedules,
-            [],
-            None,
-            [],
-            [],
-        )
-        for schedule in schedules:
-            schedule._stage.clear_runtime_states()
-            schedule._stage.submod.run_chunk = reject_call
-        self.plan.idle_schedules.append(schedules)
+        schedule, self.schedule = self.schedule, None
+        self.batch, self.outputs, self.outer_weights = None, [], []
+        for stage in schedule.stages:
+            stage.clear_runtime_states()
+            stage.submod.run_chunk = reject_call
+        self.plan.idle_schedules.append(schedule)
 
 
 class _StagesBackward(torch.autograd.Function):

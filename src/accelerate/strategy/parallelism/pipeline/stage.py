@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, _utils
+from torch.distributed.pipelining import PipelineStage, _utils
 
 from accelerate.core.errors import PrepareError
 from accelerate.core.torch_internals import accepts, require
@@ -234,47 +234,41 @@ def _meta_tensor(meta: TensorMeta) -> torch.Tensor:
     return tensor.requires_grad_(meta.requires_grad and tensor.is_floating_point())
 
 
-class TwoPhaseGPipeSchedule(ScheduleGPipe):
-    """torch's GPipe schedule, split into two calls: all forwards, and later all backwards."""
+class GPipeSchedule:
+    """The GPipe schedule of a process's stages, in two calls: all forwards, and later all backwards.
 
-    _stage: Any
+    Several stages take turns after as many micro-batches as there are processes, so that each has what it
+    needs from its neighbour one step before. The processes form a ring then: each sends and receives in one
+    batch, since NCCL runs single transfers in their order, and all would wait to send.
 
-    def __init__(self, stage: TrainingStage, n_microbatches: int, **kwargs: Any) -> None:
-        # Torch 2.8 refuses fewer micro-batches than stages, for schedules that alternate.
-        super().__init__(stage, max(n_microbatches, stage.num_stages), **kwargs)
-        self._n_microbatches = n_microbatches
-        self._is_ready = False
+    Args:
+        stages: the stages of this process.
+        n_microbatches: how many there are.
+        trains: backwards follow.
+    """
+
+    def __init__(self, stages: Sequence[Any], n_microbatches: int, *, trains: bool) -> None:
+        self.stages, self._n_microbatches = stages, n_microbatches
+        for stage in stages:
+            stage.has_backward = trains
+            # The receive buffers. Torch's schedules let neighbours send a number first (2.10), or the stages
+            # vote whether shapes are known (2.12). They are; and of several stages on one process, the
+            # second would not be there to answer.
+            options: dict[str, Any] = {}
+            if hasattr(stage, "_inference_mode"):
+                stage._inference_mode = _utils.InferenceMode.STATIC
+                options = {"has_backward": trains}
+            stage._prepare_forward_infra(n_microbatches, (), {}, **options)
+            if trains:
+                stage._prepare_backward_infra(n_microbatches)
 
     def run_forwards(self) -> None:
         """Run the forward of every micro-batch."""
-        stage = self._stage
-        stage.has_backward = self._has_backward
-        stage.clear_runtime_states()
-        self._prepare()
-        pending_sends: list[dist.Work] = []
-        for chunk in range(self._n_microbatches):
-            wait_all(_start_ops(stage.get_fwd_recv_ops(chunk)))
+
+        def compute(stage: TrainingStage, chunk: int) -> None:
             stage.forward_one_chunk(chunk, (), {"chunk": chunk}, **_DISCARD_OUTPUT)
-            pending_sends += _start_ops(stage.get_fwd_send_ops(chunk))
-        wait_all(pending_sends)
 
-    def _prepare(self) -> None:
-        """Allocate the receive buffers, once.
-
-        Torch's schedules let neighbours send a number first (2.10), or the stages vote whether shapes are
-        known (2.12). They are; and of several stages on one process, the second would not be there to answer.
-        """
-        if self._is_ready:
-            return
-        self._is_ready = True
-        stage = self._stage
-        options: dict[str, Any] = {}
-        if hasattr(stage, "_inference_mode"):
-            stage._inference_mode = _utils.InferenceMode.STATIC
-            options = {"has_backward": self._has_backward}
-        stage._prepare_forward_infra(self._n_microbatches, (), {}, **options)
-        if self._has_backward:
-            stage._prepare_backward_infra(self._n_microbatches)
+        self._run("fwd", self.stages, compute)
 
     def run_backwards(
         self,
@@ -290,17 +284,37 @@ class TwoPhaseGPipeSchedule(ScheduleGPipe):
             outputs: on the last stage, what it computed for each chunk.
             outer_weights: weights between the blocks, as the first chunk saw them.
         """
-        stage = self._stage
-        pending_sends: list[dist.Work] = []
-        for chunk in range(self._n_microbatches):
-            wait_all(_start_ops(stage.get_bwd_recv_ops(chunk)))
+
+        def compute(stage: TrainingStage, chunk: int) -> None:
             loss = None
             if stage.is_last:
                 results = [*outputs[chunk], *(outer_weights if chunk == 0 else ())]
                 loss = _weighted_sum(results, gradients[chunk])
             stage.backward_one_chunk(chunk, loss=loss, last_backward=chunk == self._n_microbatches - 1)
-            pending_sends += _start_ops(stage.get_bwd_send_ops(chunk))
-        wait_all(pending_sends)
+
+        self._run("bwd", self.stages[::-1], compute)
+
+    def _run(self, kind: str, stages: Sequence[Any], compute: Callable[[TrainingStage, int], None]) -> None:
+        """Run every micro-batch of ``stages``, each between what it receives and what it sends."""
+        total, turn = self._n_microbatches, stages[0].group_size
+        pending: list[dist.Work] = []
+        sends: list[dist.P2POp] = []
+        for stage, chunk in [
+            (stage, chunk)
+            for first in range(0, total, turn)
+            for stage in stages
+            for chunk in range(first, min(first + turn, total))
+        ]:
+            receives = getattr(stage, f"get_{kind}_recv_ops")(chunk)
+            if len(stages) == 1:
+                wait_all(_start_ops(receives))
+            elif sends or receives:
+                wait_all(dist.batch_isend_irecv([*sends, *receives]))
+            compute(stage, chunk)
+            sends = getattr(stage, f"get_{kind}_send_ops")(chunk)
+            if len(stages) == 1:
+                pending += _start_ops(sends)
+        wait_all(pending if len(stages) == 1 or not sends else dist.batch_isend_irecv(sends))
 
 
 def _weighted_sum(
@@ -387,7 +401,7 @@ def _sum_over_holders(mine: torch.Tensor, holders: Sequence[int], group: Any) ->
     """Sum a tensor over the holders, in place."""
     rank = dist.get_rank(group)
     parts = {place: mine.clone(memory_format=torch.contiguous_format) for place in holders}
-    # One batch: NCCL runs single transfers between two processes one after another, and both would send first.
+    # One batch: NCCL runs single transfers of two processes one after another, and both would send first.
     transfers = [
         dist.P2POp(op, parts[rank if op is dist.isend else place], dist.get_global_rank(group, place), group)
         for place in holders
