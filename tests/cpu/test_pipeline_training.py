@@ -234,6 +234,25 @@ def checkpoints(folder: str) -> list[float]:
     return after
 
 
+def several_models(folder: str) -> None:
+    """Two models with an optimizer each, in one prepare: in parts and whole; the parts are loaded."""
+    accelerator = made(num_microbatches=2)
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(2, width), nn.Linear(width, 2)) for width in (3, 4)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+    first, second, *optimizers = accelerator.prepare(*models, *optimizers)
+    for ending in ("parts", "whole"):
+        accelerator.backward(first(torch.ones(4, 2)).sum() + second(torch.ones(4, 2)).sum())
+        for optimizer in optimizers:
+            optimizer.step()
+        accelerator.save_state(f"{folder}/{ending}", sharded=None if ending == "parts" else False)
+    accelerator.load_state(f"{folder}/parts")
+    assert [len(optimizer.state_dict()["state"]) for optimizer in optimizers] == [2, 2]
+    assert all(
+        each["step"] == 1 for optimizer in optimizers for each in optimizer.state_dict()["state"].values()
+    )
+
+
 def loads(folder: str, name: str) -> list[float]:
     from accelerate import Accelerator
 
@@ -252,6 +271,15 @@ def test_checkpoints_load_in_any_layout(ranks: RankServer, tmp_path: Path) -> No
     plain = small_decoder()
     missing, surplus = plain.load_state_dict(weights, strict=False)
     assert (set(missing) <= {"head.weight", "embed.weight"}, surplus) == (True, [])
+
+
+def test_each_optimizer_of_several_models_has_its_state(ranks: RankServer, tmp_path: Path) -> None:
+    """Under the numbers of one process, and in parts."""
+    ranks(2, several_models, str(tmp_path))
+    for name, width in (("optimizer.bin", 3), ("optimizer_1.bin", 4)):
+        state = torch.load(tmp_path / "whole" / name)["state"]
+        shapes = {number: tuple(values["exp_avg"].shape) for number, values in state.items()}
+        assert shapes == {0: (width, 2), 1: (width,), 2: (2, width), 3: (2,)}, name
 
 
 def gpt() -> Any:

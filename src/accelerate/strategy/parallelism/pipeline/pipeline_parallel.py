@@ -134,8 +134,6 @@ class PipelineParallel(MeshDimension):
                 self._removed_params[old] = True
             else:
                 self._param_names[new] = self._param_names[old]
-        for optimizer in optimizers:
-            self._prune_optimizer(optimizer)
         self.remap_optimizer_params(
             {key: pair for key, pair in changed.items() if pair[1] is not None}, list(optimizers)
         )
@@ -160,18 +158,15 @@ class PipelineParallel(MeshDimension):
             )
 
     def _prune_optimizers(self, bundle: PrepareBundle) -> None:
+        """Remove other stages' parameters, with their state; all models of the bundle are split by now."""
         for optimizer in bundle.objects_of("optimizer"):
-            self._prune_optimizer(optimizer)
-
-    def _prune_optimizer(self, optimizer: Any) -> None:
-        """Remove other stages' parameters from an optimizer, with their state."""
-        inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
-        if wrapped_model_of(inner) is None:
-            inner._pipeline_record = self._optimizer_layout(inner)  # type: ignore[attr-defined]
-        for group in inner.param_groups:
-            for parameter in [p for p in group["params"] if p in self._removed_params]:
-                inner.state.pop(parameter, None)
-            group["params"] = [p for p in group["params"] if p not in self._removed_params]
+            inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
+            if wrapped_model_of(inner) is None:
+                inner._pipeline_record = self._optimizer_layout(inner)  # type: ignore[attr-defined]
+            for group in inner.param_groups:
+                for parameter in [p for p in group["params"] if p in self._removed_params]:
+                    inner.state.pop(parameter, None)
+                group["params"] = [p for p in group["params"] if p not in self._removed_params]
 
     def _optimizer_layout(self, optimizer: Optimizer) -> UnsplitOptimizerParamGroups:
         everywhere = tuple(range(self.size))
