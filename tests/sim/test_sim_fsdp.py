@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import warnings
 from typing import Any
@@ -189,3 +190,35 @@ def copies() -> Any:
 def test_hsdp_replicas_train_to_the_numbers_of_one_cpu_process(ranks: RankServer) -> None:
     """B7: shard groups of one process each."""
     close(same_on_all(ranks(2, copies)), plain(1), 1e-4)
+
+
+def step_of(model: Any, optimizer: Any, backward: Any) -> None:
+    words = torch.ones(4, 4, device=next(model.parameters()).device)
+    backward(model(words)[:, 0].square().sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def stages() -> None:
+    """A step on the host before it is prepared: the state of a stage follows its parameters."""
+    from accelerate import Accelerator
+    from accelerate.parallelism_config import ParallelismConfig
+
+    torch.manual_seed(0)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step_of(model, optimizer, torch.Tensor.backward)
+    alone = copy.deepcopy(model)
+    other = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step_of(alone, other, torch.Tensor.backward)
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(pp_size=2))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    step_of(model, optimizer, accelerator.backward)
+    expected = alone.state_dict()
+    for name, value in whole(model).items():
+        torch.testing.assert_close(value.cpu(), expected[name])
+
+
+def test_the_state_of_a_pipeline_stage_moves_to_its_device(ranks: RankServer) -> None:
+    ranks(2, stages)

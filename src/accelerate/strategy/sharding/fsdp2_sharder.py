@@ -341,7 +341,15 @@ def remap_optimizer_params(
 
 
 def _shard_optimizer_state(state: dict[str, Any], parameter: Any) -> dict[str, Any]:
-    """Broadcast the optimizer state of one parameter from the first rank, and shard it."""
+    """Broadcast the optimizer state of one parameter from the first rank, and shard it.
+
+    A parameter that only moved to its device (pipeline parallel) takes its state along; it is sharded later.
+    """
+    if not isinstance(parameter, DTensor):
+        return {
+            name: value.to(parameter.device) if isinstance(value, torch.Tensor) and value.dim() else value
+            for name, value in state.items()
+        }
     for value in state.values():
         if type(value) is torch.Tensor and value.shape == parameter.shape:
             broadcast_over_mesh(value, parameter.device_mesh)
