@@ -243,6 +243,35 @@ def test_outputs_and_gradients_are_those_of_one_process(ranks: RankServer, size:
         assert {name: far for name, far in found.items() if not max(far.values()) < 1e-5} == {}
 
 
+def recomputed_in_turn(size: str) -> float:
+    """Two forwards of other lengths and one on whole sequences, then the backward of the first two."""
+    accelerator = opened(size)
+    alone, model = recomputed(), accelerator.prepare(recomputed())
+    dimension = accelerator.strategy.dimensions[-1]
+    losses = []
+    for length in (8, 16):
+        batch = {"input_ids": words()["input_ids"][:, :length]}
+        order = torch.arange(length).expand(4, -1)
+        score(output_of(alone, batch), order).backward()
+        part = dimension.slice_batch(batch)
+        place = dimension.sharder.local_shard(order, 1)
+        losses.append(score(output_of(model, {"input_ids": part["input_ids"]}), place))
+    with accelerator.maybe_context_parallel(), torch.no_grad():
+        output_of(model, words())
+    accelerator.backward(sum(losses) * dimension.size)
+    wanted = dict(alone.named_parameters())
+    return max(
+        ((p.grad.full_tensor() - wanted[name].grad).norm() / (1 + wanted[name].grad.norm())).item()
+        for name, p in model.named_parameters()
+    )
+
+
+@BOTH
+def test_blocks_are_computed_again_as_in_their_own_forward(ranks: RankServer, size: str) -> None:
+    """A later forward, of another length or on whole sequences, made the gradients wrong or failed."""
+    assert max(ranks(2, recomputed_in_turn, size)) < 1e-5
+
+
 # Those whose attention is in modules that are split into stages; the loss is outside of the model.
 STAGED = (
     *("recomputed", "padded before", "filled up", "documents"),

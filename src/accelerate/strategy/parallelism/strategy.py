@@ -137,15 +137,13 @@ class MeshDimension:
         """Return this process's part of a batch that is on its device."""
         return batch
 
-    def register_chunk(self, whole: torch.Tensor, rows: torch.Tensor) -> None:
-        """Record that ``rows`` are rows of ``whole``, a tensor of a batch: a micro-batch of it."""
-
-    def check_call(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Check a call of ``model``, which is split into pipeline stages.
+    def call_context(self, model: nn.Module, args: Any, kwargs: Any) -> AbstractContextManager[None]:
+        """Return a context around the micro-batches of a call of ``model``, which is split into stages.
 
         Raises:
             PrepareError: for an error that would otherwise occur in one stage while others wait for it.
         """
+        return nullcontext()
 
     def trace_context(self, model: nn.Module, inside: Callable[[], bool]) -> AbstractContextManager[None]:
         """Return a context around the tracing forward of ``model``, on fake tensors and without hooks.

@@ -74,6 +74,8 @@ class SequenceShardedAttention(ABC):
         lengths: this process's tokens of the sequences of the forward in progress, or of the last one;
             empty where they are whole, and attention is nobody else's business.
         documents: per row and token of the whole sequence, the number of its document; None for one.
+        backward_state: ``lengths`` and ``documents`` of the forward whose backward began last; None once
+            another forward has begun.
         calls: of attention, in this forward.
     """
 
@@ -81,6 +83,7 @@ class SequenceShardedAttention(ABC):
         self.size, self.rank, self.group, self.balanced = size, rank, group, balanced
         self.lengths: frozenset[int] = frozenset()
         self.documents: torch.Tensor | None = None
+        self.backward_state: tuple[frozenset[int], torch.Tensor | None] | None = None
         self.calls = 0
 
     def attend(
@@ -252,7 +255,8 @@ class AttentionFunctionModeHooks:
     """Module hooks that turn interception on, in the thread that runs the modules.
 
     A mode lives in one thread, and blocks that are computed again run in the backward's; so every module that
-    is not one of torch's own has the hooks, and the outermost of them switches.
+    is not one of torch's own has the hooks, and the outermost of them switches. A block that is computed
+    again is in the state of its own forward, which need not be the last one.
     """
 
     def __init__(self, attention: SequenceShardedAttention) -> None:
@@ -267,24 +271,30 @@ class AttentionFunctionModeHooks:
                 module.register_forward_hook(self._leave, always_call=True)
 
     @property
-    def _mode_stack(self) -> list[AttentionInterceptor | None]:
+    def _mode_stack(self) -> list[tuple[AttentionInterceptor | None, Any]]:
         if not hasattr(self._local, "depth"):
             self._local.depth = []
         return self._local.depth
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        depth = self._mode_stack
-        mode = self._mode if not depth and self.attention.lengths else None
+        attention, depth = self.attention, self._mode_stack
+        last_state = attention.lengths, attention.documents
+        if not depth and attention.backward_state is not None:
+            attention.lengths, attention.documents = attention.backward_state
+        mode = self._mode if not depth and attention.lengths else None
         if mode is not None:
             mode.__enter__()
-            ACTIVE.attention = self.attention
-        depth.append(mode)
+            ACTIVE.attention = attention
+        depth.append((mode, last_state))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        mode = self._mode_stack.pop() if self._mode_stack else None
+        if not self._mode_stack:
+            return
+        mode, last_state = self._mode_stack.pop()
         if mode is not None:
             ACTIVE.attention = None
             mode.__exit__(None, None, None)
+        self.attention.lengths, self.attention.documents = last_state
 
 
 class _ActiveAttention(threading.local):

@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -166,12 +167,6 @@ class SequenceParallelMeshDimension(MeshDimension):
                 self._shard_lengths.add(part.shape[dim])
         return parts
 
-    def register_chunk(self, whole: torch.Tensor, rows: torch.Tensor) -> None:
-        """Record that rows of a shard are a shard."""
-        for registry in (self._shards, self._positions):
-            if whole in registry:
-                registry[rows] = registry[whole]
-
     @contextmanager
     def trace_context(self, model: nn.Module, inside: Callable[[], bool]) -> Iterator[None]:
         """Count attention calls in a traced forward: a stage may have none; outside of stages it is refused.
@@ -237,7 +232,7 @@ class SequenceParallelMeshDimension(MeshDimension):
         tensors = [leaf for _, leaf in tree.iterate_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         attention = self.attention
         attention.lengths = self._sequence_lengths(model, tensors)
-        attention.documents, attention.calls = None, 0
+        attention.documents, attention.backward_state, attention.calls = None, None, 0
         if not attention.lengths:
             return None
         names = inspect.signature(model.forward).parameters
@@ -313,17 +308,27 @@ class SequenceParallelMeshDimension(MeshDimension):
                 "for whole sequences put `with accelerator.maybe_context_parallel():` around the call",
             )
 
-    def check_call(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Refuse wrong arguments of a call, and a model in which tracing saw no attention."""
+    @contextmanager
+    def call_context(self, model: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
+        """Take micro-batches for what the batch is, shards or whole sequences.
+
+        Raises:
+            PrepareError: wrong arguments of the call, or a model in which tracing saw no attention.
+        """
         if model not in self._models:
+            yield
             return
         tensors = [leaf for _, leaf in tree.iterate_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if not self._sequence_lengths(model, tensors):
-            return
-        if not _accepts_positions(model):
+        lengths = self._sequence_lengths(model, tensors)
+        if lengths and not _accepts_positions(model):
             self._check_positions(model, tensors)
-        if not self._has_attention[model]:
+        if lengths and not self._has_attention[model]:
             raise self._no_attention(model)
+        before, self._active_lengths = self._active_lengths, lengths
+        try:
+            yield
+        finally:
+            self._active_lengths = before
 
     def _no_attention(self, model: nn.Module) -> PrepareError:
         return PrepareError(
@@ -338,12 +343,15 @@ class SequenceParallelMeshDimension(MeshDimension):
         # A pipeline stage may have none.
         if self.attention.lengths and not (self.attention.calls or model in self._has_attention):
             raise self._no_attention(model)
-        if self.attention.lengths and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            begin = partial(self._begin_backward, (self.attention.lengths, self.attention.documents))
             for _, leaf in tree.iterate_leaves(output):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(self._zero_hook)
+                    leaf.register_hook(begin)
 
-    def _zero_hook(self, gradient: torch.Tensor) -> torch.Tensor | None:
+    def _begin_backward(self, state: Any, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Compute blocks again in the state of their forward: backward reaches one forward after another."""
+        self.attention.backward_state = state
         return torch.zeros_like(gradient) if self._zero_gradients else None
 
     def backward_zero(self, loss: torch.Tensor) -> bool:

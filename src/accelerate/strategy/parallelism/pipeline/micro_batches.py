@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,6 @@ class PipelineBatch:
         form: of (args, kwargs, more); ``tensors`` are theirs, on the device.
         size: samples.
         rows: samples of a micro-batch; the last one may be padded with the last sample.
-        register_chunk: called with a tensor and its rows in a micro-batch.
     """
 
     form: Any
@@ -33,7 +32,6 @@ class PipelineBatch:
     size: int
     rows: int
     batched: tuple[bool, ...]
-    register_chunk: Callable[[torch.Tensor, torch.Tensor], None]
 
     def all_samples(self) -> tuple[Any, Any, Any]:
         """Return (args, kwargs, {"target": ...}) of all samples."""
@@ -41,13 +39,8 @@ class PipelineBatch:
 
     def chunk(self, number: int) -> tuple[Any, Any, Any]:
         """Return (args, kwargs, {"target": ...}) of one micro-batch."""
-        pairs = zip(self.tensors, self.batched, strict=True)
-        return unflatten_tree(self.form, [self._cut(t, number * self.rows) if b else t for t, b in pairs])
-
-    def _cut(self, tensor: torch.Tensor, begin: int) -> torch.Tensor:
-        rows = _padded_rows(tensor, begin, self.rows)
-        self.register_chunk(tensor, rows)
-        return rows
+        begin, pairs = number * self.rows, zip(self.tensors, self.batched, strict=True)
+        return unflatten_tree(self.form, [_padded_rows(t, begin, self.rows) if b else t for t, b in pairs])
 
 
 def _padded_rows(tensor: torch.Tensor, begin: int, count: int) -> torch.Tensor:

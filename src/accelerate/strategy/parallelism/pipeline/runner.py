@@ -179,9 +179,10 @@ class PipelineParallelRunner:
             target = kwargs.pop("target", None) if runs_1f1b and self.options.loss_fn is not None else None
             batch = self._make_batch(args, self.no_cache_kwargs | kwargs, target)
             plan = self._plan_for(batch, whole=not runs_1f1b)
-            for other in self.other_dimensions:
-                other.check_call(self.model, args, kwargs)
-            return (OneFOneBCall if runs_1f1b else GPipeCall)(self, plan, batch).run()
+            with ExitStack() as stack:
+                for other in self.other_dimensions:
+                    stack.enter_context(other.call_context(self.model, args, kwargs))
+                return (OneFOneBCall if runs_1f1b else GPipeCall)(self, plan, batch).run()
         finally:
             self._model_call = None
 
@@ -207,15 +208,7 @@ class PipelineParallelRunner:
             )
         placed = [tensor.to(self.device) for tensor in tensors]
         batched = tuple(t.dim() > 0 and t.shape[0] == size for t in tensors)
-        for tensor, device_tensor in zip(tensors, placed, strict=True):
-            self._register_chunk(tensor, device_tensor)
-        return PipelineBatch(
-            form, placed, size, -(-size // self.options.num_microbatches), batched, self._register_chunk
-        )
-
-    def _register_chunk(self, whole: torch.Tensor, rows: torch.Tensor) -> None:
-        for other in self.other_dimensions:
-            other.register_chunk(whole, rows)
+        return PipelineBatch(form, placed, size, -(-size // self.options.num_microbatches), batched)
 
     def _autocast(self) -> tuple[bool, str]:
         kind = self.device.type
