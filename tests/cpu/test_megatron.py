@@ -198,11 +198,31 @@ def in_all_layouts(folder: str) -> dict[Any, Any]:
             found["resumed"] = resumed(folder, options)
             found["bf16"] = trained("llama", 2, 1, "bf16", **options)
             found["eval"] = evaluated(options)
+            found["dropout"] = with_dropout(folder, options)
         if name == "sharded":
             found["elsewhere"] = continued(folder, options)
             found["means"] = means()
         parallel_state.destroy_model_parallel()
     return found
+
+
+def with_dropout(folder: str, options: dict[str, Any]) -> tuple[State, Any]:
+    """Weights that both ranks hold, trained with dropout after unequal seeds; loaded states of attention."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    accelerator = accelerator_of(**options, hidden_dropout=0.5)
+    model, optimizer, _, scheduler = prepared(accelerator, "gpt2", 2)
+    torch.manual_seed(accelerator.process_index)
+    looped(accelerator, model, optimizer, some(accelerator, 0, 2), scheduler)
+    sharded = {n for n, p in model.named_parameters() if getattr(p, "tensor_model_parallel", False)}
+    held = {n: p.detach().clone() for n, p in model.named_parameters() if n not in sharded}
+    tracker: Any = get_cuda_rng_tracker()
+    tracker.set_states({"attention": torch.tensor([accelerator.process_index])})
+    accelerator.save_state(f"{folder}/dropout")
+    tracker.set_states({})
+    accelerator.load_state(f"{folder}/dropout")
+    states, _ = tracker.get_states(), tracker.reset()
+    return held, states
 
 
 def plain_numbers() -> dict[str, Any]:
@@ -456,6 +476,14 @@ def test_activations_that_are_computed_again_are_the_same(single: Any) -> None:
     for other in others:
         assert other[0] == pytest.approx(kept[0], abs=1e-5)
         assert other[1] == pytest.approx(kept[1], abs=1e-5)
+
+
+def test_dropout_is_equal_on_ranks_that_share_layers(runs: Any) -> None:
+    """Their replicated weights drifted apart silently; no checkpoint had the state of attention's dropout."""
+    (first, one), (second, two) = (run["dropout"] for run in runs)
+    assert len(first) > 4
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert (one["attention"].item(), two["attention"].item()) == (0, 1)
 
 
 def test_a_run_in_two_parts_is_the_run_in_one(runs: Any) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accelerate import device as devices
@@ -84,6 +84,15 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     device.seed(seed)
 
 
+# Generators beside those of torch's devices, by their key: how their state is read and set.
+_LIBRARY_STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+
+
+def register_library_states(key: str, get: Callable[[], Any], set_state: Callable[[Any], None]) -> None:
+    """Make the random states that a library keeps a part of every ``capture``, under ``key``."""
+    _LIBRARY_STATES[key] = get, set_state
+
+
 def capture() -> dict[str, Any]:
     """Return the states of all generators of this process, under the keys of ``random_states_{rank}.pkl``.
 
@@ -95,7 +104,7 @@ def capture() -> dict[str, Any]:
     state: dict[str, Any] = {"random_state": random.getstate(), "numpy_random_seed": np.random.get_state()}
     for device in _all_devices():
         state[device.rng_key] = device.get_rng_state_all()
-    return state
+    return state | {key: get() for key, (get, _) in _LIBRARY_STATES.items()}
 
 
 def restore(state: Mapping[str, Any]) -> list[str]:
@@ -109,6 +118,7 @@ def restore(state: Mapping[str, Any]) -> list[str]:
     missing: list[str] = []
     setters: dict[str, Any] = {"random_state": random.setstate, "numpy_random_seed": np.random.set_state}
     setters.update({device.rng_key: device.set_rng_state_all for device in _all_devices()})
+    setters.update({key: setter for key, (_, setter) in _LIBRARY_STATES.items()})
     for key, setter in setters.items():
         if key in state:
             setter(state[key])

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.megatron.layout import MegatronLayout
+from accelerate.strategy.megatron.layout import MegatronLayout, share_rng_state
 from accelerate.strategy.megatron.train_step import GPTTrainStep, check_batch
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class MegatronEngine(nn.Module):
         self.tokens: torch.Tensor | None = None
         self.grads_complete, self.grads_stale, self.backward_pending = False, False, False
         self.train_step_handler: Any = None
+        self._shares_rng_state = False
 
     def _set_base_model(self, base: nn.Module, words: int, rotary: bool) -> None:
         """Keep the user's module for its names and its configuration."""
@@ -125,6 +126,9 @@ class MegatronEngine(nn.Module):
                 fix="call optimizer.step() or optimizer.zero_grad() after clipping",
             )
         self.module.config.no_sync_func = None
+        if not self._shares_rng_state:
+            share_rng_state(self.device, self.layout)
+            self._shares_rng_state = True
         loss, logits = self._run(batch_data, forward_only=False)
         self.calls += 1
         self.backward_pending = True

@@ -60,7 +60,7 @@ def build_engine(
         family, config, plugin, layout, _FORMATS[strategy.request.precision], device
     )
     open_groups(layout, strategy.world.hardware.backend)
-    seed_dropout(device)
+    seed_dropout(device, layout)
     gpt = build_gpt(family, config, settings, layout)
     load_weights(gpt, rules, rank_zero_weights(model, device), layout)
     for rule, parameter in params_with_rules(gpt, rules):

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from accelerate import device as devices
 from accelerate.core import packages
 from accelerate.core.errors import DeviceError, MissingExtraError, SettingError
 from accelerate.core.value_types import frozen_dataclass
 from accelerate.strategy.base import RankDataShard
+from accelerate.world import rng
 from accelerate.world.world import World
 
 if TYPE_CHECKING:
@@ -146,13 +148,37 @@ def _check_same(layout: MegatronLayout) -> None:
         )
 
 
-def seed_dropout(device: torch.device) -> None:
-    """Seed Megatron-LM's dropout RNG, and leave the program's RNG state as it was."""
-    if device.type == "cpu":
-        return
+def _broadcast_tp(value: Any, layout: MegatronLayout) -> Any:
+    """Return the value of the first rank of the tensor parallel group."""
+    from megatron.core import parallel_state
+
+    if layout.tp == 1:
+        return value
+    group: Any = parallel_state.get_tensor_model_parallel_group()
+    values = [value]
+    dist.broadcast_object_list(values, dist.get_global_rank(group, 0), group)
+    return values[0]
+
+
+def seed_dropout(device: torch.device, layout: MegatronLayout) -> None:
+    """Seed the dropout of attention, whose states checkpoints hold then; the program's RNG state stays."""
     from megatron.core import tensor_parallel
 
-    module: Any = torch.get_device_module(device)
-    before = module.get_rng_state(device)
-    tensor_parallel.model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31)
-    module.set_rng_state(before, device)
+    seed = _broadcast_tp(torch.initial_seed() % 2**31, layout)
+    if device.type != "cpu":
+        hardware = devices.get(device.type)
+        before = hardware.get_rng_state(device.index)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        hardware.set_rng_state(before, device.index)
+    tracker: Any = tensor_parallel.get_cuda_rng_tracker()
+    rng.register_library_states("megatron_rng_tracker", tracker.get_states, tracker.set_states)
+
+
+def share_rng_state(device: torch.device, layout: MegatronLayout) -> None:
+    """Give all ranks of a tensor parallel group the RNG state of the first one.
+
+    Other dropout draws from the program's own stream, on replicated activations: with other numbers the
+    replicas would drift apart. All draw equally often: once, before the first training step, is enough.
+    """
+    hardware = devices.get(device.type)
+    hardware.set_rng_state(_broadcast_tp(hardware.get_rng_state(device.index), layout), device.index)
