@@ -138,6 +138,10 @@ def several(options: dict[str, Any]) -> None:
     same_gradients(model, plain)
     with pytest.raises(PrepareError, match="second backward"):
         loss.backward()
+    model.zero_grad(), plain.zero_grad()
+    for each in model, plain:
+        parity.loss_of(each, {name: value[:1] for name, value in batch.items()}).backward()
+    same_gradients(model, plain)
     model.eval()
     with torch.no_grad():
         logits = model(batch["input_ids"])
@@ -454,6 +458,44 @@ def odd(folder: str) -> None:
 def test_what_stages_share_and_pass_on(ranks: RankServer, tmp_path: Path) -> None:
     """Values that pass by a stage, weights between layers, frozen parts, running means, any results."""
     ranks(2, odd, str(tmp_path))
+
+
+class Scaled(nn.Sequential):
+    """Frozen layers, and a weight after the last one."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self[1](self[0](x)) * self.scale
+
+
+def scaled() -> None:
+    """Losses and norms of some steps; and a batch of one sample, which is one micro-batch."""
+    accelerator = made(num_microbatches=2)
+    torch.manual_seed(0)
+    plain = Scaled()
+    user = copy.deepcopy(plain)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(user, torch.optim.SGD(user.parameters(), lr=0.1))
+    for rows in (4, 1, 4):
+        x = torch.randn(rows, 2)
+        losses = [each(x).square().sum() for each in (model, plain)]
+        accelerator.backward(losses[0])
+        losses[1].backward()
+        torch.testing.assert_close(*losses)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+
+
+def test_a_weight_after_frozen_layers_trains(ranks: RankServer) -> None:
+    """Its loss was said to need no gradient; and gradients of a single sample were never reduced."""
+    ranks(2, scaled)
 
 
 def add_hooks(model: Any) -> None:

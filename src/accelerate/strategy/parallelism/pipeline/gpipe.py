@@ -81,28 +81,18 @@ class GPipeCall:
         """Return (result inputs, outer weights), attached to the stages' backward if there is one."""
         runner = self.runner
         outer_weights = [weight.detach() for weight in self.outer_weights]
-        wants = [
-            self.plan.chunk_trace.meta(value).requires_grad for value in self.plan.chunk_trace.result_inputs
-        ]
+        trace = self.plan.chunk_trace
+        wants = [trace.meta(value).requires_grad for value in trace.result_inputs]
+        # All processes compute the same with outer weights; the last stage takes their gradients.
+        wants += [weight.requires_grad for weight in self.outer_weights]
         if not torch.is_grad_enabled() or not any(wants):
             return result_inputs, outer_weights
         trainable = [p for p in runner.model.parameters() if p.requires_grad]
         anchor = torch.zeros((), requires_grad=True)
-        # Outer weights get their gradients from one process: the others compute the same.
-        grad_weights = outer_weights if runner.has_last_stage else []
-        wants += [weight.requires_grad for weight in self.outer_weights[: len(grad_weights)]]
-        attached = list(
-            _StagesBackward.apply(
-                self,
-                len(result_inputs) + len(grad_weights),
-                wants,
-                anchor,
-                *result_inputs,
-                *grad_weights,
-                *trainable,
-            )
+        attached: Any = _StagesBackward.apply(
+            self, len(wants), wants, anchor, *result_inputs, *outer_weights, *trainable
         )
-        return attached[: len(result_inputs)], attached[len(result_inputs) :] or outer_weights
+        return list(attached[: len(result_inputs)]), list(attached[len(result_inputs) :])
 
     def _broadcast_tail(self, place: int) -> torch.Tensor:
         """Broadcast one result input of the full batch from the last stage to all stages."""
@@ -184,7 +174,7 @@ class GPipeCall:
         rows[0] += gradients[count:]
         self.sync = reduces_gradients(runner.model)
         with sum_shared_grads(runner.model, runner.shared, runner.group, sync=self.sync):
-            self.schedule.run_backwards(rows, self.outputs, self.outer_weights[: len(gradients) - count])
+            self.schedule.run_backwards(rows, self.outputs, self.outer_weights)
         self.release()
 
     def _cut(self, gradient: torch.Tensor | None, place: int) -> list[torch.Tensor | None]:

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, _utils
 
 from accelerate.core.errors import PrepareError
@@ -286,11 +287,13 @@ class GPipeSchedule:
         """
 
         def compute(stage: TrainingStage, chunk: int) -> None:
-            loss = None
+            loss, last = None, chunk == self._n_microbatches - 1
             if stage.is_last:
                 results = [*outputs[chunk], *(outer_weights if chunk == 0 else ())]
                 loss = _weighted_sum(results, gradients[chunk])
-            stage.backward_one_chunk(chunk, loss=loss, last_backward=chunk == self._n_microbatches - 1)
+                # A micro-batch without gradients has no backward that could reduce those of earlier ones.
+                last = all(gradient is None for row in gradients[chunk + 1 :] for gradient in row)
+            stage.backward_one_chunk(chunk, loss=loss, last_backward=last)
 
         self._run("bwd", self.stages[::-1], compute)
 
@@ -395,6 +398,11 @@ def sum_shared_grads(
             with torch.no_grad():
                 _sum_over_holders(local_grad(new), shared_param.holders, group)
         p.grad = old if new is None else new if old is None else old.add_(new)
+    if sync and any(held.module._parameters[held.label] is not p for held, p in pairs if held.module):
+        # Nothing of this stage had a backward, which reshards: the model shows parameters without gradients.
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def _sum_over_holders(mine: torch.Tensor, holders: Sequence[int], group: Any) -> None:
