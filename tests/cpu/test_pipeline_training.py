@@ -6,8 +6,9 @@ import copy
 import re
 import warnings
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -458,6 +459,60 @@ def odd(folder: str) -> None:
 def test_what_stages_share_and_pass_on(ranks: RankServer, tmp_path: Path) -> None:
     """Values that pass by a stage, weights between layers, frozen parts, running means, any results."""
     ranks(2, odd, str(tmp_path))
+
+
+class Pair(NamedTuple):
+    """An output that begins with its loss."""
+
+    cost: torch.Tensor
+    logits: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """An output with a loss, that cannot be assigned to."""
+
+    logits: torch.Tensor
+    loss: torch.Tensor
+
+
+class Labelled(nn.Sequential):
+    """Gives a pair, or a frozen dataclass."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, pair: bool) -> Any:  # type: ignore[override]
+        logits = super().forward(x)
+        loss = nn.functional.cross_entropy(logits, labels)
+        return Pair(loss, logits) if pair else Frozen(logits, loss)
+
+
+def forms_of_losses() -> None:
+    """Losses inside and beside the model under 1F1B: their forms, without items, and in evaluation."""
+    options = {"num_microbatches": 4, "schedule": "1f1b"}
+    torch.manual_seed(0)
+    plain = Labelled(nn.Linear(2, 2), nn.Linear(2, 3))
+    model = made(**options).prepare(copy.deepcopy(plain))
+    x, labels = torch.randn(8, 2), torch.arange(8) % 3
+    for pair in (True, False):
+        output, expected = model(x, labels, pair), plain(x, labels, pair)
+        assert type(output) is type(expected)
+        assert output.logits is None
+        for loss in (output[0], expected[0]) if pair else (output.loss, expected.loss):
+            loss.backward()
+        same_gradients(model, plain)
+    options |= {"loss_fn": nn.functional.mse_loss, "items": lambda x, target: torch.tensor(0)}
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = made(**options).prepare(copy.deepcopy(plain))
+    loss = model(x, target=x)
+    loss.backward()
+    assert (loss.item(), max(p.grad.abs().max().item() for p in model.parameters())) == (0, 0)
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(x, target=x), nn.functional.mse_loss(plain(x), x))
+        torch.testing.assert_close(model(x), plain(x))
+
+
+def test_forms_of_losses_in_alternating_schedules(ranks: RankServer) -> None:
+    ranks(2, forms_of_losses)
 
 
 class Scaled(nn.Sequential):

@@ -127,7 +127,7 @@ class PipelineParallelConfig:
             weights are used outside of them.
         stages_per_process: stages on each process, for ``"interleaved"``.
         loss_fn: for ``"1f1b"`` and a model that gives outputs: takes them and the keyword ``target`` of the
-            call, gives the mean loss. The call gives the loss.
+            call, gives the mean loss. The call gives the loss; in evaluation without a target, the output.
         items: for the same schedules: takes the arguments of the model for one chunk, gives how many items
             its loss is the mean of, where chunks differ in that.
     """

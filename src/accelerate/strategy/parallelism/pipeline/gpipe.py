@@ -69,11 +69,14 @@ class GPipeCall:
             self.release()
         values = dict(zip(plan.batch_trace.result_inputs, tensors, strict=True))
         final = StageForward(plan.batch_trace, None, values, (), runner.make_fake)
-        args, kwargs = runner.cast(batch.all_samples())
+        *given, goal = batch.all_samples()
+        args, kwargs = runner.cast(given)
         output = runner.shadow.run_outer_code(final, args, kwargs, outer_weights)
         final.stage_outputs(())
         output_dtype = mixed_precision_dtypes(runner.model)[2]
-        return output if output_dtype is None else cast_floats(output, output_dtype)
+        output = output if output_dtype is None else cast_floats(output, output_dtype)
+        # In evaluation a schedule with a loss function gives the loss of a target, as in training.
+        return runner.options.loss_fn(output, goal["target"]) if goal else output
 
     def _attach_backward(
         self, result_inputs: list[torch.Tensor]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -159,8 +160,9 @@ class OneFOneBCall:
         chunks = self.options.num_microbatches
         counted = [self.batch.chunk(chunk) for chunk in range(chunks)]
         if self.options.items is not None:
-            items = [float(self.options.items(*args, **kwargs, **goal)) for args, kwargs, goal in counted]
-            return [item / sum(items) for item in items]
+            counts = [self.options.items(*args, **kwargs, **goal) for args, kwargs, goal in counted]
+            items = torch.stack([torch.as_tensor(count).reshape(()) for count in counts]).tolist()
+            return [item / sum(items) if item else 0.0 for item in items]
         for name in ("labels", "target"):
             labels = [{**kwargs, **goal}.get(name) for _, kwargs, goal in counted]
             if all(isinstance(label, torch.Tensor) and not label.is_floating_point() for label in labels):
@@ -193,8 +195,9 @@ def check_loss(options: Any, output: Any, batch: PipelineBatch) -> None:
 
 def _check_labels(labels: Sequence[Any], schedule: str) -> None:
     """Refuse micro-batches with different numbers of labels; causal models ignore the first label."""
-    for begin in (0, 1):
-        counts = {int((label[..., begin:] != _IGNORED).sum()) for label in labels}
+    real = [(label[..., begin:] != _IGNORED).sum() for begin in (0, 1) for label in labels]
+    numbers = torch.stack(real).tolist()  # the device is waited for once
+    for counts in (set(numbers[: len(labels)]), set(numbers[len(labels) :])):
         if len(counts) > 1:
             raise PrepareError(
                 f"the micro-batches have {min(counts)} to {max(counts)} labels that count",
@@ -225,12 +228,16 @@ def _loss_output(output: Any, loss: torch.Tensor, alone: bool) -> Any:
     if isinstance(output, Mapping):
         make: Any = type(output)
         return make(loss=loss)
+    if hasattr(output, "_fields"):  # a named tuple: its first value is the loss
+        rest = {name: None for name in output._fields if isinstance(getattr(output, name), torch.Tensor)}
+        return output._replace(**{**rest, output._fields[0]: loss})
     if isinstance(output, tuple | list):
         return type(output)([loss])
-    for name, value in list(vars(output).items()):
-        if isinstance(value, torch.Tensor):
-            setattr(output, name, None)
-    output.loss = loss
+    names = [f.name for f in fields(output)] if is_dataclass(output) else list(vars(output))
+    for name in names:
+        if isinstance(getattr(output, name), torch.Tensor):
+            object.__setattr__(output, name, None)  # a frozen dataclass too: it is of this call alone
+    object.__setattr__(output, "loss", loss)
     return output
 
 

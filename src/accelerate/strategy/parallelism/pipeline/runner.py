@@ -176,7 +176,8 @@ class PipelineParallelRunner:
         self._model_call = model_call
         try:
             runs_1f1b = self.options.schedule != "gpipe" and torch.is_grad_enabled() and self.model.training
-            target = kwargs.pop("target", None) if runs_1f1b and self.options.loss_fn is not None else None
+            has_loss_fn = self.options.schedule != "gpipe" and self.options.loss_fn is not None
+            target = kwargs.pop("target", None) if has_loss_fn else None
             batch = self._make_batch(args, self.no_cache_kwargs | kwargs, target)
             plan = self._plan_for(batch, whole=not runs_1f1b)
             with ExitStack() as stack:
