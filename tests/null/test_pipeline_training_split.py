@@ -95,6 +95,7 @@ def test_a_dry_run_finds_what_travels() -> None:
     ]
     assert trace.stage_inputs(1) == (BlockOutputKey(0, 0),)
     assert trace.stage_inputs(2) == (BlockOutputKey(0, 0), BlockOutputKey(1, 0))
+    assert trace.stage_inputs(2) is trace.stage_inputs(2), "every micro-batch asks: it is computed once"
     assert trace.result_inputs == (BlockOutputKey(0, 0), BlockOutputKey(3, 0))
     assert trace.meta(BlockOutputKey(3, 0)) == ((5, 4), torch.float32, True)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())

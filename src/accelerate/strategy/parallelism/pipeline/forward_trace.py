@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -85,22 +86,23 @@ class PipelineForwardTrace:
 
     def stage_inputs(self, stage: int) -> tuple[BlockOutputKey, ...]:
         """Return the inputs of a stage: made before it, and needed by it or by a later one."""
-        return tuple(
-            sorted(v for v in self._stages_using if self.calls[v.call].stage < stage <= self._last_user(v))
-        )
+        return self._inputs_by_stage[stage]
 
     def is_used_in_own_stage(self, value: BlockOutputKey) -> bool:
         """Return whether the stage that computes a block output uses it outside the block."""
-        return (
-            self.calls[value.call].stage in self._stages_using[value]
-            if value in self._stages_using
-            else False
-        )
+        return self.calls[value.call].stage in self._stages_using.get(value, ())
 
-    def _last_user(self, value: BlockOutputKey) -> int:
-        return max(self.stages - 1 if value in self.result_inputs else 0, *self._stages_using[value], 0)
+    # Asked in every micro-batch, so computed once: it takes time for each call and each stage.
+    @cached_property
+    def _inputs_by_stage(self) -> list[tuple[BlockOutputKey, ...]]:
+        inputs: list[list[BlockOutputKey]] = [[] for _ in range(self.stages)]
+        for value, users in sorted(self._stages_using.items()):
+            last = self.stages - 1 if value in self.result_inputs else max(users)
+            for stage in range(self.calls[value.call].stage + 1, last + 1):
+                inputs[stage].append(value)
+        return [tuple(values) for values in inputs]
 
-    @property
+    @cached_property
     def _stages_using(self) -> dict[BlockOutputKey, set[int]]:
         """The stages whose blocks use each block output; result inputs are always listed."""
         stages: dict[BlockOutputKey, set[int]] = {value: set() for value in self.result_inputs}

@@ -117,17 +117,16 @@ def select_model_state(
         RuntimeError: as torch's ``load_state_dict`` does.
     """
     full = dict(state)
-    for alias, first in names.first.items():
-        group = [other for other, its in names.first.items() if its == first and other in full]
-        if alias not in full and group:
-            full[alias] = full[group[0]]
+    values = {names.first[name]: full[name] for name in reversed(names.first) if name in full}
+    full |= {alias: values[f] for alias, f in names.first.items() if alias not in full and f in values}
+    known = set(names.order)
     missing = [name for name in names.order if name not in full]
-    surplus = [name for name in full if name not in names.order]
+    surplus = [name for name in full if name not in known]
     if strict and (missing or surplus):
         raise RuntimeError(
             f"the state does not fit the model: missing {missing[:6]}, unexpected {surplus[:6]}"
         )
-    others = set(names.order) - set(own)
+    others = known - own.keys()
     return {name: value for name, value in full.items() if name not in others}
 
 
