@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.parallelism.context.attention import document_ids
+from accelerate.strategy.parallelism.context.attention import ACTIVE, document_ids, register_mask_function
+from accelerate.strategy.parallelism.context.context_parallel import AllGatherAttention
 from accelerate.strategy.parallelism.context.sequence_shards import (
     IGNORED,
     SequenceSharder,
@@ -131,6 +132,47 @@ def test_named_keys_alone_are_sharded() -> None:
     }  # fmt: skip
     with pytest.raises(PrepareError, match="no words"):
         SequenceSharder(2, 1, False, {"words": 1, "tokens": 1})(given)
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_tokens_may_come_before_rows(balanced: bool) -> None:
+    """Labels are shifted along the tokens, and what is added has them first too."""
+    rows_first = {"tokens": torch.arange(24).view(3, 8), "labels": torch.arange(24).view(3, 8)}
+    tokens_first = {name: value.T for name, value in rows_first.items()}
+    for place in range(2):
+        expected = SequenceSharder(2, place, balanced, {"tokens": 1, "labels": 1})(rows_first)
+        part = SequenceSharder(2, place, balanced, {"tokens": 0, "labels": 0})(tokens_first)
+        assert part.keys() == {"tokens", "labels", "shift_labels", "position_ids"}
+        for name, value in part.items():
+            assert torch.equal(value, expected[name].T), name
+
+
+def test_added_keys_follow_tokens_in_the_second_dimension() -> None:
+    given = {"frames": torch.zeros(8, 3), "tokens": torch.arange(16).view(2, 8)}
+    part = SequenceSharder(2, 1, False, {"frames": 0, "tokens": 1})(given)
+    assert part["position_ids"].tolist() == [[4, 5, 6, 7]] * 2
+
+
+@pytest.mark.parametrize("version", [4, 5])
+def test_masks_of_the_library_are_of_own_queries_over_all_keys(
+    monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    """Version 4 of transformers gives the places of queries, version 5 their number: a stand-in of each."""
+    utils = pytest.importorskip("transformers.masking_utils")
+
+    def make(kv_length: int, **given: Any) -> torch.Tensor:
+        assert given.keys() >= ({"cache_position"} if version == 4 else {"q_length", "q_offset"})
+        start = given.get("q_offset", 0)
+        queries = given.get("cache_position", torch.arange(start, start + given.get("q_length", 0)))
+        return queries[:, None] >= torch.arange(kv_length)
+
+    monkeypatch.setattr(utils, "ALL_MASK_ATTENTION_FUNCTIONS", functions := {"sdpa": make})
+    monkeypatch.setattr(utils.AttentionMaskInterface, "register", functions.__setitem__)
+    monkeypatch.setattr("accelerate.strategy.parallelism.context.attention._registered_ids", set())
+    register_mask_function()
+    monkeypatch.setattr(ACTIVE, "attention", AllGatherAttention(2, 1, None, False))
+    own = {"cache_position": torch.arange(4)} if version == 4 else {"q_length": 4, "q_offset": 0}
+    assert torch.equal(functions["sdpa"](kv_length=4, **own), torch.ones(8, 8).tril().bool()[4:])
 
 
 def test_embeddings_are_tokens_too() -> None:

@@ -389,13 +389,21 @@ def _local_mask_rows(
     attention: SequenceShardedAttention, original: Any, given: dict[str, Any]
 ) -> torch.Tensor | None:
     """Return this process's mask rows over all keys; None where ``is_causal`` or no mask is equivalent."""
-    local_length = given["q_length"]
+    # Version 4 of the library gives the places of queries, version 5 how many there are.
+    places = None if "q_length" in given else given["cache_position"]
+    local_length = given["q_length"] if places is None else len(places)
     total = local_length * attention.size
-    options = {**given, "kv_length": total, "kv_offset": 0, "q_offset": 0}
+    options = {**given, "kv_length": total, "kv_offset": 0}
+
+    def rows(start: int, stop: int) -> Any:
+        if places is None:
+            return original(**{**options, "q_length": stop - start, "q_offset": start})
+        return original(**{**options, "cache_position": torch.arange(start, stop, device=places.device)})
+
     documents = attention.documents
     if documents is None:
         # One row tells whether the library would leave the mask out.
-        if original(**{**options, "q_length": 1}) is None:
+        if rows(0, 1) is None:
             return None
     else:
         inner = given["mask_function"]
@@ -405,10 +413,7 @@ def _local_mask_rows(
 
         options["mask_function"] = mask_function
     options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    parts = [
-        original(**{**options, "q_length": b - a, "q_offset": a})
-        for a, b in attention.query_ranges(local_length)
-    ]
+    parts = [rows(start, stop) for start, stop in attention.query_ranges(local_length)]
     return torch.cat(parts, -2) if len(parts) > 1 else parts[0]
 
 

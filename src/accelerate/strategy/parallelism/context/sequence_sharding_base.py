@@ -33,7 +33,13 @@ from accelerate.strategy.parallelism.context.attention import (
     register_mask_function,
     uses_library_masks,
 )
-from accelerate.strategy.parallelism.context.sequence_shards import MASK, TOKENS, SequenceSharder, join_shards
+from accelerate.strategy.parallelism.context.sequence_shards import (
+    MASK,
+    TOKENS,
+    SequenceSharder,
+    expand_positions,
+    join_shards,
+)
 from accelerate.strategy.parallelism.strategy import MeshDimension
 
 if TYPE_CHECKING:
@@ -160,7 +166,7 @@ class SequenceParallelMeshDimension(MeshDimension):
         parts = self.sharder(batch)
         for name, part in parts.items():
             if isinstance(part, torch.Tensor) and part is not batch.get(name) and name != MASK:
-                dim = self.sharder.dims.get(name, 1) if self.sharder.dims else 1
+                dim = (self.sharder.dims or {}).get(name, self.sharder.token_dim)
                 self._shards[part] = dim
                 if name == "position_ids":
                     self._positions[part] = True
@@ -249,8 +255,10 @@ class SequenceParallelMeshDimension(MeshDimension):
             return None
         if named.get("position_ids") is None:
             # Those of the shard's tokens in their sequences.
-            positions = torch.arange(tokens.shape[1] * self.size, device=tokens.device)
-            named["position_ids"] = self.sharder.local_shard(positions, 0).expand(tokens.shape[0], -1)
+            dim = self.sharder.token_dim
+            positions = torch.arange(tokens.shape[dim] * self.size, device=tokens.device)
+            positions = self.sharder.local_shard(positions, 0)
+            named["position_ids"] = expand_positions(positions, tokens.shape[1 - dim], dim)
         if library_masks:
             cached = named.get("use_cache")
             cached = getattr(model.config, "use_cache", False) if cached is None else cached
@@ -297,7 +305,10 @@ class SequenceParallelMeshDimension(MeshDimension):
             PrepareError: they could be copies of shards.
         """
         views = [tensor for tensor in tensors if tensor._base is not None and tensor._base in self._shards]
-        alike = [tensor for tensor in tensors if tensor.dim() > 1 and tensor.shape[1] in self._shard_lengths]
+        dim = self.sharder.token_dim
+        alike = [
+            tensor for tensor in tensors if tensor.dim() > 1 and tensor.shape[dim] in self._shard_lengths
+        ]
         if views or alike or model.training:
             shown = ", ".join(str(tuple(tensor.shape)) for tensor in views or alike or tensors)
             raise PrepareError(
@@ -374,7 +385,8 @@ class SequenceParallelMeshDimension(MeshDimension):
         """Merge the outputs of the processes of a sequence to what one process would have computed.
 
         After a forward on shards. Tensors whose second dimension is the length of a shard are joined to full
-        sequences. Other values that differ belong to the shards, and become their mean.
+        sequences; the first, if the named keys have their tokens there. Other values that differ belong to
+        the shards, and become their mean.
 
         Raises:
             PrepareError: whole numbers that differ.
@@ -387,8 +399,9 @@ class SequenceParallelMeshDimension(MeshDimension):
         local = leaf.detach().contiguous()
         gathered = [torch.empty_like(local) for _ in range(self.size)]
         dist.all_gather(gathered, local, group=self.group)
-        if local.dim() > 1 and local.shape[1] in self.attention.lengths:
-            return join_shards(gathered, 1, self.balanced)
+        dim = self.sharder.token_dim
+        if local.dim() > 1 and local.shape[dim] in self.attention.lengths:
+            return join_shards(gathered, dim, self.balanced)
         if all(torch.equal(gathered[0], part) for part in gathered[1:]):
             return leaf
         if not leaf.is_floating_point():

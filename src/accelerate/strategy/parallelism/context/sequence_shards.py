@@ -73,9 +73,15 @@ def check_length(total: int, size: int) -> None:
         )
 
 
-def shift_labels(labels: torch.Tensor) -> torch.Tensor:
-    """Shift labels: each token gets the label of the next one; the last has none."""
-    return torch.nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED)
+def shift_labels(labels: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """Shift labels along ``dim``: each token gets the label of the next one; the last has none."""
+    tokens_last = labels.transpose(dim, -1)
+    return torch.nn.functional.pad(tokens_last[..., 1:], (0, 1), value=IGNORED).transpose(dim, -1)
+
+
+def expand_positions(positions: torch.Tensor, rows: int, dim: int) -> torch.Tensor:
+    """Expand positions to (rows, tokens), or to (tokens, rows) where ``dim`` is 0."""
+    return positions.expand(rows, -1) if dim else positions[:, None].expand(-1, rows)
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,11 @@ class SequenceSharder:
     balanced: bool
     dims: Mapping[str, int] | None = None
 
+    @property
+    def token_dim(self) -> int:
+        """The token dimension of added keys and of outputs: 0 where all named keys have their tokens there."""
+        return 0 if self.dims and not any(self.dims.values()) else 1
+
     def has_tokens(self, batch: Any) -> bool:
         """Return whether ``batch`` has tokens by a known name."""
         return tree.is_mapping(batch) and any(name in batch for name in self.dims or TOKENS)
@@ -110,7 +121,7 @@ class SequenceSharder:
         """
         whole = self.add_derived_inputs(batch)
         dims = self._token_dims(whole) if self.dims is None else dict(self.dims)
-        dims |= dict.fromkeys(whole.keys() - batch.keys(), 1)
+        dims |= dict.fromkeys(whole.keys() - batch.keys(), self.token_dim)
         absent = sorted(dims.keys() - whole.keys())
         if absent:
             raise PrepareError(
@@ -131,8 +142,10 @@ class SequenceSharder:
     def add_derived_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the full batch with padding, positions and shifted labels."""
         whole = dict(batch)
-        name = next((name for name in (*(self.dims or ()), *TOKENS) if name in whole), "")
-        dim = (self.dims or {}).get(name, 1)
+        dims = self.dims or {}
+        names = (*(name for name, dim in dims.items() if dim), *dims, *TOKENS)
+        name = next((name for name in names if name in whole), "")
+        dim = dims.get(name, 1)
         if not isinstance(whole.get(name), torch.Tensor) or whole[name].dim() < 2:
             return whole
         if self.dims is None:
@@ -140,10 +153,12 @@ class SequenceSharder:
         tokens: torch.Tensor = whole[name]
         labels = whole.get("labels")
         if "shift_labels" not in whole and isinstance(labels, torch.Tensor):
-            whole |= {"shift_labels": shift_labels(labels)} if labels.shape == tokens.shape[:2] else {}
+            shifts = labels.shape == tokens.shape[:2]
+            whole |= {"shift_labels": shift_labels(labels, self.token_dim)} if shifts else {}
         if whole.get("position_ids") is None:
             positions = torch.arange(tokens.shape[dim], device=tokens.device)
-            whole["position_ids"] = positions.expand(tokens.shape[0], -1)
+            rows = tokens.shape[1 - self.token_dim]
+            whole["position_ids"] = expand_positions(positions, rows, self.token_dim)
         return whole
 
     def _pad_batch(self, whole: dict[str, Any], shape: torch.Size) -> dict[str, Any]:
