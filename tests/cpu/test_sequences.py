@@ -561,7 +561,7 @@ def refused(size: str) -> dict[str, str]:
     }
 
     def slice_batch(whole: Any) -> Any:
-        return accelerator.strategy.slice_batch(whole)
+        return accelerator.strategy.dimensions[-1].slice_batch(whole)
 
     def run(model: Any, *names: str, change: Callable[[Any], Any] = lambda part: part) -> Any:
         part = change(slice_batch(batch))
@@ -681,7 +681,7 @@ def staged(size: str) -> list[str]:
     def between() -> None:
         accelerator = opened(size, 2)
         model = accelerator.prepare(Between())
-        model(**accelerator.strategy.slice_batch(places()))
+        model(**accelerator.strategy.dimensions[-1].slice_batch(places()))
 
     def by_hand() -> None:
         accelerator = opened(size, 2)

@@ -27,7 +27,6 @@ from accelerate.world.mesh_layout import DIMENSIONS, MeshLayout
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
 # Dimensions of the data, from outside to inside; then those of one copy of the model.
 _DATA, _OTHER = ("dp_replicate", "dp_shard"), ("tp", "cp", "sp", "pp")
 
@@ -148,11 +147,8 @@ class PipelineParallelConfig:
             processes: how many have the stages of one model.
 
         Raises:
-            UnknownNameError: there is no such schedule.
             SettingError: too few chunks or stages.
         """
-        if self.schedule not in SCHEDULES:
-            raise UnknownNameError("schedule", self.schedule, SCHEDULES)
         if isinstance(self.split_points, str) and self.split_points != "auto":
             self.split_points = [self.split_points]
         if self.schedule == "interleaved" and self.stages_per_process == 1:

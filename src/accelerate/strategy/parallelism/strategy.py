@@ -31,7 +31,6 @@ from accelerate.strategy.fsdp import FSDP2Strategy
 from accelerate.strategy.launch_settings.parallelism import ParallelismSettings, UseParallelismConfigSetting
 from accelerate.strategy.protocol.gradient_sync import ZeroBackward
 from accelerate.strategy.sharding.sharded_strategy import watch_mesh
-from accelerate.world.world import World
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,22 +44,18 @@ class MeshDimension:
 
     Attributes:
         name: its name in the mesh.
-        shards_params: its processes hold different shards of parameters.
         strategy: the strategy that shards parameters over the remaining dimensions.
+        config: all sizes, and the options of each dimension.
+        mesh: the whole mesh; ``mesh[name]`` is this dimension.
+        world: the processes.
     """
 
     name: ClassVar[str]
-    shards_params: ClassVar[bool] = False
-    strategy: Any
 
-    def __init__(self, config: ParallelismConfig, mesh: DeviceMesh, world: World) -> None:
-        """
-        Args:
-            config: all sizes, and the options of each dimension.
-            mesh: the whole mesh; ``mesh[name]`` is this dimension.
-            world: the processes.
-        """
-        self.config, self.mesh, self.world = config, mesh, world
+    def __init__(self, strategy: DeviceMeshStrategy) -> None:
+        self.strategy: Any = strategy
+        self.config, self.world = strategy.config, strategy.world
+        self.mesh: Any = strategy.mesh
 
     def check(self) -> None:
         """Refuse, with the reason, what cannot work here.
@@ -252,8 +247,7 @@ class DeviceMeshStrategy(FSDP2Strategy, DataSharding):
                 dimension_class = getattr(
                     import_module(f"accelerate.strategy.parallelism.{file}"), class_name
                 )
-                dimensions.append(dimension_class(self.config, self.mesh, self.world))
-                dimensions[-1].strategy = self
+                dimensions.append(dimension_class(self))
         return dimensions
 
     @property
@@ -325,12 +319,6 @@ class DeviceMeshStrategy(FSDP2Strategy, DataSharding):
     def model_parallel_size(self) -> int:
         """The tensor parallel size times the pipeline parallel size."""
         return self.config._sizes["tp"] * self.config._sizes["pp"]
-
-    def slice_batch(self, batch: Any) -> Any:
-        """Return this process's shard of each sequence of a batch."""
-        for dimension in self.dimensions:
-            batch = dimension.slice_batch(batch)
-        return batch
 
     def shard_sequences(
         self, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept: set[torch.Tensor]

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -42,12 +42,6 @@ from accelerate.strategy.parallelism.context.sequence_shards import (
 )
 from accelerate.strategy.parallelism.strategy import MeshDimension
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from accelerate.strategy.parallelism.config import ParallelismConfig
-    from accelerate.world.world import World
-
 require("collectives with gradients")
 _WHOLE: frozenset[int] = frozenset()
 
@@ -64,10 +58,10 @@ class SequenceParallelMeshDimension(MeshDimension):
     title: ClassVar[str]
     balanced: ClassVar[bool]
 
-    def __init__(self, config: ParallelismConfig, mesh: DeviceMesh, world: World) -> None:
-        super().__init__(config, mesh, world)
-        self.size, self.rank = mesh[self.name].size(), mesh.get_local_rank(self.name)
-        self.group = mesh.get_group(self.name)
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy)
+        self.size, self.rank = self.mesh[self.name].size(), self.mesh.get_local_rank(self.name)
+        self.group = self.mesh.get_group(self.name)
         self.attention = self.attention_class(self.size, self.rank, self.group, self.balanced)
         self._hooks = AttentionFunctionModeHooks(self.attention)
         self._option: bool | Mapping[str, int] | None = getattr(self.handler, "cut", None)

@@ -102,7 +102,7 @@ class SequenceSharder:
 
     @property
     def token_dim(self) -> int:
-        """The token dimension of added keys and of outputs: 0 where all named keys have their tokens there."""
+        """The token dimension of added keys and outputs: 0 where all named keys have their tokens there."""
         return 0 if self.dims and not any(self.dims.values()) else 1
 
     def has_tokens(self, batch: Any) -> bool:

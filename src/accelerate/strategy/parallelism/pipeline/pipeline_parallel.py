@@ -52,10 +52,9 @@ class PipelineParallel(MeshDimension):
     """The pipeline parallel dimension, ``pp``."""
 
     name: ClassVar[str] = "pp"
-    shards_params: ClassVar[bool] = True
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy)
         self._assignments: list[StageAssignment] = []
         # Of every parameter that was there before its model was cut, the number of the model with its first
         # name, and the processes that have it; optimizers may still hold it.

@@ -33,10 +33,9 @@ class TensorParallel(MeshDimension):
     """The tensor parallel dimension: layers sharded by columns and rows."""
 
     name: ClassVar[str] = "tp"
-    shards_params: ClassVar[bool] = True
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy)
         self._prepared_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._watches_groups = False
 
