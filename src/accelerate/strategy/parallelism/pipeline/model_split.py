@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 
 from accelerate.core.errors import PrepareError, UnknownNameError
 from accelerate.stages import split
+from accelerate.strategy.sharding.fsdp_unit_plan import model_digest, unequal_models_error
 from accelerate.world import collective
 
 
@@ -178,20 +178,13 @@ def check_same_model(model: nn.Module) -> list[bool]:
         PrepareError: on all ranks.
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    rows = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
     empty = next((name for name, tensor in tensors if tensor.is_meta), "")
-    digests = collective.all_gather_object(
-        (hashlib.sha256(repr(rows).encode()).hexdigest(), empty), "prepare(model)"
-    )
+    digests = collective.all_gather_object((model_digest(model), empty), "prepare(model)")
     if len(digests) == 1:
         return []
     other = [rank for rank, digest in enumerate(digests) if digest[0] != digests[0][0]]
     if other:
-        raise PrepareError(
-            f"the {type(model).__name__} of rank {other[0]} has other parameters than that of rank 0",
-            why="names, shapes, types and which of them train must be equal: every process has a stage of it",
-            fix="build the model in the same way on all processes",
-        )
+        raise unequal_models_error(model, other[0], 0)
     if digests[0][1]:
         raise PrepareError(
             f"{digests[0][1]} is on the meta device, on rank 0 too",
