@@ -499,6 +499,16 @@ def forms_of_losses() -> None:
         for loss in (output[0], expected[0]) if pair else (output.loss, expected.loss):
             loss.backward()
         same_gradients(model, plain)
+    # The first of the micro-batches has no label, and its mean is no number.
+    labels[:2] = -100
+    items = {"items": lambda x, labels, pair: (labels != -100).sum()}
+    model = made(**options, **items).prepare(copy.deepcopy(plain))
+    plain.zero_grad()
+    losses = [each(x, labels, pair=True).cost for each in (model, plain)]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    same_gradients(model, plain)
     options |= {"loss_fn": nn.functional.mse_loss, "items": lambda x, target: torch.tensor(0)}
     plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model = made(**options).prepare(copy.deepcopy(plain))

@@ -147,8 +147,10 @@ class OneFOneBCall:
                 return sent
             loss_fn = self.options.loss_fn
             loss = _extract_loss(output) if loss_fn is None else loss_fn(output, args[2]["target"])
-            loss = loss * self.loss_weights[chunk]
-        self.value = self.value.to(loss.device) + loss.detach()
+            weight = self.loss_weights[chunk]
+            loss = loss * weight
+        if weight:  # a mean of nothing is no number
+            self.value = self.value.to(loss.device) + loss.detach()
         return torch.stack([loss.float()])  # torch 2.6 concatenates them
 
     def _compute_loss_weights(self) -> list[float]:
