@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -153,6 +153,32 @@ def gather_tensor_shape(tensor: torch.Tensor) -> list[tuple[int, ...]]:
     with packed.channel.lock:
         messages = packed.exchange(values=False)
         return [packed.shape(messages, rank, 0) for rank in range(packed.channel.size)]
+
+
+def gather_to_first(own: Mapping[Any, Any], group: Any, device: torch.device) -> dict[Any, Any]:
+    """Gather tensors of all ranks of a group on the host of the first one; the others get nothing.
+
+    Args:
+        own: tensors and plain values, by names that no other rank gives; the first rank's stay as they are.
+        group: the process group.
+        device: over which tensors travel.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    metas = {key: torch.empty_like(v, device="meta") if torch.is_tensor(v) else v for key, v in own.items()}
+    listed: list[Any] = [None] * size
+    dist.all_gather_object(listed, metas, group=group)
+    gathered = dict(own) if rank == 0 else {}
+    for place in range(1, size):
+        for key, meta in listed[place].items():
+            if not torch.is_tensor(meta):
+                gathered.update({key: meta} if rank == 0 else {})
+            elif rank == place:
+                dist.send(own[key].to(device).contiguous(), dist.get_global_rank(group, 0), group)
+            elif rank == 0:
+                tensor = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+                dist.recv(tensor, dist.get_global_rank(group, place), group)
+                gathered[key] = tensor.cpu()
+    return gathered
 
 
 def gather_object(object: Any) -> Any:

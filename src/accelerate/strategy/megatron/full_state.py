@@ -13,6 +13,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.megatron.gpt_model import params_with_rules, tied_names
 from accelerate.strategy.megatron.model_families import WeightRule
+from accelerate.world.collective import gather_to_first
 
 if TYPE_CHECKING:
     from accelerate.strategy.megatron.engine import MegatronEngine
@@ -155,7 +156,13 @@ class MegatronFullStateConverter:
                 for name, whole in zip(rule.names, rule.join(self.gather_tp_shards(value)), strict=True):
                     full[name][key] = whole
         if self.layout.pp > 1:
-            full = self._broadcast_from_owner(full, local is not None)
+            from megatron.core import parallel_state
+
+            values = {(name, key): value for name, kept in full.items() for key, value in kept.items()}
+            group: Any = parallel_state.get_pipeline_model_parallel_group()
+            gathered = gather_to_first(values if local is not None else {}, group, self.engine.device)
+            for (name, key), value in gathered.items():
+                full[name][key] = value
         return {name: _copy_to_host(values) for name, values in full.items()} if self.receives_full else {}
 
     def gather_tp_shards(self, value: torch.Tensor) -> list[torch.Tensor]:
@@ -168,40 +175,6 @@ class MegatronFullStateConverter:
         group = parallel_state.get_tensor_model_parallel_group()
         dist.all_gather(full, value.contiguous(), group=group)
         return full
-
-    def _broadcast_from_owner(self, full: dict[str, Any], here: bool) -> dict[str, Any]:
-        """Broadcast the values of a rule from the stage that holds them."""
-        from megatron.core import parallel_state
-
-        group: Any = parallel_state.get_pipeline_model_parallel_group()
-        stage_descriptions: list[Any] = [None] * self.layout.pp
-        descriptions = (
-            {n: {k: _describe(v) for k, v in values.items()} for n, values in full.items()} if here else None
-        )
-        dist.all_gather_object(stage_descriptions, descriptions, group=group)
-        stage = next(index for index, each in enumerate(stage_descriptions) if each is not None)
-        source = dist.get_global_rank(group, stage)
-        result: dict[str, dict[str, Any]] = {}
-        for name, entries in stage_descriptions[stage].items():
-            result[name] = {}
-            for key, (shape, dtype, plain) in entries.items():
-                if dtype is None:
-                    result[name][key] = plain
-                    continue
-                value = (
-                    full[name][key].contiguous()
-                    if here
-                    else torch.empty(shape, dtype=dtype, device=self.engine.device)
-                )
-                dist.broadcast(value, src=source, group=group)
-                result[name][key] = value
-        return result
-
-
-def _describe(value: Any) -> tuple[Any, Any, Any]:
-    if isinstance(value, torch.Tensor) and value.dim() > 0:
-        return tuple(value.shape), value.dtype, None
-    return None, None, value
 
 
 def _copy_to_host(kept: Mapping[str, Any]) -> dict[str, Any]:

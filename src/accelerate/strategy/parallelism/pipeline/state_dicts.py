@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.parallelism.pipeline.model_split import FullModelStateNames
+from accelerate.world.collective import gather_to_first
 
 
 @dataclass(frozen=True)
@@ -42,42 +43,6 @@ class UnsplitOptimizerParamGroups:
     def names(self) -> list[str]:
         """All names, in the order of state dict indices."""
         return [name for group in self.groups for name in group]
-
-
-def gather_to_first(own: Mapping[Any, Any], group: Any, device: torch.device) -> dict[Any, Any]:
-    """Gather tensors of all pipeline stages on the host of the first one; the others get nothing.
-
-    Args:
-        own: tensors on the host and plain values, by names that no other process gives.
-        group: the processes.
-        device: over which tensors travel.
-    """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    metas = {key: _TensorMeta.describe(value) for key, value in own.items()}
-    listed: list[Any] = [None] * size
-    dist.all_gather_object(listed, metas, group=group)
-    gathered = dict(own) if rank == 0 else {}
-    for place in range(1, size):
-        for key, meta in listed[place].items():
-            if not isinstance(meta, _TensorMeta):
-                gathered.update({key: meta} if rank == 0 else {})
-            elif rank == place:
-                dist.send(own[key].to(device).contiguous(), dist.get_global_rank(group, 0), group)
-            elif rank == 0:
-                tensor = torch.empty(meta.shape, dtype=meta.dtype, device=device)
-                dist.recv(tensor, dist.get_global_rank(group, place), group)
-                gathered[key] = tensor.cpu()
-    return gathered
-
-
-@dataclass(frozen=True)
-class _TensorMeta:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def describe(cls, value: Any) -> Any:
-        return cls(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
 
 
 def gather_model_state(
