@@ -153,6 +153,25 @@ def test_an_unknown_class_is_told_when_it_is_saved_and_refused_when_it_is_loaded
     assert fresh.custom[1].value is Colour.RED
 
 
+def test_reading_leaves_what_the_user_allowed_as_it_was(tmp_path: Path) -> None:
+    """torch has one list for the process, and a file may be read while another one is."""
+    path = tmp_path / "x.bin"
+    utils.save({"d": PLAIN[1], "f": PLAIN[0]}, path)
+    during, before = list[Any](), set(torch.serialization.get_safe_globals())
+
+    class Stream(io.BytesIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            if not during:
+                during.append(utils.load(path))
+            return super().read(size)
+
+    with torch.serialization.safe_globals([collections.deque, Colour]):
+        stream = Stream(path.read_bytes())
+        assert torch_files.read(stream) == during[0] == {"d": PLAIN[1], "f": PLAIN[0]}
+        assert set(torch.serialization.get_safe_globals()) == {*before, collections.deque, Colour}
+    assert set(torch.serialization.get_safe_globals()) == before
+
+
 def test_the_loose_function_refuses_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpointing.save_custom_state(Holder(Colour.RED), str(tmp_path))
     assert "custom_checkpoint_0.pkl (Holder) saves" in caplog.text

@@ -17,12 +17,13 @@ import logging
 import pathlib
 import pickle
 import re
+import threading
 import types
 import uuid
 import zipfile
 from codecs import encode
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any, BinaryIO, ClassVar, cast
@@ -53,6 +54,7 @@ _LONG_NUMBER = re.compile(r"[eE]\s*[+-]?[\d_]{6}")  # 1e999999 as a fraction tak
 TRUST = "load_state(..., load_kwargs={'weights_only': False})"
 _PICKLED_BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType)  # pickled as their names
 _warned: set[tuple[str, tuple[str, ...]]] = set()
+_allowing = threading.Lock()
 
 
 @cache
@@ -174,9 +176,34 @@ def _refusals_of_pickle(pickled: bytes) -> tuple[str, ...]:
     return refusals(archive)
 
 
+class _OwnEntry(tuple[Any, str]):
+    """An entry of torch's set of safe globals that equals no other: removing it leaves the user's there."""
+
+    __slots__ = ()
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+@contextmanager
+def _allow_safe_globals() -> Generator[None]:
+    """Let torch build ``safe_globals`` besides what the user has allowed; threads may do so at once."""
+    pairs = (
+        each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}")
+        for each in safe_globals()
+    )
+    allowed = torch.serialization.safe_globals(list(map(_OwnEntry, pairs)))
+    with _allowing:  # torch reads its set and puts a changed one in its place
+        allowed.__enter__()
+    try:
+        yield
+    finally:
+        with _allowing:
+            allowed.__exit__(None, None, None)
+
+
 def refusals(source: Path | IO[bytes]) -> tuple[str, ...]:
     """Return the names of classes and functions in a torch file that a ``weights_only`` load would refuse."""
-    with torch.serialization.safe_globals(safe_globals()):
+    with _allow_safe_globals():
         path = str(source) if isinstance(source, Path) else source
         return tuple(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)))
 
@@ -195,7 +222,7 @@ def read(source: Path | IO[bytes], map_location: Any = None, trust: str = TRUST,
     """
     kwargs.setdefault("weights_only", True)
     path = source if isinstance(source, Path) else Path(getattr(source, "name", "the stream"))
-    with file_errors("read", path), torch.serialization.safe_globals(safe_globals()):
+    with file_errors("read", path), _allow_safe_globals():
         if kwargs.get("mmap") and path.is_file() and not zipfile.is_zipfile(path):
             kwargs["mmap"] = False  # files of torch before 1.6 cannot be mapped
         try:
