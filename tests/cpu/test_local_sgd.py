@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -17,9 +18,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
-from accelerate.core.errors import PrepareError, SettingError
+from accelerate.core.errors import CheckpointError, PrepareError, SettingError
 from accelerate.local_sgd import DiLoCo, LocalSGD
-from accelerate.utils import GradientAccumulationPlugin, set_seed
+from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration, set_seed
 from tests.support.long_run import LONG_RUN
 from tests.support.ranks import RankServer, same_on_all
 
@@ -358,11 +359,19 @@ def test_half_precision_weights_are_averaged_in_float32(ranks: RankServer) -> No
 # --- resume
 
 
-def resume(kind: str, folder: str, cut: int, steps: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+def resume(
+    kind: str, folder: str, cut: int, steps: int, machines: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, float]:
     """A whole run, and one that saves after ``cut`` steps and goes on in fresh objects."""
+    options: dict[str, Any] = {}
+    if machines > 1:
+        node, local_rank = divmod(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) // machines)
+        os.environ.update(GROUP_RANK=str(node), LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE="2")
+        folder += str(node)
+        options["project_config"] = ProjectConfiguration(save_on_each_node=True)
 
     def start() -> tuple[Accelerator, Net, Any, Any]:
-        accelerator, model, optimizer = prepare_net()
+        accelerator, model, optimizer = prepare_net(**options)
         local = LocalSGD(accelerator, model, 3) if kind == "local" else DiLoCo(accelerator, model, 3)
         accelerator.register_for_checkpointing(local)
         return accelerator, model, optimizer, local
@@ -396,6 +405,42 @@ def test_resume_is_exact_between_and_within_rounds(
     for whole, resumed, steps in ranks(2, resume, kind, str(tmp_path / "saved"), cut, 8):
         assert torch.equal(whole, resumed)
         assert steps == 8
+
+
+def test_each_machine_may_have_the_copies_of_its_own_processes(ranks: RankServer, tmp_path: Path) -> None:
+    for whole, resumed, _ in ranks(4, resume, "diloco", str(tmp_path / "node"), 4, 6, 2):
+        assert torch.equal(whole, resumed)
+    names = [path.name for path in sorted((tmp_path / "node1").glob("rank_state*"))]
+    assert names == ["rank_state_0_2.bin", "rank_state_0_3.bin"]
+
+
+def test_a_refused_load_takes_back_the_progress_alone(ranks: RankServer, tmp_path: Path) -> None:
+    assert ranks(2, refuse_load, str(tmp_path / "saved")) == [(0, 0.0)] * 2
+
+
+def refuse_load(folder: str) -> tuple[int, float]:
+    """Load a checkpoint whose second object is refused; the steps and weights then."""
+
+    class Refusing:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise ValueError("not mine")
+
+    accelerator, model, optimizer = prepare_net()
+    local = DiLoCo(accelerator, model, 3)
+    accelerator.register_for_checkpointing(local, Refusing())
+    with local:
+        take_step(accelerator, model, optimizer, 0)
+        local.step()
+        accelerator.save_state(folder)
+    local.num_steps = 0
+    with torch.no_grad():
+        model.first.weight.zero_()
+    with pytest.raises(CheckpointError, match="not mine"):
+        accelerator.load_state(folder)
+    return local.num_steps, model.first.weight.abs().sum().item()
 
 
 def resume_after_overflow(folder: str) -> list[tuple[list[float], list[float], float]]:
@@ -438,8 +483,19 @@ def load_and_end(folder: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
     local = DiLoCo(accelerator, model, 3)
     accelerator.register_for_checkpointing(local)
     accelerator.load_state(folder)
-    copies = torch.load(Path(folder, "custom_checkpoint_0.pkl"), weights_only=False)["ranks"]
-    return model.first.weight.detach(), [copy["model"]["first.weight"] for copy in copies]
+    averaged = model.first.weight.detach().clone()
+    copies = [torch.load(Path(folder, f"rank_state_0_{rank}.bin")) for rank in range(2)]
+    # As earlier versions wrote it.
+    whole = {**torch.load(Path(folder, "custom_checkpoint_0.pkl")), "ranks": copies}
+    torch.save(whole, Path(folder, "custom_checkpoint_0.pkl"))
+    for rank in range(2):
+        Path(folder, f"rank_state_0_{rank}.bin").unlink()
+    Path(folder, "manifest.json").unlink()
+    with torch.no_grad():
+        model.first.weight.zero_()
+    accelerator.load_state(folder)
+    assert torch.equal(model.first.weight, averaged)
+    return averaged, [copy["model"]["first.weight"] for copy in copies]
 
 
 def test_on_another_number_of_processes_the_replicas_are_averaged(ranks: RankServer, tmp_path: Path) -> None:

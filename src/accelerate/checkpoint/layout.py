@@ -27,7 +27,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path, PurePosixPath
@@ -48,6 +48,7 @@ RNG_STATE_NAME = "random_states"
 LOADER_NAME = "dl_state_dict"
 GRADIENTS_NAME = "open_gradients"
 CUSTOM_NAME = "custom_checkpoint"
+RANK_STATE_NAME = "rank_state"
 
 WEIGHTS_NAME = f"{MODEL_NAME}.bin"
 WEIGHTS_PATTERN_NAME = "pytorch_model{suffix}.bin"
@@ -77,6 +78,7 @@ _FILE_NAMES = {
     "shards": "__{rank}_0.distcp",  # one rank's, in the folder of a sharded state
     "schedulers": f"{SCHEDULER_NAME}{{suffix}}.bin",
     "custom": f"{CUSTOM_NAME}_{{index}}.pkl",
+    "rank_states": f"{RANK_STATE_NAME}_{{index}}_{{rank}}.bin",
     "scaler": SCALER_NAME,
     "stateful_loaders": f"{LOADER_NAME}{{suffix}}{{rank_suffix}}.bin",  # rank 0 has the public name
     "gradients": f"{GRADIENTS_NAME}_{{rank}}.bin",  # of an accumulation window that is not complete
@@ -95,7 +97,8 @@ _PART = re.compile(
     rf"{SAFE_MODEL_NAME}(_\d+)?\.safetensors|{MODEL_NAME}\w*(\.bin)?"
     rf"|({OPTIMIZER_NAME}|{SCHEDULER_NAME}|{SAMPLER_NAME})(_\d+)?(_rank\d+)?(\.bin)?"
     rf"|{LOADER_NAME}(_\d+)?(_rank\d+)?\.bin|{re.escape(SCALER_NAME)}"
-    rf"|{RNG_STATE_NAME}_\d+\.pkl|{GRADIENTS_NAME}_\d+\.bin|{CUSTOM_NAME}_\d+\.pkl|{re.escape(MANIFEST_NAME)}"
+    rf"|{RNG_STATE_NAME}_\d+\.pkl|{GRADIENTS_NAME}_\d+\.bin|{CUSTOM_NAME}_\d+\.pkl|{RANK_STATE_NAME}_\d+_\d+\.bin"
+    rf"|{re.escape(MANIFEST_NAME)}"
 )
 
 
@@ -250,6 +253,19 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Load a state."""
+        ...
+
+
+@runtime_checkable
+class RankStateful(Protocol):
+    """A registered object that has, besides its state, one on each rank: replicas that are trained apart."""
+
+    def rank_state_dict(self) -> Any:
+        """Return the state of this rank, None if there is none."""
+        ...
+
+    def load_rank_states(self, states: Sequence[Any], rank: int, /) -> None:
+        """Load this rank's state from those of all ranks that saved; each is mapped when it is accessed."""
         ...
 
 
@@ -438,6 +454,7 @@ KINDS = {
     "custom": ContentKind("registered object", is_users=True),
     "scaler": ContentKind("the gradient scaler"),
     "stateful_loaders": ContentKind("loader", per_rank=True, is_users=True),
+    "rank_states": ContentKind("rank states of object", per_rank=True),
     "loaders": ContentKind("loader"),  # their positions are in the manifest
     "gradients": ContentKind("open gradients of rank", per_rank=True),
     "rng": ContentKind("random states of rank", per_rank=True),
@@ -490,6 +507,8 @@ class CheckpointContents:
         step: the accelerator's step counter.
         strategy: name of the training's strategy, for the record.
         metadata: the caller's plain values: ``{"epoch": 3, ...}``.
+        rank_states: of registered objects, what each rank has of its own; None is not saved. Loaded after
+            models and optimizers, as ``gradients`` are, from the states of all ranks.
     """
 
     models: list[Any] = field(default_factory=list)
@@ -506,6 +525,7 @@ class CheckpointContents:
     step: int = 0
     strategy: str = "single"
     metadata: dict[str, Any] = field(default_factory=dict)
+    rank_states: list[Any] = field(default_factory=list)
 
     def objects(self) -> dict[str, CheckpointObject]:
         """Return all objects but ``own_files`` by their names, ``"optimizers/1"``, in the order of ``KINDS``.

@@ -285,7 +285,8 @@ class _SaveRun:
             # A hook may draw random numbers, for instance to build a model: the run goes on after these.
             if each.category == "rng":
                 states[name] = each.item.state_dict()
-            if name in states and each.category not in ("models", "loaders"):
+            absent = each.category == "rank_states" and states[name] is None
+            if name in states and not absent and each.category not in ("models", "loaders"):
                 whole.append((each.category, each.index, each.class_name, states[name]))
         self.writers += [
             WholeStateFile(*each, self.transaction.ranks.rank, safe=self.safe)

@@ -25,6 +25,7 @@ from accelerate.checkpoint.layout import (
     CheckpointLoadContext,
     CheckpointObject,
     Manifest,
+    RankStateful,
     RNGStates,
     StatefulAdapter,
 )
@@ -101,8 +102,8 @@ class TrainingStateReader:
                 self._read_position(each, len(contents.stateful_loaders))
             elif each.category == "rng":
                 self._read_rng(contents.rng)
-            elif each.category == "gradients":
-                self._read_gradients(each)
+            elif each.category in ("gradients", "rank_states"):
+                self._read_rank_files(each)
             else:
                 self._read_torch_file(each)
         for part in contents.own_files:
@@ -289,7 +290,9 @@ class TrainingStateReader:
             if each.category != "stateful_loaders":  # the position of the loader may be saved alone
                 self._report_missing(file, label)
             return
-        kwargs = {"map_location": self.map_location, **self.load_kwargs}
+        # Earlier files have the states of all ranks in them.
+        device = "cpu" if isinstance(each.item, RankStateful) else self.map_location
+        kwargs = {"map_location": device, **self.load_kwargs}
         may_map = each.category == "optimizers" and "mmap" not in kwargs
         if may_map and mapped_state.can_map(path, kwargs["map_location"]):
             mapped = mapped_state.MappedOptimizerState(path, **{**kwargs, "map_location": "cpu"})
@@ -373,15 +376,18 @@ class TrainingStateReader:
         else:
             self._report_missing(layout.MANIFEST_NAME, f"the position of {each.label}")
 
-    def _read_gradients(self, each: CheckpointObject) -> None:
-        paths = [self.folder / layout.file_name("gradients", rank=rank) for rank in range(self._saved_ranks)]
-        present = [path for path in paths if path.is_file()]
+    def _read_rank_files(self, each: CheckpointObject) -> None:
+        """Add the load of what each rank has saved; the object takes what this rank needs of it."""
+        name_of = partial(layout.file_name, each.category, each.index)
+        paths = [self.folder / name_of(rank) for rank in range(self._saved_ranks)]
         states: Sequence[Any] = ()
-        if present:
-            states = _MappedStates(present, {"mmap": True, **self.load_kwargs, "map_location": "cpu"})
-            states[min(self.ranks.rank, len(present) - 1)]  # may be damaged
+        # A machine with a checkpoint of its own has the files of its own ranks only.
+        if any(path.is_file() for path in paths):
+            states = _MappedStates(paths, {"mmap": True, **self.load_kwargs, "map_location": "cpu"})
+            states[min(self.ranks.rank, len(paths) - 1)]  # may be damaged
+        pending = self.pending_last if each.category == "gradients" else self.pending
         load = partial(each.item.load_state_dict, states, self.ranks.rank)
-        self.pending_last.append((f"load the open gradients from {self.folder}", load))
+        pending.append((f"load the {each.label} from {self.folder}", load))
 
     def _read_rng(self, rng: RNGStates | None) -> None:
         assert rng is not None
@@ -434,10 +440,8 @@ def _describe_other_schedule(item: Any, state: Any) -> str:
     own = item.state_dict()
     if not isinstance(own, Mapping) or not isinstance(state, Mapping):
         return ""
-    lacking, surplus = (
-        sorted(map(str, own.keys() - state.keys())),
-        sorted(map(str, state.keys() - own.keys())),
-    )
+    lacking = sorted(map(str, own.keys() - state.keys()))
+    surplus = sorted(map(str, state.keys() - own.keys()))
     if not lacking or not surplus:
         return ""
     return f"it has no {', '.join(lacking[:4])}, and holds {', '.join(surplus[:4])}"

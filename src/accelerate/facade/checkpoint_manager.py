@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accelerate.checkpoint import async_save, load, save
 from accelerate.checkpoint.discovery import ProjectConfiguration, save_address
-from accelerate.checkpoint.layout import CheckpointContents, Manifest
+from accelerate.checkpoint.layout import CheckpointContents, Manifest, RankStateful, StatefulAdapter
 from accelerate.checkpoint.load import CheckpointLoadResult
 from accelerate.checkpoint.rank_group import CheckpointPeerError, CheckpointRankGroup, saves_alone
 from accelerate.checkpoint.state_dict_files import strip_compile_prefix
@@ -323,6 +323,11 @@ class CheckpointManager:
             custom=[
                 registered_adapter(strategy, each, self.writes_exports, models)
                 for each in self.custom_objects
+            ],
+            rank_states=[
+                StatefulAdapter(type(each).__name__, each.rank_state_dict, each.load_rank_states)
+                for each in self.custom_objects
+                if isinstance(each, RankStateful)
             ],
             loaders=[
                 position_adapter(each) if each.use_stateful_dataloader else each

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from itertools import groupby
 from types import TracebackType
 from typing import Any
@@ -194,50 +195,56 @@ class LocalSGDContext(ABC):
     # --- checkpoints inside a block
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the progress of this block and the copies of all ranks, for ``register_for_checkpointing``.
+        """Return the progress of this block, for ``register_for_checkpointing``; equal on all ranks."""
+        return {"steps": self.num_steps, "since": self._steps_since_sync}
 
-        A collective call. The state is complete on rank 0, which saves it.
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the progress.
+
+        Raises:
+            CollectiveError: it has no weights: an earlier one, of a rank other than 0.
         """
+        self.num_steps, self._steps_since_sync = state_dict["steps"], state_dict["since"]
+        copies = state_dict.get("ranks")  # earlier files have those of all ranks here
+        if copies == []:
+            raise CollectiveError("this state has no weights in it", why="it is whole on rank 0 only")
+        if copies:
+            self.load_rank_states(copies, collective.rank())
+
+    def rank_state_dict(self) -> dict[str, Any] | None:
+        """Return this rank's copy of what is trained; None where the copies are one."""
         if not self.enabled:
-            return {"steps": self.num_steps, "since": 0, "ranks": None}
-        local = {
+            return None
+        return {
             "model": {name: value.detach() for name, value in self._rank_tensors().items()},
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers()],
             # A step that overflowed on one rank has lowered its loss scale and held its schedules only.
             "schedulers": [scheduler.state_dict() for scheduler in self.accelerator._schedulers],
             "scaler": None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict(),
         }
-        return {
-            "steps": self.num_steps,
-            "since": self._steps_since_sync,
-            "ranks": _gather_on_main(_copy_to_cpu(local)),
-        }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state; the model and its optimizers get this rank's copy.
+    def load_rank_states(self, states: Sequence[Mapping[str, Any]], rank: int) -> None:
+        """Load the model and its optimizers from this rank's copy.
 
         With another world size the copies are averaged first, and the optimizer states of the first ranks
         are taken.
 
-        Raises:
-            CollectiveError: it was saved on a rank other than 0.
+        Args:
+            states: the copies of all ranks that saved; empty where they were one.
+            rank: this one.
         """
-        self.num_steps, self._steps_since_sync = state_dict["steps"], state_dict["since"]
-        ranks: list[dict[str, Any]] | None = state_dict["ranks"]
-        if ranks is None:  # it was not enabled: all copies were one
+        if not states:
             return
-        if not ranks:
-            raise CollectiveError(
-                "this state has no weights in it", why="state_dict() is whole on rank 0 only: save that one"
-            )
-        own_copy = ranks[collective.rank() % len(ranks)]
-        models = [each["model"] for each in (ranks if len(ranks) != collective.world_size() else [own_copy])]
+        own_copy = states[rank % len(states)]
+        copies = [own_copy] if len(states) == collective.world_size() else states
+        models = [each["model"] for each in copies]
         with torch.no_grad():
             for name, value in self._rank_tensors().items():
                 if models[0][name].is_floating_point():
                     value.copy_(torch.stack([model[name].double() for model in models]).mean(0))
                 else:
                     value.copy_(models[0][name])
+        own_copy = deepcopy({name: value for name, value in own_copy.items() if name != "model"})
         for optimizer, state in zip(self._optimizers(), own_copy["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         for scheduler, state in zip(self.accelerator._schedulers, own_copy["schedulers"], strict=True):
@@ -392,7 +399,7 @@ class DiLoCo(LocalSGDContext):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load also the anchor and the outer optimizer; see ``LocalSGDContext.load_state_dict``."""
         super().load_state_dict(state_dict)
-        if not self.enabled or state_dict["ranks"] is None:
+        if not self.enabled or not state_dict["anchor"]:  # it was not enabled
             return
         devices = {name: parameter.device for name, parameter in self._trainable_parameters().items()}
         self._start_outer_optimizer(
@@ -499,23 +506,3 @@ def _describe_state(state: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         (key, tuple(value.shape), str(value.dtype)) if torch.is_tensor(value) else (key,)
         for key, value in sorted(state.items())
     ]
-
-
-# --- checkpoints
-
-
-def _copy_to_cpu(tree: Any) -> Any:
-    if isinstance(tree, torch.Tensor):
-        return tree.detach().cpu()
-    if isinstance(tree, dict):
-        return {key: _copy_to_cpu(value) for key, value in tree.items()}
-    return [_copy_to_cpu(value) for value in tree] if isinstance(tree, list) else tree
-
-
-def _gather_on_main(value: Any) -> list[Any]:
-    """Gather the values of all ranks on rank 0, in rank order; return an empty list on the others."""
-    if collective.world_size() == 1:
-        return [value]
-    values: list[Any] | None = [None] * collective.world_size() if collective.rank() == 0 else None
-    torch.distributed.gather_object(value, values)
-    return values or []
