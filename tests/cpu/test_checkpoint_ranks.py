@@ -19,6 +19,7 @@ from accelerate.checkpoint import load, save
 from accelerate.checkpoint.discovery import ProjectConfiguration
 from accelerate.checkpoint.layout import CheckpointContents, StatefulAdapter
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
+from accelerate.checkpoint.registered_objects import gather_rank_shards, select_rank_shards
 from accelerate.checkpoint.storage import FileRecord, LocalCheckpointStorage
 from accelerate.core.errors import AccelerateError, CheckpointError, find_failed_rank
 from accelerate.world import collective, rng
@@ -525,6 +526,21 @@ def test_each_machine_may_have_a_whole_checkpoint(ranks: RankServer, tmp_path: P
     shared = ["manifest.json", "model.safetensors", "optimizer.bin"]
     assert zero == ([*shared, "random_states_0.pkl"], "fine")
     assert one == ([*shared, "random_states_1.pkl"], "fine")
+
+
+def gather_own(each_node: bool) -> tuple[list[float], float | None]:
+    """The shards of both ranks where they are saved, and what this rank gets of them."""
+    rank, shape = open_world().rank, torch.Size([2])
+    state = {"average": torch.full(shape, float(rank)), "equal": torch.zeros(2)}
+    gathered = gather_rank_shards(state, {shape}, "an average", each_node=each_node)
+    (shards,) = gathered["accelerate_rank_shards"].values() or [[]]
+    own = select_rank_shards(gathered, machine(rank), "the file")["average"] if shards else None
+    return [each[0].item() for each in shards], None if own is None else own[0].item()
+
+
+def test_shards_of_a_registered_object_are_saved_on_each_machine(ranks: RankServer) -> None:
+    assert ranks(2, gather_own, False) == [([0.0, 1.0], 0.0), ([], None)]
+    assert ranks(2, gather_own, True) == [([0.0, 1.0], 0.0), ([0.0, 1.0], 1.0)]
 
 
 def test_machines_with_different_checkpoints_do_not_mix_them(ranks: RankServer, tmp_path: Path) -> None:

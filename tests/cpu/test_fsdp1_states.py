@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from accelerate.core.errors import SettingError
 from tests.cpu.test_sharded_checkpoints import MODEL, OPTIMIZER, Net, step
 from tests.support.long_run import long_run_param
 from tests.support.ranks import RanksError, RankServer, same_on_all
@@ -372,6 +373,23 @@ def test_an_average_of_sharded_weights_is_saved_whole(ranks: RankServer, tmp_pat
     assert same_on_all(ranks(2, resume_average, "2", str(folder)))
     (file,) = folder.glob("custom_checkpoint_0.pkl")
     assert [tuple(p.shape) for p in torch.load(file, weights_only=True)["shadow"]] == [(5, 3), (5,)]
+
+
+def save_on_each_machine(folder: str, sharded: bool | None) -> str:
+    os.environ.update(GROUP_RANK=os.environ["RANK"], LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    accelerator = accelerator_of("2")
+    accelerator.prepare(torch.nn.Linear(3, 5))
+    accelerator.project_configuration.save_on_each_node = True
+    with pytest.raises(SettingError) as caught:
+        accelerator.save_state(folder, sharded=sharded)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("sharded", [None, False])
+def test_a_disk_for_each_machine_and_shards(ranks: RankServer, tmp_path: Path, sharded: bool | None) -> None:
+    """The file of the second machine was empty, and nothing said so before it was loaded."""
+    text = same_on_all(ranks(2, save_on_each_machine, str(tmp_path / "state"), sharded))
+    assert "save_on_each_node does not go with shards" in text
 
 
 @pytest.mark.parametrize("kind", ["1", "2local"])

@@ -87,13 +87,16 @@ def writes_into(contents: CheckpointContents, load: Callable[[], object]) -> boo
 _SHARDS, _STATE = "accelerate_rank_shards", "state"
 
 
-def gather_rank_shards(state: Any, shapes: Collection[torch.Size], name: str) -> Any:
-    """Return the state with the shards of all ranks, on rank 0, if there are any; collective.
+def gather_rank_shards(
+    state: Any, shapes: Collection[torch.Size], name: str, *, each_node: bool = False
+) -> Any:
+    """Return the state with the shards of all ranks, where it is saved, if there are any; collective.
 
     Args:
         state: nested data without DTensors.
         shapes: those of this rank's shards of parameters: other tensors are no shards.
         name: of the object, for errors.
+        each_node: one rank of each machine saves, otherwise rank 0.
     """
     tensors = {
         path: leaf
@@ -102,15 +105,20 @@ def gather_rank_shards(state: Any, shapes: Collection[torch.Size], name: str) ->
     }
     # A tensor that all ranks have alike may have the shape of a shard by chance.
     prints = {path: _fingerprint(leaf) for path, leaf in tensors.items()}
-    by_rank = collective.all_gather_object(prints, f"the state of {name}")
-    common = [path for path in by_rank[0] if all(path in each for each in by_rank)]
-    differing = [path for path in common if any(each[path] != by_rank[0][path] for each in by_rank)]
+    differing = collective.combine_objects(prints, _find_differing, f"the state of {name}")
     if not differing:
         return state
     own = [tensors[path].detach().to("cpu", copy=True) for path in differing]
-    shards: list[list[torch.Tensor]] = []
-    collective.combine_objects(own, shards.extend, f"the shards of {name}")
+    shards = list[list[torch.Tensor]]()
+    gather: Callable[[list[Any]], Any] = list if each_node else shards.extend
+    shards = collective.combine_objects(own, gather, f"the shards of {name}") or shards
     return {_STATE: state, _SHARDS: dict(zip(differing, map(list, zip(*shards, strict=True)), strict=False))}
+
+
+def _find_differing(by_rank: list[dict[str, Any]]) -> list[str]:
+    """Return the paths that all ranks have, with different values."""
+    common = [path for path in by_rank[0] if all(path in each for each in by_rank)]
+    return [path for path in common if any(each[path] != by_rank[0][path] for each in by_rank)]
 
 
 def _fingerprint(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -75,7 +75,9 @@ def state_template(strategy: Strategy, model: nn.Module) -> Mapping[str, Any]:
     return {**dict.fromkeys(remote_names), **strategy.model_checkpoint_view(model).state_dict(keep_vars=True)}
 
 
-def registered_adapter(strategy: Strategy, item: Any, is_writer: bool, models: Sequence[nn.Module]) -> Any:
+def registered_adapter(
+    strategy: Strategy, item: Any, is_writer: bool, models: Sequence[nn.Module], *, each_node: bool = False
+) -> Any:
     """Return what saves and loads an object of ``register_for_checkpointing``.
 
     Where parameters are sharded, its state may have shards too: an average of the weights has. DTensors are
@@ -99,7 +101,8 @@ def registered_adapter(strategy: Strategy, item: Any, is_writer: bool, models: S
     def state_dict() -> Any:
         values = (each.detach() for model in models for each in model.parameters())
         shapes = {(each.to_local() if isinstance(each, DTensor) else each).shape for each in values}
-        return gather_rank_shards(gather_leaves(item.state_dict(), is_writer), shapes, name)
+        state = gather_leaves(item.state_dict(), is_writer)
+        return gather_rank_shards(state, shapes, name, each_node=each_node)
 
     def load_state_dict(state: Any, **options: Any) -> Any:
         own: Any = {}

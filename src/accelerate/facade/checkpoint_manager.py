@@ -150,12 +150,6 @@ class CheckpointManager:
         """
         strategy, prepared, options = self.strategy, self.prepared, dict(engine_options or {})
         is_sharded = strategy.saves_sharded if sharded is None else sharded
-        if is_sharded and self.project.save_on_each_node and strategy.world.nodes > 1:
-            raise SettingError(
-                "save_on_each_node does not go with a sharded checkpoint",
-                why="each machine would have the shards of its own processes only, and none a full model",
-                fix="save to a folder that all machines share, or save_state(sharded=False)",
-            )
         is_solo = not is_sharded and self._may_be_solo and saves_alone("save_state")
         if is_solo and self.world.rank > 0:
             address = save_address(output_dir, self.project)
@@ -181,6 +175,14 @@ class CheckpointManager:
         engine_files: list[Any] = []
         if isinstance(strategy, EngineStrategy) and sharded is not False:
             engine_files = strategy.engine_files(prepared.models, options)
+        needs_all = is_sharded or (strategy.shards_params and not engine_files)
+        if needs_all and self.project.save_on_each_node and strategy.world.nodes > 1:
+            raise SettingError(
+                f"save_on_each_node does not go with shards, and the strategy is {strategy.name!r}",
+                why="each machine would have the shards of its own processes only; of a whole model, the "
+                "first machine all, and the others nothing",
+                fix="save to a folder that all machines share",
+            )
         if engine_files:
             self._exclude_engine_objects(engine_files, train_state)
         elif options:
@@ -321,7 +323,9 @@ class CheckpointManager:
             schedulers=list(self.prepared.schedulers),
             scaler=self.precision.scaler,
             custom=[
-                registered_adapter(strategy, each, self.writes_exports, models)
+                registered_adapter(
+                    strategy, each, self.writes_exports, models, each_node=self.project.save_on_each_node
+                )
                 for each in self.custom_objects
             ],
             rank_states=[
