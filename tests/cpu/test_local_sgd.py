@@ -339,6 +339,30 @@ def test_loss_scales_differ_inside_and_agree_after(ranks: RankServer) -> None:
     assert after == other == 65536.0
 
 
+def end_with_odd_states() -> list[dict[str, Any]]:
+    """States of each kind, made of this rank's number, after a block has ended."""
+    accelerator, model, optimizer = prepare_net("SGD")
+    rank, inner = accelerator.process_index, optimizer.optimizer
+    usual, coded, local, *_ = model.parameters()
+    with LocalSGD(accelerator, model, 1):
+        inner.state[usual] = {"moment": torch.full((2,), float(rank)), "step": torch.tensor(rank)}
+        codes = torch.full((2,), rank, dtype=torch.uint8)
+        inner.state[coded] = {"absmax1": torch.full((1,), float(rank)), "state1": codes, "step": rank}
+        if rank:
+            inner.state[local] = {"moment": torch.zeros(2)}
+    states = [inner.state[each] for each in (usual, coded)] + [inner.state.get(local, {})]
+    return [{n: torch.as_tensor(value).float().mean().item() for n, value in s.items()} for s in states]
+
+
+def test_states_with_integers_and_of_some_ranks_alone(ranks: RankServer) -> None:
+    """The codes of an 8-bit optimizer are nothing without their scales, which were averaged."""
+    assert same_on_all(ranks(2, end_with_odd_states)) == [
+        {"moment": 0.5, "step": 0.0},
+        {"absmax1": 0.0, "state1": 0.0, "step": 0.0},
+        {},
+    ]
+
+
 def reduce_in_half() -> tuple[bool, bool]:
     """A bfloat16 model: the mean of 1 and 1 + 2^-7 is not representable; the anchor keeps it."""
     accelerator = Accelerator(cpu=True)

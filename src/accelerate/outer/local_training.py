@@ -468,7 +468,8 @@ def sync_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Make optimizer state (moments, counters) equal on all ranks: averaged, its options from rank 0.
 
     Copies of a model that step with different moments drift apart even when their gradients are equal. State
-    that only some ranks have, because a parameter had no gradient on the others, is dropped on all.
+    that only some ranks have, because a parameter had no gradient on the others, is dropped on all. State
+    with integers (8-bit optimizers) has no mean: all ranks get rank 0's.
     """
     groups = optimizer.param_groups
     # Learning rates and the like: a step skipped on one rank delays its schedule there.
@@ -481,8 +482,11 @@ def sync_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     owned = [parameter for group in groups for parameter in group["params"]]
     state: Mapping[torch.Tensor, dict[str, Any]] = optimizer.state
     local_shapes = [_describe_state(state.get(parameter, {})) for parameter in owned]
-    shapes_by_rank: list[list[Any]] = collective.all_gather_object(local_shapes)
-    same = [all(shape == shapes[0] for shape in shapes) for shapes in zip(*shapes_by_rank, strict=True)]
+    same = collective.combine_objects(
+        local_shapes,
+        lambda by_rank: [all(each == own[0] for each in own) for own in zip(*by_rank, strict=True)],
+        "sync_optimizer_state",
+    )
     for parameter, is_same in zip(owned, same, strict=True):
         if not is_same:
             optimizer.state.pop(parameter, None)
@@ -492,9 +496,17 @@ def sync_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
             "the optimizer's state of %d parameters differs in kind between ranks: dropped", num_dropped
         )
     tables = [state[parameter] for parameter in owned if parameter in state]
-    average_in_place(
-        value for table in tables for _, value in sorted(table.items()) if torch.is_tensor(value)
-    )
+    averaged, copied = list[torch.Tensor](), list[torch.Tensor]()
+    for table in tables:
+        tensors = [value for _, value in sorted(table.items()) if torch.is_tensor(value)]
+        # The codes of an 8-bit optimizer go with the scales of their own rank; a step count is one number.
+        has_codes = any(
+            value.numel() > 1 and not (value.is_floating_point() or value.is_complex()) for value in tensors
+        )
+        (copied if has_codes else averaged).extend(tensors)
+    average_in_place(averaged)
+    if copied:
+        collective.broadcast(copied)
     plain = [{key: value for key, value in table.items() if not torch.is_tensor(value)} for table in tables]
     if any(plain):
         for table, values in zip(tables, collective.broadcast_object(plain), strict=True):
