@@ -22,6 +22,7 @@ from accelerate.checkpoint import async_save, discovery, rank_group
 from accelerate.checkpoint.storage import FileRecord, LocalCheckpointStorage
 from accelerate.core.errors import CheckpointError
 from accelerate.utils import ProjectConfiguration
+from accelerate.world import watchdog
 from tests.support.command import launch, start
 from tests.support.long_run import select_cases
 from tests.support.ranks import RanksError, RankServer, same_on_all
@@ -452,19 +453,25 @@ def count_store_connections() -> int:
     return sum(end.status == "ESTABLISHED" and end.raddr.port == port for end in ends)
 
 
-def save_three_times(folder: str) -> list[int]:
+def save_three_times(folder: str) -> tuple[list[int], list[int]]:
     accelerator = Accelerator(project_config=ProjectConfiguration(async_save=True))
     accelerator.prepare(torch.nn.Linear(2, 2))
-    counts = [count_store_connections()]
+    counts, keys = [count_store_connections()], list[int]()
+    watch = watchdog.current()
+    assert watch is not None
     for number in range(3):
         accelerator.save_state(f"{folder}/{number}")
         accelerator.wait_for_checkpoint()
         counts.append(count_store_connections())
-    return counts
+        keys.append(watch.store.group_store.num_keys())
+    return counts, keys
 
 
 def test_saves_open_no_connections_to_the_store(ranks: RankServer, tmp_path: Path) -> None:
     """At rank 0 each is a file descriptor: a thousand ranks would open a thousand at each save."""
-    for counts in ranks(2, save_three_times, str(tmp_path)):
+    of_ranks = ranks(2, save_three_times, str(tmp_path))
+    for counts, _ in of_ranks:
         assert 0 < counts[0] < 5
         assert len(set(counts)) == 1, counts
+    keys = of_ranks[0][1]  # where rank 0 has come back, the others have left the save
+    assert keys[0] == keys[-1], "keys of each save stay in the store"

@@ -14,6 +14,7 @@ import pytest
 from tests.support.long_run import LONG_RUN
 from tests.support.store_load import (
     SimulatedWorld,
+    await_background_save,
     explain_lost_peer,
     hosted_store,
     own_store,
@@ -135,6 +136,15 @@ def test_a_save_asks_little_while_ranks_come_late(world: SimulatedWorld) -> None
     save_together(world, range(1))
     assert world.store.total <= 16 * SIZE
     assert world.store.keys.total() <= 80 * SIZE
+
+
+@pytest.mark.parametrize("size", [32, SMALL])
+def test_a_save_in_the_background_asks_as_little_as_training(size: int) -> None:
+    """Heartbeats included: of all ranks together, until each asks once in a few seconds."""
+    with simulated_world(size) as world:
+        heartbeats = await_background_save(world, range(1, size), 50.0)
+        assert world.store.total / 50 + heartbeats <= max(64, 0.42 * size)  # a second
+        assert len(world.store.requests) == size - 1
 
 
 def test_a_store_that_answers_late_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from accelerate.checkpoint import rank_group
-from accelerate.checkpoint.rank_group import SoloCallDetector
+from accelerate.checkpoint.rank_group import CheckpointStoreChannel, SoloCallDetector
 from accelerate.core.errors import CollectiveError
 from accelerate.world import peers, preemption, process_group, watchdog
 from accelerate.world.call_site import CallSite
@@ -267,6 +267,21 @@ def save_together(world: SimulatedWorld, ranks: range) -> None:
     for rank in ranks:
         world.clock.now = begin
         assert not SoloCallDetector(world.ranks[rank]).is_solo("save_state", SITE)
+
+
+def await_background_save(world: SimulatedWorld, ranks: range, seconds: float) -> float:
+    """Let ranks wait in an exchange of a background save until rank 0 answers.
+
+    Return how many heartbeats all ranks send in a second.
+    """
+    world.set_later("save/id/1/all", seconds, rank_group._encode("written"))
+    world.set_later("save/id/alive/0", 0.0, "1")
+    begin = world.clock.now
+    for rank in ranks:
+        world.clock.now = begin
+        channel = CheckpointStoreChannel(world.ranks[rank], rank, world.size, "id")
+        assert channel.combine("save", None, list) == "written"
+    return world.size / rank_group.get_heartbeat_interval(world.size)
 
 
 def explain_lost_peer(world: SimulatedWorld, ranks: range | list[int]) -> set[str]:

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT = 2.0  # seconds between heartbeats; more in large worlds
 DEAD_AFTER = 60.0  # seconds without a heartbeat after which a rank counts as dead
 LINGER = 10.0  # seconds that rank 0 waits at most until the others have read its last answer
-_SLICE = 0.5  # seconds between checks of the heartbeats
+_LONGEST_PAUSE = 1.0  # seconds between requests of a rank that waits; more in large worlds
 _CHECK_INTERVAL = 0.25  # seconds between looks at where the ranks are that do not come to a save
 
 T = TypeVar("T")
@@ -300,6 +300,7 @@ class CheckpointStoreChannel:
     def __init__(self, watch: Watchdog, rank: int, size: int, id: str) -> None:
         self.rank, self.size, self.timeout = rank, size, watch.timeout
         self._store = watch.store.open_prefix(f"save/{id}")
+        self._pause = min(_LONGEST_PAUSE * self._store.pace, DEAD_AFTER / 4)
         self._round = 0
         self._last_heartbeats: dict[int, tuple[str, float]] = {}
         self._closing = threading.Event()
@@ -316,13 +317,17 @@ class CheckpointStoreChannel:
     ) -> None:
         self._closing.set()
         self._heartbeat_thread.join()
+        self._store.delete(f"alive/{self.rank}")
         if error is not None:
-            self._store.put(f"ended/{self.rank}", str(error).partition("\n")[0])
+            reason = str(error).partition("\n")[0]
+            self._store.put_if_absent("ended", f"rank {self.rank} has given up: {reason}")
         elif self.rank > 0:
-            self._store.put(f"left/{self.rank}", "")
-        else:
-            # The store may be this process's, which may end now: the others still read the last answer.
-            self._store.wait([f"left/{rank}" for rank in range(1, self.size)], LINGER)
+            if self._store.add("left") == self.size - 1:
+                self._store.put("all_left", "")
+        # The store may be this process's, which may end now: the others still read the last answer.
+        elif self._store.wait(["all_left"], LINGER):
+            for key in ("left", "all_left", f"{self._round}/all"):
+                self._store.delete(key)
 
     def _send_heartbeats(self) -> None:
         pause, count = get_heartbeat_interval(self.size), 0
@@ -368,24 +373,38 @@ class CheckpointStoreChannel:
 
     def _wait_for_keys(self, action: str, rank_of_key: dict[str, int]) -> None:
         """Wait until all keys are in the store; each is written by the rank it maps to."""
-        started_at = time.monotonic()
-        while not self._store.wait(list(rank_of_key), _SLICE):
-            self._refuse_lost(action)
-            missing = [rank for message_key, rank in rank_of_key.items() if not self._store.has(message_key)]
-            ended = self._store.read([f"ended/{rank}" for rank in missing]) if missing else {}
-            for key, reason in ended.items():
-                raise _peer_error(action, f"{key.replace('ended/', 'rank ')} has given up: {reason}")
-            silent = [rank for rank in missing if self._is_silent(rank, started_at)]
-            if silent:
-                raise _peer_error(action, f"rank {silent[0]} is gone: it was killed, or does not answer")
-            if missing and time.monotonic() - started_at > self.timeout:
-                raise _peer_error(action, f"rank {missing[0]} was not ready within {self.timeout:g} s")
+        keys, started_at = list(rank_of_key), time.monotonic()
+        # Rank 0 looks at all the others. Where it is gone itself, the store mostly is too.
+        interval = min(DEAD_AFTER / 4 * self._store.pace, DEAD_AFTER)
+        if self.rank == 0:
+            interval = get_heartbeat_interval(self.size)
+        looked_at = started_at
 
-    def _is_silent(self, rank: int, started_at: float) -> bool:
-        sign, since = self._store.get(f"alive/{rank}") or "", time.monotonic()
-        if rank not in self._last_heartbeats or self._last_heartbeats[rank][0] != sign:
-            self._last_heartbeats[rank] = sign, since
-        return since - max(started_at, self._last_heartbeats[rank][1]) > DEAD_AFTER
+        def check() -> None:
+            nonlocal looked_at
+            if time.monotonic() - looked_at >= interval:
+                looked_at = time.monotonic()
+                missing = [rank_of_key[key] for key in self._store.find_missing(keys)]
+                self._refuse_silent(action, missing, started_at)
+
+        if not self._store.wait(keys, self.timeout, check, self._pause):
+            self._refuse_lost(action)
+            if missing := self._store.find_missing(keys):
+                rank = rank_of_key[missing[0]]
+                raise _peer_error(action, f"rank {rank} was not ready within {self.timeout:g} s")
+
+    def _refuse_silent(self, action: str, missing: list[int], started_at: float) -> None:
+        """Raise the reason if a rank has ended, or one that is missing shows no heartbeat."""
+        reason, now = self._store.get("ended") if missing else None, time.monotonic()
+        if reason is not None:
+            raise _peer_error(action, reason)
+        signs = self._store.read([f"alive/{rank}" for rank in missing])
+        for rank in missing:
+            sign = signs.get(f"alive/{rank}", "")
+            if self._last_heartbeats.setdefault(rank, (sign, now))[0] != sign:
+                self._last_heartbeats[rank] = sign, now
+            if now - max(started_at, self._last_heartbeats[rank][1]) > DEAD_AFTER:
+                raise _peer_error(action, f"rank {rank} is gone: it was killed, or does not answer")
 
     def _refuse_lost(self, action: str) -> None:
         if self._store.is_lost:

@@ -318,16 +318,23 @@ class StoreClient:
         half = len(keys) // 2
         return [*self.find_missing(keys[:half]), *self.find_missing(keys[half:])] if half else list(keys)
 
-    def wait(self, keys: Sequence[str], seconds: float, check: Callable[[], None] | None = None) -> bool:
+    def wait(
+        self,
+        keys: Sequence[str],
+        seconds: float,
+        check: Callable[[], None] | None = None,
+        longest_pause: float | None = None,
+    ) -> bool:
         """Wait until all keys are set; return False after ``seconds`` or if the store is lost.
-
-        The pauses between requests grow with the time waited, up to 0.05 s times ``pace``.
 
         Args:
             keys: to wait for.
             seconds: how long.
             check: called several times a second; raises if the wait cannot end.
+            longest_pause: up to which the pauses between requests grow with the time waited, in seconds; 0.05
+                times ``pace`` if None.
         """
+        longest_pause = 0.05 * self.pace if longest_pause is None else longest_pause
         until, pause = time.monotonic() + seconds, 0.0005 * self.pace
         for start in range(0, len(keys), MAX_KEYS):
             while not self.has(*keys[start : start + MAX_KEYS]):
@@ -338,5 +345,5 @@ class StoreClient:
                         check()
                 if self._connection.is_lost or time.monotonic() >= until:
                     return False
-                pause = min(pause * 2, 0.05 * self.pace)
+                pause = min(pause * 2, longest_pause)
         return True
