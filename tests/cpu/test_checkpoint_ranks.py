@@ -359,7 +359,7 @@ def save_in(folder: str) -> str:
 
 def test_a_folder_that_takes_no_files_is_named(ranks: RankServer) -> None:
     text = same_on_all(ranks(2, save_in, "/proc/c"))
-    assert "rank 0 of 2: cannot make the folder /proc/.c.tmp-" in text
+    assert "ranks 0-1 of 2: cannot make the folder /proc/.c.tmp-" in text
 
 
 def load_damaged(folder: str) -> tuple[str, bool]:

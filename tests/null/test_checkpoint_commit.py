@@ -581,6 +581,29 @@ def test_the_names_are_those_of_the_public_format() -> None:
     assert not any(map(layout.is_checkpoint_name, foreign.split()))
 
 
+def failure_of(texts: list[str]) -> str:
+    """What all ranks raise if each fails with one of these texts."""
+
+    def exchange(action: str, outcome: Any, merge: Callable[[list[Any]], Any]) -> Any:
+        return merge([(CheckpointError(text), None) for text in texts])
+
+    with (
+        pytest.raises(CheckpointError) as caught,
+        CheckpointRankGroup(size=len(texts), channel=exchange).collective_section("save"),
+    ):
+        pass
+    return str(caught.value)
+
+
+def test_a_failure_of_many_ranks_is_told_once() -> None:
+    assert failure_of(["the disk is full"] * 512) == "ranks 0-511 of 512: the disk is full"
+    mixed = ["full", "gone", "full", "full", *(f"{number} is damaged" for number in range(100))]
+    first, *others, last = failure_of(mixed).splitlines()
+    assert first == "ranks 0, 2-3 of 104: full"
+    assert others[:2] == ["rank 1 of 104: gone", "rank 4 of 104: 0 is damaged"]
+    assert (len(others), last) == (7, "and 94 more ranks")
+
+
 @pytest.mark.parametrize("size", [2, 32, 960, 1024, 4096])
 def test_a_live_rank_of_a_large_world_never_counts_as_dead(size: int) -> None:
     """Several heartbeats fit into the silence after which it would."""

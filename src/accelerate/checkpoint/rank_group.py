@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -40,6 +41,9 @@ DEAD_AFTER = 60.0  # seconds without a heartbeat after which a rank counts as de
 LINGER = 10.0  # seconds that rank 0 waits at most until the others have read its last answer
 _LONGEST_PAUSE = 1.0  # seconds between requests of a rank that waits; more in large worlds
 _CHECK_INTERVAL = 0.25  # seconds between looks at where the ranks are that do not come to a save
+
+_MAX_LINES = 8  # of an error, each of another text
+_Failures = dict[str, tuple[list[int], AccelerateError]]  # by text: the ranks that raised it
 
 T = TypeVar("T")
 
@@ -117,12 +121,15 @@ class CheckpointRankGroup:
         section = CollectiveSection()
         error = failure = None
 
-        def merge(outcomes: list[Any]) -> tuple[list[tuple[int, AccelerateError]], Any]:
-            failures = [(rank, failed) for rank, (failed, _) in enumerate(outcomes) if failed is not None]
+        def merge(outcomes: list[Any]) -> tuple[_Failures, Any]:
+            failures: _Failures = {}  # all ranks get them: a text that all of them raise is sent once
+            for rank, (failed, _) in enumerate(outcomes):
+                if failed is not None:
+                    failures.setdefault(failed.what, ([], failed))[0].append(rank)
             try:
                 return failures, None if failures else combine([value for _, value in outcomes])
             except Exception as raised:  # noqa: BLE001 - as below
-                return [(0, _as_checkpoint_error(raised, action))], None
+                return {"": ([0], _as_checkpoint_error(raised, action))}, None
 
         try:
             yield section
@@ -142,22 +149,26 @@ class CheckpointRankGroup:
                 )
             except CollectiveError as lost:
                 raise CheckpointPeerError.from_collective(lost) from lost.__cause__
-        if failures and self.size == 1 and failures[0][1] is error:
-            raise failures[0][1]
         if failures:
+            (failed_ranks, first), *_ = failures.values()
+            if self.size == 1 and first is error:
+                raise first
             combined = self._combine_failures(failures)
-            combined.failed_rank = failures[0][0] if error is None else None
+            combined.failed_rank = failed_ranks[0] if error is None else None
             raise combined from error
 
-    def _combine_failures(self, failures: list[tuple[int, AccelerateError]]) -> AccelerateError:
-        rank, first = failures[0]
+    def _combine_failures(self, failures: _Failures) -> AccelerateError:
+        groups = list(failures.values())
+        first = groups[0][1]
         if self.size == 1 or isinstance(first, BackgroundSaveError):
             return first
-        text = f"rank {rank} of {self.size}: {first.what}"
-        for other, failure in failures[1:]:
-            text += f"\nrank {other} of {self.size}: {failure.what}"
+        lines = [
+            f"{_name_ranks(ranks)} of {self.size}: {failed.what}" for ranks, failed in groups[:_MAX_LINES]
+        ]
+        if len(groups) > _MAX_LINES:
+            lines.append(f"and {sum(len(ranks) for ranks, _ in groups[_MAX_LINES:])} more ranks")
         combined = copy.copy(first)
-        AccelerateError.__init__(combined, text, why=first.why, fix=first.fix)
+        AccelerateError.__init__(combined, "\n".join(lines), why=first.why, fix=first.fix)
         return combined
 
     def run_on_rank0(self, action: str, function: Callable[[], T]) -> T:
@@ -411,6 +422,14 @@ class CheckpointStoreChannel:
             raise _peer_error(
                 action, "rank 0, or the launcher, is gone: the store of the group does not answer"
             )
+
+
+def _name_ranks(ranks: list[int]) -> str:
+    """Return ``"rank 3"`` or ``"ranks 0-5, 8"``."""
+    spans = [[rank for _, rank in span] for _, span in groupby(enumerate(ranks), lambda at: at[1] - at[0])]
+    names = [f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans]
+    shown = ", ".join(names[:_MAX_LINES]) + (", ..." if len(names) > _MAX_LINES else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def _as_checkpoint_error(error: Exception, action: str) -> AccelerateError:
