@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -516,6 +518,42 @@ def test_a_replacement_that_died_between_its_renames_is_finished_by_a_load(tmp_p
         assert value_of(lambda parts, run=root / "run": load.load(parts, run)) == (2 if whole else 1)
         assert (root / "run" / "notes.txt").read_text() == "mine"
         shutil.rmtree(root)
+
+
+def test_a_file_system_that_flushes_no_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Some network file systems refuse to; another error of theirs counts."""
+    fsync, codes = os.fsync, [errno.EINVAL]
+
+    def refuse(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(codes[0], os.strerror(codes[0]))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    for codes[0] in (errno.EINVAL, errno.ENOTSUP):
+        save.save(box(1), tmp_path / "runs" / "c")
+    codes[0] = errno.EIO
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save.save(box(2), tmp_path / "runs" / "c")
+
+
+def test_an_empty_folder_is_replaced_where_none_may_be_renamed_onto(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On Windows."""
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if target.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    (tmp_path / "c").mkdir()
+    for value in (1, 2):
+        save.save(box(value), tmp_path / "c")
+        assert value_of(lambda fresh: load.load(fresh, tmp_path / "c")) == value
+    assert os.listdir(tmp_path) == ["c"]
 
 
 def test_a_part_failing_to_give_its_state_leaves_nothing(

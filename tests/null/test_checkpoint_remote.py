@@ -20,6 +20,7 @@ from itertools import count, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import fsspec
 import pytest
@@ -536,6 +537,10 @@ def test_files_are_local_whatever_they_are_called(tmp_path: Path) -> None:
     assert load.load(box(), f"file://{tmp_path}/a").step == 5
     assert discovery.latest_checkpoint(f"file://{tmp_path}").candidate.name == "a"
     assert split_address(parse_address("~/a")) == (Path.home().resolve(), "a")
+    assert parse_address("file:///C:/runs") == Path("/C:/runs")
+    with patch.object(discovery, "os", SimpleNamespace(name="nt", fspath=os.fspath, PathLike=os.PathLike)):
+        assert str(parse_address("file:///C:/runs")) == "C:/runs"
+        assert str(parse_address("file:////server/runs")) == "//server/runs"
 
 
 def test_a_machine_has_no_remote_store_of_its_own(remote: Remote) -> None:

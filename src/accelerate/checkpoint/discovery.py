@@ -286,7 +286,10 @@ def parse_address(text: PathText | None) -> Address:
             fix="give the URL as text: 's3://bucket/run', not Path('s3://bucket/run')",
         )
     if file := _FILE.match(address):
-        return Path(address[file.end() :]).expanduser()
+        path = address[file.end() :]
+        # The third slash of file:///C:/runs is none of the path.
+        has_drive = os.name == "nt" and re.match(r"/[A-Za-z]:", path)
+        return Path(path[1:] if has_drive else path).expanduser()
     if "://" in address:
         scheme, _, rest = address.partition("://")
         return f"{scheme}://{rest.rstrip('/')}"

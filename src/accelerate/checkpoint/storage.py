@@ -19,6 +19,7 @@ load or save, which goes on with moving.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -195,11 +196,15 @@ def read_manifest(store: CheckpointStorage, name: str) -> Manifest | None:
 
 def sync_file(path: Path) -> None:
     """Wait until a file, or the list of names of a folder, is on the disk."""
-    if path.is_dir() and os.name == "nt":
+    is_folder = path.is_dir()
+    if is_folder and os.name == "nt":
         return  # Windows has no handle for this; its renames are journaled
     handle = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
     try:
         os.fsync(handle)
+    except OSError as error:  # some network file systems know no such request for folders
+        if not is_folder or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(handle)
 
@@ -278,8 +283,13 @@ class LocalCheckpointStorage:
 
     def rename(self, source: str, target: str) -> None:
         """Move a file or folder in one step; ``target`` may be an empty folder, else must not exist."""
-        with file_errors(f"rename {self.root / source} to", self.root / target):
-            (self.root / source).rename(self.root / target)
+        old, new = self.root / source, self.root / target
+        with file_errors(f"rename {old} to", new):
+            try:
+                old.rename(new)
+            except FileExistsError:  # Windows renames onto no folder
+                new.rmdir()
+                old.rename(new)
 
     def sync(self, folder: str) -> None:
         path = self.root / folder
