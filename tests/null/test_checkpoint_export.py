@@ -233,6 +233,22 @@ def test_load_reads_a_safetensors_file(tmp_path: Path) -> None:
     assert_same(utils.load(str(tmp_path / "w.safetensors"), torch.device("cpu")), weights())
 
 
+@pytest.mark.parametrize(
+    ("map_location", "place"),
+    [
+        ({"cpu": "meta"}, "meta"),
+        ({"cuda:0": "meta"}, "cpu"),
+        (lambda storage, tag: storage if tag == "cpu" else None, "cpu"),
+        (lambda storage, tag: None, "cpu"),
+    ],
+)
+def test_load_maps_safetensors_as_torch_files(tmp_path: Path, map_location: Any, place: str) -> None:
+    for file in ("w.safetensors", "w.bin"):
+        utils.save(weights(), tmp_path / file, safe_serialization=file.endswith("s"))
+        state = utils.load(tmp_path / file, map_location)
+        assert {value.device.type for value in state.values()} == {place}
+
+
 def test_errors_of_files_are_those_that_python_and_torch_raise(tmp_path: Path) -> None:
     """Programs look for a FileNotFoundError; it is one after it has travelled to another process, too."""
     with pytest.raises(FileNotFoundError) as caught:

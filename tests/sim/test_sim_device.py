@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from accelerate import utils
 from tests.support import sim
 from tests.support.ranks import RankServer
 
@@ -40,10 +41,13 @@ def test_torch_sees_one_accelerator_with_two_devices() -> None:
     assert torch.get_device_module("sim") is torch.sim
 
 
-def test_the_current_device_is_meant_where_an_index_is_missing() -> None:
+def test_the_current_device_is_meant_where_an_index_is_missing(tmp_path: Path) -> None:
+    utils.save({"w": torch.ones(1)}, tmp_path / "w.safetensors", safe_serialization=True)
     torch.accelerator.set_device_index(1)
     try:
         assert torch.ones(1, device="sim").device == torch.device("sim", 1)
+        loaded = utils.load(tmp_path / "w.safetensors", torch.device("sim"))
+        assert loaded["w"].device == torch.device("sim", 1)
         with torch.sim.device(0):
             assert torch.accelerator.current_device_index() == 0
         assert torch.sim.current_device() == 1

@@ -114,8 +114,18 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
         from safetensors.torch import load_file
 
         with file_errors("read", source):
-            return load_file(source, str(map_location or "cpu"))
+            return {name: _relocate(value, map_location) for name, value in load_file(source).items()}
     return torch_files.read(source, map_location, "load(..., weights_only=False)", **kwargs)
+
+
+def _relocate(tensor: torch.Tensor, map_location: Any) -> torch.Tensor:
+    """Return a tensor where ``torch.load`` would put it, had it been saved from the CPU."""
+    if isinstance(map_location, Mapping):
+        map_location = map_location.get("cpu")
+    elif callable(map_location):
+        storage: Any = map_location(tensor.untyped_storage(), "cpu")
+        map_location = None if storage is None else storage.device
+    return tensor if map_location is None else tensor.to(map_location)
 
 
 def load_state_dict(
