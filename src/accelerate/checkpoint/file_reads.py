@@ -170,7 +170,9 @@ class MappedTensorAddresses:
     @classmethod
     def create(cls, path: Path, state: Mapping[str, torch.Tensor]) -> MappedTensorAddresses:
         """Return the addresses of the tensors that ``read_safetensors`` mapped from a file."""
-        places = state_dict_files.file_ranges(path)
+        entries, start, _ = state_dict_files.read_safetensors_header(path)
+        offsets = {name: entry["data_offsets"] for name, entry in entries.items()}
+        places = {name: (start + begin, end - begin) for name, (begin, end) in offsets.items()}
         return cls(path, {value.data_ptr(): places[name] for name, value in state.items()})
 
 

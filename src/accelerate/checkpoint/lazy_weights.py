@@ -12,7 +12,6 @@ system likes. A tensor's ``region`` says where it can be mapped, see ``file_read
 from __future__ import annotations
 
 import json
-import struct
 import sys
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
@@ -211,13 +210,10 @@ def _open_safetensors(path: Path) -> LazyWeights:
     with file_errors("read", path):
         with safe_open(path, framework="pt"):
             pass  # the library has checked the header: names, sizes and places fit together
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header: dict[str, Any] = json.loads(file.read(length))
-        metadata = header.pop("__metadata__", {})
+        entries, start, metadata = state_dict_files.read_safetensors_header(path)
         lazy_tensors: dict[str, LazyTensor] = {}
-        for name, entry in header.items():
-            begin, end = (8 + length + offset for offset in entry["data_offsets"])
+        for name, entry in entries.items():
+            begin, end = (start + offset for offset in entry["data_offsets"])
             if entry["dtype"] not in _DTYPES:
                 raise CheckpointError(f"{name} in {path} is of {entry['dtype']}, which is not known here")
             dtype = _DTYPES[entry["dtype"]]

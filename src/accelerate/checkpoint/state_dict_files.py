@@ -229,14 +229,13 @@ def read_safetensors(path: Path) -> tuple[State, dict[str, str]]:
     return state, aliases
 
 
-def file_ranges(path: Path) -> dict[str, tuple[int, int]]:
-    """Return (position in the file, bytes) of each tensor of a safetensors file."""
+def read_safetensors_header(path: Path) -> tuple[dict[str, Any], int, dict[str, str]]:
+    """Return (entries of the tensors, position from which their offsets count, metadata) of a file."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    offsets = {name: entry["data_offsets"] for name, entry in header.items()}
-    return {name: (8 + length + start, end - start) for name, (start, end) in offsets.items()}
+    metadata = header.pop("__metadata__", {})
+    return header, 8 + length, metadata
 
 
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
