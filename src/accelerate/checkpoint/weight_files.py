@@ -231,7 +231,9 @@ def write_weights(
     *,
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
+    safe: bool = True,
     on_file: Callable[[str], object] | None = None,
+    action: str = "saving",
 ) -> list[str]:
     """Write weights like ``save_weights``, but read one tensor at a time: never more is in memory.
 
@@ -240,19 +242,22 @@ def write_weights(
         folder: see ``save_weights``.
         max_shard_size: likewise.
         dtype: what floating point weights become.
+        safe: as safetensors, otherwise as torch files.
         on_file: called with the name of each file when it is written.
+        action: for the progress bar.
     """
     casts = lazy_weights.lazy_casts(weights.tensors, dtype)
 
     def fill(names: list[str]) -> Callable[[BinaryIO], object]:
+        if not safe:
+            return lambda file: torch_files.write({name: casts[name].read() for name in names}, file)
         aliases = {alias: name for alias, name in weights.aliases.items() if name in names}
         # The writer asks a tensor for its size and then, once, for its data: a lazy one is read there.
         shard = cast("dict[str, torch.Tensor]", {name: casts[name] for name in names})
         return partial(state_dict_files.write_safetensors, shard, aliases)
 
-    return _write_shards(
-        lazy_weights.outline(casts), folder, fill, max_shard_size=max_shard_size, on_file=on_file
-    )
+    state, limit = lazy_weights.outline(casts), max_shard_size
+    return _write_shards(state, folder, fill, max_shard_size=limit, safe=safe, on_file=on_file, action=action)
 
 
 def _write_shards(
@@ -420,25 +425,9 @@ def merge(
 def write_merged(
     lazy_tensors: Mapping[str, LazyTensor], folder: Path, *, safe: bool = True, limit: int | str = LIMIT
 ) -> list[str]:
-    """Write tensors in the layout of the model hub, reading them one by one; return the files' names.
-
-    Tied tensors are written under each name, since who reads the files may not know of the ties.
-
-    Args:
-        lazy_tensors: the tensors by name.
-        folder: where to; it is made.
-        safe: as safetensors, otherwise as torch files.
-        limit: of one file, in bytes or as text.
-    """
-
-    def fill(names: list[str]) -> Callable[[BinaryIO], object]:
-        shard = {name: lazy_tensors[name] for name in names}
-        if safe:
-            return partial(state_dict_files.write_safetensors, cast("dict[str, torch.Tensor]", shard), {})
-        return lambda file: torch_files.write({name: tensor.read() for name, tensor in shard.items()}, file)
-
-    state = lazy_weights.outline(lazy_tensors)
-    return _write_shards(state, folder, fill, max_shard_size=limit, safe=safe, action="merging")
+    """Write tensors like ``write_weights``, tied ones under each name: readers may not know of the ties."""
+    weights = lazy_weights.LazyWeights(dict(lazy_tensors), {})
+    return write_weights(weights, folder, max_shard_size=limit, safe=safe, action="merging")
 
 
 @dataclass(frozen=True)
