@@ -394,7 +394,7 @@ def test_what_is_fetched_is_what_is_needed_and_goes_again(
     load.load(parts, url, before=lambda path, manifest: seen.extend(os.listdir(path)))
     fetched = {line.rpartition("/")[2] for line in objects.log if line.startswith(f"GET bucket/{folder}/")}
     assert "random_states_0.pkl" in fetched
-    assert "random_states_1.pkl" not in fetched
+    assert not {"random_states_1.pkl", "rank_state_0_1.bin"} & fetched
     assert set(seen) == fetched
     assert os.listdir(tmp_path) == []
     objects.log.clear()
@@ -406,16 +406,17 @@ def test_what_is_fetched_is_what_is_needed_and_goes_again(
 
 
 def _add_rank(objects: Objects, folder: str) -> None:
-    """A file of another rank, in both manifests."""
+    """Files of another rank, in both manifests."""
     from dataclasses import replace
 
     from accelerate.checkpoint import layout
 
-    data = objects.stored[f"bucket/{folder}/random_states_0.pkl"]
-    objects.stored[f"bucket/{folder}/random_states_1.pkl"] = data
+    names = ("random_states_1.pkl", "rank_state_0_1.bin")
+    for name in names:
+        objects.stored[f"bucket/{folder}/{name}"] = objects.stored[f"bucket/{folder}/random_states_0.pkl"]
     for name in ("bucket/a/manifest.json", f"bucket/{folder}/manifest.json"):
         committed = layout.decode_manifest(objects.stored[name], name)
-        files = {**committed.files, "random_states_1.pkl": committed.files["random_states_0.pkl"]}
+        files = {**committed.files, **dict.fromkeys(names, committed.files["random_states_0.pkl"])}
         objects.stored[name] = layout.encode_manifest(replace(committed, files=files))
 
 

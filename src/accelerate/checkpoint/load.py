@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _AT_ONCE = 8
 _OF_RANK = re.compile(rf"{layout.RNG_STATE_NAME}_(\d+)\.pkl|{layout.LOADER_NAME}(?:_\d+)?_rank(\d+)\.bin")
+_RANK_STATE = re.compile(rf"{layout.RANK_STATE_NAME}_\d+_(\d+)\.bin")
 
 
 @dataclass(frozen=True)
@@ -288,7 +289,7 @@ def local_checkpoint(
                 file_sizes = store.files(folder)
             else:
                 file_sizes = {file: record.size for file, record in manifest.files.items()}
-            file_sizes = _needed_files(file_sizes, manifest, train_state, ranks_here)
+            file_sizes = _needed_files(file_sizes, manifest, train_state, ranks_here, ranks.size)
             _refuse_too_large(store.label(name), file_sizes, folder_here)
             largest_first = sorted(file_sizes, key=lambda file: (-file_sizes[file], file))
             local_share = largest_first[ranks.local_rank :: ranks.local_size]
@@ -312,8 +313,9 @@ def _needed_files(
     manifest: Manifest | None,
     train_state: CheckpointContents,
     ranks_here: Iterable[int],
+    size: int,
 ) -> dict[str, int]:
-    """Return name and size of the files that a load by the ranks ``ranks_here`` may read."""
+    """Return name and size of the files that a load by the ranks ``ranks_here`` of ``size`` may read."""
     wanted_ranks = {*ranks_here, 0}  # the random states of new ranks are derived from those of rank 0
     unrequested = set[str]()
     if manifest is not None and not train_state.own_files:  # these may read any file
@@ -321,10 +323,12 @@ def _needed_files(
             entries = manifest.parts.get(category, [])[len(getattr(train_state, category)) :]
             unrequested |= {entry.file for entry in entries}
     file_sizes: dict[str, int] = {}
-    for file, size in sizes.items():
+    for file, file_size in sizes.items():
         match = _OF_RANK.fullmatch(file)
+        if manifest is not None and manifest.world_size == size:  # others need the states of all ranks
+            match = match or _RANK_STATE.fullmatch(file)
         if file not in unrequested and (match is None or int(match[1] or match[2]) in wanted_ranks):
-            file_sizes[file] = size
+            file_sizes[file] = file_size
     return file_sizes
 
 
