@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import socket
 import threading
+import time
 
 import pytest
 
@@ -71,6 +73,24 @@ def test_an_exchange_that_an_exception_has_interrupted_is_ended_by_the_next() ->
 
     with open_trees(4) as on_all:
         assert on_all(exchange) == [([(4, b"second")], bytearray([9, 8, 7, 6]), False)] * 4
+
+
+def test_a_greeting_may_come_late_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As over a network that loses packets; the child takes itself to be connected meanwhile."""
+    monkeypatch.setattr("accelerate.world.control_tree.WAIT_SLICE", 0.01)
+    send_all = socket.socket.sendall
+
+    def send_late(endpoint: socket.socket, data: bytes) -> None:
+        for part in (data[:7], data[7:]):
+            time.sleep(0.05)
+            send_all(endpoint, part)
+
+    def exchange(tree: ControlTree) -> TreeMessage:
+        return tree.exchange(b"", bytearray([tree.rank]), keep, check_nothing)
+
+    monkeypatch.setattr(socket.socket, "sendall", send_late)
+    with open_trees(3) as on_all:
+        assert [list(answer.values) for answer in on_all(exchange)] == [[0, 1, 2]] * 3
 
 
 def test_a_rank_that_is_gone_breaks_its_neighbours_waits() -> None:

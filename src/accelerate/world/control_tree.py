@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import selectors
 import socket
 import struct
 import time
@@ -248,28 +249,42 @@ class ControlTree:
 
         store_host, host = _find_route(store.group_store)
         token, accepted = secrets.token_hex(16), dict[int, _Connection]()
-        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        with socket.create_server(
-            ("", 0), family=family, dualstack_ipv6=family == socket.AF_INET6
-        ) as listener:
+        is_dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if is_dual else socket.AF_INET
+        with (
+            socket.create_server(("", 0), family=family, dualstack_ipv6=is_dual) as listener,
+            selectors.DefaultSelector() as selector,
+        ):
             if self.child_ranks:
                 store.put(f"tree/{self.rank}", json.dumps([token, host, listener.getsockname()[1]]))
             if self.parent_rank is not None:
                 self._parent = self._connect(store, store_host, check)
             listener.settimeout(WAIT_SLICE)
+            selector.register(listener, selectors.EVENT_READ, (listener, bytearray()))
             while len(accepted) < len(self.child_ranks):
-                try:
-                    endpoint, _ = listener.accept()
-                    connection = _Connection(endpoint)
-                    greeting = endpoint.recv(_GREETING.size, socket.MSG_WAITALL)
-                except (TimeoutError, BlockingIOError, ConnectionError):
+                if not (ready := selector.select(WAIT_SLICE)):
                     check()
-                    continue
-                shown, rank = _GREETING.unpack(greeting.ljust(_GREETING.size))
-                if rank in self.child_ranks and secrets.compare_digest(shown, token.encode()):
-                    accepted[rank] = connection
-                else:
-                    connection.close()
+                for endpoint, greeting in [key.data for key, _ in ready]:
+                    # A greeting may come late and in pieces: its sender takes itself to be connected.
+                    try:
+                        if endpoint is listener:
+                            child, _ = listener.accept()
+                            selector.register(child, selectors.EVENT_READ, (child, bytearray()))
+                            continue
+                        part = endpoint.recv(_GREETING.size - len(greeting))
+                    except (TimeoutError, ConnectionError):  # it has gone again
+                        part = b""
+                    greeting += part
+                    if endpoint is listener or (part and len(greeting) < _GREETING.size):
+                        continue
+                    selector.unregister(endpoint)
+                    shown, rank = _GREETING.unpack(greeting.ljust(_GREETING.size))
+                    if rank in self.child_ranks and secrets.compare_digest(shown, token.encode()):
+                        accepted[rank] = _Connection(endpoint)
+                    else:
+                        endpoint.close()
+            for key in list(selector.get_map().values()):  # of others than children
+                key.data[0].close()
         self._children = [accepted[rank] for rank in self.child_ranks]
         self.is_open = True
 
