@@ -10,16 +10,23 @@ import select
 import signal
 import socket
 import sys
+import threading
+import time
+from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch.distributed as dist
 
 from accelerate.launch.elastic import attempts, rendezvous
 from accelerate.launch.supervisor import GuardProcess, SignalAndChildExitWaiter
 from accelerate.world.signals import SignalHandler
+from accelerate.launch.elastic import attempts, rendezvous, rendezvous_agent
+from accelerate.launch.supervisor import GuardProcess
 from tests.support.command import CONSOLE, Finished, Running, launch, start
 from tests.support.preemption import ARMED
 
@@ -336,6 +343,63 @@ def test_signals_are_heard_where_many_files_are_open(monkeypatch: pytest.MonkeyP
     assert handler.wait(5) == [signal.SIGUSR1]  # as its handler has counted it
     handler.restore_handlers()
     handler.close()
+# ---------------------------------------------------------------- who failed first
+
+FAILED = {"event": "ended", "result": "failed", "code": 7}
+ENDED_WELL = {"event": "ended", "result": "ok"}
+
+
+@dataclass
+class ScriptedLauncher:
+    """The pipe to the launcher of one machine; what the launchers say comes in one order for all."""
+
+    script: list[tuple[int, dict[str, Any]]]
+    machine: int
+
+    def send(self, event: str, **more: Any) -> None:
+        """Hear what the agent says."""
+
+    def read_messages(self, seconds: float) -> list[dict[str, Any]]:
+        time.sleep(0.001)
+        return [self.script.pop(0)[1]] if self.script and self.script[0][0] == self.machine else []
+
+
+@pytest.mark.parametrize(
+    ("script", "blamed"),
+    [
+        ([(0, 1.0), (1, 2.0), (1, FAILED), (0, ENDED_WELL)], 1),
+        ([(0, 1.0), (1, 2.0), (0, FAILED), (1, ENDED_WELL)], 0),
+        ([(0, 1.0), (0, ENDED_WELL), (1, 2.0), (1, FAILED)], 1),
+        ([(0, 2.0), (1, 1.0), (1, FAILED), (0, FAILED)], 0),
+    ],
+)
+def test_a_machine_that_ends_well_after_all_is_not_waited_for(
+    script: list[tuple[int, Any]], blamed: int
+) -> None:
+    """A process may leave a traceback and exit with 0, while another machine fails."""
+    said = [
+        (machine, {"event": "failing", "age": word} if isinstance(word, float) else word)
+        for machine, word in script
+    ]
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented
+    job = {"monitor_interval": 0.001, "machine_timeout": 60.0, "least": 2, "most": 2, "hostname": "host"}
+    verdicts: dict[int, Any] = {}
+
+    def run(machine: int) -> None:
+        launcher, info = ScriptedLauncher(said, machine), rendezvous.RendezvousInfo(store, machine, 2, "")
+        agent = rendezvous_agent.AttemptCoordinator(
+            cast("Any", launcher), cast("Any", None), info, {"restarts": 0, "max_restarts": 0}, job
+        )
+        verdicts[machine] = agent.run()
+
+    threads = [threading.Thread(target=run, args=(machine,), daemon=True) for machine in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert verdicts.keys() == {0, 1}, "an agent waits for ever"
+    assert verdicts[0] == verdicts[1]
+    assert (verdicts[0]["kind"], verdicts[0]["machine"], verdicts[0]["code"]) == ("failed", blamed, 7)
 
 
 # ---------------------------------------------------------------- clocks

@@ -101,6 +101,7 @@ class AttemptCoordinator:
         self.claim = 0  # which machine this one is, of those where a process failed, by when they said so
         # By claim: when, in s of this clock, and where.
         self.failure_claims: dict[int, tuple[float, int]] = {}
+        self.first_claim = 0  # of those that stand, as the machine with claim 1 has decided
         self.last_seen: dict[int, tuple[bytes, float]] = {}
 
     def run(self) -> Message:
@@ -144,12 +145,17 @@ class AttemptCoordinator:
         elif message["result"] == "stopped":
             self.post_verdict({**message, "kind": "stopped"})
         elif message["result"] != "failed":
+            if self.claim:  # a process has left a traceback, and has ended well
+                self.store.set(f"withdrawn/{self.claim}", "")
             if message["result"] == "resumable":
                 self.store.set("resumable", str(message["code"]))
             self.store.add("done", 1)
 
     def _decide_first_failure(self) -> None:
-        """Decide which machine failed first; that machine posts the verdict."""
+        """Decide which machine failed first; that machine posts the verdict.
+
+        The one that spoke first decides, also where its own processes have ended well after all.
+        """
         if not self.claim:
             return
         if self.claim == 1:
@@ -158,10 +164,15 @@ class AttemptCoordinator:
                     failure_claim = json.loads(self.store.get(f"claim/{claim}"))
                     when = time.monotonic() - failure_claim["age"]
                     self.failure_claims[claim] = when, failure_claim["machine"]
-        if self.local_result is None or self.local_result["result"] != "failed":
+        if self.local_result is None:
             return
-        if self.claim == 1 and not self.store.check(["first"]):
-            self.store.set("first", str(min(self.failure_claims.values())[1]))
+        if self.claim == 1:
+            standing = [c for c in self.failure_claims if not self.store.check([f"withdrawn/{c}"])]
+            if standing and self.first_claim not in standing:
+                self.first_claim = min(standing, key=self.failure_claims.__getitem__)
+                self.store.set("first", str(self.failure_claims[self.first_claim][1]))
+        if self.local_result["result"] != "failed":
+            return
         if self.store.check(["first"]) and int(self.store.get("first")) == self.info.machine_rank:
             restart = self.world["restarts"] < self.world["max_restarts"]
             self.post_verdict({**self.local_result, "kind": "failed", "restart": restart})
