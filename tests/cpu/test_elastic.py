@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from accelerate.launch.elastic import attempts, rendezvous
 from accelerate.launch.supervisor import GuardProcess, SignalAndChildExitWaiter
 from accelerate.world.signals import SignalHandler
+from accelerate.core.errors import LaunchError
 from accelerate.launch.elastic import attempts, rendezvous, rendezvous_agent
 from accelerate.launch.supervisor import GuardProcess
 from tests.support.command import CONSOLE, Finished, Running, launch, start
@@ -223,6 +225,33 @@ def test_two_machines_with_one_number_are_told() -> None:
     assert "two machines say that they are number 1" in result.stderr
     for job in (first, *same):
         job.kill()
+
+
+def test_a_launch_that_is_started_again_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was killed while the others waited for one more machine, and nobody goes on with what it left."""
+    monkeypatch.setattr(rendezvous, "SIGN_SECONDS", 0.2)
+    job = {"host": "127.0.0.1", "port": int(free_port()), "id": "job", "most": 3, "machine_timeout": 20.0}
+    handlers: list[rendezvous.StaticRendezvous] = []  # that of machine 0 holds the store
+
+    def launch_machine(number: int) -> rendezvous.StaticRendezvous:
+        handlers.append(rendezvous.StaticRendezvous({**job, "machine_rank": number, "join": 20.0}))
+        return handlers[-1]
+
+    def meet(handler: rendezvous.StaticRendezvous, seconds: float = 20.0) -> str:
+        handler.join_timeout = seconds
+        try:
+            return str(handler.next_rendezvous().machine_rank)
+        except LaunchError as error:
+            return error.what
+
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(meet, launch_machine(0))
+        assert "2 of 3 did not come within 1 s" in meet(launch_machine(1), 1.0)
+        time.sleep(0.3)
+        assert meet(launch_machine(2), 0.6).startswith("machines 1")
+        others = [pool.submit(meet, launch_machine(number)) for number in (1, 2)]
+        assert [each.result() for each in (first, *others)] == ["0", "1", "2"]
+        assert meet(launch_machine(1)) == "two machines say that they are number 1"
 
 
 def test_a_machine_0_that_does_not_come_is_told_in_a_sentence() -> None:

@@ -8,7 +8,9 @@ what meets imports torch: the launcher asks here too.
 from __future__ import annotations
 
 import ipaddress
+import json
 import platform
+import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +23,7 @@ from accelerate.core.errors import LaunchError
 from accelerate.world.network import find_interface, find_local_address, find_routes, is_loopback
 
 POLL_SECONDS = 0.05  # seconds between looks for machines that are not there yet
+SIGN_SECONDS = 2.0  # seconds without a new sign of a machine after which it is not there
 RESOLVE_PAUSE = 0.2  # seconds between looks for a name
 DEBIAN_OWN_ADDRESS = "127.0.1.1"  # what Debian's installer writes into /etc/hosts for a machine's own name
 
@@ -60,37 +63,58 @@ class StaticRendezvous:
         self.job, self.host, self.port = job, job["host"], job["port"]
         self.machine_rank, self.machine_count = job["machine_rank"], job["most"]
         self.join_timeout, self.attempt = job["join"], -1
+        self.identity = secrets.token_hex(8)  # of this launch
         is_first = self.machine_rank == 0
         self.store = _create_tcp_store(self.host, self.port, serve=is_first, seconds=self.join_timeout)
         self.store.set_timeout(timedelta(seconds=max(1.0, job["machine_timeout"])))
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Waits for all machines."""
+        """Waits for all machines; a launch that was started again takes the place of the one before it.
+
+        Each machine signs again and again, and the last signs of a launch that was killed grow old. Machine 0
+        says who has met.
+        """
         from torch.distributed.distributed_c10d import PrefixStore
 
         self.attempt += 1
         store = PrefixStore(f"accelerate/{self.job['id']}/{self.attempt}", self.store)
-        if store.add(f"here/{self.machine_rank}", 1) > 1:
-            raise LaunchError(
-                f"two machines say that they are number {self.machine_rank}",
-                why=f"both have met at {self.host}:{self.port}",
-                fix="give each its own --machine_rank, from 0",
-            )
-        missing = list(range(self.machine_count))
-        deadline = time.monotonic() + self.join_timeout
-        while missing:
-            missing = [number for number in missing if not store.check([f"here/{number}"])]
-            if missing and time.monotonic() > deadline:
+        deadline, count, is_own = time.monotonic() + self.join_timeout, 0, True
+        signs: dict[int, tuple[bytes, float]] = {}  # of each machine the last one, and when it was new here
+        while is_own and not store.check(["met"]):
+            count += 1
+            store.set(f"here/{self.machine_rank}", f"{self.identity} {count}")
+            if self.machine_rank == 0:
+                self._count_machines(store, signs)
+            if time.monotonic() > deadline:
+                missing = json.loads(store.get("missing")) if store.check(["missing"]) else [0]
                 raise LaunchError(
                     f"machines {', '.join(map(str, missing))} of {self.machine_count} did not come within "
                     f"{self.join_timeout:g} s",
                     why=f"the others wait for them at {self.host}:{self.port}",
                     fix="start the same command on each, with its own --machine_rank",
                 )
-            time.sleep(POLL_SECONDS if missing else 0)
+            time.sleep(POLL_SECONDS)
+            is_own = store.get(f"here/{self.machine_rank}").startswith(self.identity.encode())
+        if not is_own or self.identity not in json.loads(store.get("met")):
+            raise LaunchError(
+                f"two machines say that they are number {self.machine_rank}",
+                why=f"both have met at {self.host}:{self.port}",
+                fix="give each its own --machine_rank, from 0",
+            )
         # The ranks find nothing of an attempt before: what they leave in a store breaks the next one.
         port = 0 if self.attempt else self.port
         return RendezvousInfo(store, self.machine_rank, self.machine_count, self.host, port)
+
+    def _count_machines(self, store: Any, signs: dict[int, tuple[bytes, float]]) -> None:
+        """Say who is missing, or who has met."""
+        now = time.monotonic()
+        for number in range(self.machine_count):
+            sign = store.get(f"here/{number}") if store.check([f"here/{number}"]) else b""
+            if sign and signs.get(number, (b"", 0.0))[0] != sign:
+                signs[number] = sign, now
+        missing = [n for n in range(self.machine_count) if n not in signs or now - signs[n][1] > SIGN_SECONDS]
+        met = [sign.decode().partition(" ")[0] for sign, _ in signs.values()]
+        store.set("missing" if missing else "met", json.dumps(missing or met))
 
     def num_machines_waiting(self) -> int:
         """The number of machines that want to join: all are there."""
