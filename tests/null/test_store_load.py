@@ -7,9 +7,11 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.support.long_run import LONG_RUN
 from tests.support.store_load import (
@@ -184,3 +186,13 @@ def test_what_many_keys_miss_is_told() -> None:
     client.put(keys[-1], "")
     assert client.wait(keys, 0.01)
     assert client.find_missing(keys) == []
+
+
+def test_a_store_that_cannot_be_cloned_keeps_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before torch 2.10: communicators that open later wait in the same store."""
+    monkeypatch.delattr(dist.Store, "clone", raising=False)  # pyright: ignore[reportPrivateImportUsage]
+    client = own_store()
+    timeout = client.group_store.timeout
+    client.put("key", "text")
+    assert (client.get("key"), client.get("none"), client.read(["key"])) == ("text", None, {"key": "text"})
+    assert client.group_store.timeout == timeout > timedelta(seconds=60)

@@ -193,6 +193,7 @@ REQUEST_TIMEOUT = 5.0
 MAX_KEYS = 256  # of one request
 LARGE_WORLD = 32  # ranks; in larger worlds each asks less often, so that the load of the store stays the same
 WAIT_SLICE = 0.25  # seconds between two calls of the check of a wait
+_timeout_lock = threading.Lock()  # of stores that cannot be cloned: who sets it restores it before the next
 # Worlds opened one after the other may share a store; every rank opens the same number of them.
 _client_count = 0
 
@@ -257,12 +258,20 @@ class StoreClient:
         connection = self._connection
         if connection.is_lost:
             return None
+        timeout = timedelta(seconds=REQUEST_TIMEOUT)
         try:
+            if not hasattr(self.group_store, "clone"):  # torch before 2.10; others wait in this very store
+                with _timeout_lock:
+                    before = self.store.timeout
+                    self.store.set_timeout(timeout)
+                    try:
+                        return getattr(self.store, method)(*arguments)
+                    finally:
+                        self.store.set_timeout(before)
             with connection.lock:
-                if connection.clone is None:  # torch before 2.10 cannot clone a store
-                    has_clone = hasattr(self.group_store, "clone")
-                    connection.clone = self.group_store.clone() if has_clone else self.group_store
-                    connection.clone.set_timeout(timedelta(seconds=REQUEST_TIMEOUT))
+                if connection.clone is None:
+                    connection.clone = self.group_store.clone()
+                    connection.clone.set_timeout(timeout)
             return getattr(PrefixStore(self._prefix, connection.clone), method)(*arguments)
         except RuntimeError as error:  # torch's DistNetworkError and DistStoreError, by version
             # Only reads have a timeout; after one the connection is whole, and the store has answered since.
