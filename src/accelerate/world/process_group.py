@@ -44,7 +44,7 @@ _group_sockets: set[str] = set()
 
 
 def raise_open_file_limit() -> None:
-    """Raise the soft limit of open files of this process to the hard one.
+    """Raise the soft limit of open files of this process to the hard one, or as far as the system lets it.
 
     A gloo group has two sockets for each other rank, and many systems allow 1,024 files only.
     """
@@ -55,8 +55,12 @@ def raise_open_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # RLIM_INFINITY is -1 in Python.
     target = MAX_OPEN_FILES if hard < 0 else min(hard, MAX_OPEN_FILES)
-    if 0 <= soft < target:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+    while 0 <= soft < target:
+        # macOS names no hard limit, and refuses more than its sysctl kern.maxfilesperproc.
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+            return
+        target //= 2
 
 
 def group_backends(group: Any) -> list[Any]:
