@@ -152,7 +152,9 @@ def test_intel_cards_and_tiles(tmp_path: Path, files: dict[str, str], mask: str 
 
 
 def test_an_intel_card_needs_a_torch_for_it(tmp_path: Path) -> None:
-    assert devices.get("xpu").probe_count(machine(tmp_path, INTEL, packages=())) == 0
+    """One for CPUs has none, also where Intel's extension for CPUs is installed."""
+    for packages in ((), ("intel_extension_for_pytorch",)):
+        assert devices.get("xpu").probe_count(machine(tmp_path, INTEL, packages=packages)) == 0
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ class Xpu(Device):
 
     def probe_count(self, machine: DeviceProbeHost | None = None) -> int:
         machine = machine or DeviceProbeHost()
-        built = machine.build().get("xpu") or machine.has_package("intel_extension_for_pytorch")
-        return super().probe_count(machine) if built else 0
+        # A build of torch for CPUs cannot use them, whatever else is installed.
+        return super().probe_count(machine) if machine.build().get("xpu") else 0
 
     def count_physical(self, machine: DeviceProbeHost) -> int:
         count = 0
