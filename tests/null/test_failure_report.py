@@ -15,6 +15,7 @@ from accelerate.world import peers
 from accelerate.world.rank_failure_report import (
     FailureReport,
     RankStatus,
+    deadlock_report,
     ended_rank_report,
     find_deadlock,
     split_by_progress,
@@ -88,6 +89,14 @@ def test_a_rank_that_has_ended_is_named_where_collectives_are_not_counted() -> N
     assert report is not None
     assert report.what == "rank 1 has ended while rank 0 was in all_gather at train.py:10"
     assert "rank 2 is in all_gather at train.py:10" in report.why
+
+
+def test_a_deadlock_is_reported_where_no_rank_that_was_read_is_in_an_exchange() -> None:
+    """Of a large world a rank reads a part, and that need not hold the rank that has left an attempt."""
+    for status, words in ((IN_BACKWARD, "backward at train.py:10"), (WORKING, "a collective")):
+        report = deadlock_report(0, 64, {0: status, 1: replace(status, calls=1)})
+        assert f"{words} was reached by 1 of 64 ranks" in report.what
+        assert "rank 1 is" in report.why
 
 
 def test_a_timeout_says_who_did_not_come() -> None:

@@ -219,9 +219,11 @@ def timeout_report(me: int, size: int, positions: Mapping[int, RankStatus], seco
 
 def deadlock_report(me: int, size: int, positions: Mapping[int, RankStatus]) -> FailureReport:
     """Return the report for ranks that wait for each other."""
-    doing = positions[me].doing or next(p.doing for p in positions.values() if p.doing)
+    # In a large world not all statuses are read: those read may be in no collective of this package.
+    doing = [status.doing for status in (positions[me], *positions.values()) if status.doing]
+    place = doing[0] if doing else positions[me].place or "a collective"
     return _unreached_report(
-        me, size, positions, doing, prefix="the ranks wait for each other in different places: "
+        me, size, positions, place, prefix="the ranks wait for each other in different places: "
     )
 
 
