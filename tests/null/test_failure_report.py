@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -21,6 +22,8 @@ from accelerate.world.rank_failure_report import (
     split_by_progress,
     timeout_report,
 )
+from accelerate.world.watchdog import Watchdog
+from tests.support.store_load import own_store
 
 IN_SAVE = RankStatus(letters=3, doing="save_state at train.py:12", calls=4, at="train.py:12")
 IN_BACKWARD = RankStatus(letters=2, inside="backward at train.py:10", calls=5, at="train.py:10")
@@ -97,6 +100,19 @@ def test_a_deadlock_is_reported_where_no_rank_that_was_read_is_in_an_exchange() 
         report = deadlock_report(0, 64, {0: status, 1: replace(status, calls=1)})
         assert f"{words} was reached by 1 of 64 ranks" in report.what
         assert "rank 1 is" in report.why
+
+
+def test_a_back_end_that_counts_no_collectives_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise RuntimeError("Backend ucc does not yet support sequence numbers.")
+
+    monkeypatch.delattr(sys, "last_value", raising=False)  # of a test before
+    store = own_store()
+    store.put("ended/1", "")
+    watch = Watchdog(0, 2, 30.0, store, [refuse, lambda: 3])
+    watch.thread.start()
+    watch.shut_down()
+    assert RankStatus.from_json(store.get("at/0") or "").calls == 3
 
 
 def test_a_timeout_says_who_did_not_come() -> None:
