@@ -134,14 +134,15 @@ def disagree(shape: str) -> str:
         "dim 1": torch.ones(2, 2 + rank),
         "dtype": torch.ones(2, dtype=torch.float64 if rank else torch.float32),
         "dims": torch.ones((2, 1) if rank else (2,)),
+        "dims to pad": torch.ones((2, 1) if rank else (2,)),
     }[shape]
     with pytest.raises(CollectiveError) as error:
-        accelerator.gather(tensor)
+        (accelerator.pad_across_processes if shape == "dims to pad" else accelerator.gather)(tensor)
     accelerator.wait_for_everyone()  # the group still works
     return str(error.value)
 
 
-@pytest.mark.parametrize("shape", ["dim 1", "dtype", "dims"])
+@pytest.mark.parametrize("shape", ["dim 1", "dtype", "dims", "dims to pad"])
 def test_a_gather_the_ranks_disagree_about_is_the_same_error_on_all(ranks: RankServer, shape: str) -> None:
     """C2."""
     text = same_on_all(ranks(2, disagree, shape))

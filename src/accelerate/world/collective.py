@@ -110,16 +110,19 @@ def _gather_leaves(packed: PackedTree, messages: GatheredControlMessages) -> lis
     if messages.inline:
         by_rank = [packed.rank_values(messages, rank) for rank in range(packed.channel.size)]
         return [torch.cat([_at_least_1d(part) for part in parts]) for parts in zip(*by_rank, strict=True)]
-    return [_gather_large(packed, messages, index) for index in range(len(packed.leaves))]
-
-
-def _gather_large(packed: PackedTree, messages: GatheredControlMessages, index: int) -> torch.Tensor:
-    leaf = _at_least_1d(packed.leaves[index])
+    leaves = [_at_least_1d(leaf) for leaf in packed.leaves]
     if messages.same:
-        return _all_gather(leaf, packed.channel)
-    lengths = [(*packed.shape(messages, rank, index), 1)[0] for rank in range(packed.channel.size)]
+        return [_all_gather(leaf, packed.channel) for leaf in leaves]
+    by_leaf = packed.descriptions_by_leaf(messages)
+    lengths = [[(*each.shape, 1)[0] for each in descriptions] for descriptions in by_leaf]
+    return [_gather_ragged(*each, packed.channel) for each in zip(leaves, lengths, strict=True)]
+
+
+def _gather_ragged(
+    leaf: torch.Tensor, lengths: list[int], channel: control_channel.ControlChannel
+) -> torch.Tensor:
     longest = max(lengths)
-    joined = _all_gather(pad_tensor(leaf, 0, longest), packed.channel)
+    joined = _all_gather(pad_tensor(leaf, 0, longest), channel)
     if min(lengths) == longest:
         return joined
     return torch.cat([part[:n] for part, n in zip(joined.split(longest), lengths, strict=True)])
@@ -152,7 +155,7 @@ def gather_tensor_shape(tensor: torch.Tensor) -> list[tuple[int, ...]]:
     packed = PackedTree.pack("gather_tensor_shape", tensor)
     with packed.channel.lock:
         messages = packed.exchange(values=False)
-        return [packed.shape(messages, rank, 0) for rank in range(packed.channel.size)]
+        return [each.shape for each in packed.descriptions_by_leaf(messages)[0]]
 
 
 def gather_to_first(own: Mapping[Any, Any], group: Any, device: torch.device) -> dict[Any, Any]:
@@ -387,15 +390,14 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: float = 0, pad_firs
     packed = PackedTree.pack("pad_across_processes", tensor)
     with packed.channel.lock:
         messages = packed.exchange(values=False)
-        shapes_by_leaf = [
-            [packed.shape(messages, r, i) for r in range(packed.channel.size)]
-            for i in range(len(packed.leaves))
-        ]
+        by_leaf = packed.descriptions_by_leaf(messages)
     padded: list[torch.Tensor] = []
-    for leaf, shapes in zip(packed.sources, shapes_by_leaf, strict=True):
+    for index, (leaf, descriptions) in enumerate(zip(packed.sources, by_leaf, strict=True)):
+        if len({len(each.shape) for each in descriptions}) > 1:
+            raise packed.tensor_mismatch(index, descriptions, "give as many dimensions on every rank")
         place = dim + leaf.dim() if dim < 0 else dim
         if not _note_nested(leaf).is_nested and 0 <= place < leaf.dim():
-            longest = max(shape[place] if place < len(shape) else 0 for shape in shapes)
+            longest = max(each.shape[place] for each in descriptions)
             leaf = pad_tensor(leaf, place, longest, pad_index, pad_first)
         padded.append(leaf)
     return packed.rebuild(padded)

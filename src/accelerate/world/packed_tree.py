@@ -193,9 +193,11 @@ class PackedTree:
             )
         return described
 
-    def shape(self, messages: GatheredControlMessages, rank: int, index: int) -> tuple[int, ...]:
-        """Return the shape of a rank's tensor."""
-        return self.descriptions(messages, rank)[index].shape
+    def descriptions_by_leaf(self, messages: GatheredControlMessages) -> list[tuple[TensorDescription, ...]]:
+        """Return the descriptions of each tensor on all ranks."""
+        return list(
+            zip(*[self.descriptions(messages, rank) for rank in range(self.channel.size)], strict=True)
+        )
 
     def stacked_values(self, messages: GatheredControlMessages) -> list[torch.Tensor]:
         """Return each tensor of all ranks, which agree, stacked in rank order: views of the buffer."""
@@ -242,24 +244,24 @@ class PackedTree:
         """
         if messages.same:
             return
-        rank_descriptions = [self.descriptions(messages, rank) for rank in range(self.channel.size)]
-        for index, descriptions in enumerate(zip(*rank_descriptions, strict=True)):
-            first = 1 if ragged else 0
-            facts = {(each.dtype, each.on_host, len(each.shape), each.shape[first:]) for each in descriptions}
-            if len(facts) > 1:
-                raise self._tensor_mismatch(index, descriptions, ragged)
-
-    def _tensor_mismatch(
-        self, index: int, descriptions: tuple[TensorDescription, ...], ragged: bool
-    ) -> CollectiveError:
-        paths = [path for path, leaf in tree.iterate_leaves(self.data) if isinstance(leaf, torch.Tensor)]
-        place = f", {paths[index]}" if paths[index] else ""
-        fix = "make the shapes and dtypes equal on all ranks"
+        first, fix = 0, "make the shapes and dtypes equal on all ranks"
         if ragged:
+            first = 1
             fix = (
                 "make all dimensions but the first equal: accelerator.pad_across_processes(tensor, dim=1) "
                 "before gather"
             )
+        for index, descriptions in enumerate(self.descriptions_by_leaf(messages)):
+            facts = {(each.dtype, each.on_host, len(each.shape), each.shape[first:]) for each in descriptions}
+            if len(facts) > 1:
+                raise self.tensor_mismatch(index, descriptions, fix)
+
+    def tensor_mismatch(
+        self, index: int, descriptions: tuple[TensorDescription, ...], fix: str
+    ) -> CollectiveError:
+        """Return the error for a tensor about which the ranks disagree."""
+        paths = [path for path, leaf in tree.iterate_leaves(self.data) if isinstance(leaf, torch.Tensor)]
+        place = f", {paths[index]}" if paths[index] else ""
         return CollectiveError(
             f"the ranks do not agree about a tensor to {self.operation}{place}",
             why=rank_table(descriptions),
