@@ -6,6 +6,7 @@ import sys
 from collections import UserDict, deque, namedtuple
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -60,6 +61,20 @@ def test_functions_and_methods_run_where_they_are_asked_to(ranks: RankServer) ->
     assert [first[name] for name in ran] == ["ran", "ran", None, None, "ran"]
     assert [second[name] for name in ran] == [None, None, "ran", "ran", None]
     assert first["nobody"] is second["nobody"] is None
+
+
+def _threads() -> int:
+    """Open a world on a machine of 64 cores, of which a scheduler gives this process two."""
+    with (
+        patch("psutil.cpu_count", return_value=64),
+        patch("os.sched_getaffinity", return_value={8, 9}, create=True),
+    ):
+        PartialState(cpu=True)
+    return torch.get_num_threads()
+
+
+def test_processes_use_the_cores_that_they_are_bound_to(ranks: RankServer) -> None:
+    assert max(ranks(2, _threads, env={"OMP_NUM_THREADS": None})) <= 2
 
 
 def _in_order(path: str) -> tuple[str, bool]:

@@ -39,7 +39,7 @@ BOUNDS = {
     # It compares everything with the objects, takes back what one of them refuses, and shows its progress.
     "load_state, FSDP2": (156, 31),  #      90 / 15
     "load_state, DDP": (148, 30),
-    # Reached. Two functions and a file more count the cores where OMP_NUM_THREADS says nothing.
+    # Reached. Two functions more count the cores where OMP_NUM_THREADS says nothing.
     "launch of 2 processes": (119, 24),  #  120 / 25
 }
 

@@ -17,7 +17,7 @@ from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
 from accelerate.device import DeviceProbeHost
 from accelerate.launch import rank_reports
 from accelerate.launch.base import LaunchKind
-from accelerate.launch.device_selection import allocate_devices, count_cores
+from accelerate.launch.device_selection import allocate_devices
 from accelerate.launch.kinds import KINDS
 from accelerate.launch.kinds.local import shared_variables, torchrun_variables
 from accelerate.launch.launch_request import LaunchRequest, all_settings, read_request
@@ -263,8 +263,9 @@ def test_a_containers_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.Mon
     found = []
     for text in ("max 100000", "250000 100000", "50000 100000", "1600000 50000"):
         share.write_text(text)
-        found.append(count_cores(DeviceProbeHost(tmp_path, {}, dict)))
+        found.append(devices.count_cores(DeviceProbeHost(tmp_path, {}, dict)))
     assert found == [16, 3, 1, 16]
+    assert devices.count_cores(DeviceProbeHost(tmp_path, {}, dict), sharers=4) == 8
 
 
 def test_the_script_is_told_what_was_given_and_nothing_else(asks: Any, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from accelerate.core.errors import DeviceError, nearest
 from accelerate.core.registry import Registry
 from accelerate.core.setting import setting
 from accelerate.core.value_types import frozen_dataclass
-from accelerate.device.base import Device, DeviceProbeHost
+from accelerate.device.base import Device, DeviceProbeHost, count_cores
 
 __all__ = [
     "DEVICES",
@@ -20,6 +20,7 @@ __all__ = [
     "DeviceProbeHost",
     "ProcessDeviceSettings",
     "accelerators",
+    "count_cores",
     "detect",
     "get",
     "probe_devices",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -143,6 +144,22 @@ def container_limit(machine: DeviceProbeHost | None = None) -> tuple[int, int] |
         reclaimable = sum(int(line[1]) for line in lines if line and line[0] == cache)
         return max(0, int(total) - max(0, int(used) - reclaimable)), int(total)
     return None
+
+
+def count_cores(machine: DeviceProbeHost, sharers: int = 1) -> int:
+    """Return the number of cores for this process: those it is bound to, at most its share of a container.
+
+    A container has ``quota / period`` of cgroup v2's ``cpu.max``. Source: kernel.org, admin-guide/cgroup-v2.
+
+    Args:
+        machine: this machine.
+        sharers: processes that share the container, this one included.
+    """
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = machine.read("sys/fs/cgroup/cpu.max").partition(" ")
+    if quota.isdigit() and period.isdigit() and int(period):
+        return max(1, min(bound, -(-int(quota) // int(period)) // sharers))
+    return bound
 
 
 class Device:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 
@@ -10,7 +9,7 @@ import accelerate.device as devices
 from accelerate.core.errors import SettingError, UnknownNameError
 from accelerate.core.setting import SettingOrigin
 from accelerate.core.value_types import frozen_dataclass
-from accelerate.device import Device, DeviceProbeHost
+from accelerate.device import Device, DeviceProbeHost, count_cores
 from accelerate.launch.launch_request import NOT_DISTRIBUTED, LaunchRequest
 
 CPU_GROUP = "MULTI_CPU"
@@ -157,15 +156,3 @@ def _describe_device_limit(
         return request.origin("gpu_ids").where
     value = device.visible_devices(machine)
     return "on this machine" if value is None else f"{device.visible_variable}={value}"
-
-
-def count_cores(machine: DeviceProbeHost) -> int:
-    """The number of cores for this process: those it is bound to, and no more than its container's share.
-
-    The share is ``quota / period`` of cgroup v2's ``cpu.max``. Source: kernel.org, admin-guide/cgroup-v2.
-    """
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = machine.read("sys/fs/cgroup/cpu.max").partition(" ")
-    if quota.isdigit() and period.isdigit() and int(period):
-        return max(1, min(bound, -(-int(quota) // int(period))))
-    return bound

@@ -294,10 +294,11 @@ def _open_distributed(
     elif timeout is not None and _owns_group:
         dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)  # pyright: ignore[reportPrivateUsage]
     if device.type == "cpu" and local_size > 1 and not environ.get("OMP_NUM_THREADS"):
-        # Divide the cores among the processes of the machine.
+        # Divide the cores among the processes of the machine; a scheduler may have bound each to its own.
         import psutil
 
-        torch.set_num_threads(max(1, (psutil.cpu_count(logical=False) or 1) // local_size))
+        share = max(1, (psutil.cpu_count(logical=False) or 1) // local_size)
+        torch.set_num_threads(min(share, devices.count_cores(devices.DeviceProbeHost(), local_size)))
     if size > 1:
         watchdog.start(rank, size, timeout)
     # "cpu:gloo,cuda:nccl", or one name for all devices

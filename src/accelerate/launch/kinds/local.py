@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from typing import ClassVar
 
 from accelerate.core import environ
-from accelerate.device import DeviceProbeHost
+from accelerate.device import DeviceProbeHost, count_cores
 from accelerate.launch.base import (
     LaunchKind,
     LaunchPlan,
@@ -18,7 +18,7 @@ from accelerate.launch.base import (
     explain_start_error,
     print_line,
 )
-from accelerate.launch.device_selection import LaunchDeviceSelection, allocate_devices, count_cores
+from accelerate.launch.device_selection import LaunchDeviceSelection, allocate_devices
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
 from accelerate.world import clusters

@@ -19,9 +19,9 @@ from accelerate.core.errors import LaunchError, RankError, SettingError
 from accelerate.core.packages import find_program
 from accelerate.core.setting import setting
 from accelerate.core.value_types import frozen_dataclass
-from accelerate.device import DeviceProbeHost
+from accelerate.device import DeviceProbeHost, count_cores
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, Variables, explain_start_error
-from accelerate.launch.device_selection import LaunchDeviceSelection, count_cores, select_devices
+from accelerate.launch.device_selection import LaunchDeviceSelection, select_devices
 from accelerate.launch.kinds.local import script_command, shared_variables
 from accelerate.launch.launch_request import MULTI_MACHINE, LaunchRequest
 from accelerate.world.network import DEFAULT_PORT, JOB_PORT_COUNT, ReservedPort

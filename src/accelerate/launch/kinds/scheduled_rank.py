@@ -16,9 +16,9 @@ from typing import ClassVar
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, SettingError
-from accelerate.device import DeviceProbeHost
+from accelerate.device import DeviceProbeHost, count_cores
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, Variables
-from accelerate.launch.device_selection import LaunchDeviceSelection, count_cores, select_devices
+from accelerate.launch.device_selection import LaunchDeviceSelection, select_devices
 from accelerate.launch.job_scheduler import JobSchedulerContext
 from accelerate.launch.kinds.local import replace_process, script_command, shared_variables
 from accelerate.launch.launch_request import LaunchRequest

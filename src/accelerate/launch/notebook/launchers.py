@@ -18,8 +18,7 @@ from accelerate.core import environ
 from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
 from accelerate.core.setting import load_settings
 from accelerate.core.value_types import Count, Index, LocalCount, PositiveNumber, convert_to, wrong_value
-from accelerate.device import Device, DeviceProbeHost
-from accelerate.launch.device_selection import count_cores
+from accelerate.device import Device, DeviceProbeHost, count_cores
 from accelerate.launch.notebook.function_launcher import (
     FunctionError,
     FunctionLauncher,
