@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import accelerate.core.errors as errors
-from accelerate.core.errors import CollectiveError
+from accelerate.core.errors import CollectiveError, SettingError
 from accelerate.utils import gather_object
 from tests.support.command import Running, launch
 from tests.support.long_run import LONG_RUN, long_run_param
@@ -141,7 +141,7 @@ def test_a_rank_that_caught_an_error_and_goes_on_is_detected(ranks: RankServer) 
     assert "rank 1: wait_for_everyone at test_collective_errors.py:" in text
 
 
-def left_out() -> str:
+def left_out(operation: str) -> str:
     """Rank 1 leaves out one of two equal calls, so that it comes to the next one sooner."""
     from accelerate import Accelerator
 
@@ -150,11 +150,11 @@ def left_out() -> str:
     try:
         if accelerator.process_index == 1:
             raise ValueError("caught")
-        accelerator.gather(x)
+        (accelerator.gather if operation == "gather" else accelerator.reduce)(x)
     except ValueError:
         pass
     try:
-        accelerator.gather(x)
+        (accelerator.gather if operation == "gather" else accelerator.reduce)(x)
         accelerator.wait_for_everyone()
     except CollectiveError as error:
         return str(error)
@@ -176,13 +176,14 @@ def meant() -> list[float]:
     return found.tolist()
 
 
-def test_a_left_out_call_is_told_where_the_ranks_differ_at_last(ranks: RankServer) -> None:
+@pytest.mark.parametrize("operation", ["gather", "reduce(sum)"])
+def test_a_left_out_call_is_told_where_the_ranks_differ_at_last(ranks: RankServer, operation: str) -> None:
     """Equal calls from two lines may be meant; the error that follows a skipped one says where it began."""
-    text = same_on_all(ranks(2, left_out))
+    text = same_on_all(ranks(2, left_out, operation))
     first, earlier = text.split("before, they made a call from different lines")
     assert first.startswith("the ranks called different collectives\n")
     assert "rank 1: wait_for_everyone at test_collective_errors.py:" in first
-    lines = re.findall(r"rank (\d): gather at test_collective_errors.py:(\d+)", earlier)
+    lines = re.findall(rf"rank (\d): {re.escape(operation)} at test_collective_errors.py:(\d+)", earlier)
     (zero, line), (one, later) = lines
     assert (zero, one) == ("0", "1")
     assert int(line) < int(later)
@@ -191,7 +192,7 @@ def test_a_left_out_call_is_told_where_the_ranks_differ_at_last(ranks: RankServe
 
 def disagreements() -> dict[str, str]:
     from accelerate import Accelerator
-    from accelerate.utils import broadcast, gather_object
+    from accelerate.utils import broadcast, broadcast_object_list, gather_object
 
     accelerator = Accelerator()
     rank = accelerator.process_index
@@ -211,6 +212,10 @@ def disagreements() -> dict[str, str]:
             gather_object([lambda: 0])
     else:
         found["object"] = message(gather_object, ["fine"])
+    for source in (2, -1):
+        for call, value in ((broadcast, two), (broadcast, large), (broadcast_object_list, [1])):
+            with pytest.raises(SettingError, match=rf"from_process is {source}, but"):
+                call(value, source)  # type: ignore[operator]
     accelerator.wait_for_everyone()
     return found
 

@@ -232,9 +232,11 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
     Raises:
         CollectiveError: structure, dtypes or shapes differ between ranks.
         PrepareError: a leaf is not a tensor, on several ranks.
+        SettingError: there is no such rank.
     """
     if world_size() == 1:
         return tensor
+    _check_source(from_process)
     packed = PackedTree.pack("broadcast", tensor)
     with packed.channel.lock:
         values = None
@@ -248,6 +250,15 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
             elif leaf.numel():
                 _broadcast_large(packed.channel, leaf, from_process)
     return tensor
+
+
+def _check_source(from_process: int) -> None:
+    if from_process not in range(world_size()):
+        raise SettingError(
+            f"from_process is {from_process}, but there is no such rank",
+            why=f"the world has {world_size()} ranks",
+            fix=f"use 0 to {world_size() - 1}",
+        )
 
 
 def _broadcast_large(channel: control_channel.ControlChannel, leaf: torch.Tensor, source: int) -> None:
@@ -270,6 +281,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
     Raises:
         CollectiveError: it is a tuple.
+        SettingError: there is no such rank.
     """
     if world_size() > 1:
         if isinstance(object_list, tuple):
@@ -283,9 +295,14 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def broadcast_object(value: Any, from_process: int = 0, operation: str = "broadcast_object") -> Any:
-    """Broadcast one picklable value from rank ``from_process``, which gets that very object."""
+    """Broadcast one picklable value from rank ``from_process``, which gets that very object.
+
+    Raises:
+        SettingError: there is no such rank.
+    """
     if world_size() == 1:
         return value
+    _check_source(from_process)
     channel = control_channel.channel()
     with channel.lock:
         messages = channel.exchange_objects(operation, value, source=from_process)

@@ -59,7 +59,10 @@ USER_OPERATIONS = frozenset(
         "gather",
         "gather_object",
         "pad_across_processes",
-        "reduce",
+        "reduce(max)",
+        "reduce(mean)",
+        "reduce(min)",
+        "reduce(sum)",
         "wait_for_everyone",
     }
 )
