@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -492,3 +493,31 @@ def test_leaving_with_that_code_is_no_failure(tmp_path: Path) -> None:
         rank_reports.rank_file(tmp_path, 0, "error").write_text(said)
         assert rank_reports.has_traceback(tmp_path, 0, 7) is failed
         assert rank_reports.has_traceback(tmp_path, 0, 8)
+
+
+def test_preemption_works_where_few_signals_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Windows there is no SIGUSR1 and no fork. The modules are loaded anew as they are loaded there."""
+    for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU", "siginterrupt"):
+        monkeypatch.delattr(signal, name)
+    monkeypatch.delattr(os, "register_at_fork")
+    modules = []
+    for name in ("accelerate.world.signals", "accelerate.world.preemption"):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.loader is not None
+        monkeypatch.setitem(sys.modules, name, module := importlib.util.module_from_spec(spec))
+        with monkeypatch.context() as windows:
+            windows.setattr(sys, "platform", "win32")
+            spec.loader.exec_module(module)
+        modules.append(module)
+    preemption = modules[1]
+    options = preemption.PreemptionKwargs()
+    assert options.signals == ("SIGTERM",)
+    with pytest.raises(SettingError, match="SIGUSR1 does not"):
+        preemption.PreemptionKwargs(signals=("SIGUSR1",))
+    before = signal.getsignal(signal.SIGTERM)
+    monitor = preemption.install_monitor(options, 1)
+    signal.raise_signal(signal.SIGTERM)
+    assert monitor.check_boundary()
+    preemption.remove_monitor()
+    assert signal.getsignal(signal.SIGTERM) == before

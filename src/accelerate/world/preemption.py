@@ -49,7 +49,8 @@ class PreemptionKwargs(KwargsHandler):
     """The reaction to a signal that announces the end of the job.
 
     Attributes:
-        signals: which signals announce it; of SIGTERM, SIGUSR1, SIGUSR2, SIGHUP and SIGXCPU.
+        signals: which signals announce it; of SIGTERM, SIGUSR1, SIGUSR2, SIGHUP and SIGXCPU, on Windows
+            SIGTERM alone.
         save_and_exit: at the next step boundary of a training loop, save the state under automatic naming and
             exit; the script needs no line for it. Otherwise `accelerator.should_stop` tells the script.
         exit_code: of `save_and_exit` and of `accelerator.exit_to_resume()`: the job is to be started again.
@@ -58,7 +59,7 @@ class PreemptionKwargs(KwargsHandler):
         SettingError: a signal does not announce the end of a job, or the code is none.
     """
 
-    signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
+    signals: tuple[str, ...] = PREEMPTION_SIGNALS[:2]
     save_and_exit: bool = False
     exit_code: int = RETRY_EXIT_CODE
 
@@ -370,7 +371,8 @@ def install_monitor(options: PreemptionKwargs, size: int) -> PreemptionMonitor:
         _current = stop
     if not _hooks_installed:
         _hooks_installed = True
-        os.register_at_fork(after_in_child=_forget_in_child)
+        if hasattr(os, "register_at_fork"):  # not on Windows
+            os.register_at_fork(after_in_child=_forget_in_child)
         atexit.register(remove_monitor)
     if stop.signal_handler.catch(options.numbers):
         _announce_to_launcher(stop, options.exit_code)

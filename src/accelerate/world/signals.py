@@ -21,10 +21,11 @@ from typing import Any
 
 # Signals that announce the end of a job. Ctrl-C is not one: it ends a job at once.
 PREEMPTION_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
+if sys.platform == "win32":
+    PREEMPTION_SIGNALS = ("SIGTERM",)
 _WAKE_BYTE = b"\0"  # byte in the pipe: a handler ran; 0 is no signal
 
 _current: SignalHandler | None = None
-_at_fork = False
 
 
 class SignalHandler:
@@ -35,7 +36,7 @@ class SignalHandler:
     """
 
     def __init__(self) -> None:
-        global _current, _at_fork
+        global _current
         self.received: int | None = None
         self._previous_handlers: dict[int, Any] = {}
         self._pipe_counts: Counter[int] = Counter()  # signals read from the pipe
@@ -43,12 +44,10 @@ class SignalHandler:
         self._reported_counts: Counter[int] = Counter()  # signals returned by ``wait``
         self._previous_wakeup_fd = -1
         self._reader, self._writer = os.pipe()
-        os.set_blocking(self._reader, False)
-        os.set_blocking(self._writer, False)
+        if hasattr(os, "set_blocking"):  # not on Windows before Python 3.12
+            os.set_blocking(self._reader, False)
+            os.set_blocking(self._writer, False)
         _current = self
-        if not _at_fork:
-            _at_fork = True
-            os.register_at_fork(after_in_child=_reset_in_child)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -66,7 +65,7 @@ class SignalHandler:
                 continue
             before = self._previous_handlers[number] = signal.getsignal(number)
             signal.signal(number, self._handle)
-            if not callable(before):
+            if not callable(before) and hasattr(signal, "siginterrupt"):
                 # A save in a library must not see an interrupted system call. A handler of the user may rely
                 # on the interruption.
                 signal.siginterrupt(number, False)
@@ -152,3 +151,7 @@ def _reset_in_child() -> None:
     handler, _current = _current, None
     if handler is not None and handler.numbers:
         handler.reset_in_child()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_reset_in_child)

@@ -110,7 +110,8 @@ def start(rank: int, size: int, timeout: timedelta | None) -> None:
     _current.thread.start()
     if not _hooks_installed:
         _hooks_installed = True
-        os.register_at_fork(after_in_child=_forget_in_child)
+        if hasattr(os, "register_at_fork"):  # not on Windows
+            os.register_at_fork(after_in_child=_forget_in_child)
         atexit.register(shut_down)
     if not isinstance(sys.excepthook, _WatchdogExceptHook):
         sys.excepthook = _WatchdogExceptHook(sys.excepthook)
