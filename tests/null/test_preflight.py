@@ -11,7 +11,7 @@ import pytest
 
 from accelerate.core.errors import LaunchError
 from accelerate.launch.elastic import rendezvous
-from accelerate.launch.elastic.rendezvous import find_gloo_interface, is_this_machine
+from accelerate.launch.elastic.rendezvous import is_this_machine
 from accelerate.world import network
 from accelerate.world.network import (
     DEFAULT_PORT,
@@ -197,7 +197,6 @@ def test_own_addresses() -> None:
     assert is_this_machine("localhost")
     assert not is_this_machine("192.0.2.1")  # kept for documentation by RFC 5737: nobody has it
     assert find_local_address("no-such-host.invalid", 9) is None
-    assert find_gloo_interface("127.0.0.1") is None
     assert find_interface("192.0.2.1") is None
 
 

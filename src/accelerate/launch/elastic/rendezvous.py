@@ -14,13 +14,12 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from accelerate.core.errors import LaunchError
-from accelerate.world.network import find_interface, find_local_address, find_routes, is_loopback
+from accelerate.world.network import find_local_address, find_routes, is_loopback
 
 POLL_SECONDS = 0.05  # seconds between looks for machines that are not there yet
 SIGN_SECONDS = 2.0  # seconds without a new sign of a machine after which it is not there
@@ -262,18 +261,6 @@ def is_this_machine(host: str) -> bool:
     )
 
 
-def find_gloo_interface(address: str | None) -> str | None:
-    """The network interface that ranks must be told, or None.
-
-    Gloo takes the interface of the host's own name. Where that name does not resolve, or only to the
-    loopback, no other machine would reach its ranks: then it is the interface of ``address``.
-    """
-    local = find_local_address(socket.gethostname(), 1)
-    if address is None or is_loopback(address) or (local is not None and not is_loopback(local)):
-        return None
-    return find_interface(address)
-
-
 # --- before they meet
 
 
@@ -291,7 +278,7 @@ def check_meeting_point(host: str, number: int, *, seconds: float, say: Callable
     """
     addresses = _resolve_host(host, seconds, say)
     if number == 0:
-        if not any(_is_own(address) for address in addresses):
+        if not any(is_this_machine(address) for address in addresses):
             say(
                 f"machine 0 is this one, but {host} is {', '.join(addresses)}, which is none of its "
                 "addresses; the others must reach it there"
@@ -329,21 +316,6 @@ def _resolve_host(host: str, seconds: float, say: Callable[[str], None]) -> list
         has_announced = True
         time.sleep(RESOLVE_PAUSE)
     return addresses
-
-
-def _is_own(address: str) -> bool:
-    """Return whether an address belongs to this machine: a socket can be bound to it."""
-    try:
-        info = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)
-    except socket.gaierror:
-        return False
-    family, kind, protocol, _, target = info[0]
-    with closing(socket.socket(family, kind, protocol)) as end:
-        try:
-            end.bind(target)
-        except OSError:
-            return False
-    return True
 
 
 def _is_literal(host: str) -> bool:

@@ -36,7 +36,7 @@ if __name__ == "__main__":
 from accelerate.core.errors import AccelerateError, LaunchError
 from accelerate.launch.elastic import rendezvous
 from accelerate.launch.elastic.rendezvous import DynamicRendezvous, RendezvousInfo, StaticRendezvous
-from accelerate.world.network import find_local_address
+from accelerate.world.network import find_rank_interface
 
 HEARTBEAT_SECONDS = 1.0  # seconds between signs of life
 LEAVE_SECONDS = 5.0  # seconds that machines stay for others to hear the last verdict
@@ -303,7 +303,6 @@ def run_job(launcher: AgentLauncherPipe, job: Message) -> None:
 
 def exchange_machine_info(info: RendezvousInfo, job: Message, restarts: int) -> Message:
     """Exchange hosts, process counts and first ranks between the machines of an attempt."""
-    address = find_local_address(job["host"], job["port"])
     local_info = {"host": job["hostname"], "processes": job["processes"], "restarts": restarts}
     local_info["facts"] = job["facts"]
     info.store.set(f"machine/{info.machine_rank}", json.dumps(local_info))
@@ -327,7 +326,7 @@ def exchange_machine_info(info: RendezvousInfo, job: Message, restarts: int) -> 
         _raise_on_all_machines(info, *different)
     first, size = sum(world["processes"][: info.machine_rank]), sum(world["processes"])
     position = {"machine": info.machine_rank, "machines": info.machine_count, "first": first, "size": size}
-    return {**world, **position, "interface": rendezvous.find_gloo_interface(address)}
+    return {**world, **position, "interface": find_rank_interface(job["host"])}
 
 
 def _raise_on_all_machines(info: RendezvousInfo, what: str, why: str, fix: str) -> None:
