@@ -17,7 +17,15 @@ from accelerate import PartialState
 from accelerate import device as devices
 from accelerate.core.errors import DeviceError, SettingError, WorldError
 from accelerate.utils import patch_environment
-from tests.support.devices import TOTAL, FakeModule, FakeXla, added_device, fake_device, install, is_generic
+from tests.support.devices import (
+    TOTAL,
+    CountingDevice,
+    FakeModule,
+    FakeXla,
+    added_device,
+    install,
+    is_generic,
+)
 
 
 def test_get_knows_files_and_types() -> None:
@@ -465,37 +473,26 @@ def test_the_cpus_peak_falls_after_a_reset() -> None:
     assert after <= high - 2**27
 
 
-def test_null_counts_and_holds_memory() -> None:
-    null = fake_device(size=2, capacity=1000)
-    assert not null.calls
-    assert null.count() == 2
-    assert null.is_available()
-    assert torch.ones(2, device=null.torch_device(1)).is_meta
-    null.bind(1)
-    null.allocate(700)
-    assert null.get_memory_info(1) == (300, 1000)
-    assert null.get_memory_info(0) == (1000, 1000)
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        null.allocate(400)
-    assert null.is_out_of_memory(caught.value)
-    null.allocate(-700)
-    assert (null.memory_allocated(), null.max_memory_allocated()) == (0, 700)
-    assert null.reset_peak_memory()
-    assert null.max_memory_allocated() == 0
+def test_null_needs_no_module_of_torch() -> None:
+    null = CountingDevice(size=2)
+    assert (null.count(), null.is_available(), null.group_backend()) == (2, True, "fake")
+    assert null.bind(1) == torch.device("meta")
+    assert null.current() == 1
+    assert null.get_memory_info() == devices.get("null").get_memory_info() == (2**30, 2**30)
+    assert null.memory_allocated() is null.max_memory_allocated() is null.stream() is None
+    assert not null.reset_peak_memory()
     null.synchronize()
     null.empty_cache()
-    null.seed(5)
-    states = null.get_rng_state_all()
-    null.seed(6)
-    null.set_rng_state_all(states)
-    assert torch.equal(null.get_rng_state(0), states[0])
-    assert (null.calls["bind"], null.calls["synchronize"], null.calls["empty_cache"]) == (1, 1, 1)
-    assert null.group_backend() == "fake"
+    devices.get("null").seed(5)
+    null.set_rng_state_all(states := null.get_rng_state_all())
+    assert len(states) == 2
+    assert all(map(null.supports, ("no", "fp32", "bf16", "fp16", "fp8")))
+    assert not null.supports("fp4")
 
 
 def test_null_refuses_a_device_it_has_not() -> None:
     with pytest.raises(DeviceError, match="does not exist"):
-        fake_device(size=2).bind(2)
+        CountingDevice(size=2).bind(2)
 
 
 def test_a_word_that_is_neither_yes_nor_no_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -319,9 +319,23 @@ def is_generic(device: Device) -> bool:
     return type(device) is Device
 
 
-def fake_device(size: int, capacity: int = 0) -> FakeTestDevice:
-    """``size`` devices that compute nothing, of ``capacity`` bytes each."""
-    return FakeTestDevice(size=size, capacity=capacity) if capacity else FakeTestDevice(size=size)
+class CountingDevice(FakeTestDevice):
+    """Devices that compute nothing, of ``capacity`` bytes each; they keep their last seed."""
+
+    def __init__(self, size: int, capacity: int = 2**30) -> None:
+        super().__init__(size)
+        self.capacity, self.used_bytes = capacity, Counter[int]()
+        self.seeds: list[int] = []
+
+    def seed(self, seed: int) -> None:
+        self.seeds.append(seed)
+
+    def allocate(self, size: int, index: int | None = None) -> None:
+        """Take ``size`` bytes of a device."""
+        self.used_bytes[self._index_or_current(index)] += size
+
+    def get_memory_info(self, index: int | None = None) -> tuple[int, int]:
+        return self.capacity - self.used_bytes[self._index_or_current(index)], self.capacity
 
 
 @contextmanager
@@ -346,9 +360,9 @@ def pretend_devices(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> N
 
 def pretend_memory(
     monkeypatch: pytest.MonkeyPatch, size: int, capacity: int, *, as_type: str = ""
-) -> FakeTestDevice:
+) -> CountingDevice:
     """Let there be ``size`` fake devices of ``capacity`` bytes here, which torch calls ``as_type``."""
-    device = FakeTestDevice(size=size, capacity=capacity)
+    device = CountingDevice(size, capacity)
     monkeypatch.setattr("accelerate.device.detect", lambda: device)
     if as_type:
         monkeypatch.setattr(
