@@ -27,7 +27,13 @@ import torch.distributed as dist
 
 from accelerate.world import world as worlds
 from accelerate.world.peers import ANSWER_TIMEOUT
-from accelerate.world.rank_failure_report import SAME_CALLS, FailureReport, RankStatus, rank_table
+from accelerate.world.rank_failure_report import (
+    SAME_CALLS,
+    FailureReport,
+    RankStatus,
+    find_difference,
+    rank_table,
+)
 from accelerate.world.watchdog import Watchdog
 
 MAX_PENDING = 64  # calls whose agreement is not known yet; one more waits for the oldest
@@ -185,27 +191,20 @@ class DeferredAgreement:
     def _explain(self, texts: dict[int, str], statuses: dict[int, RankStatus]) -> FailureReport:
         """Report what the ranks have called; ``statuses`` say where those are that published nothing."""
         calls = {rank: json.loads(text) for rank, text in texts.items()}
-        rows = {
-            rank: statuses[rank].describe() if rank in statuses else "is silent"
-            for rank in range(self._world.size)
-        }
+        ranks = range(self._world.size)
         operations = {operation for operation, *_ in calls.values()}
-        title, fix = "the ranks called different collectives", SAME_CALLS
-        rows |= {rank: label for rank, (_, label, _) in calls.items()}
-        if len(calls) == self._world.size and len(operations) == 1:
-            tensors = {rank: dict(leaves) for rank, (*_, leaves) in calls.items()}
-            paths = dict.fromkeys(path for leaves in tensors.values() for path in leaves)
+        if len(calls) == len(ranks) and len(operations) == 1:
             (operation,), fix = operations, "make the structures, dtypes and shapes equal on all ranks"
-            title = f"the ranks have the tensors to {operation} in different orders"
-            rows = {rank: ", ".join(leaves) for rank, leaves in tensors.items()}
-            for path in paths:
-                column = {rank: leaves.get(path, "nothing there") for rank, leaves in tensors.items()}
-                if len(set(column.values())) > 1:
-                    place = f", {path}" if path else ""
-                    title, rows = f"the ranks do not agree about a tensor to {operation}{place}", column
-                    break
-        table = rank_table(rows[rank] for rank in range(self._world.size))
-        return FailureReport(self._world.rank, title, table, fix, interrupts=True)
+            path, rows = find_difference([dict(calls[rank][2]) for rank in ranks])
+            title = f"the ranks do not agree about a tensor to {operation}{path and f', {path}'}"
+            if path is None:
+                title = f"the ranks have the tensors to {operation} in different orders"
+        else:
+            title, fix = "the ranks called different collectives", SAME_CALLS
+            said = {rank: status.describe() for rank, status in statuses.items()}
+            said |= {rank: label for rank, (_, label, _) in calls.items()}
+            rows = [said.get(rank, "is silent") for rank in ranks]
+        return FailureReport(self._world.rank, title, rank_table(rows), fix, interrupts=True)
 
 
 def is_deferrable(world: worlds.World, leaves: list[torch.Tensor]) -> bool:

@@ -28,7 +28,7 @@ from accelerate.world.control_channel import (
 )
 from accelerate.world.deferred_agreement import DeferredAgreement, is_deferrable
 from accelerate.world.local_tensor_trees import unsupported_leaf_error
-from accelerate.world.rank_failure_report import rank_table
+from accelerate.world.rank_failure_report import find_difference, rank_table
 
 _DTYPES: tuple[torch.dtype, ...] = tuple(
     sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
@@ -275,16 +275,10 @@ class PackedTree:
         messages = self.channel.exchange(
             f"{self.operation}, structure", data=pickle.dumps(leaf_kinds), label=self.operation
         )
-        descriptions = [dict(pickle.loads(messages.body(rank))) for rank in range(self.channel.size)]
-        paths = dict.fromkeys(path for description in descriptions for path in description)
-        order = [tuple(description) for description in descriptions]
-        path = next((p for p in paths if len({description.get(p) for description in descriptions}) > 1), None)
+        path, rows = find_difference([dict(pickle.loads(messages.body(r))) for r in range(self.channel.size)])
+        title = f"the ranks do not agree about the structure to {self.operation}, at {path or 'its top'}"
         if path is None:
-            rows = [", ".join(keys) for keys in order]
             title = f"the ranks have the tensors to {self.operation} in different orders"
-        else:
-            rows = [description.get(path, "nothing there") for description in descriptions]
-            title = f"the ranks do not agree about the structure to {self.operation}, at {path or 'its top'}"
         return CollectiveError(
             title, why=rank_table(rows), fix="pass the same keys and lengths on every rank"
         )

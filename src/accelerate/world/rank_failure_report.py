@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 
@@ -289,6 +289,21 @@ def table(size: int, positions: Mapping[int, RankStatus]) -> str:
 def describe_ranks(ranks: Iterable[int], positions: Mapping[int, RankStatus]) -> list[str]:
     """Return where each rank is, in words."""
     return [f"rank {r} {positions[r].describe() if r in positions else 'is silent'}" for r in ranks]
+
+
+def find_difference(descriptions: Sequence[Mapping[str, str]]) -> tuple[str | None, list[str]]:
+    """Return the first path about which the ranks disagree, and what each has there.
+
+    Where they disagree about the order alone, that is no path and the paths of each.
+
+    Args:
+        descriptions: path -> description of what each rank has, by rank.
+    """
+    for path in dict.fromkeys(path for description in descriptions for path in description):
+        column = [description.get(path, "nothing there") for description in descriptions]
+        if len(set(column)) > 1:
+            return path, column
+    return None, [", ".join(description) for description in descriptions]
 
 
 def rank_table(rows: Iterable[object]) -> str:
