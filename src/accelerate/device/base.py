@@ -38,26 +38,16 @@ def is_package_installed(package: str) -> bool:
 
 
 @functools.cache
-def torch_build() -> dict[str, str | None]:
-    """Return the constants of torch's ``version.py``, read as text: ``{"cuda": "12.8", "hip": None, ...}``.
+def torch_build() -> Mapping[str, str | None]:
+    """Return the constants of torch's ``version.py``: ``{"cuda": "12.8", "hip": None, ...}``.
 
-    Empty when torch is not installed.
+    Empty when torch is not installed. The file is run by itself; it imports nothing of torch.
     """
-    import ast  # few launches ask
+    import runpy  # few launches ask
 
     spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        return {}
-    path = Path(spec.origin).with_name("version.py")
-    constants: dict[str, str | None] = {}
-    for line in ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else ():
-        target = line.target if isinstance(line, ast.AnnAssign) else None
-        if isinstance(line, ast.Assign) and len(line.targets) == 1:
-            target = line.targets[0]
-        value = getattr(line, "value", None)
-        if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
-            constants[target.id] = None if value.value is None else str(value.value)
-    return constants
+    path = None if spec is None or spec.origin is None else Path(spec.origin).with_name("version.py")
+    return runpy.run_path(str(path)) if path is not None and path.is_file() else {}
 
 
 @frozen_dataclass
