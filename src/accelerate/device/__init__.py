@@ -8,6 +8,8 @@ probe_devices()   the best device and how many there are, without importing torc
 
 from __future__ import annotations
 
+from typing import Any
+
 from accelerate.core.errors import DeviceError, nearest
 from accelerate.core.registry import Registry
 from accelerate.core.setting import setting
@@ -84,8 +86,8 @@ def detect() -> Device:
             return device
     import torch
 
-    accelerator = getattr(torch, "accelerator", None)
-    if accelerator is not None and accelerator.is_available():
+    accelerator: Any = torch.accelerator
+    if accelerator.is_available():
         return get(accelerator.current_accelerator().type)
     return get("cpu")
 

@@ -592,8 +592,6 @@ class Device:
         """Return a function of ``torch.accelerator``, if that is this device and this torch has it."""
         import torch
 
-        accelerator = getattr(torch, "accelerator", None)
-        if accelerator is None or not accelerator.is_available():
-            return None
-        is_current = accelerator.current_accelerator().type == self.type
+        accelerator: Any = torch.accelerator
+        is_current = accelerator.is_available() and accelerator.current_accelerator().type == self.type
         return getattr(accelerator, name, None) if is_current else None

@@ -186,7 +186,7 @@ class Watchdog:
         # In a large world the others may not have written where they are before the second poll of a wait.
         self._hint_delay = HINT_DELAY if size <= LARGE_WORLD else max(HINT_DELAY, 2 * self.poll_interval)
         self.peers = PeerStatuses(store, rank, size, self.poll_interval)
-        self._wake_event, self._stop_event = threading.Event(), threading.Event()
+        self._stop_event = threading.Event()
         self._report_event = threading.Event()
         self._poll_lock = threading.Lock()
         self._counters = list(counters)
@@ -315,7 +315,6 @@ class Watchdog:
     def stop(self) -> None:
         """Stop the thread and drop the reference to the group, so that destroying it frees it."""
         self._stop_event.set()
-        self._wake_event.set()
         # The thread must not be inside torch while the interpreter shuts down.
         self.thread.join(10.0)
         for action in self.shutdown_actions:
@@ -346,10 +345,7 @@ class Watchdog:
     def _run(self) -> None:
         self.processes.publish()
         pause = self.poll_interval
-        while True:
-            self._wake_event.wait(pause)
-            if self._stop_event.is_set() or self.store.is_lost:
-                return
+        while not self._stop_event.wait(pause) and not self.store.is_lost:
             pause = self.next_pause(self.poll(), pause)
 
     def next_pause(self, waiting: bool, pause: float) -> float:
