@@ -57,7 +57,7 @@ def raise_open_file_limit() -> None:
     target = MAX_OPEN_FILES if hard < 0 else min(hard, MAX_OPEN_FILES)
     while 0 <= soft < target:
         # macOS names no hard limit, and refuses more than its sysctl kern.maxfilesperproc.
-        with suppress(ValueError, OSError):
+        with suppress(ValueError):  # EINVAL
             resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
             return
         target //= 2

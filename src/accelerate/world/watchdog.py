@@ -24,7 +24,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -504,8 +503,11 @@ class Watchdog:
 
     def _count_torch_calls(self) -> int:
         """Count the collectives that this process has started on torch's groups."""
-        total = 0
-        for counter in self._counters:
-            with suppress(RuntimeError):  # a back end without sequence numbers, on all ranks
-                total += counter()
-        return total
+        return sum(map(_sequence_number, self._counters))
+
+
+def _sequence_number(counter: Callable[[], int]) -> int:
+    try:
+        return counter()
+    except RuntimeError:  # the back end has none, on all ranks
+        return 0
