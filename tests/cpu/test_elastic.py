@@ -17,18 +17,15 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 
-from accelerate.launch.elastic import attempts, rendezvous
-from accelerate.launch.supervisor import GuardProcess, SignalAndChildExitWaiter
-from accelerate.world.signals import SignalHandler
 from accelerate.core.errors import LaunchError
 from accelerate.launch.elastic import attempts, rendezvous, rendezvous_agent
-from accelerate.launch.supervisor import GuardProcess
+from accelerate.launch.supervisor import GuardProcess, SignalAndChildExitWaiter
+from accelerate.world.signals import SignalHandler
 from tests.support.command import CONSOLE, Finished, Running, launch, start
 from tests.support.preemption import ARMED
 
@@ -341,37 +338,6 @@ def test_an_agent_that_ignores_everything_is_killed(tmp_path: Path, monkeypatch:
         assert agent.finish() == -signal.SIGKILL
 
 
-def test_a_launcher_without_its_guard_ends_as_it_would() -> None:
-    with GuardProcess(0.5) as guard:
-        guard.process.kill()
-        guard.process.wait()
-        guard.write_line("+1")
-
-
-# ---------------------------------------------------------------- signals
-
-
-def test_signals_are_heard_where_many_files_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    def high_pipe(make_pipe: Any = os.pipe) -> tuple[int, int]:
-        reader, writer = make_pipe()
-        high = fcntl.fcntl(reader, fcntl.F_DUPFD, 1100)
-        os.close(reader)
-        return high, writer
-
-    monkeypatch.setattr(os, "pipe", high_pipe)
-    with SignalAndChildExitWaiter() as signals:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert signals.wait(5) == bytes([signal.SIGUSR1])
-    handler = SignalHandler()
-    handler.catch([signal.SIGUSR1])
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert handler.wait(5) == [signal.SIGUSR1]
-    os.kill(os.getpid(), signal.SIGUSR1)
-    monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.delattr(select, "poll")
-    assert handler.wait(5) == [signal.SIGUSR1]  # as its handler has counted it
-    handler.restore_handlers()
-    handler.close()
 # ---------------------------------------------------------------- who failed first
 
 FAILED = {"event": "ended", "result": "failed", "code": 7}
@@ -429,6 +395,39 @@ def test_a_machine_that_ends_well_after_all_is_not_waited_for(
     assert verdicts.keys() == {0, 1}, "an agent waits for ever"
     assert verdicts[0] == verdicts[1]
     assert (verdicts[0]["kind"], verdicts[0]["machine"], verdicts[0]["code"]) == ("failed", blamed, 7)
+
+
+def test_a_launcher_without_its_guard_ends_as_it_would() -> None:
+    with GuardProcess(0.5) as guard:
+        guard.process.kill()
+        guard.process.wait()
+        guard.write_line("+1")
+
+
+# ---------------------------------------------------------------- signals
+
+
+def test_signals_are_heard_where_many_files_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def high_pipe(make_pipe: Any = os.pipe) -> tuple[int, int]:
+        reader, writer = make_pipe()
+        high = fcntl.fcntl(reader, fcntl.F_DUPFD, 1100)
+        os.close(reader)
+        return high, writer
+
+    monkeypatch.setattr(os, "pipe", high_pipe)
+    with SignalAndChildExitWaiter() as signals:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert signals.wait(5) == bytes([signal.SIGUSR1])
+    handler = SignalHandler()
+    handler.catch([signal.SIGUSR1])
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert handler.wait(5) == [signal.SIGUSR1]
+    os.kill(os.getpid(), signal.SIGUSR1)
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.delattr(select, "poll")
+    assert handler.wait(5) == [signal.SIGUSR1]  # as its handler has counted it
+    handler.restore_handlers()
+    handler.close()
 
 
 # ---------------------------------------------------------------- clocks

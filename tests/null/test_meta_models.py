@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.core.errors import CheckpointError, MissingExtraError, UnknownNameError
+from accelerate.core.errors import CheckpointError, MissingExtraError, PrepareError, UnknownNameError
 from accelerate.offload.estimate.safetensors_headers import read_headers
 from accelerate.offload.estimate.skeleton import ModelSkeletonError, build_skeleton, from_headers
 
@@ -78,7 +78,7 @@ def test_the_dtype_is_the_configurations_or_the_one_asked_for(tmp_path: Path) ->
     assert {p.dtype for p in build_skeleton(folder).parameters()} == {torch.bfloat16}
     assert {p.dtype for p in build_skeleton(folder, dtype="float16").parameters()} == {torch.float16}
     assert {p.dtype for p in build_skeleton(folder, dtype=torch.float32).parameters()} == {torch.float32}
-    with pytest.raises(UnknownNameError, match="did you mean 'float16'"):
+    with pytest.raises(PrepareError, match="did you mean 'float16'"):
         build_skeleton(folder, dtype="flaot16")
 
 

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT = 2.0  # seconds between heartbeats; more in large worlds
 DEAD_AFTER = 60.0  # seconds without a heartbeat after which a rank counts as dead
 LINGER = 10.0  # seconds that rank 0 waits at most until the others have read its last answer
-_LONGEST_PAUSE = 1.0  # seconds between requests of a rank that waits; more in large worlds
+_LONGEST_PAUSE = 1 / 32  # seconds and rank: of all ranks that wait, 32 ask in a second
 _CHECK_INTERVAL = 0.25  # seconds between looks at where the ranks are that do not come to a save
 
 _MAX_LINES = 8  # of an error, each of another text
@@ -311,7 +311,7 @@ class CheckpointStoreChannel:
     def __init__(self, watch: Watchdog, rank: int, size: int, id: str) -> None:
         self.rank, self.size, self.timeout = rank, size, watch.timeout
         self._store = watch.store.open_prefix(f"save/{id}")
-        self._pause = min(_LONGEST_PAUSE * self._store.pace, DEAD_AFTER / 4)
+        self._pause = min(_LONGEST_PAUSE * size, DEAD_AFTER / 4)
         self._round = 0
         self._last_heartbeats: dict[int, tuple[str, float]] = {}
         self._closing = threading.Event()
