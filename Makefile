@@ -11,8 +11,8 @@ PEER   := .venv-peer
 BIN    := $(VENV)/bin
 PIP    := -m pip --disable-pip-version-check --quiet
 ARGS   ?=
-# Of the tests: workers that share them, two more than cores since many tests wait; threads of each process.
-WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
+# Of the tests: workers that share them, three more than cores since many tests wait; threads of each process.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 3)
 THREADS ?= 1
 # Where Python may not write bytecode, every run would rewrite the assertions of all tests, 7 s of CPU per worker.
 export PYTHONDONTWRITEBYTECODE =

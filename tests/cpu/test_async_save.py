@@ -474,4 +474,5 @@ def test_saves_open_no_connections_to_the_store(ranks: RankServer, tmp_path: Pat
         assert 0 < counts[0] < 5
         assert len(set(counts)) == 1, counts
     keys = of_ranks[0][1]  # where rank 0 has come back, the others have left the save
-    assert keys[0] == keys[-1], "keys of each save stay in the store"
+    # A save has a key for each rank at least; the watchdog may have written another one meanwhile.
+    assert keys[-1] - keys[0] < 2, "keys of each save stay in the store"

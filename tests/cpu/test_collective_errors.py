@@ -814,3 +814,22 @@ def test_a_store_that_nobody_hosts_is_no_error_of_torch(ranks: RankServer) -> No
     assert second.kind == "WorldError", second
     assert "found no store of the process group within 1 s" in second.message
     assert "rank 0 does not host it: " in second.message
+
+
+def fail_and_end_training() -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    try:
+        if accelerator.process_index == 0:
+            raise ValueError("bad row")
+        accelerator.gather(torch.ones(1))
+    finally:
+        accelerator.end_training()
+
+
+def test_a_rank_that_closes_its_world_as_it_fails_says_why(ranks: RankServer) -> None:
+    """The interpreter knows of no error yet where a ``finally`` ends the training."""
+    first, second = ranks.outcomes(2, fail_and_end_training, grace=20)
+    assert (first.kind, second.kind) == ("ValueError", "PeerError"), second
+    assert "ValueError: bad row" in second.message

@@ -398,6 +398,10 @@ time.sleep(600)
     job.wait_for("ready 0")
     job.wait_for("ready 1")
     job.signal(number)
+    if number == signal.SIGTERM:  # schedulers send it to each process and to the group, or SIGHUP after it
+        for repeated in (signal.SIGTERM, signal.SIGHUP):
+            time.sleep(0.1)
+            job.signal(repeated)
     result = job.wait()
     assert result.returncode == code
     hint = "waiting for ranks 0, 1 to end; Ctrl-C once more does not wait"

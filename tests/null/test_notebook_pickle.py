@@ -154,8 +154,10 @@ def test_one_process_is_this_one_and_gets_the_precision(capsys: pytest.CaptureFi
     def train(scale: int) -> tuple[int, int, str]:
         return os.getpid(), scale, Accelerator(cpu=True).mixed_precision
 
+    earlier = Accelerator(cpu=True)  # of another cell
     before = dict(os.environ)
     assert notebook_launcher(train, (3,), 1, mixed_precision="bf16") == [(os.getpid(), 3, "bf16")]
+    assert earlier.mixed_precision == Accelerator(cpu=True).mixed_precision == "no"
     assert capsys.readouterr().out == "Launching training on one CPU, in this process.\n"
     assert dict(os.environ) == before
 

@@ -329,6 +329,26 @@ def test_every_run_is_ended_whatever_one_raises() -> None:
     assert [each.asked.count("finish") for each in (first, second, third)] == [1, 1, 1]
 
 
+def test_a_run_that_is_ended_by_a_failing_training_is_failed() -> None:
+    own = Own()
+    acc = accelerator([own])
+    acc.init_trackers("run")
+    with pytest.raises(ValueError, match="bad row"):
+        try:
+            raise ValueError("bad row")
+        finally:
+            acc.end_training()
+    assert own.failed
+
+
+def test_a_tracker_that_fails_does_not_keep_a_job_from_being_resumed() -> None:
+    acc = accelerator([Second()])
+    acc.init_trackers("run")
+    with pytest.warns(UserWarning, match="ConnectionError"), pytest.raises(SystemExit) as ended:
+        acc.exit_to_resume()
+    assert ended.value.code == 75
+
+
 def test_what_started_before_an_error_is_still_ended() -> None:
     class Broken(Own):
         def start(self) -> None:

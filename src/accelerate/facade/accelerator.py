@@ -767,9 +767,11 @@ class Accelerator(ProcessMixin):
     def end_training(self) -> None:
         """End the runs of trackers, and close the world. The last call of a script."""
         try:
-            self._option_reporter.warn_of_other_ranks()
-            self._trackers.finish()
-            self._checkpoints.wait()
+            try:
+                self._option_reporter.warn_of_other_ranks()
+                self._trackers.finish()
+            finally:
+                self._checkpoints.wait()
         finally:
             self.state.destroy_process_group()
 
@@ -1286,8 +1288,13 @@ class Accelerator(ProcessMixin):
         All ranks call it. The code is ``PreemptionKwargs.exit_code``: 75, "try again later" in sysexits.h.
 
         Raises:
-            SystemExit: always.
+            CheckpointError: a save in the background failed.
+            SystemExit: otherwise always, also where a tracker fails as its run ends.
         """
+        try:
+            self._trackers.finish()
+        except Exception as error:  # noqa: BLE001 - libraries raise anything; what is saved is to be resumed
+            warn_user(f"a tracker failed as its run ended: {type(error).__name__}: {error}")
         self.end_training()
         raise SystemExit(self._preemption.options.exit_code)
 

@@ -25,6 +25,8 @@ from accelerate.world.world import ProcessDeviceSettings, World
 if TYPE_CHECKING:
     import torch
 
+_PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
+
 
 def is_initialized() -> bool:
     """Return whether an ``Accelerator`` or ``AcceleratorState`` exists."""
@@ -331,6 +333,7 @@ class AcceleratorState(ProcessMixin):
     """
 
     _current: ClassVar[AcceleratorState | None] = None
+    _precision_variable: ClassVar[str | None] = None  # as it was when the newest one was made
     _instances: ClassVar[weakref.WeakSet[AcceleratorState]] = weakref.WeakSet()
     newest_accelerator: ClassVar[weakref.ref[Any] | None] = None
     _shared_state = _AcceleratorStateDictDescriptor()
@@ -383,7 +386,7 @@ class AcceleratorState(ProcessMixin):
         state.dynamo_plugin, state.parallelism_config = dynamo_plugin, parallelism_config
         state.device_mesh = None
         state.deepspeed_plugins = state.torch_tp_plugin = None
-        cls._current = state
+        cls._current, cls._precision_variable = state, environ.get(_PRECISION_VARIABLE)
         cls._instances.add(state)
         return state
 
@@ -488,7 +491,8 @@ class AcceleratorState(ProcessMixin):
         accelerator, newest = cls.newest_accelerator and cls.newest_accelerator(), cls._current
         if accelerator is None or newest is not accelerator.state or worlds.current() is None:
             return None
-        if not vars(newest):  # cleared
+        # Cleared; or notebook_launcher(mixed_precision=...) has called the function around this one.
+        if not vars(newest) or cls._precision_variable != environ.get(_PRECISION_VARIABLE):
             return None
         return newest if mixed_precision in (None, accelerator.state.mixed_precision) else None
 

@@ -152,6 +152,10 @@ class TrackerSet:
             warn_user(f"{tracker.name} has lost what {count} call{'s' * (count > 1)} of log() gave it")
         self._failures.clear()
         self._logged.clear()
+        # Where a ``finally`` of the program ends the training; a script that fails later ends runs at its exit.
+        has_failed = isinstance(sys.exc_info()[1], Exception)
+        for tracker in ended:
+            tracker.failed = tracker.failed or has_failed
         track.finish_runs(ended)
 
 

@@ -47,6 +47,8 @@ STOP_SIGNALS, FORWARDED_SIGNALS = (
     tuple(signal.Signals[name] for name in names if hasattr(signal, name))
     for names in (("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"), ("SIGUSR1", "SIGUSR2", "SIGXCPU"))
 )
+# Schedulers send one after the other, or one to each process and to the group.
+REPEATED_SIGNALS = {number for number in STOP_SIGNALS if number.name in ("SIGTERM", "SIGHUP")}
 
 
 class WorkerSupervisor:
@@ -91,7 +93,7 @@ class WorkerSupervisor:
         self.stop_at: float | None = None
         self.kill_at: float | None = None
         self.hint_at: float | None = None
-        self.graceful_stop_at, self.is_aborting = 0.0, False
+        self.stopped_at, self.is_aborting = 0.0, False  # when the first signal to stop came
 
     def run(self) -> JobOutcome:
         """Starts all, and returns when none is left.
@@ -177,7 +179,7 @@ class WorkerSupervisor:
         if number in FORWARDED_SIGNALS:
             _send_signal(os.kill, self.alive.values(), number)
         elif number in STOP_SIGNALS and self.outcome.stopped_by is None:
-            self.outcome.stopped_by = number
+            self.outcome.stopped_by, self.stopped_at = number, time.monotonic()
             if self._stop_gracefully(number):
                 return
             # A terminal's Ctrl-C reaches a whole group; `kill` reaches one process.
@@ -185,7 +187,8 @@ class WorkerSupervisor:
             self._ask_to_stop(os.killpg if from_keyboard else os.kill, number, self.signal_timeout)
             self.hint_at = time.monotonic() + STOP_SECONDS if number == signal.SIGINT else None
         elif number in STOP_SIGNALS and not (
-            number == self.outcome.stopped_by and time.monotonic() - self.graceful_stop_at < REPEAT_SECONDS
+            {number, self.outcome.stopped_by} <= REPEATED_SIGNALS
+            and time.monotonic() - self.stopped_at < REPEAT_SECONDS
         ):
             self.kill_at = time.monotonic()
 
@@ -196,8 +199,8 @@ class WorkerSupervisor:
             armed is not None and number in armed.signals for armed in graceful_stops
         ):
             return False
-        self.outcome.stopped_gracefully, self.graceful_stop_at = True, time.monotonic()
-        self.kill_at = None if self.grace_period is None else self.graceful_stop_at + self.grace_period
+        self.outcome.stopped_gracefully = True
+        self.kill_at = None if self.grace_period is None else self.stopped_at + self.grace_period
         _send_signal(os.kill, self.alive.values(), number)
         return True
 

@@ -298,7 +298,8 @@ class Watchdog:
 
     def shut_down(self) -> None:
         """Announce the end of this process or of its world, and stop the watchdog."""
-        error = getattr(sys, "last_value", None)
+        raised = sys.exc_info()[1]  # where a ``finally`` of the program closes the world
+        error = getattr(sys, "last_value", None) or (raised if isinstance(raised, Exception) else None)
         if error is not None:
             self.announce_failure(error)
         elif not self.store.is_lost:
