@@ -172,8 +172,9 @@ def in_setting(setting: str) -> list[tuple[float, float]]:
     """Per step: the error of the gradients, and of the norm that clipping sees."""
     accelerator, model, optimizer = set_up(setting, 2)
     found = []
-    # The middle step has no word on rank 1 in the last micro-batch, in which gradients are reduced.
-    for lengths in (LENGTHS, [1, 6, 2, 0, 6, 3, 3, 0], LENGTHS[::-1]):
+    # Steps without a word on rank 1 in the last micro-batch, in which gradients are reduced, and in the
+    # first, in which they are with sync_each_batch.
+    for lengths in (LENGTHS, [1, 6, 2, 3, 6, 0, 3, 0], [1, 0, 2, 0, 6, 3, 3, 4], LENGTHS[::-1]):
         rows = text(lengths)
         for part in share(rows, accelerator.process_index, accelerator.num_processes, 2):
             with accelerator.accumulate(model):

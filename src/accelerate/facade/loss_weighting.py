@@ -265,9 +265,10 @@ class LossWeighting:
         if not self.strategy.owns_step:
             # A scaler that has never seen a loss cannot unscale.
             self.precision.scale(loss.detach().new_zeros(()))
-        # Where the backward all-gathers parameters, other ranks wait for it in every micro-batch.
-        all_wait = self.strategy.shards_params
-        awaited_groups = [group for group in changed if all_wait or self._is_synchronizing(group)]
+        # Other ranks wait for this one where gradients are reduced, with sync_each_batch in every
+        # micro-batch; and always where the backward all-gathers parameters.
+        all_wait, reduces = self.strategy.shards_params, self.strategy.reduces_gradients
+        awaited_groups = [group for group in changed if all_wait or all(map(reduces, group.models))]
         if awaited_groups:
             models = [model for group in awaited_groups for model in group.models]
             trained = [p for group in awaited_groups for p in group.parameters if p.requires_grad]

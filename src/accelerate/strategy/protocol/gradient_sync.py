@@ -102,7 +102,11 @@ class GradientSync:
         """Run a backward with zero gradients; parameters that the graph does not use are left alone."""
         used = [parameter for parameter in zero.parameters if parameter in zero.graph_params]
         used = used or list(zero.parameters)
-        torch.autograd.backward(tuple(used), tuple(torch.zeros_like(parameter) for parameter in used))
+        modules = (module for model in zero.models for module in model.modules())
+        # DDP and some optimizers take no dense gradients of these.
+        sparse = {m.weight for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
+        zeros = (torch.zeros_like(p).to_sparse(1) if p in sparse else torch.zeros_like(p) for p in used)
+        torch.autograd.backward(tuple(used), tuple(zeros))
 
     def reached_params(self, loss: torch.Tensor) -> set[torch.Tensor]:
         """Return the parameters and other leaf tensors in the autograd graph of ``loss``."""
