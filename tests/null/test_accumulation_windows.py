@@ -513,6 +513,14 @@ def test_batches_that_are_fetched_ahead_close_the_last_window(at_once: int) -> N
     assert flags == [False, False, False, True, False, True]
 
 
+@pytest.mark.parametrize("left_out", [(8,), (3, 7, 8)])
+def test_a_loop_that_leaves_batches_out_closes_the_last_window(left_out: tuple[int, ...]) -> None:
+    accelerator, model, _ = line(gradient_accumulation_steps=4)
+    loader = accelerator.prepare(numbers(10))
+    flags = [synced(accelerator, model)[0] for place, _ in enumerate(loader) if place not in left_out]
+    assert flags == [step in (3, 7, len(flags) - 1) for step in range(len(flags))]
+
+
 class OwnLoop(DataLoaderStateMixin):
     """A loader of a program, of the class that prepared loaders have in common."""
 

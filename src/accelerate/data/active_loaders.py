@@ -159,11 +159,12 @@ class DataLoaderStateMixin:
     def expected_micro_steps(self) -> int:
         """The least number of ``micro_steps`` for the batches since the last one; 0 before there was one.
 
-        A loop takes a number of steps for each batch, or one for each so many samples: where these do not
-        agree, the smaller number counts, so that a window is closed rather than left open.
+        A loop takes a number of steps for each batch, or one for each so many samples, or as many as before
+        after it has left a batch out: where these do not agree, the smallest number counts, so that a window
+        is closed rather than left open.
         """
         (steps, batches_before, samples_before), (batches, samples) = self._pace, self._given
-        expected = -(-steps * batches // max(1, batches_before))
+        expected = min(steps, -(-steps * batches // max(1, batches_before)))
         if samples and samples_before:
             expected = min(expected, -(-steps * samples // samples_before))
         return expected
