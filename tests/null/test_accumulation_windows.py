@@ -187,6 +187,12 @@ def test_a_window_that_was_left_early_must_be_dropped() -> None:
     optimizer.zero_grad()
     assert model.weight.grad is None
     assert walked(accelerator, model, optimizer, loader, 8) == [(list(map(float, range(8))), "FFFFFFFT", 3.5)]
+    leave()
+    accelerator.free_memory()
+    model, optimizer, loader = accelerator.prepare(model, optimizer.optimizer, loader)
+    model.zero_grad()
+    accelerator.backward(model(torch.ones(1, 1)).sum(), num_items=1)
+    optimizer.step()
 
 
 def enter(accelerator: Accelerator) -> None:

@@ -755,7 +755,7 @@ class Accelerator(ProcessMixin):
         """Forget all prepared objects and free memory; return a None for each of ``objects``."""
         self._checkpoints.wait(release=True)
         self._prepared.clear()
-        self.gradient_state.step, self.gradient_state.loss_weighting = 0, None
+        self.gradient_state.reset()
         if isinstance(self.strategy, EngineStrategy):
             self.strategy.forget()
         return release_memory(*objects)

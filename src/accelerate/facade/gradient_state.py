@@ -33,6 +33,18 @@ class GradientAccumulationPlugin(KwargsHandler):
     step_scheduler_once: bool = False
 
 
+# What a ``GradientState`` says of gradients, before there are any.
+_WITHOUT_GRADIENTS: dict[str, Any] = {
+    "sync_gradients": True,
+    "step": 0,
+    "window": None,
+    "abandoned_window": "",
+    "resumed_window": None,
+    "loss_weighting": None,
+    "has_unweighted_grads": False,
+}
+
+
 class _SharedStateDescriptor:
     """The descriptor ``Class._shared_state``: the current instance as a dict, empty without one."""
 
@@ -82,12 +94,9 @@ class GradientState:
     ) -> GradientState:
         """Create a new one, which becomes the current."""
         state = super().__new__(cls)
-        state.sync_gradients = True
         state.plugin_kwargs = plugin.to_kwargs() if plugin is not None else {}
         state.loaders = ActiveLoaders() if loaders is None else loaders
-        state.step = 0
-        state.window, state.abandoned_window, state.resumed_window = None, "", None
-        state.loss_weighting, state.has_unweighted_grads = None, False
+        vars(state).update(_WITHOUT_GRADIENTS)
         state._xla_gradients_synced = False
         cls._current, ActiveLoaders.newest = state, state.loaders
         return state
@@ -182,8 +191,7 @@ class GradientState:
 
     def snapshot(self) -> Callable[[], None]:
         """Return a function that restores the present counts, windows and loss weighting."""
-        counts = ("step", "sync_gradients", "has_unweighted_grads", "loss_weighting")
-        kept = {n: getattr(self, n) for n in (*counts, "window", "abandoned_window", "resumed_window")}
+        kept = {name: getattr(self, name) for name in _WITHOUT_GRADIENTS}
         restore_weighting = None if self.loss_weighting is None else self.loss_weighting.snapshot()
 
         def restore() -> None:
@@ -192,6 +200,10 @@ class GradientState:
                 restore_weighting()
 
         return restore
+
+    def reset(self) -> None:
+        """Forget counts, windows and loss weighting: the gradients are gone."""
+        vars(self).update(_WITHOUT_GRADIENTS)
 
     def refuse_abandoned(self, what: str) -> None:
         """Refuse to go on with gradients of a window that was left before its last micro-batch.
