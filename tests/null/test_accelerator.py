@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import pickle
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from accelerate.utils import (
     KwargsHandler,
     ProfileKwargs,
     TorchDynamoPlugin,
+    find_executable_batch_size,
 )
 
 
@@ -509,6 +511,66 @@ def test_two_optimizers_share_one_scaler() -> None:
     second.step()
     for model, before in zip((a, b), start, strict=True):
         assert torch.allclose(before - model.weight, torch.ones(1, 3), atol=1e-3)
+
+
+class FailingSGD(torch.optim.SGD):
+    """Its step fails as often as it is told."""
+
+    failures = 0
+
+    def step(self, closure: Any = None) -> Any:
+        if self.failures:
+            self.failures -= 1
+            raise MemoryError
+        return super().step()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("clips", [False, True])
+def test_gradients_after_a_step_that_failed_are_unscaled(clips: bool, fused: bool) -> None:
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
+    model = nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, FailingSGD(model.parameters(), lr=1.0, fused=fused))
+    before = model.weight.detach().clone()
+    for failures in (1, 0):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        if clips:
+            accelerator.clip_grad_norm_(model.parameters(), 9.0)
+        optimizer.optimizer.failures = failures
+        if failures:
+            with pytest.raises(MemoryError):
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(model.weight, before - 1)
+
+
+@pytest.mark.parametrize("frees", [False, True])
+def test_optimizers_that_wait_for_their_step_are_forgotten_with_what_was_prepared(frees: bool) -> None:
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
+    models: list[weakref.ref[nn.Module]] = []
+
+    def train() -> float:
+        """Overflow once, and leave gradients that are clipped and wait for their step."""
+        assert all(model() is None for model in models)
+        model, optimizer = accelerator.prepare(*cast("list[Any]", parts()[:2]))
+        models.append(weakref.ref(model))
+        for factor in (float("inf"), 1.0):
+            optimizer.zero_grad()
+            accelerator.backward(model(torch.ones(2, 3)).square().mean() * factor)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
+            assert (norm < 100) == (factor == 1)
+        if frees and len(models) == 1:
+            accelerator.free_memory()
+        elif len(models) == 1:
+            raise MemoryError
+        return accelerator.scaler.get_scale()  # type: ignore[union-attr]
+
+    if frees:
+        assert [train(), train()] == [512.0, 256.0]
+    else:
+        assert find_executable_batch_size(lambda size: train(), starting_batch_size=10)() == 512.0
 
 
 def test_a_strict_run_refuses_float16_weights_with_their_names() -> None:

@@ -344,7 +344,8 @@ INTERNALS = (
         "loss scaling and schedulers",
         ("precision/base.py", "facade/scheduler.py"),
         {
-            "torch.amp": "GradScaler._found_inf_per_device GradScaler._maybe_opt_step",
+            "torch.amp": "GradScaler._found_inf_per_device GradScaler._maybe_opt_step "
+            "GradScaler._per_optimizer_states",
             "torch.optim.lr_scheduler": "LRScheduler._step_count SequentialLR._milestones",
         },
     ),

@@ -295,7 +295,7 @@ class Accelerator(ProcessMixin):
 
     def _snapshot(self) -> Callable[[], None]:
         """Return a function that undoes what an attempt with too large a batch has changed."""
-        components = self._prepared, self.gradient_state, self._checkpoints
+        components = self._prepared, self.gradient_state, self._runtime.precision, self._checkpoints
         undos, trigger = [component.snapshot() for component in components], self._trigger
 
         def restore() -> None:
@@ -756,6 +756,8 @@ class Accelerator(ProcessMixin):
         self._checkpoints.wait(release=True)
         self._prepared.clear()
         self.gradient_state.reset()
+        if (loss_scaling := self._runtime.precision.loss_scaling) is not None:
+            loss_scaling.forget_optimizers()
         if isinstance(self.strategy, EngineStrategy):
             self.strategy.forget()
         return release_memory(*objects)

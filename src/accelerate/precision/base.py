@@ -178,7 +178,8 @@ class LossScaling:
             try:
                 self._scaler.unscale_(optimizer)
             except (AssertionError, ValueError) as error:
-                raise _explain_error(error, optimizer) from error
+                _explain_error(error, optimizer)
+                raise
         self._unscaled[id(optimizer)] = optimizer
         if self._overflow_sync is not None:
             self._sync_overflow(optimizer, self._overflow_sync)
@@ -190,6 +191,15 @@ class LossScaling:
         """
         if self._unscaled.pop(id(optimizer), None) is not None:
             self._note_done()
+
+    def forget_optimizers(self) -> None:
+        """Forget the optimizers that wait for their step; the scale stays, with the steps that were taken."""
+        self.update_scale()
+        self._unscaled.clear()
+        self._scaler._per_optimizer_states.clear()
+        self._stepped = False
+        if isinstance(self._scaler, SyncedGradScaler):
+            self._scaler.is_update_due = False
 
     def _note_done(self) -> None:
         self._stepped = True
@@ -230,10 +240,18 @@ class LossScaling:
         own = self._scaler if isinstance(self._scaler, SyncedGradScaler) else None
         if own is not None:
             own.has_overflowed = None
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            self._unscaled[id(optimizer)] = optimizer  # and stays so where its own ``step`` raises
         try:
             result = self._scaler.step(optimizer)
-        except (AssertionError, ValueError) as error:
-            raise _explain_error(error, optimizer) from error
+        except BaseException as error:
+            vars(optimizer).pop("grad_scale", None)  # torch multiplies one that is left by the next scale
+            if not self._scaler._found_inf_per_device(optimizer):  # nothing was unscaled
+                self._unscaled.pop(id(optimizer), None)
+                self._scaler._per_optimizer_states.pop(id(optimizer), None)
+            if isinstance(error, AssertionError | ValueError):
+                _explain_error(error, optimizer)
+            raise
         self._unscaled.pop(id(optimizer), None)
         self._note_done()
         if own is not None and own.has_overflowed is not None:
@@ -256,24 +274,27 @@ class LossScaling:
             self._scaler.update()
 
 
-def _explain_error(error: Exception, optimizer: torch.optim.Optimizer) -> Exception:
-    """Return an error with a cause and a fix for an error of torch's scaler, or the same error."""
+def _explain_error(error: Exception, optimizer: torch.optim.Optimizer) -> None:
+    """Raise an error with a cause and a fix for an error of torch's scaler, if there is one.
+
+    Raises:
+        PrepareError: gradients are missing, or float16.
+    """
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not grads:
-        return PrepareError(
+        raise PrepareError(
             "a step, or unscaling, of an optimizer none of whose parameters has a gradient",
             why="no backward has run since the last step, or the optimizer was made for other parameters",
             fix="call accelerator.backward(loss) first, and make the optimizer from the prepared model's "
             "parameters()",
-        )
+        ) from error
     if any(grad.dtype == torch.float16 for grad in grads):
-        return PrepareError(
+        raise PrepareError(
             "float16 gradients cannot be unscaled",
             why="trained parameters are float16, and mixed precision keeps float32 weights",
             fix="load the model in float32 (model.float()): mixed_precision='fp16' computes in float16 by "
             "itself",
-        )
-    return error
+        ) from error
 
 
 class Precision(ABC):
@@ -322,6 +343,19 @@ class Precision(ABC):
         if self.loss_scaling is not None:
             self.loss_scaling.update_scale()
         self.loss_scaling, self.scales_loss = loss_scaling, loss_scaling is not None
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that restores what scales losses now, and its scale."""
+        loss_scaling = self.loss_scaling
+        state = {} if loss_scaling is None else loss_scaling.scaler.state_dict()
+
+        def restore() -> None:
+            self.loss_scaling, self.scales_loss = loss_scaling, loss_scaling is not None
+            if loss_scaling is not None:
+                loss_scaling.forget_optimizers()
+                loss_scaling.scaler.load_state_dict(state)
+
+        return restore
 
     @property
     def recipe(self) -> Any:
