@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from itertools import product
 from typing import Any
@@ -255,6 +256,30 @@ def test_fp16_scales_and_skips_together(ranks: RankServer) -> None:
     assert skipped > 0
     assert not last
     assert finite
+
+
+def clip_part() -> tuple[list[bool], list[float], bool]:
+    """Clip a layer that rank 1 has alone; rank 0 has none of its gradients."""
+    accelerator = accelerator_of({"use_orig_params": True}, "fp16")
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 1, bias=False))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.scaler.load_state_dict({**accelerator.scaler.state_dict(), "scale": 64.0})
+    head = model.get_parameter("1.weight")
+    skipped, scales = [], []
+    for factor in (1.0, math.inf, 1.0):
+        accelerator.backward(model(torch.ones(2, 16)).sum() * factor)
+        accelerator.clip_grad_norm_([head], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        skipped.append(accelerator.optimizer_step_was_skipped)
+        scales.append(accelerator.scaler.get_scale())
+    return skipped, scales, head.numel() == 16
+
+
+def test_fp16_clips_a_layer_that_one_rank_holds(ranks: RankServer) -> None:
+    outcomes = ranks(2, clip_part)
+    assert [each[:2] for each in outcomes] == [([False, True, False], [64.0, 32.0, 32.0])] * 2
+    assert [each[2] for each in outcomes] == [False, True]
 
 
 # --- the loop

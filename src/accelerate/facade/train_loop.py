@@ -250,7 +250,9 @@ class TrainLoop:
         """Unscale only optimizers whose gradients are clipped: others may have had no backward yet."""
         if self.strategy.owns_step:
             return
-        clipped_ids = {id(p) for p in params if p.grad is not None}
+        # Ranks that all-reduce the overflow flag need the same answer, also where a shard has no gradient.
+        is_sharded = self.strategy.flag_reduction() is not None
+        clipped_ids = {id(p) for p in params if (p.requires_grad if is_sharded else p.grad is not None)}
         for optimizer in self.prepared.optimizers:
             if any(id(p) in clipped_ids for group in optimizer.param_groups for p in group["params"]):
                 self.precision.unscale(optimizer.optimizer)
