@@ -513,6 +513,54 @@ def test_two_optimizers_share_one_scaler() -> None:
         assert torch.allclose(before - model.weight, torch.ones(1, 3), atol=1e-3)
 
 
+def test_gradients_that_are_unscaled_in_part_are_refused() -> None:
+    """A loop that counts by itself and clips in every micro-batch; a backward of another model is fine."""
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
+    prepared: list[Any] = [accelerator.prepare(*cast("list[Any]", parts()[:2])) for _ in range(2)]
+    (model, optimizer), (other, other_optimizer) = prepared
+    x, before = torch.ones(2, 3), model.weight.detach().clone()
+
+    def accumulate_and_clip(of: nn.Module, *more: nn.Module) -> None:
+        accelerator.backward(sum(each(x).sum() for each in (of, *more)))
+        accelerator.clip_grad_norm_(of.parameters(), 1e9)
+
+    accumulate_and_clip(model)
+    for _ in range(2):  # the second is without a step in between, and zeros
+        accumulate_and_clip(other)
+        other_optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+    torch.testing.assert_close(model.weight, before - 0.2)
+    optimizer.zero_grad()
+    accumulate_and_clip(model)
+    with pytest.raises(PrepareError, match="SGD of 2 parameters that are unscaled in part"):
+        accumulate_and_clip(model)
+    with pytest.raises(PrepareError, match="unscaled in part"):
+        optimizer.step()
+    optimizer.zero_grad()
+    accumulate_and_clip(model)
+    accelerator.backward(other(x).sum() + model(x).sum(), inputs=list(other.parameters()))
+    optimizer.step()
+    torch.testing.assert_close(model.weight, before - 0.4)
+
+
+def test_an_optimizer_that_waits_for_its_step_is_named() -> None:
+    """Two optimizers of different rates, clipped together."""
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
+    models = [nn.Linear(3, 1), nn.Linear(3, 1, bias=False)]
+    rates = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    first, second, fast, _ = accelerator.prepare(*models, *rates)
+    x, both = torch.ones(1, 3), [*first.parameters(), *second.parameters()]
+    accelerator.backward(first(x).sum() + second(x).sum())
+    accelerator.clip_grad_norm_(both, 1e9)
+    fast.step()
+    with pytest.raises(PrepareError, match=r"SGD of 2 parameters .* a step of SGD of 1 parameters"):
+        fast.step()
+    fast.zero_grad()
+    accelerator.backward(first(x).sum())
+    with pytest.raises(PrepareError, match=r"SGD of 2 parameters .* a step of SGD of 1 parameters"):
+        accelerator.clip_grad_norm_(both, 1e9)
+
+
 class FailingSGD(torch.optim.SGD):
     """Its step fails as often as it is told."""
 

@@ -241,7 +241,9 @@ class LossWeighting:
                 return trained_groups
             return [group for group in trained_groups if not params_in_graph.isdisjoint(group.parameters)]
         before = [] if is_single else [group.grad_versions() for group in trained_groups]
-        self.strategy.backward(self.precision.scale(weighted_loss), sync_gradients=sync, **kwargs)
+        reached_params = None if "inputs" in kwargs else self.strategy.reached_params
+        scaled_loss = self.precision.scale(weighted_loss, reached_params)
+        self.strategy.backward(scaled_loss, sync_gradients=sync, **kwargs)
         if is_single:
             return trained_groups
         return [group for group, old in zip(trained_groups, before, strict=True) if group.has_changed(old)]

@@ -111,7 +111,7 @@ class TrainLoop:
                 if steps != 1:
                     loss = loss / steps
             if self.precision.scales_loss and not strategy.owns_step:
-                loss = self.precision.scale(loss)
+                loss = self.precision.scale(loss, None if "inputs" in kwargs else strategy.reached_params)
             strategy.backward(loss, sync_gradients=gradients.sync_gradients, **kwargs)
         except (RuntimeError, AttributeError, TypeError, ValueError):
             _check_loss(loss, kwargs)

@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import OptState
 
 from accelerate.core.argument_checks import KwargsHandler
-from accelerate.core.errors import PrepareError
+from accelerate.core.errors import PrepareError, list_first
 from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.device.base import Device
 
@@ -124,6 +125,10 @@ class SyncedGradScaler(torch.amp.GradScaler):
         return None if self.has_overflowed else optimizer.step(*args, **kwargs)
 
 
+# Torch's words where an optimizer comes again before an update of the scale.
+_CALLED_BEFORE_UPDATE = ("unscale_() is being called after step()", "step() has already been called since")
+
+
 class LossScaling:
     """Losses and optimizer steps through a gradient scaler: that of fp16, or one that the user assigned.
 
@@ -140,6 +145,8 @@ class LossScaling:
         self._scaler, self._updates_at_once = scaler, updates_at_once
         self._overflow_sync: Callable[[torch.Tensor], None] | None = None
         self._unscaled: dict[int, torch.optim.Optimizer] = getattr(scaler, "unscaled", {})
+        # Of these, by id, those whose gradients a backward with scaled ones has changed since.
+        self._mixed: set[int] = set()
         self._stepped = False
 
     @property
@@ -160,27 +167,43 @@ class LossScaling:
         else:
             self._overflow_sync = agreement
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Multiply the loss by the loss scale."""
+    def scale(
+        self, loss: torch.Tensor, reached_params: Callable[[torch.Tensor], set[torch.Tensor]] | None = None
+    ) -> torch.Tensor:
+        """Multiply the loss by the loss scale.
+
+        Args:
+            loss: backward runs on it next.
+            reached_params: returns the parameters in the graph of the loss; None: not known.
+        """
         for optimizer in [*self._unscaled.values()]:
-            if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+            params = _parameters(optimizer)
+            if all(p.grad is None for p in params):
                 self.note_cleared(optimizer)
+            elif reached_params is not None and not reached_params(loss).isdisjoint(params):
+                self._mixed.add(id(optimizer))
         return self.scaler.scale(loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale once per optimizer and step, however often it is called."""
+        """Unscale once per optimizer and step, however often it is called.
+
+        Raises:
+            PrepareError: the gradients are unscaled in part.
+        """
         if id(optimizer) in self._unscaled or not self.is_enabled:
+            self._refuse_mixed(optimizer)
             return
         if isinstance(self._scaler, SyncedGradScaler):
             self._scaler.is_update_due = False  # an update would forget that this optimizer is unscaled
         # The user may have called ``unscale_`` of a scaler of his own.
-        if isinstance(self._scaler, SyncedGradScaler) or not self._scaler._found_inf_per_device(optimizer):
+        if self._scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.UNSCALED:
             try:
                 self._scaler.unscale_(optimizer)
-            except (AssertionError, ValueError) as error:
-                _explain_error(error, optimizer)
+            except (AssertionError, RuntimeError, ValueError) as error:
+                _explain_error(error, optimizer, self._unscaled.values())
                 raise
         self._unscaled[id(optimizer)] = optimizer
+        self._mixed.discard(id(optimizer))
         if self._overflow_sync is not None:
             self._sync_overflow(optimizer, self._overflow_sync)
 
@@ -190,7 +213,18 @@ class LossScaling:
         Those of the next backward have a scale again; an overflow of the ones before lowers it all the same.
         """
         if self._unscaled.pop(id(optimizer), None) is not None:
+            self._scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.READY
             self._note_done()
+
+    def _refuse_mixed(self, optimizer: torch.optim.Optimizer) -> None:
+        if id(optimizer) in self._mixed and id(optimizer) in self._unscaled:
+            raise PrepareError(
+                f"gradients of {_describe(optimizer)} that are unscaled in part are clipped or stepped",
+                why="they were unscaled, as for clipping, and then a backward added gradients that are "
+                "multiplied by the loss scale",
+                fix="clip once, between the last backward and optimizer.step(); in `with "
+                "accelerator.accumulate(model):` clipping waits for the last micro-batch by itself",
+            )
 
     def forget_optimizers(self) -> None:
         """Forget the optimizers that wait for their step; the scale stays, with the steps that were taken."""
@@ -235,22 +269,24 @@ class LossScaling:
                 why="the closure would run backward on a loss that is not scaled",
                 fix="use mixed_precision='bf16' or an optimizer that needs no closure",
             )
+        if self._mixed:
+            self._refuse_mixed(optimizer)
         if self._overflow_sync is not None:
             self.unscale(optimizer)
         own = self._scaler if isinstance(self._scaler, SyncedGradScaler) else None
         if own is not None:
             own.has_overflowed = None
-        if not getattr(optimizer, "_step_supports_amp_scaling", False):
-            self._unscaled[id(optimizer)] = optimizer  # and stays so where its own ``step`` raises
         try:
             result = self._scaler.step(optimizer)
         except BaseException as error:
             vars(optimizer).pop("grad_scale", None)  # torch multiplies one that is left by the next scale
-            if not self._scaler._found_inf_per_device(optimizer):  # nothing was unscaled
+            state = self._scaler._per_optimizer_states[id(optimizer)]
+            if not state["found_inf_per_device"]:
+                state["stage"] = OptState.READY
                 self._unscaled.pop(id(optimizer), None)
-                self._scaler._per_optimizer_states.pop(id(optimizer), None)
-            if isinstance(error, AssertionError | ValueError):
-                _explain_error(error, optimizer)
+            elif state["stage"] is OptState.UNSCALED:
+                self._unscaled[id(optimizer)] = optimizer  # its own ``step`` has raised
+            _explain_error(error, optimizer, self._unscaled.values())
             raise
         self._unscaled.pop(id(optimizer), None)
         self._note_done()
@@ -274,19 +310,40 @@ class LossScaling:
             self._scaler.update()
 
 
-def _explain_error(error: Exception, optimizer: torch.optim.Optimizer) -> None:
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _describe(optimizer: torch.optim.Optimizer) -> str:
+    return f"{type(optimizer).__name__} of {len(_parameters(optimizer))} parameters"
+
+
+def _explain_error(
+    error: BaseException, optimizer: torch.optim.Optimizer, unscaled: Iterable[torch.optim.Optimizer]
+) -> None:
     """Raise an error with a cause and a fix for an error of torch's scaler, if there is one.
 
     Raises:
-        PrepareError: gradients are missing, or float16.
+        PrepareError: gradients are missing, or float16, or another one of ``unscaled`` has not stepped.
     """
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    is_early = any(words in str(error) for words in _CALLED_BEFORE_UPDATE)
+    if not is_early and not isinstance(error, AssertionError | ValueError):
+        return
+    grads = [p.grad for p in _parameters(optimizer) if p.grad is not None]
     if not grads:
         raise PrepareError(
             "a step, or unscaling, of an optimizer none of whose parameters has a gradient",
             why="no backward has run since the last step, or the optimizer was made for other parameters",
             fix="call accelerator.backward(loss) first, and make the optimizer from the prepared model's "
             "parameters()",
+        ) from error
+    if is_early and (waiting := [_describe(each) for each in unscaled if each is not optimizer]):
+        raise PrepareError(
+            f"{_describe(optimizer)} is clipped or stepped again before a step of {list_first(waiting)}",
+            why="gradients that were clipped, and so unscaled, wait for their step, and the loss scale is "
+            "not updated before",
+            fix="clip only the parameters of optimizers that step now, or clear the other gradients by "
+            "optimizer.zero_grad()",
         ) from error
     if any(grad.dtype == torch.float16 for grad in grads):
         raise PrepareError(
@@ -411,9 +468,11 @@ class Precision(ABC):
     def check_trainable(self, named: Iterable[tuple[str, torch.Tensor]], *, strict: bool) -> None:
         """Warn of parameters that cannot be trained in this format as it is; refuse them in a strict run."""
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to run backward on."""
-        return loss if self.loss_scaling is None else self.loss_scaling.scale(loss)
+    def scale(
+        self, loss: torch.Tensor, reached_params: Callable[[torch.Tensor], set[torch.Tensor]] | None = None
+    ) -> torch.Tensor:
+        """Return the loss to run backward on; ``reached_params`` returns the parameters in its graph."""
+        return loss if self.loss_scaling is None else self.loss_scaling.scale(loss, reached_params)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the loss scale, once per step."""
