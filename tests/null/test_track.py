@@ -333,11 +333,15 @@ def test_a_run_that_is_ended_by_a_failing_training_is_failed() -> None:
     own = Own()
     acc = accelerator([own])
     acc.init_trackers("run")
-    with pytest.raises(ValueError, match="bad row"):
+
+    def train() -> None:
         try:
             raise ValueError("bad row")
         finally:
             acc.end_training()
+
+    with pytest.raises(ValueError, match="bad row"):
+        train()
     assert own.failed
 
 
