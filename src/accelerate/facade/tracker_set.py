@@ -152,7 +152,7 @@ class TrackerSet:
             warn_user(f"{tracker.name} has lost what {count} call{'s' * (count > 1)} of log() gave it")
         self._failures.clear()
         self._logged.clear()
-        # Where a ``finally`` of the program ends the training; runs that are open at the exit are ended there.
+        # Where a ``finally`` of the program ends the training; an exit ends the runs that are still open.
         has_failed = isinstance(sys.exc_info()[1], Exception)
         for tracker in ended:
             tracker.failed = tracker.failed or has_failed
