@@ -11,8 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import Accelerator, init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
+from accelerate import (
+    Accelerator,
+    dispatch_model,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
+)
 from accelerate.core.errors import DeviceError
+from accelerate.utils import align_module_device
+from accelerate.utils.modeling import get_state_dict_from_offload
 from tests.support import sim
 from tests.support.offloaded import is_offloaded
 
@@ -119,6 +127,25 @@ def test_what_is_on_disk_is_a_stand_in_over_its_file(tmp_path: Path, net: Net) -
     torch.testing.assert_close(weight.source.host_tensor(), net.layers[5].up.weight.data)  # pyright: ignore
     assert model.layers[0].up.weight.device == torch.device("sim", 0)
     assert model.layers[3].up.weight.device == torch.device("sim", 1)
+
+
+@pytest.mark.parametrize("is_used", [False, True], ids=["a new folder", "a folder of an older model"])
+def test_hooks_have_the_weights_that_stay_in_the_checkpoint(tmp_path: Path, net: Net, is_used: bool) -> None:
+    """What clients read through a hook are the values that the forward computes with."""
+    if is_used:
+        dispatch_model(Net(), {"": 0, "layers": "disk"}, offload_dir=tmp_path / "offload")
+    model: Any = load_checkpoint_and_dispatch(
+        empty(), tmp_path / "w", {"": 0, "layers": "disk"}, offload_folder=tmp_path / "offload"
+    )
+    part, expected = model.layers[2].up, net.layers[2].up.weight  # pyright: ignore
+    torch.testing.assert_close(part._hf_hook.weights_map["weight"], expected.data)
+    assert "layers.2.up.weight" in dict(part._hf_hook.weights_map.dataset)
+    for _ in range(2):
+        with align_module_device(part):
+            torch.testing.assert_close(part.weight.data.cpu(), expected.data)
+        state = get_state_dict_from_offload(part, "weight", {"weight": ""})
+        torch.testing.assert_close(state["weight"], expected.data)
+        torch.testing.assert_close(model(X).cpu(), net(X))
 
 
 @pytest.mark.parametrize("kind", ["auto", "balanced", "balanced_low_0", "sequential"])

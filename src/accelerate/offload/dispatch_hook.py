@@ -129,6 +129,7 @@ class DispatchHook(AlignDevicesHook):
         if self.offload and not any(isinstance(tensor, OffloadedTensor) for tensor in owned):
             return super().init_hook(module)  # it comes back, or goes to another module: they have real ones
         self._record_module(module)
+        self._used_map = self.weights_map
         return module
 
     def detach_hook(self, module: nn.Module) -> nn.Module:

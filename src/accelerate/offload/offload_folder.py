@@ -22,9 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from accelerate.core.errors import OffloadError, PrepareError, warn_user
-from accelerate.offload.offloaded_tensor import (
-    in_memory,
-)
+from accelerate.offload.offloaded_tensor import HostMemoryWeightSource, TensorSource, in_memory
 
 INDEX = "index.json"
 Folder: TypeAlias = "str | os.PathLike[str]"
@@ -195,7 +193,8 @@ def keep_replaced_files(
             each.has_survived = True
     kept = [(name, each) for name in replaced for each in readers if each.reads_file(name)]
     for name, each in kept:
-        each.replaced[name] = load_offloaded_weight(Path(folder, f"{name}.dat"), each.index[name])
+        value = load_offloaded_weight(Path(folder, f"{name}.dat"), each.index[name])
+        each.sources[name] = HostMemoryWeightSource(name, value)
     return bool(kept)
 
 
@@ -371,7 +370,8 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
     Attributes:
         all_keys: every name, once.
-        replaced: name -> the values, mapped from a file whose name another model has taken in the folder.
+        sources: name -> source, before the index: of what is mapped from a checkpoint without an entry, or
+            from a file whose name another model has taken in the folder.
         is_read_by_model: a model has its weights here; it keeps them when others of these names are written.
         has_survived: it was not freed by a garbage collection.
 
@@ -401,25 +401,29 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         for file in {entry["safetensors_file"] for entry in index.values() if entry.get("safetensors_file")}:
             if not os.path.exists(file):
                 raise _missing_file_error(file)
-        self.replaced: dict[str, torch.Tensor] = {}
+        self.sources: dict[str, TensorSource] = {}
         self.is_read_by_model = self.has_survived = False
         self._files: dict[str, Any] = {}
         self._opening = threading.Lock()
         LOADERS[id(self)] = self
 
+    def add_sources(self, sources: Mapping[str, TensorSource]) -> None:
+        """Add values that come before those of the index."""
+        self.sources.update(sources)
+        self.all_keys = list(dict.fromkeys((*self.all_keys, *sources)))
+
     def reads_file(self, name: str) -> bool:
         """Return True when the values of ``name`` are read from its file in the folder."""
         entry = self.index.get(name)
-        is_elsewhere = name in self.state_dict or name in self.replaced
+        is_elsewhere = name in self.state_dict or name in self.sources
         return entry is not None and not entry.get("safetensors_file") and not is_elsewhere
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self.state_dict:
             return self.state_dict[key]
-        entry = self.index[key]
-        if key in self.replaced:
-            value = self.replaced[key]
-        elif entry.get("safetensors_file") is not None:
+        if key in self.sources:
+            value = self.sources[key].host_tensor()
+        elif (entry := self.index[key]).get("safetensors_file") is not None:
             value = self._from_checkpoint(key, entry)
         elif self.save_folder is None:
             raise OffloadError(
@@ -457,7 +461,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return len(self.all_keys)
 
     def __contains__(self, key: object) -> bool:
-        return key in self.state_dict or key in self.index
+        return any(key in each for each in (self.state_dict, self.sources, self.index))
 
     def in_memory(self, key: str) -> bool:
         """Return True when the entry is in memory, and so can be changed."""
@@ -466,7 +470,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     def copy_files(self, state_dict: dict[str, torch.Tensor]) -> OffloadedWeightsLoader:
         """Return a loader of the same files with other weights in memory."""
         twin = copy.copy(self)
-        twin.state_dict, twin.all_keys, twin.replaced = state_dict, [*self.all_keys], {**self.replaced}
+        twin.state_dict, twin.all_keys, twin.sources = state_dict, [*self.all_keys], {**self.sources}
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedWeightsLoader:

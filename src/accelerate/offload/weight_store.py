@@ -42,6 +42,7 @@ class WeightStore:
 
     Attributes:
         in_memory: name -> tensor, of what is offloaded to memory; filled while the model is dispatched.
+        own_files: name -> source, of what stays in another file, as in a checkpoint; filled likewise.
 
     Raises:
         OffloadError: a file that an index names does not exist.
@@ -54,6 +55,7 @@ class WeightStore:
         self.folder = folder
         self.index = index or {}
         self.in_memory: dict[str, torch.Tensor] = HostWeights()
+        self.own_files: dict[str, TensorSource] = {}
         self.refresh_loader()
 
     def refresh_loader(self) -> OffloadedWeightsLoader:
@@ -62,7 +64,9 @@ class WeightStore:
         if self.folder is not None and Path(self.folder, INDEX).exists():
             entries.update(OffloadedWeightsLoader(save_folder=self.folder).index)
         entries.update(self.index)
+        entries = {name: entry for name, entry in entries.items() if name not in self.own_files}
         self.loader = OffloadedWeightsLoader(self.in_memory, self.folder, entries)
+        self.loader.add_sources(self.own_files)
         self.loader.is_read_by_model = True
         return self.loader
 
@@ -128,7 +132,6 @@ class WeightStore:
             PrepareError: there is no folder to write to.
             OffloadError: it cannot be written.
         """
-        own_files: dict[str, TensorSource] = {}
         unwritten: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             if name in self.index:
@@ -140,12 +143,12 @@ class WeightStore:
             else:
                 source = mapped_source(tensor) if in_place else unchanged_source(tensor)
             if source is not None:
-                own_files[name] = source
+                self.own_files[name] = source
             elif (name in self.state_dict or not tensor.is_meta) and not self._is_written(name, tensor):
                 unwritten[name] = tensor
         self._write_to_folder(unwritten)
         return {
-            name: own_files[name] if name in own_files else MappingSource(name, self.loader, name, tensor)
+            name: self.own_files.get(name) or MappingSource(name, self.loader, name, tensor)
             for name, tensor in tensors.items()
         }
 
