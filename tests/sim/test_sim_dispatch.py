@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections import UserDict
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,6 +147,50 @@ def test_caches_are_not_moved_at_every_layer() -> None:
     assert caches[0]["steps"] == caches[1]["steps"] == 32
     for place, layer in caches[0]["layers"].items():
         assert {str(kv.device) for kv in layer["kv"]} == {f"sim:{place // 4}"}
+
+
+class SharedStates(UserDict[str, tuple[torch.Tensor, ...]]):
+    """A mapping that moves itself in place, as the one by which layers of Gemma 3n share keys and values."""
+
+    def to(self, device: Any) -> SharedStates:
+        for name, states in list(self.items()):
+            self[name] = tuple(state.to(device) for state in states)
+        return self
+
+
+class Sharing(nn.Module):
+    """Its even layers set states in a mapping, and the others use them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SharingLayer(place) for place in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states = SharedStates()
+        for layer in self.layers:
+            x = layer(x, states=states)
+        return x
+
+
+class SharingLayer(nn.Module):
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place, self.kv = place, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, states: SharedStates) -> torch.Tensor:
+        if self.place % 2 == 0:
+            states["kv"] = (self.kv(x),)
+        return x + self.kv(x) * states["kv"][0]
+
+
+def test_a_mapping_that_moves_itself_stays_the_one_that_layers_share() -> None:
+    """Over each border, also back to a device where it has been, and in the second forward too."""
+    plain, x = built(Sharing), inputs()
+    places = {f"layers.{place}": device for place, device in enumerate((0, 1, 1, 0, 0, 1))}
+    model = dispatch_model(copy.deepcopy(plain), places)
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), plain(x))
 
 
 class Point(NamedTuple):

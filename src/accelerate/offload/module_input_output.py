@@ -251,6 +251,10 @@ class _ArgumentWalk:
         if kind in _ATOMS:
             return value
         if tree.is_mapping(value):
+            # One with a `to` of its own: `send_to_device` calls it too, and its layers share what it changes.
+            if not (depth or self.is_output or isinstance(value, dict)) and hasattr(value, "to"):
+                mapping: Any = value
+                return value if _is_on_device(dict(value), self.device) else mapping.to(self.device)
             return self._mapping(value, path, depth)
         if isinstance(value, list | tuple):
             return self._sequence(value, path, depth)
