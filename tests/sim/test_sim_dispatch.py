@@ -696,6 +696,28 @@ def test_training_what_is_offloaded_is_refused_by_prepare() -> None:
     accelerator.end_training()
 
 
+def test_prepare_leaves_a_dispatched_part_of_a_model_on_its_devices() -> None:
+    """A backbone in a wrapper that has no device map of its own, and no offloaded weights."""
+    model, x = nn.Sequential(built(), nn.Linear(WIDTH, 1)), inputs()
+    expected = model(x)
+    dispatch_model(model[0], {**HALVES, "inp": 0, "out": 1})
+    model[1].to("sim:0")
+    accelerator = Accelerator()
+    model = accelerator.prepare(model)
+    assert {str(p.device) for p in model[0].parameters()} == {"sim:0", "sim:1"}
+    torch.testing.assert_close(model(x.to("sim:0")).cpu(), expected)
+    accelerator.end_training()
+
+
+def test_a_move_to_the_main_device_is_a_move_too() -> None:
+    """Of a wrapper: what lies on the other device would go there beside the offloaded weights."""
+    model = nn.Sequential(dispatch_model(built(), PARTS))
+    with pytest.raises(OffloadError, match="cannot be moved: some of its weights are offloaded"):
+        model.to("sim:0")
+    assert str(model[0].out.weight.device) == "sim:1"  # pyright: ignore
+    assert model.bfloat16()[0].out.weight.dtype is torch.bfloat16  # pyright: ignore
+
+
 def hook_of_part(module: nn.Module) -> Any:
     return module._hf_hook
 

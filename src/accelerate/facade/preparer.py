@@ -198,9 +198,13 @@ class Preparer:
         models, optimizers = bundle.objects_of("model"), bundle.objects_of("optimizer")
         for value in bundle.objects_of("other"):
             self._note_unprepared(value)
-        for model in models:
-            if world.size > 1 and verify_device_map is not None and verify_device_map(model):
-                self._refuse_dispatched()
+        for index, model in enumerate(bundle.objects):
+            if bundle.kinds[index] != "model":
+                continue
+            if verify_device_map is not None and verify_device_map(model):
+                if world.size > 1:
+                    self._refuse_dispatched()
+                bundle.place_on_device[index] = False
             check_trainable(
                 model,
                 several=world.size > 1,

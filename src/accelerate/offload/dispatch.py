@@ -324,8 +324,9 @@ def _is_moved(model: nn.Module, how: str, args: tuple[Any, ...], kwargs: dict[st
     hook = hook_of(model)
     if how != "_apply" or hook is None:
         return True
-    probe = torch.empty(0, device=as_device(hook.execution_device or 0))
-    return args[0](probe).device != probe.device
+    main = as_device(hook.execution_device or 0)
+    places = {main} if hook._mover is None else hook._mover.devices
+    return any(args[0](torch.empty(0, device=device)).device != device for device in places)
 
 
 # ------------------------------------------------------------------------------------------------ offloading
