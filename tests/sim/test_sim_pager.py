@@ -764,6 +764,22 @@ def test_adapters_train_on_an_offloaded_base(kind: str, checkpointed: bool, tmp_
     assert not pager_of(model).backward_pages
 
 
+@pytest.mark.parametrize("trained", ["adapters", "base"])
+def test_large_adapters_stay_on_the_device_beside_a_larger_base(
+    trained: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model for inference whose weights are all trainable but for a few is offloaded."""
+    monkeypatch.setattr("accelerate.offload.dispatch_steps.BLOCK", 1)
+    model = built(adapted)
+    if trained == "base":
+        for p in model.parameters():
+            p.requires_grad_(not p.requires_grad)
+    cpu_offload(model, SIM)
+    places = {str(p.device) for p in model.parameters() if p.requires_grad}
+    assert places == {SIM if trained == "adapters" else "meta"}
+    assert {str(p.device) for p in model.parameters() if not p.requires_grad} == {"meta"}
+
+
 @pytest.mark.parametrize("has_index", [True, False])
 def test_the_graph_does_not_keep_the_weights(has_index: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between forward and backward the frozen weights are not on the device, on one such as MPS neither."""

@@ -226,14 +226,15 @@ def _resident_keys(
     """Return (id, device) of the tensors that stay on the device all the time.
 
     Buffers, unless they are to be offloaded and a state dict has them; what is tied to a tensor that is
-    there; what is trained beside frozen weights (adapters), as long as it is small; what is no plain array;
-    what compiled code (TorchScript) holds, since it calls no hooks.
+    there; what is trained beside frozen weights (adapters), as long as it is small, or smaller than these:
+    models for inference have trainable weights too, and a few frozen ones; what is no plain array; what
+    compiled code (TorchScript) holds, since it calls no hooks.
     """
     resident = {(id(p.tensor), p.device) for p in slots if isinstance(p.home, torch.device)}
     paged = [p for p in slots if p.home in ("cpu", "disk") and p.device.type != "cpu"]
     trained = [p for p in paged if not p.is_buffer and p.tensor.requires_grad]
-    frozen = any(not p.is_buffer and not p.tensor.requires_grad for p in paged)
-    if frozen and sum(p.tensor.nbytes for p in trained) <= BLOCK:
+    frozen = sum(p.tensor.nbytes for p in paged if not p.is_buffer and not p.tensor.requires_grad)
+    if frozen and sum(p.tensor.nbytes for p in trained) <= max(BLOCK, frozen):
         resident |= {(id(p.tensor), p.device) for p in trained}
     for p in paged:
         no_array = p.tensor.layout != torch.strided or p.tensor.is_quantized

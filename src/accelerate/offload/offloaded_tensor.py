@@ -521,7 +521,8 @@ def check_trainable(
             f"{learning[0]} is offloaded and cannot be trained"
             + (f", nor can {len(learning) - 1} more" if len(learning) > 1 else ""),
             why="offloaded weights are dropped after each forward: their gradients have nowhere to go",
-            fix="freeze them, model.requires_grad_(False), and train adapters on top of them",
+            fix="freeze them, model.requires_grad_(False), and train adapters beside them that are smaller, "
+            "or name the modules that are trained in the device map with an accelerator",
         )
     bits = next((bits for bits in (8, 4) if getattr(model, f"is_loaded_in_{bits}bit", False)), None)
     if bits is not None and can_train_on_cpu is not None:
