@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator, DataLoaderConfiguration, PartialState
+from accelerate import Accelerator, DataLoaderConfiguration, PartialState, init_empty_weights
 from accelerate.core.errors import (
     AccelerateError,
     CheckpointError,
@@ -308,6 +308,13 @@ def test_preparing_nothing_is_an_error() -> None:
         Accelerator().prepare()  # pyright: ignore[reportCallIssue]
     with pytest.raises(PrepareError, match="1 entries for 2 objects"):
         Accelerator().prepare(*parts()[:2], device_placement=[True])
+
+
+def test_a_model_without_weights_is_refused_by_name() -> None:
+    with init_empty_weights():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    with pytest.raises(PrepareError, match=r"4 tensors of the model have no values, the first is 0\.weight"):
+        Accelerator(cpu=True).prepare(model)
 
 
 def test_a_plan_says_what_prepare_would_do_and_does_nothing() -> None:

@@ -202,8 +202,12 @@ class Preparer:
             if bundle.kinds[index] != "model":
                 continue
             if verify_device_map is not None and verify_device_map(model):
-                if world.size > 1:
-                    self._refuse_dispatched()
+                if world.size > 1 and not environ.get_flag("ACCELERATE_BYPASS_DEVICE_MAP"):
+                    raise PrepareError(
+                        f"a model dispatched over several devices cannot train on {world.size} processes",
+                        why="each process holds a whole copy of the model on its own device",
+                        fix="load it without device_map, or start one process",
+                    )
                 bundle.place_on_device[index] = False
             check_trainable(
                 model,
@@ -358,15 +362,6 @@ class Preparer:
         unwrap = self.runtime.strategy.unwrap
         return next((prepared for prepared in self.prepared.models if unwrap(prepared) is model), model)
 
-    def _refuse_dispatched(self) -> None:
-        if not environ.get_flag("ACCELERATE_BYPASS_DEVICE_MAP"):
-            raise PrepareError(
-                "a model dispatched over several devices cannot train on "
-                f"{self.runtime.world.size} processes",
-                why="each process holds a whole copy of the model on its own device",
-                fix="load it without device_map, or start one process",
-            )
-
     # --- wrappers
 
     def _wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
@@ -499,8 +494,17 @@ def _move_model(model: nn.Module, device: torch.device) -> dict[int, torch.Tenso
 
     Some devices cannot take the data of a parameter in place. Torch makes new parameters there, one for each
     module that has it: tied weights are tied again.
+
+    Raises:
+        PrepareError: weights are on the meta device.
     """
     before = list(model.named_parameters(remove_duplicate=False))
+    if empty := [name for name, tensor in (*before, *model.named_buffers()) if tensor.is_meta]:
+        raise PrepareError(
+            f"{len(empty)} tensors of the model have no values, the first is {empty[0]}",
+            why="they are on the meta device, and only what is sharded can be loaded after prepare",
+            fix="load the weights before: load_checkpoint_in_model(model, checkpoint)",
+        )
     model.to(device)
     moved: dict[int, torch.Tensor] = {}
     for name, old in before:
