@@ -386,6 +386,10 @@ def test_deepspeed_takes_no_parameters_after_prepare(ranks: RankServer, kind: st
     assert "add_param_group() of an optimizer that deepspeed steps" in error
 
 
+def local_of(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
 def made(kind: str, rate: float, momentum: bool) -> tuple[Any, Any, Any]:
     """A prepared model, with momentum from before on rank 0 only."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -428,6 +432,46 @@ def test_an_optimizer_state_on_rank_0_only_is_that_of_all(ranks: RankServer, kin
     torch.testing.assert_close(state, expected, rtol=0, atol=0)
     assert nothing == silent == []
     assert "that of rank 0 counts" in said[0]
+
+
+def prepare_trained_again(kind: str) -> tuple[bool, bool, list[str]]:
+    """Whether ``prepare`` leaves the momentum of this rank, whether it has some, and what is said."""
+    from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+
+    def momenta() -> list[torch.Tensor]:
+        return [local_of(state["momentum_buffer"]).clone() for state in user.state.values()]
+
+    plugin: dict[str, Any] = {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=1)}
+    if kind != "ZeRO 1":
+        version = 1 if "FSDP1" in kind else 2
+        plugin = {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=version, use_orig_params=False)}
+    accelerator, net = Accelerator(cpu=True, **plugin), Net()
+    prepared: Any = net
+    if kind == "the user's FSDP2":
+        torch.distributed.fsdp.fully_shard(net)
+    user = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    if kind == "the user's FSDP2":
+        net(torch.ones(2, 3)).square().mean().backward()
+        user.step()
+    else:
+        prepared, optimizer = accelerator.prepare(net, user)
+        accelerator.backward(prepared(torch.ones(2, 3)).square().mean())
+        optimizer.step()
+    if kind == "another Accelerator's FSDP1":
+        accelerator, net = Accelerator(cpu=True, **plugin), prepared
+    before = momenta()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator.prepare(net, user)
+    said = [str(each.message) for each in caught if "rank 0 counts" in str(each.message)]
+    return all(map(torch.equal, before, momenta())), any(map(torch.any, before)), said
+
+
+@pytest.mark.parametrize(
+    "kind", ["FSDP1", "FSDP2", "ZeRO 1", "the user's FSDP2", "another Accelerator's FSDP1"]
+)
+def test_ranks_keep_their_shards_of_an_optimizer_state_in_prepare(ranks: RankServer, kind: str) -> None:
+    assert same_on_all(ranks(2, prepare_trained_again, kind)) == (True, True, [])
 
 
 def other_rate(kind: str) -> str:

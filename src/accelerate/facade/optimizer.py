@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 from weakref import WeakMethod
 from zlib import crc32
@@ -421,8 +421,18 @@ def check_host_copies(optimizer: Any, strategy: Strategy, precision: Precision) 
         )
 
 
-def agree_on_optimizers(optimizers: Iterable[Any], device: torch.device) -> None:
+def agree_on_optimizers(
+    optimizers: Iterable[Any], prepared: Container[Any], shards: Container[Any], device: torch.device
+) -> None:
     """Check that all ranks prepare optimizers with equal options and state: one all-reduce of four numbers.
+
+    Each rank keeps the state that it has of optimizers that were prepared before, or that hold shards.
+
+    Args:
+        optimizers: the optimizers of one ``prepare``.
+        prepared: the users' optimizers that were prepared before.
+        shards: parameters of models that are sharded already; DTensors are known without.
+        device: that of this rank.
 
     Raises:
         PrepareError: options differ; see ``settle_optimizers``, also about the state.
@@ -431,12 +441,18 @@ def agree_on_optimizers(optimizers: Iterable[Any], device: torch.device) -> None
     options = [
         [{k: v for k, v in group.items() if isinstance(v, _PLAIN)} for group in o.param_groups] for o in fresh
     ]
+    shared = [
+        o
+        for o in fresh
+        if isinstance(o, Optimizer) and o not in prepared
+        if not [p for g in o.param_groups for p in g["params"] if p in shards or hasattr(p, "device_mesh")]
+    ]
     states = [
         [(sorted(state), [float(v.float().sum()) for v in state.values() if _has_values(v)])]
-        for o in fresh
+        for o in shared
         for group in o.param_groups
         for p in group["params"]
-        if isinstance(o, Optimizer) and (state := getattr(o, "state", {}).get(p))
+        if (state := getattr(o, "state", {}).get(p))
     ]
     digests = [crc32(repr(options).encode()), crc32(repr(states).encode())]
     # Equal where the greatest is the least.
@@ -445,10 +461,10 @@ def agree_on_optimizers(optimizers: Iterable[Any], device: torch.device) -> None
     dist.all_reduce(both, dist.ReduceOp.MAX)
     greatest = both.tolist()
     if greatest[:2] != [-least for least in greatest[2:]]:
-        settle_optimizers(fresh, options)
+        settle_optimizers(fresh, options, shared)
 
 
-def settle_optimizers(optimizers: Sequence[Any], options: list[Any]) -> None:
+def settle_optimizers(optimizers: Sequence[Any], options: list[Any], shared: Iterable[Optimizer]) -> None:
     """Refuse optimizers with other options on other ranks; give those with another state that of rank 0.
 
     Collective; called when a digest has told that they differ.
@@ -456,11 +472,12 @@ def settle_optimizers(optimizers: Sequence[Any], options: list[Any]) -> None:
     Args:
         optimizers: the optimizers of one ``prepare``.
         options: of each, the options of each group.
+        shared: those whose state all ranks have in common.
 
     Raises:
         PrepareError: options differ, or the weights are on the meta device; on all ranks.
     """
-    is_meta = any(p.is_meta for o in optimizers for group in o.param_groups for p in group["params"])
+    is_meta = any(p.is_meta for o in shared for group in o.param_groups for p in group["params"])
     answers = collective.all_gather_object((options, is_meta), "prepare(optimizer)")
     _refuse_other_options(optimizers, [options for options, _ in answers])
     if any(is_meta for _, is_meta in answers):
@@ -469,7 +486,7 @@ def settle_optimizers(optimizers: Sequence[Any], options: list[Any]) -> None:
             why="each rank shards the state that it has",
             fix="load the state after prepare, with accelerator.load_state",
         )
-    for optimizer in (each for each in optimizers if isinstance(each, Optimizer)):
+    for optimizer in shared:
         state = optimizer.state_dict()
         # Numbers stand for the parameters, which are each rank's own.
         first: dict[str, Any] = collective.broadcast_object(

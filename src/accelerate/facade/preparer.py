@@ -218,7 +218,10 @@ class Preparer:
         if quantized_models and bundle.training:
             check_adapters(models, optimizers)
         if optimizers and models and world.size > 1 and dist.is_initialized():
-            agree_on_optimizers(optimizers, world.device)
+            prepared = [each.optimizer for each in self.prepared.optimizers]
+            sharded = [m for m in models if getattr(m, "_is_accelerate_prepared", False)]
+            shards = {p for m in sharded for p in m.parameters() if self.runtime.strategy.shards_params}
+            agree_on_optimizers(optimizers, prepared, shards, world.device)
         if self.prepared.models:
             bundle.replace("model", self._find_prepared)
         for step in self.make_plan(bundle).steps:
