@@ -938,6 +938,38 @@ def test_stages_in_bfloat16(ranks: RankServer) -> None:
     ranks(2, halved)
 
 
+def overflow_on_one_rank(size: str) -> tuple[int, float]:
+    """Skipped steps, and the scale, where rank 1 alone sees a gradient that is not finite."""
+    from accelerate import Accelerator
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import GradScalerKwargs, TorchTensorParallelConfig
+
+    # The first gradient is replicated, and reduced over no other process.
+    sizes: dict[str, Any] = {size: 2}
+    if size == "tp_size":
+        sizes["tp_handler"] = TorchTensorParallelConfig(plan={"1": "colwise", "2": "rowwise"})
+    accelerator: Any = Accelerator(
+        cpu=True,
+        mixed_precision="fp16",
+        parallelism_config=ParallelismConfig(**sizes),
+        kwargs_handlers=[GradScalerKwargs(init_scale=2.0**10)],
+    )
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(2, 4)).square().mean())
+    if accelerator.process_index == 1:
+        weight = dict(model.named_parameters())["2.weight"]
+        weight.grad.to_local().fill_(float("inf"))
+    optimizer.step()
+    return optimizer.skipped_steps, accelerator.scaler.get_scale()
+
+
+@pytest.mark.parametrize("size", ["pp_size", "tp_size"])
+def test_an_overflow_of_one_rank_is_that_of_all(ranks: RankServer, size: str) -> None:
+    """They hold different weights: a step that some of them skip trains another model."""
+    assert same_on_all(ranks(2, overflow_on_one_rank, size)) == (1, 2.0**9)
+
+
 def compiled() -> list[str]:
     from accelerate import Accelerator
     from accelerate.parallelism_config import ParallelismConfig

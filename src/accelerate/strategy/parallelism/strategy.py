@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -376,6 +376,14 @@ class DeviceMeshStrategy(FSDP2Strategy, DataSharding):
         """Run a backward with zero gradients: collectives of a dimension need all its processes."""
         if not any(dimension.backward_zero(zero.loss) for dimension in self.dimensions):
             super().backward_zero(zero)
+
+    def flag_reduction(self) -> Callable[[torch.Tensor], Any] | None:
+        """Return a max all-reduce over all processes where they hold different weights."""
+        # Torch reduces a flag over the mesh of the first gradient, which leaves out stages, and the tensor
+        # parallel processes where that gradient is replicated.
+        if self.model_parallel_size == 1:
+            return None
+        return partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX)
 
     # --- states
 
