@@ -267,19 +267,20 @@ def test_a_buffer_that_begins_to_change_late_is_that_of_rank_0(
 
 
 def evaluate_alone() -> float:
-    """Rank 0 evaluates a model with constants on the weights that all have gathered."""
+    """Rank 0 evaluates a model with constants on the weights that all have gathered, after each step."""
     import deepspeed
 
     accelerator = accelerator_of({"zero": 3})
     net = nn.Linear(WIDTH, 1)
     net.register_buffer("table", torch.ones(3))
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    train(accelerator, model, optimizer, range(3))
     user = accelerator.unwrap_model(model)
-    with deepspeed.zero.GatheredParameters(list(user.parameters())):
-        if accelerator.is_main_process:
-            evaluate(user)
-    train(accelerator, model, optimizer, range(3, 5))
+    for step in range(4):
+        train(accelerator, model, optimizer, range(step, step + 1))
+        with deepspeed.zero.GatheredParameters(list(user.parameters())):
+            if accelerator.is_main_process:
+                evaluate(user)
+    train(accelerator, model, optimizer, range(4, 6))
     return evaluate(model)[0]
 
 

@@ -94,17 +94,17 @@ class ReplicatedBuffers:
         after: Any = torch.compiler.disable(self._after_forward)
         model.register_forward_pre_hook(before)
         model.register_forward_hook(after, always_call=True)
+        # Not after a forward that failed: the other ranks may not be in one.
+        model.register_forward_hook(torch.compiler.disable(self._agree_if_due))
 
     def _before_forward(self, model: nn.Module, _: Any) -> None:
         if model is not self._model():
             return
         in_training = [module.training for module in self._modules]
         if self._may_differ:
-            if self._is_due:
-                self.agree()
             modules = [m for m, changes in zip(self._modules, self._is_changing, strict=True) if changes]
             broadcast_tensors((b for module in modules for b in _persistent_buffers(module)), self._groups)
-        self._may_differ = any(in_training)
+        self._may_differ, self._is_due = any(in_training), False
         if self._may_differ:
             if in_training != self._in_training:
                 self._in_training, self._forwards = in_training, 0
@@ -119,6 +119,10 @@ class ReplicatedBuffers:
             if before != after:
                 for constant, old, new in zip(self._constants, before, after, strict=True):
                     self._observed[constant[0]] = self._observed[constant[0]] or old != new
+
+    def _agree_if_due(self, model: nn.Module, *_: Any) -> None:
+        if self._is_due and model is self._model():
+            self.agree()
 
     def _find_constants(self) -> list[tuple[int, dict[str, torch.Tensor | None], str]]:
         """Return the buffers that are not known to change: number of the module, its buffers, the name."""
