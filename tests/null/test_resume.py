@@ -168,6 +168,41 @@ def test_an_epoch_that_was_broken_off_before_saving(kind: str) -> None:
     assert rest[1:] == whole[1:]
 
 
+@pytest.mark.parametrize("kind", ["default", "generator", "seedable", "torch", "own iteration", "stream"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_epochs_that_are_cut_short_go_on_in_new_orders(kind: str, inside: bool) -> None:
+    """Saved after the loop, the next loop is a new epoch; saved in it, the next is that epoch again, once."""
+
+    def script(state: Any = None) -> tuple[list[list[Any]], list[Any]]:
+        loader = prepared(kind, 0, 1, 0)
+        log: list[list[Any]] = []
+        saved = []
+        if state is not None:
+            loader.load_state_dict(json.loads(state[0]))
+            state[1].restore()
+        for _ in range(4):
+            log.append([])
+            for number, batch in enumerate(loader, 1):
+                log[-1].append((batch, noise()))
+                if number == 3 and inside:
+                    saved.append((json.dumps(loader.state_dict()), RNGSnapshot.capture()))
+                if number == 3:
+                    break
+            if not inside:
+                saved.append((json.dumps(loader.state_dict()), RNGSnapshot.capture()))
+        return log, saved
+
+    whole, saved = seeded(script)
+    rest, saved_again = seeded(lambda: script(saved[1]), seed=2)
+    if inside:
+        assert samples(rest[0]) == samples(whole[1])
+        assert kind == "seedable" or samples(rest[1]) != samples(rest[0])
+    else:
+        assert rest[:2] == whole[2:]
+    after, _ = seeded(lambda: script(saved_again[0]), seed=3)
+    assert inside or after[:3] == rest[1:]
+
+
 @pytest.mark.parametrize("kind", ["default", "generator", "stream"])
 @pytest.mark.parametrize("inside", [True, False])
 def test_at_the_boundary_nothing_is_skipped_but_what_was_given(kind: str, inside: bool) -> None:

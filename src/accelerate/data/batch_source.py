@@ -40,7 +40,6 @@ from accelerate.data.sample_order import (
     RankSampleOrderSlicer,
     StepSampleIndices,
     count_samples,
-    draw_seed,
     mark_last,
     single_steps,
     skip_items,
@@ -146,17 +145,16 @@ def fetch_batches(
     snapshots: list[RNGSnapshot] = []
     generators = loader_generators(base)
     outside = torch.default_generator.get_state()
-    inside = epoch.is_resumed and not epoch.advances_generators
     # Processes that read the same shard use the same random numbers, also without workers; and one that reads
     # ahead for all draws none of those that a checkpoint records.
     seeds_workers = base.num_workers > 0 and not epoch.keeps_torch_numbers
     seeds_here = not seeds_workers and (epoch.data_shard is not None or opener is not None)
     # Torch draws a seed when it starts workers: it does so here, but did not where the epoch began.
     started = base.persistent_workers and epoch.workers_started and indexed._iterator is None
-    epoch.later_states = capture_generators(generators) if inside or started else None
+    epoch.later_states = capture_generators(generators) if epoch.is_resumed or started else None
 
     def issue_indices() -> Iterator[Any]:
-        if started and not inside:
+        if started and not epoch.is_resumed:
             torch.default_generator.set_state(outside)
             restore_generators(generators, epoch.later_states or [])
             epoch.later_states = None
@@ -170,7 +168,7 @@ def fetch_batches(
     index_sampler.upcoming = issue_indices()
     restore_loader_state(indexed, epoch)
     iterator = iter(indexed)
-    if inside:
+    if epoch.is_resumed:
         torch.default_generator.set_state(outside)
     single = base.batch_sampler is None
     for batch in _restore_after_fetch(iterator, snapshots) if seeds_here else iterator:
@@ -318,8 +316,6 @@ def slice_steps(
         broadcast: see ``open_order``.
     """
     sampler, skip = inner_sampler(holder), epoch.skip
-    if epoch.advances_generators:
-        draw_seed(sampler)
     order, epoch.order_state = open_order(
         sampler,
         generators,

@@ -94,8 +94,7 @@ class Epoch:
         complete: the last batch was given.
         active: the iteration has neither ended nor been broken off.
         order_state: the state of its order, set when the first batch is fetched, unless
-        is_resumed: the order is that of a checkpoint. The global generators then stay as they are, unless
-        advances_generators: they advance as if the epoch were new.
+        is_resumed: the order is that of a checkpoint. The global generators then stay as they are.
         exhausted: the sampler has come to its end.
         workers_started: an earlier epoch, here or before a checkpoint, has started persistent workers.
         later_states: generator states of the loader and its samplers to restore, if the order is reproduced.
@@ -130,7 +129,6 @@ class Epoch:
     active: bool = True
     order_state: OrderState | None = None
     is_resumed: bool = False
-    advances_generators: bool = False
     exhausted: bool = False
     workers_started: bool = False
     later_states: list[Any] | None = None
@@ -189,7 +187,8 @@ class LoaderPosition:
 
         Args:
             skip: the batches or samples that it skips.
-            isolated: it continues inside the recorded epoch, so it does not advance the global generators.
+            isolated: it continues inside the recorded epoch. Else one that was broken off before it was
+                saved is over: the run that went on began a new one there, too.
         """
         record = self.record
         epoch = Epoch(
@@ -199,15 +198,15 @@ class LoaderPosition:
             workers_started=self._workers_started,
             data_shard=self.data_shard,
         )
-        if record is not None and (record.complete or record.number != self.iteration):
+        if record is not None and (
+            record.complete or record.number != self.iteration or not (record.active or isolated)
+        ):
             self.record = None
         elif record is not None and record.order_state is not None:
-            advances_generators = not isolated and not record.active
             epoch = replace(
                 epoch,
                 order_state=record.order_state,
                 is_resumed=True,
-                advances_generators=advances_generators,
                 exhausted=record.exhausted,
                 saved_world=record.saved_world,
                 saved_samples=record.samples,
@@ -230,7 +229,8 @@ class LoaderPosition:
         if epoch.complete:
             self.iteration += epoch.inner_epochs
         record = self.record
-        if record is not None and (epoch.complete or epoch.samples > record.samples):
+        has_given = epoch.batches > epoch.skip.batches
+        if record is not None and (epoch.complete or (has_given and epoch.samples >= record.samples)):
             self.record = None
 
     def finish_record(self) -> None:

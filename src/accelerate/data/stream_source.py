@@ -123,8 +123,6 @@ def stream_batches(
         index_loader: the loader with an index sampler, and that sampler, for persistent workers.
     """
     generators = loader_generators(base)
-    if epoch.advances_generators:  # torch's loader draws a seed for workers
-        torch.empty((), dtype=torch.int64).random_(generator=base.generator)
     stream = isinstance(base.dataset, IterableDataset)
     if epoch.fetches is not None:
         base, index_loader = _with_saved_workers(base, epoch.fetches, index_loader)
