@@ -421,6 +421,17 @@ def test_skipping_in_a_stream_reads_on() -> None:
     assert [x.tolist() for x in twice] == [[6]]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_rest_of_an_unprepared_stream_is_shared_out(workers: int) -> None:
+    """Each rank read all of it; workers each read the whole stream here."""
+    rest = skip_first_batches(DataLoader(Stream(12), batch_size=2, num_workers=workers), 1)
+    rest = skip_first_batches(rest, 3)
+    ranks = [prepare_data_loader(rest, num_processes=2, process_index=rank) for rank in range(2)]
+    rows = [[i for x in loader for i in x.tolist()] for loader in ranks]
+    assert [len(each) for each in rows] == ([8, 8] if workers else [2, 2])
+    assert sorted(rows[0] + rows[1]) == sorted(i for x in rest for i in x.tolist())
+
+
 class RepeatedBatches:
     """A loader of another library around a loader: each batch twice, all else by attribute, as in trl."""
 

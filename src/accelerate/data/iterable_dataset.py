@@ -365,6 +365,26 @@ class DataPipeStream(IterableDatasetShard):
         return super().__iter__()
 
 
+class SkippedStream(IterableDatasetShard):
+    """A stream without the samples of its first batches, as its workers give these in turn.
+
+    Attributes:
+        skip_batches: number of these batches, each of ``batch_size`` samples.
+    """
+
+    _own = (*IterableDatasetShard._own, "skip_batches")
+    skip_batches: int
+
+    def __len__(self) -> int:
+        return max(0, self.total_length - self.skip_batches * self.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        count = len(range(first, self.skip_batches, step)) * self.batch_size
+        return islice(self.dataset, count, None)
+
+
 class GlobalBatchCollate:
     """A collate function for a whole step of a stream: it makes the batches of all ranks.
 

@@ -26,11 +26,12 @@ from accelerate.data.epoch_order import get_sampler
 from accelerate.data.iterable_dataset import (
     CountingCollate,
     IterableDatasetShard,
+    SkippedStream,
     SourceShard,
     can_split,
     supports_marks,
 )
-from accelerate.data.loader import DataLoaderShard, make_stateful
+from accelerate.data.loader import DataLoaderShard, SkipDataLoader, make_stateful
 from accelerate.data.rank_batches import SingleIndexSampler
 from accelerate.data.sample_order import SeedableRandomSampler
 from accelerate.world import collective
@@ -257,6 +258,10 @@ def _shard_stream(
     loader: DataLoader[Any], count: int, index: int, split: bool, even: bool
 ) -> DataLoader[Any]:
     size = loader.batch_size
+    if isinstance(loader, SkipDataLoader):  # its own iteration would read the whole stream for each process
+        rest = SkippedStream(loader.base_dataloader.dataset, size or 1)
+        rest.skip_batches = loader.skip_batches + loader._skip.batches
+        loader = copy_loader(loader.base_dataloader, dataset=rest)
     split = split and size is not None  # single samples cannot be split
     if split:
         check_split(size, count)
