@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from tests.support.interrupted import BATCH, COUNT, Stream, loader, noise
 from tests.support.long_run import LONG_RUN, long_run_param, select_cases
@@ -51,9 +51,10 @@ def training(
             use_seedable_sampler=kind == "seedable",
             use_stateful_dataloader=how == "stateful",
             dispatch_batches=kind.startswith("dispatched"),
+            shard=False if kind.startswith("kept") else "auto",
         )
     )
-    kind = kind.removeprefix("dispatched ")
+    kind = kind.removeprefix("dispatched ").removeprefix("kept ")
     set_seed(3 if save or not since else 77, device_specific=True)  # every rank draws other numbers
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -100,6 +101,7 @@ def training(
         long_run_param(2, "generator", 1, "twin", False),
         long_run_param(2, "numpy", 0, "twin", False),
         (2, "changing", 0, "twin", False),
+        (2, "kept numpy", 0, "twin", False),
         (2, "dispatched quiet", 0, "twin", True),
         long_run_param(2, "dispatched default", 0, "twin", False),
         (2, "dispatched default", 2, "twin", False),
@@ -128,14 +130,19 @@ def seen(kind: str, workers: int, folder: str, stop: int | None, size: int) -> l
     random.seed(accelerator.process_index)
     np.random.seed(accelerator.process_index)
     torch.manual_seed(accelerator.process_index)
-    batches = accelerator.prepare(loader("default" if kind == "dispatch" else kind, workers))
+    made = loader("default" if kind in ("dispatch", "distributed") else kind, workers)
+    if kind == "distributed":
+        own = DistributedSampler(made.dataset, accelerator.num_processes, accelerator.process_index)  # type: ignore[arg-type]
+        made = DataLoader(made.dataset, made.batch_size, sampler=own, collate_fn=made.collate_fn)
+    batches = accelerator.prepare(made)
     left = batches
     if stop is None:
         accelerator.load_state(folder)
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             left = accelerator.skip_first_batches(batches, 2)
-        assert accelerator.process_index or any("other processes get them" in str(w.message) for w in heard)
+        text = "under a DistributedSampler only" if kind == "distributed" else "other processes get them"
+        assert accelerator.process_index or any(text in str(w.message) for w in heard)
     found: list[int] = []
     for number, batch in enumerate(left, 1):
         rows = batch if isinstance(batch, list) else [batch]
@@ -148,14 +155,18 @@ def seen(kind: str, workers: int, folder: str, stop: int | None, size: int) -> l
 
 @pytest.mark.parametrize(
     ("kind", "before", "after"),
-    select_cases(
-        [
-            (kind, *worlds)
-            for kind in ("default", "torch", "stream", "dispatch")
-            for worlds in ((2, 1), (1, 2), (2, 3))
-        ],
-        [("default", 2, 1), ("torch", 1, 2), ("stream", 2, 3), ("dispatch", 2, 1), ("dispatch", 1, 2)],
-    ),
+    [
+        ("distributed", 2, 1),
+        ("distributed", 1, 2),
+        *select_cases(
+            [
+                (kind, *worlds)
+                for kind in ("default", "torch", "stream", "dispatch")
+                for worlds in ((2, 1), (1, 2), (2, 3))
+            ],
+            [("default", 2, 1), ("torch", 1, 2), ("stream", 2, 3), ("dispatch", 2, 1), ("dispatch", 1, 2)],
+        ),
+    ],
 )
 def test_another_number_of_processes_gets_the_rest(
     ranks: RankServer, tmp_path: Path, kind: str, before: int, after: int

@@ -80,6 +80,7 @@ _FILE_NAMES = {
     "custom": f"{CUSTOM_NAME}_{{index}}.pkl",
     "rank_states": f"{RANK_STATE_NAME}_{{index}}_{{rank}}.bin",
     "scaler": SCALER_NAME,
+    "rank_positions": f"{SAMPLER_NAME}{{suffix}}_rank{{rank}}.bin",
     "stateful_loaders": f"{LOADER_NAME}{{suffix}}{{rank_suffix}}.bin",  # rank 0 has the public name
     "gradients": f"{GRADIENTS_NAME}_{{rank}}.bin",  # of an accumulation window that is not complete
     "rng": f"{RNG_STATE_NAME}_{{rank}}.pkl",
@@ -455,6 +456,7 @@ KINDS = {
     "scaler": ContentKind("the gradient scaler"),
     "stateful_loaders": ContentKind("loader", per_rank=True, is_users=True),
     "rank_states": ContentKind("rank states of object", per_rank=True),
+    "rank_positions": ContentKind("position on each rank of loader", per_rank=True),
     "loaders": ContentKind("loader"),  # their positions are in the manifest
     "gradients": ContentKind("open gradients of rank", per_rank=True),
     "rng": ContentKind("random states of rank", per_rank=True),
@@ -498,6 +500,8 @@ class CheckpointContents:
         loaders: positions that are plain values (JSON) and the same on every rank, such as samples drawn so
             far; they go into the manifest.
         stateful_loaders: loaders with a state per rank, such as torchdata's.
+        rank_positions: of the loaders whose data each rank keeps for itself, loaded after ``loaders`` from
+            the states of all ranks.
         gradients: the gradients of an accumulation window that is not complete; None if there are none. Its
             ``load_state_dict`` takes the states of all ranks that were saved, and the rank.
         rng: captures and restores random states; None leaves them out.
@@ -518,6 +522,7 @@ class CheckpointContents:
     custom: list[Any] = field(default_factory=list)
     loaders: list[Any] = field(default_factory=list)
     stateful_loaders: list[Any] = field(default_factory=list)
+    rank_positions: list[Any] = field(default_factory=list)
     gradients: Any = None
     rng: RNGStates | None = None
     sharded: bool = False

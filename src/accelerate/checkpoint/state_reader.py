@@ -102,7 +102,7 @@ class TrainingStateReader:
                 self._read_position(each, len(contents.stateful_loaders))
             elif each.category == "rng":
                 self._read_rng(contents.rng)
-            elif each.category in ("gradients", "rank_states"):
+            elif each.category in ("gradients", "rank_states", "rank_positions"):
                 self._read_rank_files(each)
             else:
                 self._read_torch_file(each)

@@ -161,6 +161,7 @@ class LoaderPosition:
         current: the newest iteration, or None.
         record: the epoch of a loaded checkpoint, as long as the loader has not come further.
         data_shard: see ``Epoch``.
+        is_per_rank: each process keeps data of its own, and its position counts these alone.
         torchdata_state: a loaded state of torchdata's loader, until an epoch begins;
         counted_batches: how many batches it counts, where it is no position; and
         restored_state: see ``Epoch``.
@@ -170,10 +171,12 @@ class LoaderPosition:
     current: Epoch | None = None
     record: Epoch | None = None
     data_shard: DataShard | None = None
+    is_per_rank: bool = False
     torchdata_state: dict[str, Any] | None = None
     counted_batches: int = 0
     restored_state: dict[str, Any] | None = None
     _workers_started: bool = False
+    _is_split_anew: bool = False
     _loaded_state: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
@@ -258,6 +261,7 @@ class LoaderPosition:
             "epoch": self.iteration,
             "world_size": self.num_shards,
             "step": step,
+            "per_rank": self.is_per_rank,
             "warm": self._workers_started,
             "now": capture_generators(generators),
             "in_progress": None,
@@ -311,9 +315,12 @@ class LoaderPosition:
             self.iteration = saved["epoch"]
         self._loaded_state = state
         layout = FetchLayout(*state["fetches"])
+        shares = state["world_size"] if state.get("per_rank", self.is_per_rank) else 1
+        shares_now = self.num_shards if self.is_per_rank else 1
+        self._is_split_anew = shares != shares_now
         self.record = Epoch(
             saved["epoch"],
-            samples=saved["samples"],
+            samples=saved["samples"] * shares // shares_now,
             batches=saved["batches"],
             complete=saved["complete"],
             active=saved["active"],
@@ -355,10 +362,15 @@ class LoaderPosition:
         world = worlds.current()
         if has_world_changed and (world is None or world.is_main):
             size, saved = record.saved_world or (1, step)
+            effect = "the remaining samples are the same, but other processes get them"
+            if self._is_split_anew:
+                effect = (
+                    "each keeps data of its own, so the remaining samples are the same under a "
+                    "DistributedSampler only; else samples may be repeated or lost"
+                )
             warnings.warn(
                 f"the checkpoint was saved by {size} process(es) with steps of {saved} samples and is "
-                f"continued by {shards} with steps of {step}: the remaining samples are the same, "
-                "but other processes get them",
+                f"continued by {shards} with steps of {step}: {effect}",
                 stacklevel=4,
             )
         return EpochSkip(batches, record.samples)

@@ -168,7 +168,7 @@ def prepare_data_loader(
         prepared.comparison = partial(sharding_detection.compare_ranks, dataloader, mode, reads_rank0)
         if 1 < count == world[0]:
             prepared.before_first_use = prepared.comparison
-    prepared.rng_types, prepared.skip_batches = rng_types, skipped
+    prepared.rng_types, prepared.skip_batches, prepared.position.is_per_rank = rng_types, skipped, keeps_own
     prepared.keeps_torch_numbers = legacy_random_numbers and world[0] == 1
     prepared.use_stateful_dataloader = use_stateful_dataloader
     if use_stateful_dataloader:

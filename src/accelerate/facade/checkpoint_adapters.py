@@ -126,6 +126,19 @@ def position_adapter(loader: Any) -> StatefulAdapter:
     return StatefulAdapter(type(loader).__name__, loader.position_state, loader.load_position)
 
 
+def rank_position_adapter(loader: Any) -> StatefulAdapter:
+    """Return the adapter of a loader's position on each rank, where each keeps data of its own.
+
+    A rank that has saved none has the position of rank 0, which is loaded before.
+    """
+
+    def load_state_dict(states: Sequence[Any], rank: int) -> None:
+        if rank < len(states):
+            loader.load_state_dict(states[rank])
+
+    return StatefulAdapter(type(loader).__name__, loader.state_dict, load_state_dict)
+
+
 def optimizer_adapter(
     strategy: Strategy, optimizer: Any, models: Sequence[nn.Module], *, is_registered: bool = False
 ) -> Any:

@@ -30,6 +30,7 @@ from accelerate.facade.checkpoint_adapters import (
     model_adapter,
     optimizer_adapter,
     position_adapter,
+    rank_position_adapter,
     registered_adapter,
     resolve_offloaded,
 )
@@ -338,6 +339,11 @@ class CheckpointManager:
                 for each in self.prepared.loaders
             ],
             stateful_loaders=[each for each in self.prepared.loaders if each.use_stateful_dataloader],
+            rank_positions=[
+                rank_position_adapter(each)
+                for each in self.prepared.loaders
+                if each.position.is_per_rank and not each.use_stateful_dataloader
+            ],
             rng=rng,
             step=self.gradients.step,
             strategy=strategy.name,
