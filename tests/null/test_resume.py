@@ -203,6 +203,34 @@ def test_epochs_that_are_cut_short_go_on_in_new_orders(kind: str, inside: bool) 
     assert inside or after[:3] == rest[1:]
 
 
+def test_an_epoch_whose_last_batch_was_given_counts() -> None:
+    """Its loop may take as many batches as there are, and ask for no other: the next one follows then."""
+    loader = prepared("seedable", 0, 1, 0)
+    epochs = [[batch for _, batch in zip(range(len(loader)), loader, strict=False)] for _ in range(2)]
+    assert loader.iteration == 2
+    first, second = ([index for batch in epoch for index, _ in batch] for epoch in epochs)
+    assert first != second
+    resumed = prepared("seedable", 0, 1, 0)
+    resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert samples([(b, 0) for b in loader]) == samples([(b, 0) for b in resumed])
+
+
+def test_a_checkpoint_that_is_loaded_inside_of_a_loop_is_not_used_up_by_its_end() -> None:
+    """The loop had come further than the checkpoint."""
+    loader = prepared("default", 0, 1, 0)
+    seen: list[Any] = []
+    state: Any = None
+    for number, batch in enumerate(loader, 1):
+        seen.append((batch, 0))
+        if number == 2:
+            state = json.loads(json.dumps(loader.state_dict()))
+        if number == 4:
+            loader.load_state_dict(state)
+            break
+    rest = [(batch, 0) for batch in skip_first_batches(loader, 2)]
+    assert samples(rest)[: len(samples(seen[2:]))] == samples(seen[2:])
+
+
 @pytest.mark.parametrize("kind", ["default", "generator", "stream"])
 @pytest.mark.parametrize("inside", [True, False])
 def test_at_the_boundary_nothing_is_skipped_but_what_was_given(kind: str, inside: bool) -> None:

@@ -266,7 +266,6 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         finally:
             self.position.end(epoch)
             self.end_epoch(epoch)
-        self.iteration += 1
 
     def begin(self) -> None:
         """Begin an epoch, after the check of the first one."""

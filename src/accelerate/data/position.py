@@ -227,10 +227,16 @@ class LoaderPosition:
         return epoch
 
     def end(self, epoch: Epoch) -> None:
-        """End an iteration, complete or broken off."""
+        """End an iteration, complete or broken off.
+
+        One that gave its last batch counts, also if the loop did not ask for more. After its last batch a
+        checkpoint may have been loaded, or another iteration begun: then it changes nothing.
+        """
         epoch.active = False
+        if self.current is not epoch:
+            return
         if epoch.complete:
-            self.iteration += epoch.inner_epochs
+            self.iteration += 1 + epoch.inner_epochs
         record = self.record
         has_given = epoch.batches > epoch.skip.batches
         if record is not None and (epoch.complete or (has_given and epoch.samples >= record.samples)):
