@@ -231,6 +231,28 @@ def test_a_checkpoint_that_is_loaded_inside_of_a_loop_is_not_used_up_by_its_end(
     assert samples(rest)[: len(samples(seen[2:]))] == samples(seen[2:])
 
 
+def test_a_loop_that_goes_on_after_loading_saves_its_own_position(tmp_path: Path) -> None:
+    """Weights are rolled back, the batches are not."""
+    for loaded, saved in ((3, 5), (20, 25)):  # of the same epoch, and of an earlier one
+        accelerator, loader = trained_loader()
+        taken: list[int] = []
+        for _ in range(2):
+            for batch in loader:
+                taken.append(int(batch))
+                if len(taken) == 2:
+                    accelerator.save_state(tmp_path / "back")
+                if len(taken) == loaded:
+                    accelerator.load_state(tmp_path / "back")
+                if len(taken) == saved:
+                    accelerator.save_state(tmp_path / "saved")
+        assert loader.iteration == 2
+        accelerator, again = trained_loader()
+        accelerator.load_state(tmp_path / "saved")
+        rest = [int(batch) for batch in accelerator.skip_first_batches(again, saved % 16)]
+        rest += [int(batch) for batch in again] if saved < 16 else []
+        assert (rest, len(taken)) == (taken[saved:], 32), loaded
+
+
 @pytest.mark.parametrize("kind", ["default", "generator", "stream"])
 @pytest.mark.parametrize("inside", [True, False])
 def test_at_the_boundary_nothing_is_skipped_but_what_was_given(kind: str, inside: bool) -> None:

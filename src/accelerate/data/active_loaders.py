@@ -200,11 +200,17 @@ class DataLoaderStateMixin:
         self.active.add(self)
 
     def resume(self, epoch: Epoch) -> None:
-        """Go on with an epoch after another one of this loader, or of a twin, that began later."""
-        current = self.position.current
-        if current is not None and current.active:
+        """Go on with an epoch after another one of this loader, or of a twin, that began later.
+
+        Or after a checkpoint was loaded inside of the loop: the loop goes on with its own epoch.
+        """
+        position, current = self.position, self.position.current
+        position.current = epoch
+        if current is None:
+            position.iteration = max(position.iteration, epoch.number)
+            return
+        if current.active:
             _keep_shown(current)
-        self.position.current = epoch
         for loader, shown in epoch.shown:
             vars(loader).update(shown)
         self.active.add(self)

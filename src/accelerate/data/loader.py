@@ -296,7 +296,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             if self._original is not None:
                 self._original.show_batch(fetched)
             yield batch
-            if self.position.current is not epoch and self.position.current is not None:
+            if self.position.current is not epoch:
                 self.resume(epoch)
             if self.active.on_request is not None:
                 self.active.on_request(self)
