@@ -599,18 +599,19 @@ def test_skipping_costs_neither_time_nor_memory() -> None:
 # ---------------------------------------------------------------- through an Accelerator
 
 
-def trained_loader() -> tuple[Accelerator, Any]:
+def trained_loader(workers: int = 0) -> tuple[Accelerator, Any]:
     set_seed(0)
     accelerator = Accelerator(cpu=True)
-    return accelerator, accelerator.prepare(DataLoader(list(range(16)), batch_size=1, shuffle=True))
+    options: Any = {"num_workers": workers, "persistent_workers": workers > 0}
+    return accelerator, accelerator.prepare(DataLoader(list(range(16)), 1, shuffle=True, **options))
 
 
-@pytest.mark.parametrize("inner_batches", [1, 99])
+@pytest.mark.parametrize(("inner_batches", "workers"), [(1, 0), (99, 0), (1, 1), (99, 1)])
 def test_a_save_after_a_pass_inside_of_the_epoch_goes_on_with_the_epoch(
-    tmp_path: Path, inner_batches: int
+    tmp_path: Path, inner_batches: int, workers: int
 ) -> None:
     """The position is that of the training, and the order of the epochs after it is the same, too."""
-    accelerator, loader = trained_loader()
+    accelerator, loader = trained_loader(workers)
     seen: list[int] = []
     for epoch in range(2):
         for place, batch in enumerate(loader):
@@ -620,7 +621,8 @@ def test_a_save_after_a_pass_inside_of_the_epoch_goes_on_with_the_epoch(
                 assert len(list(zip(loader, range(inner_batches), strict=False))) == min(inner_batches, 16)
             if (epoch, place) == (0, 3):
                 accelerator.save_state(tmp_path / "saved")
-    accelerator, loader = trained_loader()
+    assert sorted(seen) == sorted([*range(16)] * 2)
+    accelerator, loader = trained_loader(workers)
     accelerator.load_state(tmp_path / "saved")
     rest = [int(batch) for batch in accelerator.skip_first_batches(loader, 4)]
     rest += [int(batch) for batch in loader]

@@ -282,8 +282,11 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         """Yield each batch on the device."""
         copier, step = BatchCopier(self.device, self._non_blocking), self.total_batch_size
         epoch.samples = epoch.skip.batches * step if epoch.skip.samples is None else epoch.skip.samples
-        empty = True
-        for fetched in self.time_fetches(self._fetch(epoch.skip), step):
+        empty, source = True, self
+        if epoch.outer is not None and self._full_base.persistent_workers:  # in use: torch has one iterator
+            source = copy.copy(self)
+            source._unskipped, source._indexed = copy_loader(self._full_base, persistent_workers=False), []
+        for fetched in self.time_fetches(source._fetch(epoch.skip), step):
             empty = False
             self.active.touch(self)
             batch = copier.copy(fetched.batch)
@@ -336,10 +339,9 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _stream_batches(self, base: DataLoader[Any], epoch: Epoch) -> Iterator[FetchedBatch]:
         single = base.batch_size is None and base.batch_sampler is None
-        known = getattr(base.batch_sampler, "batch_size", None) is not None
-        share = self.total_batch_size // self._num_processes if known else None
-        step_samples, index_loader = self.total_batch_size, self._indexed_loader(base)
-        for batch, last, step in stream_batches(base, epoch, step_samples, index_loader):
+        whole, known = self.total_batch_size, getattr(base.batch_sampler, "batch_size", None) is not None
+        share = whole // self._num_processes if known else None
+        for batch, last, step in stream_batches(base, epoch, whole, self._indexed_loader(base)):
             if type(batch) is PartialGlobalBatch:
                 item, real, total, size = batch
                 fetched = FetchedBatch(item, last, total, total, real, size)
