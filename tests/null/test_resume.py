@@ -629,6 +629,23 @@ def test_a_save_after_a_pass_inside_of_the_epoch_goes_on_with_the_epoch(
     assert rest == seen[4:]
 
 
+def test_an_evaluation_loads_the_checkpoint_of_a_training_with_another_loader(tmp_path: Path) -> None:
+    set_seed(0)
+    accelerator = Accelerator(cpu=True)
+    own = torch.Generator().manual_seed(1)
+    model, loader = accelerator.prepare(
+        torch.nn.Linear(1, 1), DataLoader(list(range(8)), shuffle=True, generator=own)
+    )
+    list(loader)
+    accelerator.save_state(tmp_path / "saved")
+    accelerator = Accelerator(cpu=True)
+    model_again, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(list(range(4))))
+    with pytest.warns(UserWarning, match="1 random generators were saved with it.* hold 0"):
+        accelerator.load_state(tmp_path / "saved")
+    assert [int(batch) for batch in loader] == [0, 1, 2, 3]
+    assert torch.equal(model_again.weight, model.weight)
+
+
 def test_nothing_is_skipped_in_the_epoch_after_the_last_batch(tmp_path: Path) -> None:
     """Scripts that skip ``step % len(loader)`` batches do so, and are not warned."""
     accelerator, loader = trained_loader()

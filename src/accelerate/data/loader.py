@@ -421,7 +421,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self._prefetch_state = self.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the position of a ``state_dict``.
+        """Restore the position of a ``state_dict``; warn and leave it if it is of another kind of loader.
 
         The next iteration then yields the epoch that was in progress from its beginning, in the same order,
         or the next epoch if that one was complete. ``skip_first_batches`` continues inside of it, and so does
@@ -429,7 +429,6 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
         Raises:
             CheckpointError: it is a state of torchdata's loader.
-            ValueError: the loader and its samplers hold other random generators than the saved ones.
         """
         if "epoch" not in state_dict:
             raise CheckpointError(

@@ -301,11 +301,19 @@ class LoaderPosition:
     def load_state_dict(self, state: dict[str, Any], generators: list[Any], sampler: Any) -> None:
         """Restore the position of a ``state_dict`` of this or another process.
 
-        A seed that the sampler has from the program, and not from the user, is restored too.
-
-        Raises:
-            ValueError: the loader and its samplers hold other generators.
+        A seed that the sampler has from the program, and not from the user, is restored too. A position of
+        a loader with another number of generators is not loaded: an evaluation, for instance, loads the
+        checkpoint of a training whose loader is another one.
         """
+        world = worlds.current()
+        if len(states := state.get("now", generators)) != len(generators):
+            if world is None or world.is_main:
+                warnings.warn(
+                    f"the position of a loader is not loaded, so it begins anew: {len(states)} random "
+                    f"generators were saved with it, but this loader and its samplers hold {len(generators)}",
+                    stacklevel=3,
+                )
+            return
         self.iteration, self.current, self.record = state["epoch"], None, None
         self.torchdata_state, self.counted_batches, self.restored_state = None, 0, None
         if "in_progress" not in state:
