@@ -198,9 +198,7 @@ class Preparer:
         models, optimizers = bundle.objects_of("model"), bundle.objects_of("optimizer")
         for value in bundle.objects_of("other"):
             self._note_unprepared(value)
-        for index, model in enumerate(bundle.objects):
-            if bundle.kinds[index] != "model":
-                continue
+        for index, model in [(n, m) for n, m in enumerate(bundle.objects) if bundle.kinds[n] == "model"]:
             if verify_device_map is not None and verify_device_map(model):
                 if world.size > 1 and not environ.get_flag("ACCELERATE_BYPASS_DEVICE_MAP"):
                     raise PrepareError(

@@ -92,10 +92,11 @@ class ReplicatedBuffers:
         self._in_training: list[bool] = []
         before: Any = torch.compiler.disable(self._before_forward)
         after: Any = torch.compiler.disable(self._after_forward)
+        agree_if_due: Any = torch.compiler.disable(self._agree_if_due)
         model.register_forward_pre_hook(before)
         model.register_forward_hook(after, always_call=True)
         # Not after a forward that failed: the other ranks may not be in one.
-        model.register_forward_hook(torch.compiler.disable(self._agree_if_due))
+        model.register_forward_hook(agree_if_due)
 
     def _before_forward(self, model: nn.Module, _: Any) -> None:
         if model is not self._model():
