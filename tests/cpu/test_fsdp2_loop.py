@@ -49,6 +49,46 @@ def test_gradients_weighted_by_items_are_those_of_one_batch(
     same(ours, weighed(lengths), 1e-6)
 
 
+def train_head_twice(version: int, sizes: list[list[int]], is_cleared: bool) -> dict[str, torch.Tensor]:
+    """One step after backwards of two models in one unit each, of which one rank holds no trained element."""
+    accelerator = accelerator_of(fsdp_version=version, use_orig_params=True, **WHOLE)
+    nets = [head_model(), head_model()]
+    optimizer = torch.optim.SGD([p for net in nets for p in net.parameters()], lr=1.0)
+    first, second, optimizer = accelerator.prepare(*nets, optimizer)
+    if is_cleared:
+        accelerator.backward(first(rows_of(4)).square().mean(), num_items=accelerator.process_index)
+        first.zero_grad()
+    for size in sizes[accelerator.process_index]:
+        loss = first(rows_of(size)).square().mean()
+        accelerator.backward(loss + second(rows_of(size)).square().mean(), num_items=size)
+    optimizer.step()
+    return accelerator.get_state_dict(first)
+
+
+def head_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 1))
+    net[0].requires_grad_(False)
+    return net
+
+
+def rows_of(size: int) -> torch.Tensor:
+    return torch.randn(size, 64, generator=torch.Generator().manual_seed(size))
+
+
+@pytest.mark.parametrize("is_cleared", [False, True])
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_rank_without_trained_elements_counts_its_items(
+    ranks: RankServer, version: int, is_cleared: bool
+) -> None:
+    """It has no gradient that tells whether they were changed, or cleared between two backwards."""
+    ours, _ = ranks(2, train_head_twice, version, [[3, 2], [1, 5]], is_cleared)
+    net = head_model()
+    net(torch.cat([rows_of(size) for size in (3, 2, 1, 5)])).square().mean().backward()
+    torch.optim.SGD(net.parameters(), lr=1.0).step()
+    same(ours, net.state_dict(), 1e-5)
+
+
 def windows() -> tuple[list[float], dict[str, torch.Tensor]]:
     """Five micro-batches in windows of two: the last is shorter."""
     accelerator = accelerator_of()

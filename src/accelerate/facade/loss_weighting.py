@@ -39,6 +39,8 @@ class LossWeightedParameterGroup:
         items: number of items of this rank since the gradients were cleared.
         factor: the factor by which complete gradients were scaled; None while they are not complete.
         is_weighted: a weighted backward has changed it since its gradients were cleared.
+        clear_items: of the items, those whose complete gradients this rank has not, or not any more; None
+            while it has them. A rank may hold no element of the parameters, so all ranks together tell.
     """
 
     models: list[nn.Module]
@@ -47,6 +49,7 @@ class LossWeightedParameterGroup:
     items: float = 0.0
     factor: float | None = None
     is_weighted: bool = False
+    clear_items: float | None = None
 
     def is_trained(self) -> bool:
         """Return whether any parameter asks for a gradient now."""
@@ -80,7 +83,7 @@ class LossWeightedParameterGroup:
 
     def reset(self) -> None:
         """Forget items and factor: the gradients were used or cleared."""
-        self.items, self.factor, self.is_weighted = 0.0, None, False
+        self.items, self.factor, self.is_weighted, self.clear_items = 0.0, None, False, None
 
 
 def scale_gradients(gradients: Iterable[torch.Tensor], factor: float) -> None:
@@ -118,6 +121,7 @@ class LossWeighting:
                 old = next((counted[p] for p in group.parameters if p in counted), None)
                 if old is not None:
                     group.items, group.factor, group.is_weighted = old.items, old.factor, True
+                    group.clear_items = old.clear_items
 
     def snapshot(self) -> Callable[[], None]:
         """Return a function that restores the present groups and their counts."""
@@ -206,10 +210,13 @@ class LossWeighting:
             self._divide_by_items(complete)
 
     def _reset_cleared(self) -> None:
-        """Reset the groups whose gradients were cleared without an optimizer."""
+        """Reset the groups whose gradients were cleared without an optimizer, where one rank can tell."""
         for group in self.groups:
             if group.is_weighted and group.factor is not None and group.is_clear():
-                group.reset()
+                if not self.strategy.shards_params:
+                    group.reset()
+                elif group.clear_items is None:
+                    group.clear_items = group.items
 
     def _set_reference(self, items: float, micro_batches: int) -> None:
         """Set the reference of a window at its first backward; the very first one all-reduces it."""
@@ -240,13 +247,20 @@ class LossWeighting:
             if is_single:
                 return trained_groups
             return [group for group in trained_groups if not params_in_graph.isdisjoint(group.parameters)]
+        # A rank that holds no element of a sharded parameter has no gradient of it that changes.
+        is_graph_whole = self.strategy.shards_params and not is_single and "inputs" not in kwargs
+        sharded_params = self.strategy.reached_params(loss) if is_graph_whole else set()
         before = [] if is_single else [group.grad_versions() for group in trained_groups]
         reached_params = None if "inputs" in kwargs else self.strategy.reached_params
         scaled_loss = self.precision.scale(weighted_loss, reached_params)
         self.strategy.backward(scaled_loss, sync_gradients=sync, **kwargs)
         if is_single:
             return trained_groups
-        return [group for group, old in zip(trained_groups, before, strict=True) if group.has_changed(old)]
+        return [
+            group
+            for group, old in zip(trained_groups, before, strict=True)
+            if group.has_changed(old) or not sharded_params.isdisjoint(group.parameters)
+        ]
 
     def _run_zero_backward(
         self, trained_groups: list[LossWeightedParameterGroup], loss: torch.Tensor
@@ -283,12 +297,24 @@ class LossWeighting:
 
     def _divide_by_items(self, groups: list[LossWeightedParameterGroup]) -> None:
         """Divide complete gradients by the number of items of all ranks."""
+        if self.strategy.shards_params:
+            self._drop_cleared_items(groups)
         totals = self._sum_over_ranks([group.items for group in groups])
         for group, total in zip(groups, totals, strict=True):
             group.factor = self.average_size * self.reference / total if total else 1.0
             group.scale_grads(group.factor)
         if any(totals):
             self.next_reference = _nearest_power_of_two(max(totals) / self.average_size)
+
+    def _drop_cleared_items(self, groups: list[LossWeightedParameterGroup]) -> None:
+        """Take out the items of earlier complete gradients that no rank has any more."""
+        earlier = [group for group in groups if group.factor is not None]
+        if not earlier:
+            return
+        kept = self._sum_over_ranks([float(group.clear_items is None) for group in earlier])
+        for group, ranks in zip(earlier, kept, strict=True):
+            group.items -= 0.0 if ranks else group.clear_items or 0.0
+            group.clear_items = None
 
     def _sum_over_ranks(self, counts: list[float]) -> list[float]:
         if self.average_size == 1:
