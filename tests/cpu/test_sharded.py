@@ -186,6 +186,33 @@ def test_three_ways_to_say_it(ranks: RankServer) -> None:
     assert len(shared[0][0]) == len(shared[1][0]) == 4, "as asked: a part of its part"
 
 
+def gather_kept(samples: int, batch_size: int | None, drop_last: bool) -> tuple[list[int], list[Any]]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    data = torch.arange(samples)
+    sampler = DistributedSampler(data, shuffle=False)  # type: ignore[arg-type]
+    loader = accelerator.prepare(DataLoader(data, batch_size, sampler=sampler, drop_last=drop_last))
+    rows, real = [], []
+    for batch in loader:
+        rows += accelerator.gather_for_metrics(batch).tolist()
+        real.append(loader.real)
+    return rows, real
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "drop_last"), [(None, False), (1, False), (2, False), (3, False), (3, True)]
+)
+def test_samples_that_a_distributed_sampler_repeats_count_once(
+    ranks: RankServer, batch_size: int | None, drop_last: bool
+) -> None:
+    (rows, real), (others, real_1) = ranks(2, gather_kept, 7, batch_size, drop_last)
+    assert sorted(rows) == list(range(6 if drop_last else 7))
+    assert others == rows
+    assert batch_size is None or sum(real) + sum(real_1) == len(rows)
+    assert sorted(ranks(2, gather_kept, 8, 2, False)[0][0]) == list(range(8))
+
+
 def alone() -> list[int]:
     from accelerate import Accelerator
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from accelerate.data.batch_sampler_shard import BatchSamplerShard, copy_loader, shards_batches, slicer_for
 from accelerate.data.batches import FetchedBatch
@@ -40,6 +40,7 @@ from accelerate.data.sample_order import (
     RankSampleOrderSlicer,
     StepSampleIndices,
     count_samples,
+    is_torch_batch_sampler,
     mark_last,
     single_steps,
     skip_items,
@@ -359,7 +360,26 @@ def _walk_steps(
         if epoch.samples:
             holder.taken_steps.clear()  # they were skipped
         steps = _mark_fillers(steps, holder.taken_steps)
-    return mark_last(steps)
+    return _mark_padding(mark_last(steps), holder)
+
+
+def _mark_padding(steps: Iterator[StepSampleIndices], holder: Any) -> Iterator[StepSampleIndices]:
+    """Mark the sample that a ``DistributedSampler`` repeats on some ranks, their last one."""
+    sampler = inner_sampler(holder)
+    if (
+        not isinstance(sampler, DistributedSampler)
+        or type(sampler).__iter__ is not DistributedSampler.__iter__
+        or not (holder is sampler or is_torch_batch_sampler(holder))
+        or sampler.drop_last
+        or sampler.total_size == len(sampler.dataset)  # pyright: ignore[reportArgumentType]
+        or (getattr(holder, "drop_last", False) and sampler.num_samples % holder.batch_size)
+    ):
+        return steps
+    is_repeated = sampler.rank >= len(sampler.dataset) % sampler.num_replicas  # pyright: ignore[reportArgumentType]
+    return (
+        step._replace(remainder=step.remainder or -1, real=step.real - is_repeated) if step.last else step
+        for step in steps
+    )
 
 
 def _mark_fillers(
