@@ -225,7 +225,9 @@ def test_whole_lines_arrive_with_their_rank(cells: dict[str, Cell]) -> None:
     for rank in range(2):
         assert f"[rank {rank}] start 5" in cell.lines()
         assert f"[rank {rank}] no newline at the end" in cell.lines()
-    assert sorted(cell.err.splitlines()) == ["[rank 0] to stderr", "[rank 1] to stderr"]
+    # Triton built by nanobind, as with torch 2.15, may print what it leaks when a process ends.
+    written = re.sub(r"\[rank \d\] (nanobind:| - |See https://nanobind).*\n?", "", cell.err)
+    assert sorted(written.splitlines()) == ["[rank 0] to stderr", "[rank 1] to stderr"]
 
 
 def test_a_progress_bar_overwrites_its_own_line(cells: dict[str, Cell]) -> None:
