@@ -729,3 +729,21 @@ def test_an_epoch_that_a_script_sets_on_its_sampler_counts(processes: int) -> No
     assert [int(batch) for batch in resumed] == order(3)  # the counter goes on from there
     resumed.batch_sampler.set_epoch(6)
     assert [int(batch) for batch in resumed] == order(6)
+
+
+def test_a_position_that_no_loader_takes_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A script that prepares a loader after load_state begins its epoch again."""
+    accelerator = Accelerator()
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters())
+    loader = accelerator.prepare(net, optimizer, DataLoader(range(8)))[2]  # type: ignore[arg-type]
+    for batch in loader:
+        if batch == 3:
+            accelerator.save_state(tmp_path / "inside")
+    accelerator.save_state(tmp_path / "after")
+    accelerator.free_memory()
+    accelerator.prepare(net, optimizer)
+    accelerator.load_state(tmp_path / "after")
+    assert "loader" not in caplog.text
+    accelerator.load_state(tmp_path / "inside")
+    assert "1 loader(s) that were prepared when it was saved are not prepared now" in caplog.text

@@ -106,6 +106,13 @@ class TrainingStateReader:
                 self._read_rank_files(each)
             else:
                 self._read_torch_file(each)
+        unread = self.manifest.loaders[len(contents.loaders) :] if self.manifest else []
+        # A script that only evaluates prepares no optimizer.
+        if contents.optimizers and any(_is_inside_epoch(position) for position in unread):
+            self.notes.append(
+                f"{len(unread)} loader(s) that were prepared when it was saved are not prepared now, so "
+                "their positions inside of an epoch are not restored; prepare them before load_state"
+            )
         for part in contents.own_files:
             compare = getattr(part, "compare", None)
             why = compare(self.folder) if compare is not None else ""
@@ -430,6 +437,11 @@ class _MappedStates(Sequence[Any]):
 
     def __len__(self) -> int:
         return len(self._paths)
+
+
+def _is_inside_epoch(position: Mapping[str, Any]) -> bool:
+    progress = position.get("in_progress")
+    return bool(progress) and progress["active"] and not progress["complete"]
 
 
 def _describe_other_schedule(item: Any, state: Any) -> str:
