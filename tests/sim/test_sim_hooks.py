@@ -348,7 +348,9 @@ def test_a_weight_as_an_input_comes_to_the_device() -> None:
     assert torch.allclose(result.cpu(), expected, **CLOSE)
 
 
-def test_whole_models_take_turns() -> None:
+def test_whole_models_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[int] = []
+    monkeypatch.setattr(torch.sim, "empty_cache", lambda: emptied.append(1))
     first, second, x = layers(1), layers(1), torch.ones(1, 64)
     expected = second(first(x))
     hook = CpuOffload("sim")
@@ -360,8 +362,10 @@ def test_whole_models_take_turns() -> None:
             between = first(x)
             assert first[0].weight.device.type == "sim"  # pyright: ignore
             result = second(between)
+            second(between)  # nothing is to be moved, so the device is not waited for
             assert [m[0].weight.device.type for m in (first, second)] == ["cpu", "sim"]  # pyright: ignore
     assert torch.allclose(result.cpu(), expected, **CLOSE)
+    assert len(emptied) == 2
     UserCpuOffloadHook(second, vars(second)["_hf_hook"]).offload()
     assert second[0].weight.device.type == "cpu"  # pyright: ignore
     assert CpuOffload().execution_device == torch.device("sim")

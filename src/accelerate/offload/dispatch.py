@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -433,11 +434,17 @@ class CpuOffload(ModelHook):
         """Offload the model before, and move this one and its inputs to the device."""
         device = as_device(self.execution_device)
         if self.prev_module_hook is not None:
+            # Emptying the cache waits for the device: only where memory was given back, not in every step.
+            makes_room = device.type != "cpu" and _is_on_device(self.prev_module_hook.model)
             self.prev_module_hook.offload()
-            if device.type != "cpu":
+            if makes_room:
                 devices.get(device.type).empty_cache()
         module.to(device)
         return move_arguments(args, device), move_arguments(kwargs, device)
+
+
+def _is_on_device(model: nn.Module) -> bool:
+    return any(t.device.type != "cpu" for t in chain(model.parameters(), model.buffers()))
 
 
 class UserCpuOffloadHook:
