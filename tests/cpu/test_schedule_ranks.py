@@ -245,10 +245,15 @@ def wrong(size: int) -> list[str]:
     said.append(str(twice[0] is twice[1]))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        plain = Accelerator()
+        for _ in range(2):
+            plain.backward(nn.Linear(2, 1)(torch.ones(1, 2)).sum())
         alone = accelerator.prepare(optimizer)
         sum(p.sum() for group in alone.param_groups for p in group["params"]).backward()
         alone.step()
     messages = [str(w.message) for w in caught if "belong to no prepared model" in str(w.message)]
+    assert len(messages) == (1 if accelerator.is_main_process else 0)
+    messages = [str(w.message) for w in caught if "backward() with no prepared model" in str(w.message)]
     assert len(messages) == (1 if accelerator.is_main_process else 0)
     return said
 

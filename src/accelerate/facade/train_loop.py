@@ -49,7 +49,7 @@ class TrainLoop:
         self.engine = runtime.strategy if isinstance(runtime.strategy, EngineStrategy) else None
         self._warned: set[AcceleratedOptimizer] = set()
         self.accumulated_ids: tuple[int, ...] = ()  # of the models of the newest block of ``accumulate``
-        self._has_warned_of_blocks = False
+        self._has_warned_of_blocks = self._has_warned_unprepared = False
 
     def note_accumulated(self, models: Sequence[nn.Module], ids: tuple[int, ...]) -> None:
         """Record the models of a block; warn of two blocks of different models in one batch.
@@ -103,6 +103,8 @@ class TrainLoop:
         optimizers = self.prepared.optimizers
         if optimizers and optimizers[0].fuses_backward and all(each.fuses_backward for each in optimizers):
             raise _no_learning_rate_error(optimizers[0].optimizer)
+        if not optimizers and not (self.prepared.models or self._has_warned_unprepared):
+            self._warn_unprepared()
         gradients.has_unweighted_grads = True
         try:
             if self.engine is None or self.engine.should_divide_loss(kwargs):
@@ -116,6 +118,16 @@ class TrainLoop:
         except (RuntimeError, AttributeError, TypeError, ValueError):
             _check_loss(loss, kwargs)
             raise
+
+    def _warn_unprepared(self) -> None:
+        """Warn once, on rank 0, of a backward of several processes where nothing was prepared."""
+        self._has_warned_unprepared = True
+        if self.world.size > 1 and self.world.rank == 0:
+            warn_user(
+                "accelerator.backward() with no prepared model: unless gradients are reduced in another way, "
+                f"each of {self.world.size} processes trains separately, on all of the data. Prepare all: "
+                "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
+            )
 
     def _backward_weighted(self, loss: torch.Tensor, num_items: Any, kwargs: dict[str, Any]) -> None:
         gradients = self.gradients
