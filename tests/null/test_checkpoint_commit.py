@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -315,6 +316,20 @@ def test_a_taken_number_is_refused_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"(?s)checkpoint_0 exists already.*load_state\(\).*iteration=1"):
         save.save(box(2), project=project(tmp_path))
     assert value_of(lambda parts: load.load(parts, project=project(tmp_path))) == 1
+
+
+def test_a_run_keeps_its_checkpoints_beside_those_of_another(tmp_path: Path) -> None:
+    """It was started anew in the folder of a run that kept its newest two: they are older than its first."""
+    other, settings = project(tmp_path, limit=2, iteration=6), project(tmp_path, limit=2)
+    for step in (6, 7):
+        save.save(box(step), project=other)
+    with pytest.warns(UserWarning, match=r"checkpoint_7 the newest: those of this run begin at checkpoint_8"):
+        save.save(box(100), project=settings)
+    with warnings.catch_warnings(action="error"):
+        save.save(box(101), project=settings)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_8", "checkpoint_9"]
+    assert value_of(lambda parts: load.load(parts, project=project(tmp_path))) == 101
+    assert settings.iteration == 10
 
 
 def test_what_an_interrupted_save_left_does_not_take_the_number(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from accelerate.checkpoint.storage import (
     read_manifest,
 )
 from accelerate.core.argument_checks import check_arguments
-from accelerate.core.errors import CheckpointError, SettingError
+from accelerate.core.errors import CheckpointError, SettingError, warn_user
 from accelerate.core.value_types import NonNegativeInt, PathText, PositiveInt
 
 logger = logging.getLogger(__name__)
@@ -356,6 +356,26 @@ def save_address(directory: PathText | None, project: ProjectConfiguration) -> A
     return parse_address(directory)
 
 
+def first_iteration(project: ProjectConfiguration) -> int:
+    """Return the number of the first checkpoint of a run that has loaded none.
+
+    It follows those that another run has left. From 0 on, ``total_limit`` would delete each new one, and
+    the newest by number would be the other run's.
+    """
+    store = open_store(automatic_folder(project))
+    complete = (automatic_number(each.name) for each in candidates(store) if not each.problem)
+    numbers = [number for number in complete if number is not None]
+    if not numbers or 0 in numbers:
+        return 0
+    first = _next_free_number(store, 0)
+    warn_user(
+        f"{store.label()} has checkpoints of another run, {AUTOMATIC_NAME}_{max(numbers)} the newest: those "
+        f"of this run begin at {AUTOMATIC_NAME}_{first}. To continue that run, call load_state() before "
+        "training or launch with --resume auto; else choose another project_dir"
+    )
+    return first
+
+
 def refuse_existing_number(store: CheckpointStorage, name: str) -> None:
     """Raise if the number of the next checkpoint is taken; an interrupted save does not count.
 
@@ -368,7 +388,8 @@ def refuse_existing_number(store: CheckpointStorage, name: str) -> None:
     raise CheckpointExistsError(
         f"{store.label(name)} exists already",
         why="the numbering of this run starts where another run has saved",
-        fix="call load_state() before training to continue that run, choose another project_dir, or set "
+        fix="call load_state() before training, or launch with --resume auto, to continue that run; choose "
+        "another project_dir or remove this folder; or set "
         f"ProjectConfiguration(iteration={_next_free_number(store, 0)})",
     )
 

@@ -100,6 +100,8 @@ def save(
     action = "save the checkpoint" if directory is None else f"save the checkpoint {directory}"
     with ranks.collective_section(action) as section:
         async_save.wait()
+        if numbered and project.iteration == 0 and ranks.rank == 0 and not each_node:
+            project.iteration = discovery.first_iteration(project)
         if each_node or ranks.rank == 0:
             address = discovery.save_address(directory, project)
             root, name = discovery.split_address(address)
