@@ -450,7 +450,12 @@ def stand_ins() -> None:
     optimizer = DummyOptim(model.parameters(), lr=0.01, weight_decay=0.1)
     schedule = DummyScheduler(optimizer, warmup_num_steps=2)
     loader = torch.utils.data.DataLoader(Rows(range(8)), batch_size=4)
+    # A teacher has no optimizer; the configuration of those that train stays as it is, and may be changed.
+    accelerator.prepare(tiny(1))
+    assert {"optimizer", "scheduler"} < plugin.deepspeed_config.keys()
+    plugin.deepspeed_config["wall_clock_breakdown"] = False
     model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+    assert (model.zero_optimization_stage(), plugin.deepspeed_config["wall_clock_breakdown"]) == (2, False)
     assert isinstance(schedule, DeepSpeedSchedulerWrapper)
     assert plugin.deepspeed_config["train_micro_batch_size_per_gpu"] == 4
     assert plugin.deepspeed_config["optimizer"]["params"]["lr"] == 0.01

@@ -233,6 +233,13 @@ def test_each_number_has_one_owner() -> None:
     assert (
         build_config(plugin, wanted(steps=4, batches=[2], precision="bf16")).config["train_batch_size"] == 16
     )
+    # A change since then counts, and makes the other values no wish either.
+    plugin.deepspeed_config["gradient_clipping"] = 1.5
+    plugin.deepspeed_config["zero_optimization"]["stage"] = 2
+    del plugin.deepspeed_config["zero_force_ds_cpu_optimizer"]
+    changed = build_config(plugin, wanted(batches=[2])).config
+    assert (changed["train_batch_size"], changed["gradient_clipping"]) == (4, 1.5)
+    assert changed["zero_optimization"]["stage"] == 2
     plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 5
     with pytest.raises(SettingError, match=r"loader says 2, but .*train_micro_batch_size_per_gpu: 5"):
         build_config(plugin, wanted(steps=4, batches=[2]))

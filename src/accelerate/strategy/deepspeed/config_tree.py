@@ -103,6 +103,18 @@ def auto_keys(config: Mapping[str, Any], below: str = "") -> Iterator[str]:
             yield f"{below}{key}"
 
 
+def apply_edits(config: dict[str, Any], before: Mapping[str, Any], edited: Mapping[str, Any]) -> None:
+    """Make the changes between ``before`` and ``edited`` in ``config`` too."""
+    for key in before.keys() - edited.keys():
+        config.pop(key, None)
+    for key, value in edited.items():
+        old, own = before.get(key, _ABSENT), config.get(key)
+        if isinstance(value, dict) and isinstance(old, Mapping) and isinstance(own, dict):
+            apply_edits(own, old, value)
+        elif value != old:
+            config[key] = copy.deepcopy(value)
+
+
 def is_same(one: object, other: object) -> bool:
     """Return whether two values are the same: numbers by value, also where a file has them as text."""
     if isinstance(one, bool) or isinstance(other, bool):

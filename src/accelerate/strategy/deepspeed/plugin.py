@@ -296,15 +296,19 @@ class DeepSpeedPlugin(DeepSpeedOptions):
                     del config[kind]
 
     def config_template(self) -> dict[str, Any]:
-        """Return the configuration before an engine's values were filled in; if changed since, as it is."""
+        """Return the configuration before an engine's values were filled in, with the changes made since."""
         shown = self._shown_config
-        if shown is not None and shown[0] is self.deepspeed_config and shown[1] == self.deepspeed_config:
-            return shown[2]
-        self._shown_config = None
-        return self.deepspeed_config
+        if shown is None or shown[0] is not self.deepspeed_config:
+            self._shown_config = None
+            return self.deepspeed_config
+        current, published, template = shown
+        if current != published:
+            config_tree.apply_edits(template, published, current)
+            self._shown_config = current, copy.deepcopy(current), template
+        return template
 
     def publish_config(self, filled: Mapping[str, Any]) -> None:
-        """Write the values of the newest engine into ``deepspeed_config``, which clients read."""
+        """Write the values of the newest engine that trains into ``deepspeed_config``, which clients read."""
         before = copy.deepcopy(self.config_template())
         config = self.deepspeed_config
         config.clear()

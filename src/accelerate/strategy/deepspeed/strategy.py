@@ -213,7 +213,8 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, Modul
         if before is not None:
             handle = engine_handle.replace_engine(before, handle)
         self.engines.add(handle)
-        self.plugin.publish_config(job.engine_config.config)
+        if job.optimizer is not None:  # the configuration of others lacks optimizer, schedule and ZeRO stage
+            self.plugin.publish_config(job.engine_config.config)
         bundle.replace("model", lambda m: handle.engine if m is job.model or m is module else m)
         if job.optimizer is not None:
             bundle.replace("optimizer", lambda o: handle.optimizer if o is job.optimizer else o)
