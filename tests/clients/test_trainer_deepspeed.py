@@ -61,6 +61,11 @@ def test_a_resumed_run_ends_as_the_uninterrupted(zero: dict[str, Any]) -> None:
     assert again["loss"] == whole["loss"]
 
 
+def test_a_second_training_goes_on(zero: dict[str, Any]) -> None:
+    assert len(zero["again"]["three"]) == 5
+    assert differences(zero["again"]["three"], zero["again"]["parallel"], WITHIN) == []
+
+
 def test_models_are_partitioned_while_they_are_loaded(zero: dict[str, Any]) -> None:
     job = zero["pretrained"]
     assert job["partitions"]

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from accelerate.state import AcceleratorState
 from tests.clients.probe import main
 from tests.clients.trainer import STEPS, Rows, evaluation, history, model, samples, trainer
 
@@ -99,6 +100,24 @@ def resume(folder: Path) -> dict[str, Any]:
     return {"whole": numbers(whole), "again": numbers(again)}
 
 
+def again(folder: Path) -> dict[str, Any]:
+    """In stage 3, evaluate, train, and train on: the Trainer keeps the engine, and makes another optimizer.
+
+    One without a state: without DeepSpeed the Trainer goes on with the optimizer that it has.
+    """
+    results: dict[str, Any] = {}
+    shared: dict[str, Any] = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.5}
+    for name, given in {"three": {"deepspeed": config(3)}, "parallel": {}}.items():
+        job = trainer(folder, Rows(samples()), Rows(samples(7, ragged=True)), **shared, **given)
+        losses = [job.evaluate()["eval_loss"]]
+        for _ in range(2):
+            job.train()
+            losses += numbers(job)["loss"]
+        results[name] = losses
+        AcceleratorState._reset_state(reset_partial_state=False)
+    return results
+
+
 def pretrained(folder: Path) -> dict[str, Any]:
     """In stage 3, ``from_pretrained`` partitions while it loads."""
     import deepspeed
@@ -136,7 +155,7 @@ def loaded_first(folder: Path) -> dict[str, Any]:
 
 
 JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    job.__name__: job for job in (two, three, engines, accumulate, resume, pretrained, loaded_first)
+    job.__name__: job for job in (two, three, engines, accumulate, resume, again, pretrained, loaded_first)
 }
 
 

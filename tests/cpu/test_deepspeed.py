@@ -422,12 +422,21 @@ def prepare_again() -> None:
     loop(accelerator, model, optimizer, steps=1)
     module = accelerator.unwrap_model(model)
     assert extract_model_from_parallel(model) is module
-    accelerator.free_memory()
-    assert list(accelerator.strategy.engines) == []
-    with torch.no_grad():
-        for parameter, fresh in zip(module.parameters(), tiny().parameters(), strict=True):
-            parameter.copy_(fresh)
+
+    def start_anew() -> None:
+        accelerator.free_memory()
+        assert list(accelerator.strategy.engines) == []
+        with torch.no_grad():
+            for parameter, fresh in zip(module.parameters(), tiny().parameters(), strict=True):
+                parameter.copy_(fresh)
+
+    start_anew()
     model, optimizer = accelerator.prepare(module, adamw(module))
+    same_losses(loop(accelerator, model, optimizer, steps=3))
+    # transformers' Trainer keeps the engine, and prepares another optimizer alone.
+    start_anew()
+    optimizer = accelerator.prepare(adamw(module))
+    assert accelerator.prepare(module) is model
     same_losses(loop(accelerator, model, optimizer, steps=3))
 
 

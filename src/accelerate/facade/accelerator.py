@@ -632,7 +632,7 @@ class Accelerator(ProcessMixin):
                     bundle.kinds[index] = "prepared"
         self._preparer.prepare(bundle, self.verify_device_map)
         self._option_reporter.report()
-        return bundle.objects[0] if len(args) == 1 else tuple(bundle.objects)
+        return bundle.objects[0] if len(args) == 1 else tuple(bundle.objects[: len(args)])
 
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
         """Return the objects that ``prepare`` gets under FSDP2; some programs wrap it, to change a model."""

@@ -44,7 +44,7 @@ class PrepareBundle:
     """The objects of one ``prepare``, in the order of the call.
 
     Attributes:
-        objects: the objects; steps replace items in place.
+        objects: the objects; steps replace items in place, and append models that they prepare anew.
         kinds: the kind of each.
         training: False when the models are only evaluated.
         place_on_device: per object, whether it is moved to the device.

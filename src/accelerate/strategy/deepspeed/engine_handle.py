@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -426,9 +427,8 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
     return status is not None and status.name != "AVAILABLE"
 
 
-def replace_engine(old: EngineHandle, new: EngineHandle) -> EngineHandle:
+def replace_engine(user_engine: Any, new: EngineHandle) -> EngineHandle:
     """Make the engine object that users hold the new engine over the same module."""
-    user_engine = old.engine
     # Hooks hold the new object: both share one ``__dict__``, and are freed together.
     vars(new.engine)["_twin"] = new.engine
     object.__setattr__(user_engine, "__dict__", vars(new.engine))
@@ -450,6 +450,8 @@ class DeepSpeedEngineRegistry:
 
     def __init__(self) -> None:
         self._handles: list[EngineHandle] = []
+        # By the id of its module, which it keeps: the newest engine, as long as the program holds it.
+        self._released: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
     def __iter__(self) -> Iterator[EngineHandle]:
         return iter(self._handles)
@@ -458,12 +460,18 @@ class DeepSpeedEngineRegistry:
         """Add a handle, in the place of one with the same engine object."""
         self._handles = [h for h in self._handles if h.engine is not handle.engine]
         self._handles.append(handle)
+        self._released.pop(id(handle.module), None)
 
     def clear(self) -> None:
         """Release all engines from their modules."""
         for handle in self._handles:
             release_engine(handle)
+            self._released[id(handle.module)] = handle.engine
         self._handles = []
+
+    def released_engines(self) -> list[Any]:
+        """Return the engines that ``clear`` has released, and that the program still holds."""
+        return list(self._released.values())
 
     def find(self, model: Any) -> EngineHandle | None:
         """Return the handle of a model, prepared or the user's own, or None."""

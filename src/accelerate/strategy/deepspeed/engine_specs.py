@@ -24,7 +24,7 @@ class EngineSpec:
     """One engine that ``prepare`` will make.
 
     Attributes:
-        model: the user's, or the engine over it that has no optimizer yet.
+        model: the user's, or the engine over it that has no optimizer yet, or none since ``free_memory``.
         optimizer: of torch, or a ``DummyOptim``; None for a model alone.
         scheduler: one that DeepSpeed advances, or None.
         engine_config: the configuration.
@@ -72,8 +72,8 @@ def engine_specs(
             (s for s in schedulers if optimizer is not None and _belongs_to(s, optimizer)), None
         )
         schedulers = [s for s in schedulers if s is not engine_scheduler]
-        handle = engines.find(model)
-        module = model if handle is None else handle.module
+        is_engine = engines.find(model) is not None or any(model is e for e in engines.released_engines())
+        module = model.module if is_engine else model
         shared_by = processes if bundle.split_batches else 1
         inputs = DeepSpeedConfigInputs(
             module,
@@ -119,14 +119,15 @@ def _pair_optimizers(bundle: PrepareBundle, engines: DeepSpeedEngineRegistry) ->
         left = [o for o in left if o not in optimizers]
         if existing_handle is None or optimizers:
             pairs.append((model, optimizers[0] if optimizers else None))
+    untrained = [handle.engine for handle in engines if handle.optimizer is None]
     for optimizer in left:
-        handle = next(
-            (m for m in engines if m.optimizer is None and _trains_model(optimizer, m.module)), None
-        )
-        if handle is None:
+        # transformers' Trainer trains the engine on that it has, after free_memory.
+        candidates = (*untrained, *engines.released_engines())
+        engine = next((each for each in candidates if _trains_model(optimizer, each.module)), None)
+        if engine is None:
             raise _stray_optimizer_error(optimizer)
-        _refuse_shared_optimizer(optimizer, handle.module, [each.module for each in engines])
-        pairs.append((handle.engine, optimizer))
+        _refuse_shared_optimizer(optimizer, engine.module, [each.module for each in engines])
+        pairs.append((engine, optimizer))
     return pairs
 
 

@@ -211,7 +211,12 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, Modul
         self.plugin.set_moe_leaf_modules(module)
         handle = engine_handle.make_engine(module, job.engine_config.config, job.optimizer, job.scheduler)
         if before is not None:
-            handle = engine_handle.replace_engine(before, handle)
+            handle = engine_handle.replace_engine(before.engine, handle)
+        elif any(job.model is released for released in self.engines.released_engines()):
+            handle = engine_handle.replace_engine(job.model, handle)
+            if not any(job.model is model for model in bundle.objects_of("model")):
+                bundle.objects.append(job.model)
+                bundle.kinds.append("model")
         self.engines.add(handle)
         if job.optimizer is not None:  # the configuration of others lacks optimizer, schedule and ZeRO stage
             self.plugin.publish_config(job.engine_config.config)
