@@ -344,11 +344,20 @@ def read(size: str) -> dict[str, Any]:
 
     data = [{"input_ids": torch.arange(8) + 10 * row} for row in range(4)]
     accelerator = opened(size)
-    together = accelerator.prepare(llama(), DataLoader(data, batch_size=1))[1]  # type: ignore[arg-type]
+    model, together = accelerator.prepare(llama(), DataLoader(data, batch_size=1))  # type: ignore[arg-type]
     apart = accelerator.prepare(DataLoader(data, batch_size=1))  # type: ignore[arg-type]
     adapted = accelerator.deepspeed_ulysses_dl_adapter(apart, None)
     found: dict[str, Any] = {"together": rows(together), "apart": rows(apart), "adapted": rows(adapted)}
     found["lengths"] = [len(together), len(apart), len(adapted)]
+    # Whole sequences, as long as the parts of others before them.
+    short = accelerator.prepare(DataLoader([torch.arange(4)], batch_size=1))  # type: ignore[arg-type]
+    for batch in short:
+        expected = llama().eval()(batch).logits
+        torch.testing.assert_close(model.eval()(batch).logits, expected)
+        with pytest.raises(ValueError, match="none of a prepared loader's"):
+            model(batch + 0)
+        with pytest.raises(ValueError, match="none of a prepared loader's"):
+            model.train()(batch)
     kind = TorchContextParallelConfig if size == "cp_size" else DeepSpeedSequenceParallelConfig
     for cut in (True, False, {"input_ids": 1}):
         sizes: dict[str, Any] = {size: 2, f"{size[:2]}_handler": kind(cut=cut)}

@@ -81,9 +81,9 @@ class MeshDimension:
         """
         self.strategy._remap_optimizers(replaced, optimizers)
 
-    def shards_loader(self, loader: Any) -> bool:
-        """Return whether ``slice_batch`` applies to the batches of ``loader``, which is not prepared yet."""
-        return True
+    def batch_slicer_for(self, loader: Any) -> Callable[[Any], Any] | None:
+        """Return what is done with batches of ``loader``, not prepared yet, on this process's device."""
+        return None
 
     def reads_own_data(self, loader: Any) -> bool:
         """Return whether the processes of this dimension read different samples of ``loader``."""
@@ -127,10 +127,6 @@ class MeshDimension:
     def backward_zero(self, loss: torch.Tensor) -> bool:
         """Run a backward with zero gradients if this dimension does it its own way; return whether."""
         return False
-
-    def slice_batch(self, batch: Any) -> Any:
-        """Return this process's part of a batch that is on its device."""
-        return batch
 
     def call_context(self, model: nn.Module, args: Any, kwargs: Any) -> AbstractContextManager[None]:
         """Return a context around the micro-batches of a call of ``model``, which is split into stages.
@@ -300,7 +296,7 @@ class DeviceMeshStrategy(FSDP2Strategy, DataSharding):
 
     def batch_slicer_for(self, loader: Any) -> Callable[[Any], Any] | None:
         """Return the function that slices the batches of ``loader``; None where they stay full."""
-        slicers = [dimension.slice_batch for dimension in self.dimensions if dimension.shards_loader(loader)]
+        slicers = [s for dimension in self.dimensions if (s := dimension.batch_slicer_for(loader))]
 
         def slice_all(batch: Any) -> Any:
             for slicer in slicers:

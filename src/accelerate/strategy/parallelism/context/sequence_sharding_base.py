@@ -75,6 +75,8 @@ class SequenceParallelMeshDimension(MeshDimension):
         # The tensors that are sequence shards, with their sequence dimension.
         self._shards: Any = WeakIdKeyDictionary()
         self._positions: Any = WeakIdKeyDictionary()
+        # Those of loaders whose batches stay whole.
+        self._whole_tensors: Any = WeakIdKeyDictionary()
         # Lengths of the shards that loaders gave, and of those inside the context; None outside of one.
         self._shard_lengths: set[int] = set()
         self._active_lengths: frozenset[int] | None = None
@@ -140,6 +142,16 @@ class SequenceParallelMeshDimension(MeshDimension):
         if self.is_left:
             return False
         return loader in self._sharded_loaders if self._option is None else self._option is not False
+
+    def batch_slicer_for(self, loader: Any) -> Callable[[Any], Any]:
+        """Return the function that shards batches of ``loader``, or notes that they stay whole."""
+        return self.slice_batch if self.shards_loader(loader) else self._keep_whole
+
+    def _keep_whole(self, batch: Any) -> Any:
+        for _, leaf in tree.iterate_leaves(batch):
+            if isinstance(leaf, torch.Tensor):
+                self._whole_tensors[leaf] = True
+        return batch
 
     def slice_batch(self, batch: Any) -> Any:
         """Return this process's shard of a batch of full sequences.
@@ -280,7 +292,7 @@ class SequenceParallelMeshDimension(MeshDimension):
             return frozenset(parts)
         if self._active_lengths is not None:
             return self._active_lengths
-        if self._shard_lengths:
+        if self._shard_lengths and (model.training or not any(t in self._whole_tensors for t in tensors)):
             self._check_unsharded(model, tensors)
         elif self.name == "cp" and model.training and not self._warned:
             self._warned = True
