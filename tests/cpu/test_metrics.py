@@ -313,8 +313,13 @@ def test_a_loss_repeated_for_a_full_batch_counts_for_the_samples_of_a_shorter_on
     accelerator = Accelerator()
     for data in (Map(11, torch.tensor), Unsized(11, torch.tensor)):
         loader = accelerator.prepare(DataLoader(data, batch_size=4))
-        rows = [len(accelerator.gather_for_metrics(torch.ones(()).repeat(4))) for _ in loader]
-        assert rows == [4, 4, 3]
+        for by_object in (False, True):
+            rows = [accelerator.gather_for_metrics(torch.ones(()).repeat(4), by_object) for _ in loader]
+            assert [row.shape for row in rows] == [(4,), (4,), (3,)]
+    outputs: Any = torch.ones(4), (torch.ones(4, 2), None)
+    assert accelerator.gather_for_metrics(outputs, True) is outputs
+    assert accelerator.gather_for_metrics({"a": outputs[0]}, True)["a"] is outputs[0]
+    assert accelerator.gather_for_metrics([*outputs[0]], True) == [1.0] * 4  # an object per sample
 
 
 def test_several_rows_of_a_sample_count_in_a_shorter_batch_too() -> None:

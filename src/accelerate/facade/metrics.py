@@ -37,7 +37,8 @@ def gather_for_metrics(
             sequence of these that has a tensor among them.
         loader: the one whose batch it is, or None.
         strategy: says which ranks have computed the same samples: they count once.
-        as_objects: a list, or each value of a dict, is one of objects, whatever is in it.
+        as_objects: a list, or each value of a dict, is one of objects, whatever is in it. On one
+            process a tensor stays one, and so does a tuple of tensors.
         rows_per_sample: see ``Accelerator.gather_for_metrics``.
         gather: a program's own, for a tree of tensors. What it returns has the rows of all ranks in rank
             order, so the fillers of the last step are its last rows.
@@ -198,9 +199,15 @@ class _SampleGatherer:
     def gather(self, data: Any, as_objects: bool, *, is_inside: bool = False) -> Any:
         if data is None and is_inside:  # a field or key without a value
             return None
-        if isinstance(data, torch.Tensor) and not as_objects:
+        # transformers' Trainer concatenates the tensors of batches, and takes a list for several outputs.
+        is_alone = as_objects and collective.world_size() == 1
+        if isinstance(data, torch.Tensor) and (is_alone or not as_objects):
             return collective.gather(self._own_rows(data))
-        kinds = set() if as_objects else {_kind(leaf) for _, leaf in tree.iterate_leaves(data)}
+        is_tuple = is_alone and isinstance(data, tuple)
+        is_walked = is_tuple or not as_objects
+        kinds = {_kind(leaf) for _, leaf in tree.iterate_leaves(data)} if is_walked else set()
+        if is_tuple and kinds - {"none"} == {"tensor"}:
+            return data
         if not as_objects and (kinds == {"tensor", "none"} or kinds <= {"tensor"}):
             # All tensors in one all-gather, however many they are.
             return collective.gather(tree.map_tree(self._own_rows, data))
