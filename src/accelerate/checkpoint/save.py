@@ -508,8 +508,8 @@ class CommitTransaction:
                         f"{self.ranks.rank} on {socket.gethostname()} {seen} in "
                         f"{self.store.label(self.temp)}",
                         why="the machines do not share this folder, or its file system is late",
-                        fix="save to a folder that all machines share, or use "
-                        "ProjectConfiguration(save_on_each_node=True)",
+                        fix="save to a folder or an address ('s3://bucket/run') that all machines share, or, "
+                        "where no model is sharded, use ProjectConfiguration(save_on_each_node=True)",
                     )
                 other = records.setdefault(name, record)
                 if other.digest != record.digest:

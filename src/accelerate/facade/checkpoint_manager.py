@@ -182,7 +182,7 @@ class CheckpointManager:
                 f"save_on_each_node does not go with shards, and the strategy is {strategy.name!r}",
                 why="each machine would have the shards of its own processes only; of a whole model, the "
                 "first machine all, and the others nothing",
-                fix="save to a folder that all machines share",
+                fix="save to a folder or an address ('s3://bucket/run') that all machines share",
             )
         if engine_files:
             self._exclude_engine_objects(engine_files, train_state)
