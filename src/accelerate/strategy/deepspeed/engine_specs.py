@@ -121,7 +121,7 @@ def _pair_optimizers(bundle: PrepareBundle, engines: DeepSpeedEngineRegistry) ->
             pairs.append((model, optimizers[0] if optimizers else None))
     untrained = [handle.engine for handle in engines if handle.optimizer is None]
     for optimizer in left:
-        # transformers' Trainer trains the engine on that it has, after free_memory.
+        # transformers' Trainer keeps its DeepSpeedEngine after free_memory, and goes on with it.
         candidates = (*untrained, *engines.released_engines())
         engine = next((each for each in candidates if _trains_model(optimizer, each.module)), None)
         if engine is None:
