@@ -470,7 +470,7 @@ class DeepSpeedEngineRegistry:
         self._handles = []
 
     def released_engines(self) -> list[Any]:
-        """Return the engines that ``clear`` has released, and that the program still holds."""
+        """Return each ``DeepSpeedEngine`` that ``clear`` has released, and that the program still holds."""
         return list(self._released.values())
 
     def find(self, model: Any) -> EngineHandle | None:
