@@ -108,6 +108,22 @@ def test_an_assigned_scaler_serves_several_optimizers() -> None:
     assert accelerator.scaler.get_scale() == 16.0
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_that_the_program_steps_by_unscales_and_skips(fused: bool) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
+    model, optimizer = Accelerator(cpu=True).prepare(model, optimizer)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    for factor in (1.0, float("inf")):
+        before = model.weight.detach().clone()
+        scaler.scale(model(torch.ones(1, 2)).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        torch.testing.assert_close(model.weight, before - float(factor == 1))
+    assert scaler.get_scale() == 4.0
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_an_assigned_scaler_is_in_checkpoints(precision: str, tmp_path: Path) -> None:
     accelerator, model, optimizer = make(precision)

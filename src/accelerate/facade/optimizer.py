@@ -67,6 +67,9 @@ class AcceleratedOptimizer(Optimizer):
     device_placement: bool
     gradient_state: GradientState
     fuses_backward: bool
+    # That of a fused optimizer is True, at which torch's scaler sets the scale and the overflow as attributes
+    # of what it is given: this wrapper, where the inner step does not read them.
+    _step_supports_amp_scaling = False
 
     def __init__(
         self, optimizer: Optimizer, device_placement: bool = True, scaler: torch.amp.GradScaler | None = None
