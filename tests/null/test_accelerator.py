@@ -475,7 +475,8 @@ def test_gradients_are_unscaled_anew_after_a_step_that_the_loop_leaves_out(clear
 
 
 def test_reading_the_loss_scale_between_two_steps_changes_no_step() -> None:
-    accelerator = Accelerator(mixed_precision="fp16")
+    handlers: list[Any] = [GradScalerKwargs(init_scale=8.0, growth_interval=1)]
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=handlers)
     prepared: list[Any] = [accelerator.prepare(*cast("list[Any]", parts()[:2])) for _ in range(2)]
     (first, first_optimizer), (second, second_optimizer) = prepared
     first.load_state_dict(second.state_dict())
@@ -483,7 +484,7 @@ def test_reading_the_loss_scale_between_two_steps_changes_no_step() -> None:
     accelerator.clip_grad_norm_([*first.parameters(), *second.parameters()], 1e9)
     first_optimizer.step()
     assert accelerator.scaler is not None
-    assert accelerator.scaler.get_scale() == 65536.0
+    assert accelerator.scaler.get_scale() == 16.0
     second_optimizer.step()
     assert torch.equal(first.weight, second.weight)
 
@@ -550,22 +551,50 @@ def test_gradients_that_are_unscaled_in_part_are_refused() -> None:
     torch.testing.assert_close(model.weight, before - 0.4)
 
 
-def test_an_optimizer_that_waits_for_its_step_is_named() -> None:
-    """Two optimizers of different rates, clipped together."""
-    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
-    models = [nn.Linear(3, 1), nn.Linear(3, 1, bias=False)]
-    rates = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    first, second, fast, _ = accelerator.prepare(*models, *rates)
+def test_optimizers_step_at_different_rates() -> None:
+    """Both are clipped, and the gradients of the second wait over steps and updates of the scale."""
+    handlers: list[Any] = [GradScalerKwargs(init_scale=8.0, growth_interval=1)]
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=handlers)
+    models = [nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)]
+    before = [model.weight.detach().clone() for model in models]
+    rates = [torch.optim.SGD(model.parameters(), lr=0.125) for model in models]
+    first, second, fast, slow = accelerator.prepare(*models, *rates)
     x, both = torch.ones(1, 3), [*first.parameters(), *second.parameters()]
     accelerator.backward(first(x).sum() + second(x).sum())
-    accelerator.clip_grad_norm_(both, 1e9)
-    fast.step()
-    with pytest.raises(PrepareError, match=r"SGD of 2 parameters .* a step of SGD of 1 parameters"):
-        fast.step()
-    fast.zero_grad()
-    accelerator.backward(first(x).sum())
-    with pytest.raises(PrepareError, match=r"SGD of 2 parameters .* a step of SGD of 1 parameters"):
+    for step in range(3):
         accelerator.clip_grad_norm_(both, 1e9)
+        fast.step()
+        with pytest.raises(PrepareError, match="again without a scaled backward since its step"):
+            fast.step()
+        fast.zero_grad()
+        assert accelerator.scaler.get_scale() == 16.0 * 2**step  # type: ignore[union-attr]
+        accelerator.backward(first(x).sum())
+    slow.step()
+    fast.step()
+    torch.testing.assert_close(first.weight, before[0] - 0.5)
+    torch.testing.assert_close(second.weight, before[1] - 0.125)
+
+
+@pytest.mark.parametrize("is_assigned", [False, True])
+def test_a_training_that_was_left_before_its_step_stops_no_other(is_assigned: bool) -> None:
+    """A notebook prepares anew after Ctrl-C; the overflow of the next training lowers its scale."""
+    handlers: list[Any] = [GradScalerKwargs(init_scale=64.0)]
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=handlers)
+    if is_assigned:
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for is_left in (True, False):
+        model, optimizer = accelerator.prepare(*cast("list[Any]", parts()[:2]))
+        for factor in (float("inf"), 1.0, 1.0):
+            before = model.weight.detach().clone()
+            accelerator.backward(model(torch.ones(2, 3)).sum() * factor)
+            accelerator.clip_grad_norm_(model.parameters(), 1e9)
+            if is_left:
+                break
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.testing.assert_close(model.weight, before - (0.2 if factor == 1 else 0.0))
+    assert accelerator.scaler is not None
+    assert accelerator.scaler.get_scale() == 32.0
 
 
 class FailingSGD(torch.optim.SGD):

@@ -78,6 +78,7 @@ def test_a_scaler_that_is_off_scales_nothing(precision: str, scaler: GradScaler 
     assert not accelerator.optimizer_step_was_skipped
     accelerator.backward(model(torch.ones(1, 2)).mean())
     optimizer.step(lambda: 1.0)
+    accelerator.free_memory()
 
 
 def test_an_assigned_scaler_is_unscaled_once() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.amp.grad_scaler import OptState
 
 from accelerate.core.argument_checks import KwargsHandler
-from accelerate.core.errors import PrepareError, list_first
+from accelerate.core.errors import PrepareError
 from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.device.base import Device
 
@@ -62,6 +62,23 @@ class ForwardContexts(threading.local):
 FORWARD_CONTEXTS = ForwardContexts()
 
 
+def _update_scale(scaler: torch.amp.GradScaler, unscaled: dict[int, torch.optim.Optimizer]) -> None:
+    """Update the scale if an optimizer has stepped since the last update.
+
+    Torch forgets all optimizers then. Those of ``unscaled`` (by id) wait for their step, and may do so for
+    ever, as after an interrupt in a notebook: they stay unscaled, and their overflows count with their step.
+    """
+    if not scaler.is_enabled():
+        return
+    states = scaler._per_optimizer_states
+    done = (state for state in states.values() if state["stage"] is not OptState.UNSCALED)
+    if any(state["found_inf_per_device"] for state in done):
+        waiting, kept = dict(unscaled), {key: states.pop(key) for key in unscaled if key in states}
+        scaler.update()
+        unscaled.update(waiting)
+        scaler._per_optimizer_states.update(kept)
+
+
 class SyncedGradScaler(torch.amp.GradScaler):
     """Torch's scaler for ranks that hold parts of the gradients: an overflow on one rank counts on all.
 
@@ -71,7 +88,6 @@ class SyncedGradScaler(torch.amp.GradScaler):
     overflow_sync: Callable[[torch.Tensor], None] | None = None
     # The flags of the last step as the host has read them; None: a fused optimizer reads them on the device.
     has_overflowed: bool | None = None
-    is_update_due = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -79,23 +95,19 @@ class SyncedGradScaler(torch.amp.GradScaler):
         self.unscaled: dict[int, torch.optim.Optimizer] = {}
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        self.is_update_due = False
         self.unscaled.clear()
         super().update(new_scale)
 
     def scale(self, outputs: Any) -> Any:
-        if self.is_update_due:
-            self.update()
+        _update_scale(self, self.unscaled)
         return super().scale(outputs)
 
     def get_scale(self) -> float:
-        if self.is_update_due:
-            self.update()
+        _update_scale(self, self.unscaled)
         return super().get_scale()
 
     def state_dict(self) -> dict[str, Any]:
-        if self.is_update_due:
-            self.update()
+        _update_scale(self, self.unscaled)
         return super().state_dict()
 
     def _unscale_grads_(
@@ -147,7 +159,6 @@ class LossScaling:
         self._unscaled: dict[int, torch.optim.Optimizer] = getattr(scaler, "unscaled", {})
         # Of these, by id, those whose gradients a backward with scaled ones has changed since.
         self._mixed: set[int] = set()
-        self._stepped = False
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
@@ -193,14 +204,12 @@ class LossScaling:
         if id(optimizer) in self._unscaled or not self.is_enabled:
             self._refuse_mixed(optimizer)
             return
-        if isinstance(self._scaler, SyncedGradScaler):
-            self._scaler.is_update_due = False  # an update would forget that this optimizer is unscaled
         # The user may have called ``unscale_`` of a scaler of his own.
         if self._scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.UNSCALED:
             try:
                 self._scaler.unscale_(optimizer)
             except (AssertionError, RuntimeError, ValueError) as error:
-                _explain_error(error, optimizer, self._unscaled.values())
+                _explain_error(error, optimizer)
                 raise
         self._unscaled[id(optimizer)] = optimizer
         self._mixed.discard(id(optimizer))
@@ -214,7 +223,6 @@ class LossScaling:
         """
         if self._unscaled.pop(id(optimizer), None) is not None:
             self._scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.READY
-            self._note_done()
 
     def _refuse_mixed(self, optimizer: torch.optim.Optimizer) -> None:
         if id(optimizer) in self._mixed and id(optimizer) in self._unscaled:
@@ -230,15 +238,8 @@ class LossScaling:
         """Forget the optimizers that wait for their step; the scale stays, with the steps that were taken."""
         self.update_scale()
         self._unscaled.clear()
-        self._scaler._per_optimizer_states.clear()
-        self._stepped = False
-        if isinstance(self._scaler, SyncedGradScaler):
-            self._scaler.is_update_due = False
-
-    def _note_done(self) -> None:
-        self._stepped = True
-        if isinstance(self._scaler, SyncedGradScaler):
-            self._scaler.is_update_due = not self._unscaled
+        if self.is_enabled:
+            self._scaler._per_optimizer_states.clear()
 
     def _sync_overflow(
         self, optimizer: torch.optim.Optimizer, all_reduce: Callable[[torch.Tensor], None]
@@ -286,10 +287,9 @@ class LossScaling:
                 self._unscaled.pop(id(optimizer), None)
             elif state["stage"] is OptState.UNSCALED:
                 self._unscaled[id(optimizer)] = optimizer  # its own ``step`` has raised
-            _explain_error(error, optimizer, self._unscaled.values())
+            _explain_error(error, optimizer)
             raise
         self._unscaled.pop(id(optimizer), None)
-        self._note_done()
         if own is not None and own.has_overflowed is not None:
             stepped: bool | torch.Tensor = not own.has_overflowed
         else:
@@ -302,12 +302,8 @@ class LossScaling:
         return stepped, result
 
     def update_scale(self) -> None:
-        """Update the scale after the steps taken since the last update, unless more of them are to come."""
-        if not self._stepped or self._unscaled:
-            return
-        self._stepped = False
-        if not isinstance(self._scaler, SyncedGradScaler) or self._scaler.is_update_due:
-            self._scaler.update()
+        """Update the scale if an optimizer has stepped since the last update."""
+        _update_scale(self._scaler, self._unscaled)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -318,13 +314,11 @@ def _describe(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__name__} of {len(_parameters(optimizer))} parameters"
 
 
-def _explain_error(
-    error: BaseException, optimizer: torch.optim.Optimizer, unscaled: Iterable[torch.optim.Optimizer]
-) -> None:
+def _explain_error(error: BaseException, optimizer: torch.optim.Optimizer) -> None:
     """Raise an error with a cause and a fix for an error of torch's scaler, if there is one.
 
     Raises:
-        PrepareError: gradients are missing, or float16, or another one of ``unscaled`` has not stepped.
+        PrepareError: gradients are missing, or float16, or those of a step that was taken already.
     """
     is_early = any(words in str(error) for words in _CALLED_BEFORE_UPDATE)
     if not is_early and not isinstance(error, AssertionError | ValueError):
@@ -337,13 +331,11 @@ def _explain_error(
             fix="call accelerator.backward(loss) first, and make the optimizer from the prepared model's "
             "parameters()",
         ) from error
-    if is_early and (waiting := [_describe(each) for each in unscaled if each is not optimizer]):
+    if is_early:
         raise PrepareError(
-            f"{_describe(optimizer)} is clipped or stepped again before a step of {list_first(waiting)}",
-            why="gradients that were clipped, and so unscaled, wait for their step, and the loss scale is "
-            "not updated before",
-            fix="clip only the parameters of optimizers that step now, or clear the other gradients by "
-            "optimizer.zero_grad()",
+            f"{_describe(optimizer)} is clipped or stepped again without a scaled backward since its step",
+            why="its gradients would be divided by the loss scale twice",
+            fix="call accelerator.backward(loss) before",
         ) from error
     if any(grad.dtype == torch.float16 for grad in grads):
         raise PrepareError(
