@@ -474,19 +474,30 @@ def test_gradients_are_unscaled_anew_after_a_step_that_the_loop_leaves_out(clear
     assert accelerator.scaler.get_scale() == 512.0, "the overflow lowers the scale"
 
 
-def test_reading_the_loss_scale_between_two_steps_changes_no_step() -> None:
+@pytest.mark.parametrize("is_assigned", [False, True])
+@pytest.mark.parametrize("clips", [False, True])
+def test_reading_the_loss_scale_between_two_steps_changes_no_step(clips: bool, is_assigned: bool) -> None:
     handlers: list[Any] = [GradScalerKwargs(init_scale=8.0, growth_interval=1)]
     accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=handlers)
+    if is_assigned:
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
     prepared: list[Any] = [accelerator.prepare(*cast("list[Any]", parts()[:2])) for _ in range(2)]
     (first, first_optimizer), (second, second_optimizer) = prepared
     first.load_state_dict(second.state_dict())
-    accelerator.backward(sum(model(torch.ones(2, 3)).square().mean() for model in (first, second)))
-    accelerator.clip_grad_norm_([*first.parameters(), *second.parameters()], 1e9)
-    first_optimizer.step()
-    assert accelerator.scaler is not None
-    assert accelerator.scaler.get_scale() == 16.0
-    second_optimizer.step()
-    assert torch.equal(first.weight, second.weight)
+    scales: list[float] = []
+    for _ in range(2):
+        accelerator.backward(sum(model(torch.ones(2, 3)).square().mean() for model in (first, second)))
+        if clips:
+            accelerator.clip_grad_norm_([*first.parameters(), *second.parameters()], 1e9)
+        for optimizer in (first_optimizer, second_optimizer):
+            optimizer.step()
+            assert accelerator.scaler is not None
+            state = accelerator.scaler.state_dict()
+            assert state["scale"] == accelerator.scaler.get_scale()
+            scales.append(state["scale"])
+        assert torch.equal(first.weight, second.weight)
+    # A scaler of torch's own shows what it has: the scale of the gradients that wait.
+    assert scales == ([8.0, 16.0, 16.0, 32.0] if is_assigned else [16.0, 16.0, 32.0, 32.0])
 
 
 def test_a_scaler_that_the_program_keeps_has_the_scale_after_each_step() -> None:
@@ -501,6 +512,9 @@ def test_a_scaler_that_the_program_keeps_has_the_scale_after_each_step() -> None
         scales.append(scaler.get_scale())
     assert scales == [1024.0, 512.0, 512.0]
     assert accelerator.scaler.get_scale() == 512.0
+    scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": 5})
+    scaler.scale(torch.ones(()))
+    assert scaler.state_dict()["_growth_tracker"] == 5
 
 
 def test_two_optimizers_share_one_scaler() -> None:

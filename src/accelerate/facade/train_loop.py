@@ -207,7 +207,7 @@ class TrainLoop:
                 why=f"{name} scales losses and steps by itself, so that this scaler would never be used",
                 fix="use its own options for loss scaling",
             )
-        self.precision.set_loss_scaling(LossScaling(scaler, lambda: len(self.prepared.optimizers) == 1))
+        self.precision.set_loss_scaling(LossScaling(scaler, lambda: self.prepared.optimizers))
         self.precision.set_overflow_sync(self.strategy.flag_reduction())
 
     def unscale_gradients(self, optimizer: Any = None) -> None:

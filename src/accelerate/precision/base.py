@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 from abc import ABC, abstractmethod
@@ -62,17 +63,19 @@ class ForwardContexts(threading.local):
 FORWARD_CONTEXTS = ForwardContexts()
 
 
+def _is_update_due(scaler: torch.amp.GradScaler) -> bool:
+    states = scaler._per_optimizer_states.values() if scaler.is_enabled() else ()
+    return any(each["found_inf_per_device"] for each in states if each["stage"] is not OptState.UNSCALED)
+
+
 def _update_scale(scaler: torch.amp.GradScaler, unscaled: dict[int, torch.optim.Optimizer]) -> None:
     """Update the scale if an optimizer has stepped since the last update.
 
     Torch forgets all optimizers then. Those of ``unscaled`` (by id) wait for their step, and may do so for
     ever, as after an interrupt in a notebook: they stay unscaled, and their overflows count with their step.
     """
-    if not scaler.is_enabled():
-        return
-    states = scaler._per_optimizer_states
-    done = (state for state in states.values() if state["stage"] is not OptState.UNSCALED)
-    if any(state["found_inf_per_device"] for state in done):
+    if _is_update_due(scaler):
+        states = scaler._per_optimizer_states
         waiting, kept = dict(unscaled), {key: states.pop(key) for key in unscaled if key in states}
         scaler.update()
         unscaled.update(waiting)
@@ -82,7 +85,8 @@ def _update_scale(scaler: torch.amp.GradScaler, unscaled: dict[int, torch.optim.
 class SyncedGradScaler(torch.amp.GradScaler):
     """Torch's scaler for ranks that hold parts of the gradients: an overflow on one rank counts on all.
 
-    Programs keep it, and read or scale by it: then it makes an update that is due.
+    Programs keep it, and read or scale by it. An update that is due is made by ``scale``. To read shows its
+    result only: gradients of other optimizers may wait for a step still, which have the scale before.
     """
 
     overflow_sync: Callable[[torch.Tensor], None] | None = None
@@ -103,12 +107,24 @@ class SyncedGradScaler(torch.amp.GradScaler):
         return super().scale(outputs)
 
     def get_scale(self) -> float:
-        _update_scale(self, self.unscaled)
-        return super().get_scale()
+        return super(SyncedGradScaler, self._copy_updated()).get_scale()
 
     def state_dict(self) -> dict[str, Any]:
-        _update_scale(self, self.unscaled)
-        return super().state_dict()
+        return super(SyncedGradScaler, self._copy_updated()).state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        _update_scale(self, self.unscaled)  # by steps before those of the state
+        super().load_state_dict(state_dict)
+
+    def _copy_updated(self) -> SyncedGradScaler:
+        if not _is_update_due(self):
+            return self
+        scaler: SyncedGradScaler = object.__new__(type(self))
+        vars(scaler).update(vars(self), unscaled=dict(self.unscaled))
+        scaler._scale, scaler._growth_tracker = copy.deepcopy((self._scale, self._growth_tracker))
+        scaler._per_optimizer_states = self._per_optimizer_states.copy()
+        _update_scale(scaler, scaler.unscaled)
+        return scaler
 
     def _unscale_grads_(
         self,
@@ -146,15 +162,16 @@ class LossScaling:
 
     Args:
         scaler: torch's, or one derived from it.
-        updates_at_once: tells whether the scale is updated after each step, not before the next backward. Not
-            with several optimizers: an update forgets which gradients are unscaled already, and those of the
-            next one would be divided twice.
+        optimizers: returns wrappers of all that it steps. The scale is updated as soon as none of them waits
+            for a step with gradients that have the scale before. None: only before the next backward.
     """
 
     def __init__(
-        self, scaler: torch.amp.GradScaler, updates_at_once: Callable[[], bool] = lambda: False
+        self,
+        scaler: torch.amp.GradScaler,
+        optimizers: Callable[[], Iterable[Any]] | None = None,
     ) -> None:
-        self._scaler, self._updates_at_once = scaler, updates_at_once
+        self._scaler, self._optimizers = scaler, optimizers
         self._overflow_sync: Callable[[torch.Tensor], None] | None = None
         self._unscaled: dict[int, torch.optim.Optimizer] = getattr(scaler, "unscaled", {})
         # Of these, by id, those whose gradients a backward with scaled ones has changed since.
@@ -162,8 +179,7 @@ class LossScaling:
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
-        """Torch's gradient scaler, with the scale of the next backward."""
-        self.update_scale()
+        """Torch's gradient scaler."""
         return self._scaler
 
     @property
@@ -193,7 +209,8 @@ class LossScaling:
                 self.note_cleared(optimizer)
             elif reached_params is not None and not reached_params(loss).isdisjoint(params):
                 self._mixed.add(id(optimizer))
-        return self.scaler.scale(loss)
+        self.update_scale()
+        return self._scaler.scale(loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale once per optimizer and step, however often it is called.
@@ -223,6 +240,14 @@ class LossScaling:
         """
         if self._unscaled.pop(id(optimizer), None) is not None:
             self._scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.READY
+            self._note_done()
+
+    def _note_done(self) -> None:
+        if self._optimizers is not None:
+            states, optimizers = self._scaler._per_optimizer_states, [o.optimizer for o in self._optimizers()]
+            waiting = [each for each in optimizers if states[id(each)]["stage"] is not OptState.STEPPED]
+            if all(p.grad is None for optimizer in waiting for p in _parameters(optimizer)):
+                self.update_scale()
 
     def _refuse_mixed(self, optimizer: torch.optim.Optimizer) -> None:
         if id(optimizer) in self._mixed and id(optimizer) in self._unscaled:
@@ -297,8 +322,7 @@ class LossScaling:
             for flag in others:
                 first = first + flag.to(first.device, non_blocking=True)
             stepped = first == 0
-        if self._updates_at_once():
-            self.update_scale()
+        self._note_done()
         return stepped, result
 
     def update_scale(self) -> None:
