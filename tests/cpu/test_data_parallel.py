@@ -96,6 +96,10 @@ def trained_copy(kind: str, accumulate: int) -> list[float]:
     net = nn.Linear(3, 1, bias=False)
     nn.init.ones_(net.weight)
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for _ in range(accelerator.process_index):  # a copy of one rank, which is gone before the first average
+        dropped = copy.deepcopy(model)
+        dropped(torch.ones(2, 3)).sum().backward()
+        del dropped
     if kind == "together":
         model, optimizer, accelerator = copy.deepcopy((model, optimizer, accelerator))
     else:

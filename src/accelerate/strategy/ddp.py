@@ -287,7 +287,7 @@ class DDP(OpenGradients, Strategy, ReductionMonitor, WrapperNames):
 
     @torch.no_grad()
     def _average_copies(self) -> None:
-        reached = [reached_copies[key] for key in sorted(reached_copies)]
+        reached = sorted(reached_copies, key=reached_copies.__getitem__)
         reached_copies.clear()
         reduced = {p for progress in self._progress for p in progress.params}
         gradients = [p.grad for p in reached if p.grad is not None and p not in reduced]

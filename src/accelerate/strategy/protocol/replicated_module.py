@@ -24,9 +24,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError, list_first, warn_user
 
-# Parameters of copies of replicated modules whose gradients a backward has changed since they were averaged
-# last, by the number of the copy and their place in it: an order that all ranks share.
-reached_copies: dict[tuple[int, int], torch.Tensor] = {}
+# Of parameters of copies of replicated modules whose gradients a backward has changed since they were last
+# averaged: the number of the copy and their place in it, an order that all ranks share. Weak, for a plain
+# backward of copies that the program drops averages nothing.
+reached_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _copy_numbers = itertools.count()
 
 
@@ -125,7 +126,7 @@ class ReplicatedModule:
         module, number = copy.deepcopy(self._user_module, memo), next(_copy_numbers)
         for index, parameter in enumerate(module.parameters()):
             if parameter.requires_grad:
-                note = functools.partial(reached_copies.__setitem__, (number, index))
+                note = functools.partial(reached_copies.__setitem__, value=(number, index))
                 parameter.register_post_accumulate_grad_hook(note)
         return module
 
