@@ -318,3 +318,27 @@ def copy_model(_: int) -> tuple[int, bool]:
 
 def test_a_watched_model_can_be_copied_and_pickled(ranks: RankServer) -> None:
     assert ranks(1, copy_model, 0, env={"ACCELERATE_CHECK_NUMERICS": "1"}) == [(0, True)]
+
+
+def replace_training(_: int) -> tuple[list[str], int]:
+    """Leave one training for another, as in a notebook; return what was said and how many norms are kept."""
+    accelerator = Accelerator()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for steps in (1, 15):
+            model = nn.Linear(1, 1)
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for step in range(steps):
+                factor = float("nan") if step == 14 else 1.0
+                accelerator.backward(model(torch.ones(1, 1)).sum() * factor)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+    said = [str(each.message) for each in caught if "rank" in str(each.message)]
+    return said, len(accelerator._loop._monitor._clipped)  # type: ignore[attr-defined]
+
+
+def test_steps_are_counted_on_when_the_first_optimizer_steps_no_more(ranks: RankServer) -> None:
+    """By the 11th step of another one: a critic may step several times for a step of its generator."""
+    ((said, kept),) = ranks(1, replace_training, 0, env={"ACCELERATE_CHECK_NUMERICS": "1"})
+    assert said[0].startswith("step 6, rank 0: the loss is nan")
+    assert kept == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -28,6 +28,9 @@ WARNINGS, RECORDS = 3, 1000
 _SHOWN_INDICES = 32
 # Outputs of modules that are remembered between two backwards.
 OUTPUTS = 20_000
+# Steps of other optimizers without one of the optimizer whose steps are counted, before another is counted: a
+# critic may step several times for one step of its generator.
+IDLE_STEPS = 10
 
 
 class SpikeDetector:
@@ -74,6 +77,8 @@ class NumericsMonitor:
         self._world, self._strategy = world, strategy
         self._prepared, self._recorder = prepared, recorder
         self._step = 1
+        self._counted: Callable[[], Any] = lambda: None  # weak: the optimizer whose steps are counted
+        self._idle_steps = 0
         self._indices: Any = None
         self._spikes = SpikeDetector()
         self._counts: dict[str, int] = {}
@@ -82,8 +87,8 @@ class NumericsMonitor:
         self._checks: list[_OutputCheck] = []
         self._extremes: list[torch.Tensor] = []
         self._culprit = ""
-        # Ids of parameters and the norm of their gradients, of the clipping in this step.
-        self._clipped: list[tuple[set[int], torch.Tensor]] = []
+        # The norm of the gradients of parameters (their ids), of the clipping before their step.
+        self._clipped: dict[frozenset[int], torch.Tensor] = {}
 
     # --- what is watched
 
@@ -155,7 +160,7 @@ class NumericsMonitor:
 
     def note_norm(self, parameters: Iterable[torch.Tensor], norm: torch.Tensor) -> None:
         """Take the norm that was computed to clip the gradients of ``parameters``."""
-        self._clipped.append(({id(p) for p in parameters if p.requires_grad}, norm))
+        self._clipped[frozenset(id(p) for p in parameters if p.requires_grad)] = norm
 
     def check_step(self, optimizer: torch.optim.Optimizer, groups_step: bool) -> None:
         """Record the norm of the gradients of each group, and say which gradient is not finite.
@@ -170,8 +175,7 @@ class NumericsMonitor:
         for group in optimizer.param_groups:
             norm = None
             if self._clipped:
-                ids = {id(p) for p in group["params"] if p.requires_grad}
-                norm = next((norm for clipped, norm in reversed(self._clipped) if clipped == ids), None)
+                norm = self._clipped.get(frozenset(id(p) for p in group["params"] if p.requires_grad))
             if norm is None and groups_step:
                 norm = self._strategy.clip_norm(group["params"], float("inf"), 2.0)
             if norm is not None:
@@ -190,10 +194,18 @@ class NumericsMonitor:
                 self._tell("gradient", text, "; ".join(filter(None, (where, self._culprit))))
 
     def _end_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step of the first optimizer."""
-        if all(first.optimizer is optimizer for first in self._prepared.optimizers[:1]):
+        """Count a step of the first optimizer, or of another one where that does not step any more."""
+        if self._clipped:
+            ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            self._clipped = {each: norm for each, norm in self._clipped.items() if each.isdisjoint(ids)}
+        prepared, counted = [each.optimizer for each in self._prepared.optimizers], self._counted()
+        if not any(each is counted for each in prepared):
+            counted = prepared[0] if prepared else optimizer
+        if optimizer is counted or self._idle_steps == IDLE_STEPS:
+            self._counted, self._idle_steps = weakref.ref(optimizer), 0
             self._step += 1
-            self._clipped.clear()
+        else:
+            self._idle_steps += 1
 
     def _model_suffix(self, number: int) -> str:
         return f" of model {number}" if number else ""
