@@ -100,12 +100,16 @@ def exchange_large(rows: list[int], dtype: torch.dtype) -> bool:
 
     accelerator = Accelerator()
     plain = [(torch.arange(n * 3).reshape(n, 3) % 7 + rank).to(dtype) for rank, n in enumerate(rows)]
+    if dtype.is_complex:
+        plain = [(each * 1j).conj() for each in plain]
     found = accelerator.gather(plain[accelerator.process_index])
     assert torch.equal(found, torch.cat(plain))
     ones = torch.ones(600_000) * (accelerator.process_index + 1)
     assert torch.equal(accelerator.reduce(ones, "sum"), torch.full((600_000,), 3.0))
     wanted = torch.arange(600_000.0).reshape(1000, 600).t()
     sent = torch.zeros(1000, 600).t() if accelerator.process_index == 0 else wanted.clone()
+    if dtype.is_complex:
+        sent, wanted = (sent * 1j).conj(), (wanted * 1j).conj()
     broadcast(sent, from_process=1)
     return torch.equal(sent, wanted)
 

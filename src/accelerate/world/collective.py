@@ -130,7 +130,7 @@ def _gather_ragged(
 
 def _all_gather(tensor: torch.Tensor, channel: control_channel.ControlChannel) -> torch.Tensor:
     """All-gather tensors of equal shapes along dimension 0."""
-    send = tensor.contiguous()
+    send = tensor.resolve_conj().resolve_neg().contiguous()  # bytes travel, and no bit that changes them
     out = send.new_empty((channel.size * send.shape[0], *send.shape[1:]))
     if send.numel() == 0:
         return out
@@ -262,7 +262,7 @@ def _check_source(from_process: int) -> None:
 
 
 def _broadcast_large(channel: control_channel.ControlChannel, leaf: torch.Tensor, source: int) -> None:
-    send = leaf.contiguous()
+    send = leaf.resolve_conj().resolve_neg().contiguous()
     if leaf.device.type == "cpu":
         channel.broadcast(send.view(-1).view(torch.uint8), source, "broadcast")
     else:
