@@ -300,6 +300,17 @@ def test_a_name_that_ends_in_no_format_is_that_of_a_png(name: str, library: Fake
     assert names <= library.since(start)
 
 
+@pytest.mark.parametrize("name", [n for n in OF_LIBRARIES if n in ("aim", "swanlab", "wandb")])
+def test_objects_of_the_library_itself_are_logged(name: str, library: Fake, tmp_path: Path) -> None:
+    own = type("Distribution", (), {"__module__": f"{name}.sdk.objects"})
+    acc = init_run(name, tmp_path)
+    start = len(library.calls)
+    acc.log({"weights": own(), "inner": {"several": [own(), own()]}, "loss": 0.5}, step=3)
+    logged = [leaf for call in library.calls[start:] for leaf in leaves(call.arguments)]
+    assert logged.count("Distribution") == 3
+    assert 0.5 in logged
+
+
 @pytest.mark.parametrize("name", [n for n in OF_LIBRARIES if n in ("clearml", "mlflow", "swanlab", "wandb")])
 def test_a_run_that_failed_is_marked_so(name: str, library: Fake, tmp_path: Path) -> None:
     tracker = init_run(name, tmp_path).trackers[0]

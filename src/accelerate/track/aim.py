@@ -67,12 +67,21 @@ class AimTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers, texts, and dicts of them as ``name/key``; ``kwargs`` go to ``Run.track``."""
+        """Log numbers, texts, the library's own objects, lists of these, and dicts of them as ``name/key``.
+
+        ``kwargs`` go to ``Run.track``.
+        """
         import aim
 
-        track = functools.partial(self.writer.track, step=step, **kwargs)
+        track, others = functools.partial(self.writer.track, step=step, **kwargs), dict[str, Any]()
+        for key, value in flatten_mappings(values).items():
+            objects = value if isinstance(value, list | tuple) else [value]
+            if objects and all(is_own_object(self.name, each) for each in objects):
+                track(value, name=key)
+            else:
+                others[key] = value
         self.log_by_kind(
-            flatten_mappings(values),
+            others,
             number=lambda key, value: track(value, name=key),
             text=lambda key, value: track(aim.Text(value), name=key),
         )
