@@ -535,6 +535,21 @@ def test_two_optimizers_share_one_scaler() -> None:
         assert torch.allclose(before - model.weight, torch.ones(1, 3), atol=1e-3)
 
 
+def test_unscaling_goes_with_a_scaled_backward() -> None:
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
+    model, optimizer = accelerator.prepare(*cast("list[Any]", parts()[:2]))
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(PrepareError, match="without a scaled backward since its last step"):
+        optimizer.step()
+    accelerator.backward(model(torch.ones(2, 3)).sum())
+    optimizer.zero_grad()
+    before = model.weight.detach().clone()
+    accelerator.unscale_gradients()  # of nothing
+    accelerator.backward(model(torch.ones(2, 3)).sum())
+    optimizer.step()
+    torch.testing.assert_close(model.weight, before - 0.2)
+
+
 def test_gradients_that_are_unscaled_in_part_are_refused() -> None:
     """A loop that counts by itself and clips in every micro-batch; a backward of another model is fine."""
     accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
@@ -578,7 +593,7 @@ def test_optimizers_step_at_different_rates() -> None:
     for step in range(3):
         accelerator.clip_grad_norm_(both, 1e9)
         fast.step()
-        with pytest.raises(PrepareError, match="again without a scaled backward since its step"):
+        with pytest.raises(PrepareError, match="without a scaled backward since its last step"):
             fast.step()
         fast.zero_grad()
         assert accelerator.scaler.get_scale() == 16.0 * 2**step  # type: ignore[union-attr]

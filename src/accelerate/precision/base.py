@@ -153,8 +153,8 @@ class SyncedGradScaler(torch.amp.GradScaler):
         return None if self.has_overflowed else optimizer.step(*args, **kwargs)
 
 
-# Torch's words where an optimizer comes again before an update of the scale.
-_CALLED_BEFORE_UPDATE = ("unscale_() is being called after step()", "step() has already been called since")
+# Torch's words where no loss was scaled since the start, or since the last step of an optimizer.
+_NOTHING_SCALED = ("unscale_() is being called after", "step() has already been called", "_scale is None")
 
 
 class LossScaling:
@@ -342,10 +342,10 @@ def _explain_error(error: BaseException, optimizer: torch.optim.Optimizer) -> No
     """Raise an error with a cause and a fix for an error of torch's scaler, if there is one.
 
     Raises:
-        PrepareError: gradients are missing, or float16, or those of a step that was taken already.
+        PrepareError: gradients are missing, or float16, or not those of a scaled loss.
     """
-    is_early = any(words in str(error) for words in _CALLED_BEFORE_UPDATE)
-    if not is_early and not isinstance(error, AssertionError | ValueError):
+    is_unscaled = any(words in str(error) for words in _NOTHING_SCALED)
+    if not is_unscaled and not isinstance(error, AssertionError | ValueError):
         return
     grads = [p.grad for p in _parameters(optimizer) if p.grad is not None]
     if not grads:
@@ -355,11 +355,11 @@ def _explain_error(error: BaseException, optimizer: torch.optim.Optimizer) -> No
             fix="call accelerator.backward(loss) first, and make the optimizer from the prepared model's "
             "parameters()",
         ) from error
-    if is_early:
+    if is_unscaled:
         raise PrepareError(
-            f"{_describe(optimizer)} is clipped or stepped again without a scaled backward since its step",
-            why="its gradients would be divided by the loss scale twice",
-            fix="call accelerator.backward(loss) before",
+            f"{_describe(optimizer)} is clipped or stepped without a scaled backward since its last step",
+            why="its gradients would be divided by a loss scale that they do not have",
+            fix="call accelerator.backward(loss) before, instead of loss.backward()",
         ) from error
     if any(grad.dtype == torch.float16 for grad in grads):
         raise PrepareError(
