@@ -173,8 +173,8 @@ MUTATIONS = (
         room="precision: fp16",
         mistake="the loss scale is updated between the steps of two optimizers",
         file="precision/base.py",
-        old="is_update_due = not self._unscaled",
-        new="is_update_due = True",
+        old="if not _is_update_due(self):",
+        new="_update_scale(self, self.unscaled)\n        if not _is_update_due(self):",
         tests=(
             "tests/null/test_accelerator.py::test_reading_the_loss_scale_between_two_steps_changes_no_step",
         ),
