@@ -517,6 +517,30 @@ def test_a_scaler_that_the_program_keeps_has_the_scale_after_each_step() -> None
     assert scaler.state_dict()["_growth_tracker"] == 5
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("steps", [False, True])
+def test_the_scaler_takes_a_prepared_optimizer(steps: bool, fused: bool) -> None:
+    """A loop of torch's own calls, all or in part."""
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])
+    model = nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0, fused=fused))
+    scaler = accelerator.scaler
+    assert scaler is not None
+    for factor in (1.0, float("inf"), 1.0):
+        before = model.weight.detach().clone()
+        scaler.scale(model(torch.ones(1, 3)).sum() * factor).backward()
+        scaler.unscale_(optimizer)
+        if steps:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        assert accelerator.optimizer_step_was_skipped == (factor != 1)
+        optimizer.zero_grad()
+        torch.testing.assert_close(model.weight, before - float(factor == 1))
+    assert scaler.get_scale() == 4.0
+
+
 def test_two_optimizers_share_one_scaler() -> None:
     """Gradients of the second must not be unscaled twice, whatever the order of clips and steps."""
     torch.manual_seed(0)

@@ -63,6 +63,10 @@ class ForwardContexts(threading.local):
 FORWARD_CONTEXTS = ForwardContexts()
 
 
+def _is_prepared(optimizer: Any) -> bool:
+    return getattr(optimizer, "_is_accelerate_prepared", False)
+
+
 def _is_update_due(scaler: torch.amp.GradScaler) -> bool:
     states = scaler._per_optimizer_states.values() if scaler.is_enabled() else ()
     return any(each["found_inf_per_device"] for each in states if each["stage"] is not OptState.UNSCALED)
@@ -115,6 +119,15 @@ class SyncedGradScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         _update_scale(self, self.unscaled)  # by steps before those of the state
         super().load_state_dict(state_dict)
+
+    def unscale_(self, optimizer: Any) -> None:
+        # A prepared optimizer steps by the one that it wraps, whose gradients would be unscaled again.
+        super().unscale_(optimizer.optimizer if _is_prepared(optimizer) else optimizer)
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_prepared(optimizer):  # its step comes back here
+            return optimizer.step(*args, **kwargs)
+        return super().step(optimizer, *args, **kwargs)
 
     def _copy_updated(self) -> SyncedGradScaler:
         if not _is_update_due(self):
