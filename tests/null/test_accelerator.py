@@ -628,6 +628,42 @@ def test_optimizers_step_at_different_rates() -> None:
     torch.testing.assert_close(second.weight, before[1] - 0.125)
 
 
+@pytest.mark.parametrize("num_items", [None, 1])
+@pytest.mark.parametrize("kind", ["fp16", "assigned", "by hand"])
+def test_the_scale_may_change_between_the_steps_of_two_optimizers(kind: str, num_items: int | None) -> None:
+    """Each window ends with the discriminator's step, before the generator's last backward."""
+    handlers: list[Any] = [GradScalerKwargs(init_scale=64.0, growth_interval=1)]
+    steps = 1 if kind == "by hand" else 4
+    accelerator = Accelerator(
+        mixed_precision="fp16", kwargs_handlers=handlers, gradient_accumulation_steps=steps
+    )
+    if kind == "assigned":
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)
+    nets = [nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=1.0) for net in nets]
+    prepared: list[Any] = [*accelerator.prepare(*nets, *optimizers)]
+    generator, discriminator, generator_optimizer, discriminator_optimizer = prepared
+    before = [net.weight.detach().clone() for net in nets]
+    x, scales = torch.ones(1, 1), list[float]()
+    for step in range(8):
+        overflow = float("inf") if step == 3 else 1.0
+        with accelerator.accumulate(generator, discriminator):
+            for model, optimizer, factor in (
+                (discriminator, discriminator_optimizer, overflow),
+                (generator, generator_optimizer, 1.0),
+            ):
+                accelerator.backward(model(x).sum() * factor, num_items=num_items)
+                if kind != "by hand" or step % 4 == 3:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert accelerator.scaler is not None
+        scales.append(accelerator.scaler.get_scale())
+    per_window = 4.0 if kind == "by hand" and num_items is None else 1.0
+    torch.testing.assert_close(generator.weight, before[0] - 2 * per_window)
+    torch.testing.assert_close(discriminator.weight, before[1] - per_window)
+    assert len(set(scales)) > 1
+
+
 @pytest.mark.parametrize("is_assigned", [False, True])
 def test_a_training_that_was_left_before_its_step_stops_no_other(is_assigned: bool) -> None:
     """A notebook prepares anew after Ctrl-C; the overflow of the next training lowers its scale."""

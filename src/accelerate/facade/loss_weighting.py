@@ -250,9 +250,9 @@ class LossWeighting:
         # A rank that holds no element of a sharded parameter has no gradient of it that changes.
         is_graph_whole = self.strategy.shards_params and not is_single and "inputs" not in kwargs
         sharded_params = self.strategy.reached_params(loss) if is_graph_whole else set()
-        before = [] if is_single else [group.grad_versions() for group in trained_groups]
         reached_params = None if "inputs" in kwargs else self.strategy.reached_params
-        scaled_loss = self.precision.scale(weighted_loss, reached_params)
+        scaled_loss = self.precision.scale(weighted_loss, reached_params)  # may change gradients, too
+        before = [] if is_single else [group.grad_versions() for group in trained_groups]
         self.strategy.backward(scaled_loss, sync_gradients=sync, **kwargs)
         if is_single:
             return trained_groups

@@ -50,6 +50,7 @@ class TrainLoop:
         self._warned: set[AcceleratedOptimizer] = set()
         self.accumulated_ids: tuple[int, ...] = ()  # of the models of the newest block of ``accumulate``
         self._has_warned_of_blocks = self._has_warned_unprepared = False
+        self._show_gradients()
 
     def note_accumulated(self, models: Sequence[nn.Module], ids: tuple[int, ...]) -> None:
         """Record the models of a block; warn of two blocks of different models in one batch.
@@ -207,8 +208,15 @@ class TrainLoop:
                 why=f"{name} scales losses and steps by itself, so that this scaler would never be used",
                 fix="use its own options for loss scaling",
             )
-        self.precision.set_loss_scaling(LossScaling(scaler, lambda: self.prepared.optimizers))
+        self.precision.set_loss_scaling(LossScaling(scaler, updates_early=True))
         self.precision.set_overflow_sync(self.strategy.flag_reduction())
+        self._show_gradients()
+
+    def _show_gradients(self) -> None:
+        """Let what scales losses see the gradients that have its scale."""
+        if (loss_scaling := self.precision.loss_scaling) is not None:
+            loss_scaling.optimizers = lambda: self.prepared.optimizers
+            loss_scaling.gradients = self.strategy.gradients
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale the gradients of one optimizer, several, or (None) all, where they are complete."""

@@ -175,16 +175,18 @@ class LossScaling:
 
     Args:
         scaler: torch's, or one derived from it.
-        optimizers: returns wrappers of all that it steps. The scale is updated as soon as none of them waits
-            for a step with gradients that have the scale before. None: only before the next backward.
+        updates_early: the scale is updated as soon as no optimizer waits for a step with gradients that have
+            the scale before; otherwise only before the next backward.
+
+    Attributes:
+        optimizers: returns the wrappers of all that it steps.
+        gradients: returns the gradients of parameters; in-place changes take effect.
     """
 
-    def __init__(
-        self,
-        scaler: torch.amp.GradScaler,
-        optimizers: Callable[[], Iterable[Any]] | None = None,
-    ) -> None:
-        self._scaler, self._optimizers = scaler, optimizers
+    def __init__(self, scaler: torch.amp.GradScaler, updates_early: bool = False) -> None:
+        self._scaler, self._updates_early = scaler, updates_early
+        self.optimizers: Callable[[], Iterable[Any]] = tuple
+        self.gradients: Callable[[Iterable[torch.Tensor]], list[torch.Tensor]] = list
         self._overflow_sync: Callable[[torch.Tensor], None] | None = None
         self._unscaled: dict[int, torch.optim.Optimizer] = getattr(scaler, "unscaled", {})
         # Of these, by id, those whose gradients a backward with scaled ones has changed since.
@@ -256,8 +258,8 @@ class LossScaling:
             self._note_done()
 
     def _note_done(self) -> None:
-        if self._optimizers is not None:
-            states, optimizers = self._scaler._per_optimizer_states, [o.optimizer for o in self._optimizers()]
+        if self._updates_early:
+            states, optimizers = self._scaler._per_optimizer_states, [o.optimizer for o in self.optimizers()]
             waiting = [each for each in optimizers if states[id(each)]["stage"] is not OptState.STEPPED]
             if all(p.grad is None for optimizer in waiting for p in _parameters(optimizer)):
                 self.update_scale()
@@ -339,8 +341,26 @@ class LossScaling:
         return stepped, result
 
     def update_scale(self) -> None:
-        """Update the scale if an optimizer has stepped since the last update."""
+        """Update the scale if an optimizer has stepped since the last update.
+
+        Gradients of other optimizers, as those of a window that the step of a discriminator ends before the
+        generator's, get the new scale too.
+        """
+        if not _is_update_due(self._scaler):
+            return
+        states = self._scaler._per_optimizer_states
+        scaled = [
+            each.optimizer
+            for each in self.optimizers()
+            if states[id(each.optimizer)]["stage"] is OptState.READY
+        ]
+        grads = self.gradients(p for optimizer in scaled for p in _parameters(optimizer))
+        before = self._scaler._scale.clone() if grads else None
         _update_scale(self._scaler, self._unscaled)
+        if before is not None:
+            factor = self._scaler._scale / before  # not read by the host
+            for grad in grads:
+                grad.mul_(factor.to(grad.device, non_blocking=True))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
