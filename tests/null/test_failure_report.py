@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
+from accelerate.checkpoint import save_lock
 from accelerate.core.errors import UNKNOWN_RANK, CollectiveError, PeerError, find_failed_rank
 from accelerate.world import peers
 from accelerate.world.rank_failure_report import (
@@ -113,6 +117,27 @@ def test_a_back_end_that_counts_no_collectives_is_left_out(monkeypatch: pytest.M
     watch.thread.start()
     watch.shut_down()
     assert RankStatus.from_json(store.get("at/0") or "").calls == 3
+
+
+def test_processes_are_looked_up_on_their_own_machine_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two machines may have one host name, and the first namespace of every kernel has one number."""
+    monkeypatch.setattr(peers, "BOOT_ID_FILE", tmp_path / "boot_id")
+    uncached = peers.process_namespace.__wrapped__
+    for room in (peers, save_lock):
+        monkeypatch.setattr(room, "process_namespace", uncached)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    store, lock_hosts = own_store(), set[str]()
+    for rank, boot in enumerate(("another machine", "this machine")):
+        peers.BOOT_ID_FILE.write_text(boot)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "getpid", lambda: ended.pid)
+            peers.PeerProcesses(store, rank, 0).publish()
+        lock_hosts.add(save_lock.LockOwner.current("save").host)
+    assert peers.PeerProcesses(store, 2, 0).find_gone([0, 1]) == (1, ended.pid)
+    assert len(lock_hosts) == 2
 
 
 def test_a_timeout_says_who_did_not_come() -> None:

@@ -25,7 +25,6 @@ import logging
 import os
 import random
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -38,6 +37,7 @@ from typing import Any, Protocol
 
 from accelerate.checkpoint.file_access import file_errors
 from accelerate.core.errors import CheckpointError
+from accelerate.world.peers import process_namespace
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class LockOwner:
     """The process that holds a lock.
 
     Attributes:
-        host: its name, and its namespace of process ids: containers may share a name.
+        host: its name, and its namespace of process ids: machines and containers may share a name.
         pid: its id there.
         save: the id of the save, the same on all machines.
         since: when it took the lock, UTC, ISO 8601.
@@ -70,11 +70,7 @@ class LockOwner:
     def current(cls, save: str) -> LockOwner:
         """Return this process."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        try:
-            namespace = os.readlink("/proc/self/ns/pid")
-        except OSError:
-            namespace = ""
-        return cls(f"{socket.gethostname()} {namespace}".rstrip(), os.getpid(), save, now)
+        return cls(process_namespace(), os.getpid(), save, now)
 
     @classmethod
     def read(cls, path: Path) -> LockOwner | None:

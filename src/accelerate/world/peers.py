@@ -40,6 +40,7 @@ _STACK_FILE = "accelerate-stack"  # in memory; a forked process writes its stack
 _STACK_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 3  # on Linux; nobody else's
 _STACK_TIMEOUT = 0.5  # seconds
 _stack_fd = -1
+BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 MAX_RANKS = 8  # ranks that are asked, or looked up, at a time
 ANSWER_TIMEOUT = 3.0  # seconds that other ranks have to say where they are
 
@@ -158,7 +159,7 @@ class PeerProcesses:
 
     def publish(self) -> None:
         """Tell the others the process of this rank."""
-        self.store.put(f"process/{self.rank}", f"{os.getpid()} {_namespace()}")
+        self.store.put(f"process/{self.rank}", f"{os.getpid()} {process_namespace()}")
 
     def _find(self, ranks: Sequence[int]) -> dict[int, tuple[int, str]]:
         """Return the processes of ranks and where their numbers mean something; (0, "") if unknown."""
@@ -171,7 +172,7 @@ class PeerProcesses:
     def find_gone(self, ranks: Sequence[int]) -> tuple[int, int] | None:
         """Return a rank whose process, on this machine, is gone, and that process; None without one."""
         for rank, (pid, namespace) in self._find(ranks[:MAX_RANKS]).items():
-            if namespace == _namespace() and not _process_status(pid):
+            if namespace == process_namespace() and not _process_status(pid):
                 return rank, pid
         return None
 
@@ -205,7 +206,7 @@ class PeerProcesses:
         pid, namespace = self._find([rank])[rank]
         if not pid:
             return ""
-        if namespace != _namespace():
+        if namespace != process_namespace():
             return f": process {pid} on {namespace.split()[0]} is stopped or gone"
         status = _process_status(pid)
         if status in ("stopped", "tracing-stop"):
@@ -256,10 +257,16 @@ def _child_stack(pid: int) -> str:
 
 
 @lru_cache(maxsize=1)
-def _namespace() -> str:
-    """Return the host, and on Linux the container, in which numbers of processes mean the same."""
-    place = "/proc/self/ns/pid"
-    return f"{socket.gethostname()} {os.readlink(place) if os.path.exists(place) else ''}"
+def process_namespace() -> str:
+    """Return the host, and on Linux the container and the boot, in which numbers of processes mean the same.
+
+    Two machines may have one name, and the first namespace of every kernel has the same number.
+    """
+    facts = [socket.gethostname()]
+    with suppress(OSError):
+        facts.append(os.readlink("/proc/self/ns/pid"))
+        facts.append(BOOT_ID_FILE.read_text(encoding="ascii").strip())
+    return " ".join(facts)
 
 
 def _process_status(pid: int) -> str:
