@@ -98,6 +98,7 @@ class AttemptCoordinator:
         self.info, self.world, self.job = info, world, job
         self.store, self.local_result = info.store, None
         self.heartbeat_count, self.last_heartbeat = 0, 0.0
+        self.heartbeat_interval = min(HEARTBEAT_SECONDS, job["machine_timeout"] / 4)
         self.claim = 0  # which machine this one is, of those where a process failed, by when they said so
         # By claim: when, in s of this clock, and where.
         self.failure_claims: dict[int, tuple[float, int]] = {}
@@ -120,8 +121,9 @@ class AttemptCoordinator:
 
         try:
             while True:
-                is_idle = self.local_result or self.claim
-                self._read_launcher(POLL_SECONDS if is_idle else self.job["monitor_interval"])
+                # The signs of life of all machines, and how long a verdict can be read, do not wait for more.
+                interval = min(self.job["monitor_interval"], self.heartbeat_interval)
+                self._read_launcher(POLL_SECONDS if self.local_result or self.claim else interval)
                 self._decide_first_failure()
                 verdict = self._read_verdict() or self._check_heartbeats()
                 if verdict is not None:
@@ -216,8 +218,7 @@ class AttemptCoordinator:
         return None
 
     def _is_heartbeat_due(self) -> bool:
-        pause = min(HEARTBEAT_SECONDS, self.job["machine_timeout"] / 4)
-        return time.monotonic() > self.last_heartbeat + pause
+        return time.monotonic() > self.last_heartbeat + self.heartbeat_interval
 
     def _send_heartbeat(self) -> None:
         self.heartbeat_count += 1

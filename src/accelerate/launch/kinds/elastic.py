@@ -55,7 +55,9 @@ class ElasticLaunchSettings:
     max_restarts: Index = setting(
         0, help="how often the processes are started again when one fails, on all machines together"
     )
-    monitor_interval: PositiveNumber = setting(0.1, help="seconds between looks at the other machines")
+    monitor_interval: PositiveNumber = setting(
+        0.1, help="seconds between looks at the other machines, 1 at most"
+    )
     machine_timeout: PositiveNumber = setting(
         60.0, help="seconds without a word from a machine after which it is lost, and the job ends"
     )
