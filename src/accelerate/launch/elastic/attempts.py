@@ -234,19 +234,24 @@ class ElasticAgentProcess:
             self.process.stdin.flush()
 
     def read_messages(self) -> Iterator[Message]:
-        """Yield the agent's messages since the last call. ``{"event": "ended"}`` marks its end, once."""
-        while not self.has_ended:
-            try:
-                chunk = os.read(self.output, 65536)
-            except BlockingIOError:
-                break
-            self.unread += chunk
-            *lines, self.unread = self.unread.split(b"\n")
-            for line in lines:
+        """Yield the agent's messages since the last call. ``{"event": "ended"}`` marks its end, once.
+
+        Whoever stops in between gets the others at the next call.
+        """
+        while True:
+            while b"\n" in self.unread:
+                line, _, self.unread = self.unread.partition(b"\n")
                 message = json.loads(line)
                 self.last_contact = time.monotonic()
                 if message["event"] != "beat":
                     yield message
+            if self.has_ended:
+                return
+            try:
+                chunk = os.read(self.output, 65536)
+            except BlockingIOError:
+                return
+            self.unread += chunk
             if not chunk:
                 self.has_ended = True
                 yield {"event": "ended"}
