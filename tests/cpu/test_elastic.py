@@ -22,7 +22,7 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from accelerate.core.errors import LaunchError
+from accelerate.core.errors import LaunchError, RankError
 from accelerate.launch.elastic import attempts, rendezvous, rendezvous_agent
 from accelerate.launch.supervisor import GuardProcess, SignalAndChildExitWaiter
 from accelerate.world.signals import SignalHandler
@@ -339,6 +339,53 @@ def test_an_agent_that_ignores_everything_is_killed(tmp_path: Path, monkeypatch:
         assert next(agent.read_messages()) == {"event": "start"}
         assert list(agent.read_messages()) == [{"event": "verdict"}]
         assert agent.finish() == -signal.SIGKILL
+
+
+# Tells of a failure on machine 0, and that the job is over when the processes here have ended.
+TELLS_VERDICT = """
+import json, sys
+verdict = {"kind": "failed", "machine": 0, "host": "other", "what": "rank 0 of 2 failed", "code": 7}
+sys.stdin.readline()
+print(json.dumps({"event": "start", "machine": 1, "hosts": ["other", "own"], "size": 2, "first": 1}))
+print(json.dumps({"event": "verdict", **verdict}), flush=True)
+sys.stdin.readline()
+print(json.dumps({"event": "over", **verdict}), flush=True)
+"""
+
+
+def test_a_failure_is_told_where_processes_take_long_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer than a machine may be silent, and than the store of a machine that has ended is there."""
+    (tmp_path / "agent.py").write_text(TELLS_VERDICT)
+    monkeypatch.setattr(attempts, "AGENT_FILE", str(tmp_path / "agent.py"))
+
+    def run(variables: Any, *, should_cancel: Any, **options: Any) -> tuple[Any, None]:
+        while not should_cancel(SimpleNamespace(has_failed=False)):
+            time.sleep(0.01)
+        agent.last_contact -= 100
+        return SimpleNamespace(was_cancelled=True), None
+
+    job = {"machine_timeout": 60.0, "join": 60.0, "backend": "static"}
+    local: Any = SimpleNamespace(run=run, signals=SimpleNamespace(wait=lambda *at: b""))  # a signal is left
+    with GuardProcess(0.5) as guard:
+        agent = attempts.ElasticAgentProcess(job, guard)
+        runner = attempts.MultiMachineAttemptRunner(local, agent, lambda world: [], job, "other:1", print)
+        with pytest.raises(RankError, match=r"on other \(machine 0\): rank 0 of 2 failed"):
+            runner.run()
+
+    class StoreOfEndedMachine(dist.HashStore):  # pyright: ignore[reportPrivateImportUsage] - documented
+        def set(self, key: str, value: str) -> None:
+            script.append((1, ENDED_WELL))
+            raise dist.DistNetworkError("Broken pipe")
+
+    store, script = StoreOfEndedMachine(), list[tuple[int, dict[str, Any]]]()
+    dist.HashStore.set(store, "verdict", json.dumps({"kind": "failed"}))  # pyright: ignore
+    info = rendezvous.RendezvousInfo(store, 1, 2, "")
+    launcher: Any = ScriptedLauncher(script, 1)
+    job |= {"monitor_interval": 0.1}
+    coordinator = rendezvous_agent.AttemptCoordinator(launcher, cast("Any", None), info, {}, job)
+    assert coordinator.run() == {"kind": "failed"}
 
 
 # ---------------------------------------------------------------- who failed first

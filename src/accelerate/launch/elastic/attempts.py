@@ -400,6 +400,7 @@ class MultiMachineAttemptRunner:
         elif self.verdict is None:
             raise self._lost_contact_error()
         else:
+            self.agent.last_contact = time.monotonic()  # after a verdict it says nothing until all have ended
             self.agent.send({"event": "ended", "result": "called off"})
 
     def _should_cancel(self, attempt: LocalAttempt) -> bool:

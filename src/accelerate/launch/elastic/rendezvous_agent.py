@@ -24,6 +24,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +108,15 @@ class AttemptCoordinator:
 
     def run(self) -> Message:
         """Run until there is a verdict and the processes of this machine have ended."""
+        from torch.distributed import DistError
+
         verdict = self._monitor()
         self.launcher.send("verdict", **verdict)
         while self.local_result is None:
             self._read_launcher(POLL_SECONDS, judge=False)
             if verdict["kind"] != "lost" and self._is_heartbeat_due():
-                self._send_heartbeat()
+                with suppress(DistError):  # the machine with the store has left: the processes here end later
+                    self._send_heartbeat()
         return verdict
 
     def _monitor(self) -> Message:
@@ -221,9 +225,8 @@ class AttemptCoordinator:
         return time.monotonic() > self.last_heartbeat + self.heartbeat_interval
 
     def _send_heartbeat(self) -> None:
-        self.heartbeat_count += 1
+        self.heartbeat_count, self.last_heartbeat = self.heartbeat_count + 1, time.monotonic()
         self.store.set(f"beat/{self.info.machine_rank}", str(self.heartbeat_count))
-        self.last_heartbeat = time.monotonic()
 
     def _post_lost_machine(self, other: int) -> Message:
         host = self.world["hosts"][other]
