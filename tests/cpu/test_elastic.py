@@ -109,7 +109,8 @@ def test_when_restarts_are_used_up_the_last_traceback_is_the_last_word() -> None
     result = launch(*("--cpu", "-n", "2", "--max_restarts", "1"), script_text=script, env=ONE)
     assert result.returncode == 1
     first, _, last = result.stderr.partition("restart 1 of 1\n")
-    assert "ValueError: no data, 0" in first
+    assert first.startswith("Traceback (most recent call last):\n")
+    assert "\nValueError: no data, 0\naccelerate launch: rank 1 of 2 failed (exit code 1)" in first
     assert last.rstrip().endswith("ValueError: no data, 1")
     assert "restart" not in last
     assert len(told(result.stdout)) == 4
@@ -341,23 +342,26 @@ def test_an_agent_that_ignores_everything_is_killed(tmp_path: Path, monkeypatch:
         assert agent.finish() == -signal.SIGKILL
 
 
-# Tells of a failure on machine 0, and that the job is over when the processes here have ended.
-TELLS_VERDICT = """
+# Tells of two failures on machine 0, and that the job is over when the processes here have ended.
+TELLS_VERDICTS = """
 import json, sys
-verdict = {"kind": "failed", "machine": 0, "host": "other", "what": "rank 0 of 2 failed", "code": 7}
-sys.stdin.readline()
-print(json.dumps({"event": "start", "machine": 1, "hosts": ["other", "own"], "size": 2, "first": 1}))
-print(json.dumps({"event": "verdict", **verdict}), flush=True)
+world = {"machine": 1, "hosts": ["other", "own"], "size": 2, "first": 1, "restarts": 0, "max_restarts": 1}
+verdict = {"kind": "failed", "machine": 0, "host": "other", "what": "rank 0 of 2 failed", "code": 7,
+           "told": "it failed", "traceback": "ValueError: no data"}
+for restart in (True, False):
+    sys.stdin.readline()
+    print(json.dumps({"event": "start", **world}))
+    print(json.dumps({"event": "verdict", **verdict, "restart": restart}), flush=True)
 sys.stdin.readline()
 print(json.dumps({"event": "over", **verdict}), flush=True)
 """
 
 
 def test_a_failure_is_told_where_processes_take_long_to_stop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Longer than a machine may be silent, and than the store of a machine that has ended is there."""
-    (tmp_path / "agent.py").write_text(TELLS_VERDICT)
+    (tmp_path / "agent.py").write_text(TELLS_VERDICTS)
     monkeypatch.setattr(attempts, "AGENT_FILE", str(tmp_path / "agent.py"))
 
     def run(variables: Any, *, should_cancel: Any, **options: Any) -> tuple[Any, None]:
@@ -370,9 +374,13 @@ def test_a_failure_is_told_where_processes_take_long_to_stop(
     local: Any = SimpleNamespace(run=run, signals=SimpleNamespace(wait=lambda *at: b""))  # a signal is left
     with GuardProcess(0.5) as guard:
         agent = attempts.ElasticAgentProcess(job, guard)
-        runner = attempts.MultiMachineAttemptRunner(local, agent, lambda world: [], job, "other:1", print)
+        runner = attempts.MultiMachineAttemptRunner(
+            local, agent, lambda world: [], job, "other:1", lambda line: print(line, file=sys.stderr)
+        )
         with pytest.raises(RankError, match=r"on other \(machine 0\): rank 0 of 2 failed"):
             runner.run()
+    restart = "on other (machine 0): it failed; restart 1 of 1\n"
+    assert capfd.readouterr().err == f"ValueError: no data\n{restart}"
 
     class StoreOfEndedMachine(dist.HashStore):  # pyright: ignore[reportPrivateImportUsage] - documented
         def set(self, key: str, value: str) -> None:

@@ -288,12 +288,21 @@ def test_a_lone_process_fails_as_under_python() -> None:
     assert result.stderr.endswith("ValueError: boom\n")
 
 
-def test_a_failure_shows_also_when_output_is_logged(tmp_path: object) -> None:
+def test_a_failure_shows_also_when_output_is_logged(tmp_path: Path) -> None:
+    """And in the log of the rank, which keeps what an earlier launch has left there."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/rank_1.log").write_text("earlier\n")
     result = launch(
         *TWO, "--log_dir", f"{tmp_path}/logs", script_text=FAILS.format(how="raise ValueError('boom')")
     )
     assert result.returncode == 1
     assert result.stderr.endswith("ValueError: boom\n")
+    first, mark, *lines = (tmp_path / "logs/rank_1.log").read_text().splitlines()
+    assert first == "earlier"
+    assert mark.startswith("--- accelerate launch, 20")
+    assert "Traceback (most recent call last):" in lines
+    assert lines[-1] == "ValueError: boom"
+    assert "Traceback" not in (tmp_path / "logs/rank_0.log").read_text()
 
 
 # ---------------------------------------------------------------- giving up

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
 from io import RawIOBase, UnsupportedOperation
@@ -57,7 +57,7 @@ class RankLogSettings:
             if not os.access(self.folder, os.W_OK):
                 raise LaunchError(f"the folder {folder} (--log_dir) cannot be written to")
         self.reader_threads: list[threading.Thread] = []
-        self.opened_ranks: set[int] = set()  # by rank; a rank that is started again adds to its log
+        self.sinks: dict[int, OutputSink | None] = {}  # by rank
 
     @property
     def is_active(self) -> bool:
@@ -75,9 +75,7 @@ class RankLogSettings:
         """Begins to read a process's output."""
         if process.stdout is None and process.stderr is None:
             return
-        mode = "ab" if rank in self.opened_ranks else "wb"
-        self.opened_ranks.add(rank)
-        log = None if self.folder is None else self._open_log(self.folder / f"rank_{rank}.log", mode)
+        log = None if self.folder is None else self._open_log(rank, self.folder / f"rank_{rank}.log")
         mark = self.prefix(rank).encode()
         for pipe, console in zip((process.stdout, process.stderr), self._consoles, strict=True):
             if pipe is not None:
@@ -92,18 +90,31 @@ class RankLogSettings:
         stdout = OutputSink(out, lambda error: _drop_console(out, err))
         return stdout, OutputSink(err, lambda error: _drop_console(err, out))
 
-    def _open_log(self, path: Path, mode: str) -> OutputSink | None:
-        """Return the log of a rank; None if it cannot be opened, which is said and stops nothing."""
+    def _open_log(self, rank: int, path: Path) -> OutputSink | None:
+        """Return the log of a rank; None if it cannot be opened, which is said and stops nothing.
+
+        Nothing in it is lost: a rank that is started again adds to it, and a later launch too, below a line.
+        """
 
         def report(error: Exception) -> None:
             reason = getattr(error, "strerror", None) or error
             _print_note(sys.stderr, f"{path} is not written any more: {reason}; the training goes on")
 
+        is_new_launch, self.sinks[rank] = rank not in self.sinks, None
         try:
-            return OutputSink(path.open(mode, buffering=0), report)
+            log = self.sinks[rank] = OutputSink(path.open("ab", buffering=0), report)
+            if is_new_launch and path.stat().st_size:
+                log.write(time.strftime("--- accelerate launch, %Y-%m-%d %H:%M:%S\n").encode())
         except OSError as error:
             report(error)
-            return None
+        return self.sinks[rank]
+
+    def append_tracebacks(self, tracebacks: Mapping[int, str]) -> None:
+        """Write the tracebacks of ranks, which the launcher prints in their place, to their logs."""
+        for rank, text in tracebacks.items():
+            log = self.sinks.get(rank)
+            if text and log is not None and self.streams_by_rank.get(rank, self.default_streams) & STDERR:
+                log.write(f"{text.rstrip()}\n".encode())
 
     def finish(self) -> None:
         """Waits for the last lines; processes that ranks left behind may hold pipes open for ever."""

@@ -33,6 +33,7 @@ from accelerate.launch.rank_reports import (
     ProcessExit,
     ProcessSpec,
     has_traceback,
+    read_failure,
     read_graceful_stop,
 )
 
@@ -126,6 +127,9 @@ class WorkerSupervisor:
                 for process in self.alive.values():
                     process.wait()
         self.logs.finish()
+        if self.logs.sinks:
+            exits = self.outcome.exits
+            self.logs.append_tracebacks({end.rank: read_failure(end, self.folder).text for end in exits})
         return self.outcome
 
     def _create_process(

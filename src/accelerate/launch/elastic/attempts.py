@@ -182,6 +182,7 @@ def run_with_restarts(
         outcome = attempt.outcome
         if restart == max_restarts or outcome.stopped_by is not None or outcome.resumable:
             raise error
+        _print_traceback(error.traceback)
         print_line(f"{describe_failure(error)}; restart {restart + 1} of {max_restarts}")
 
 
@@ -189,6 +190,11 @@ def describe_failure(error: RankError) -> str:
     """The failure of an attempt, in one line: with the last line of the traceback, if there is one."""
     lines = error.traceback.strip().splitlines()
     return f"{error.what}: {lines[-1]}" if lines else error.what
+
+
+def _print_traceback(text: str) -> None:
+    if text:
+        print(text.rstrip(), file=sys.stderr, flush=True)
 
 
 # --- several machines
@@ -362,6 +368,7 @@ class MultiMachineAttemptRunner:
         if message["event"] == "verdict":
             self.verdict = message
             if message.get("restart"):
+                _print_traceback(message.get("traceback", ""))
                 self.print_line(self._restart_line(message))
         elif message["event"] == "error":
             raise LaunchError(message["what"], why=message["why"], fix=message["fix"])
