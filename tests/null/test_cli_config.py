@@ -85,6 +85,12 @@ def test_a_basic_file_is_for_all_devices_and_overwrites_nothing(
         told = json.loads(path.read_text())
         assert (told["distributed_type"], told["num_processes"], told["use_cpu"]) == expected
         assert told["mixed_precision"] == "bf16"
+    (tmp_path / "aurora-1.dist-info").mkdir()
+    (tmp_path / "aurora-1.dist-info/entry_points.txt").write_text("[torch.backends]\naurora = aurora:load\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    path.unlink()
+    write_basic_config("bf16", path)
+    assert json.loads(path.read_text())["use_cpu"] is False, "torch may find a device that nobody counts"
     assert write_basic_config("no", path) is False
     assert "exists already" in capsys.readouterr().out
     with pytest.raises(UnknownNameError, match="bf61"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,6 +78,33 @@ def test_a_container_has_the_cards_it_was_given(tmp_path: Path) -> None:
 )
 def test_wsl_and_jetson_have_one(tmp_path: Path, files: list[str], count: int) -> None:
     assert devices.get("cuda").probe_count(machine(tmp_path, files)) == count
+
+
+class TwoCardsNVML:
+    """Stands for the driver's library of a machine with two cards."""
+
+    def __init__(self, path: str) -> None:
+        assert Path(path).name in ("nvml.dll", "libnvidia-ml.so.1")
+
+    def nvmlInit_v2(self) -> int:
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, reference: Any) -> int:
+        reference._obj.value = 2
+        return 0
+
+
+@pytest.mark.parametrize("files", [["dev/dxg", "usr/lib/wsl/lib/libcuda.so.1"], ["System32/nvcuda.dll"]])
+def test_windows_asks_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str]) -> None:
+    env, cuda = {"SYSTEMROOT": str(tmp_path)}, devices.get("cuda")
+    assert cuda.probe_count(machine(tmp_path, files, env=env)) == 1
+    monkeypatch.setattr(ctypes, "CDLL", TwoCardsNVML)
+    assert devices.probe_devices(machine(tmp_path, files, env=env)) == (cuda, 2)
+    assert cuda.probe_count(machine(tmp_path, files, env=env | {"CUDA_VISIBLE_DEVICES": "1"})) == 1
+
+
+def test_windows_without_a_driver_has_no_card(tmp_path: Path) -> None:
+    assert devices.get("cuda").probe_count(machine(tmp_path, [], env={"SYSTEMROOT": str(tmp_path)})) == 0
 
 
 def test_a_torch_without_cuda_sees_no_card(tmp_path: Path) -> None:

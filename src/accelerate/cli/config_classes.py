@@ -221,6 +221,8 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path = 
         UnknownNameError: there is no such precision.
         SettingError: the location has a NUL character.
     """
+    from importlib.metadata import entry_points  # more to load than a help text may take
+
     refuse_nul("save_location", save_location)
     path = Path(save_location)
     if path.exists():
@@ -229,11 +231,13 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path = 
     if mixed_precision.lower() not in PRECISIONS:
         raise UnknownNameError("precision", mixed_precision, PRECISIONS.names())
     device, count = devices.probe_devices()
+    # A device that torch alone knows cannot be counted here; each process looks for it.
+    unknown_devices = entry_points(group="torch.backends")
     config = ClusterConfig(
         compute_environment=ComputeEnvironment.LOCAL_MACHINE,
         distributed_type=DistributedType(device.distributed_type if count > 1 else "NO"),
         mixed_precision=mixed_precision.lower(),
-        use_cpu=count == 0,
+        use_cpu=count == 0 and not unknown_devices,
         debug=False,
         num_processes=max(1, count),
     )

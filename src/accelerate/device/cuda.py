@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import sys
+from contextlib import suppress
+from pathlib import Path
 from types import MappingProxyType
 from typing import cast
 
@@ -78,9 +80,12 @@ class Cuda(Device):
         cards = len(list(machine.root.glob("proc/driver/nvidia/gpus/*")))
         if cards:
             return cards
-        # WSL shows one paravirtual adapter and does not say how many cards are behind it; a Jetson has one.
-        wsl = machine.exists("dev/dxg") and machine.exists("usr/lib/wsl/lib/libcuda.so.1")
-        return int(wsl or machine.exists("dev/nvhost-gpu") or machine.exists("dev/nvgpu/igpu0"))
+        # WSL shows one paravirtual adapter, and Windows nothing; a Jetson has one card.
+        if machine.exists("dev/dxg"):
+            return _count_by_driver(machine.root / "usr/lib/wsl/lib", "libcuda.so.1", "libnvidia-ml.so.1")
+        if "SYSTEMROOT" in machine.env:
+            return _count_by_driver(Path(machine.env["SYSTEMROOT"], "System32"), "nvcuda.dll", "nvml.dll")
+        return int(machine.exists("dev/nvhost-gpu") or machine.exists("dev/nvgpu/igpu0"))
 
     def find_peak_flops(self, dtype: str, index: int | None = None) -> float | None:
         """Return the peak of dense products; None of a slice of a card (MIG)."""
@@ -141,6 +146,23 @@ class Cuda(Device):
         if environ.get("CUBLAS_WORKSPACE_CONFIG") is None:
             environ.set_variables({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
         torch.backends.cudnn.benchmark = False
+
+
+def _count_by_driver(folder: Path, cuda: str, nvml: str) -> int:
+    """Count the cards that NVML knows, which starts no CUDA; one where CUDA is there and NVML does not tell.
+
+    Source: NVIDIA, NVML API Reference Guide, nvmlInit_v2 and nvmlDeviceGetCount_v2; they return 0 on success.
+    """
+    if not (folder / cuda).exists():
+        return 0
+    import ctypes
+
+    count = ctypes.c_uint(0)
+    with suppress(OSError, AttributeError):  # there is no such library, or it is too old
+        library = ctypes.CDLL(str(folder / nvml))
+        if library.nvmlInit_v2() or library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return 1
+    return count.value or 1
 
 
 def _count_amd(machine: DeviceProbeHost) -> int:
