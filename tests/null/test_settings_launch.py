@@ -462,13 +462,24 @@ def test_windows_runs_one_process_as_a_child_and_refuses_several(
     done = subprocess.run([sys.executable, "-c", ON_WINDOWS], capture_output=True, text=True)
     assert done.stdout == "SIGINT SIGTERM ()\n", done.stderr
     calls: list[Any] = []
+
+    def wait() -> int:
+        calls.append("wait")
+        if len(calls) < 4:  # Ctrl-C twice, while the script saves
+            raise KeyboardInterrupt
+        return 7
+
+    def start(program: Any, env: Any) -> Any:
+        calls.append(program)
+        return SimpleNamespace(wait=wait)
+
     monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setattr("subprocess.call", lambda program, env: calls.append(program) or 7)
+    monkeypatch.setattr("subprocess.Popen", start)
     monkeypatch.setattr("os.execvpe", lambda *given: None)  # as there: it returns
     with pytest.raises(SystemExit) as end:
         launch(asks(program=("train.py", "a b"), use_cpu=True), replace=True)
     assert end.value.code == 7
-    assert calls == [(sys.executable, "train.py", "a b")]
+    assert calls == [(sys.executable, "train.py", "a b"), "wait", "wait", "wait"]
     with pytest.raises(LaunchError, match="on Windows"):
         launch(asks(use_cpu=True, num_processes="2"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import ClassVar
 
 from accelerate.core import environ
@@ -264,7 +264,10 @@ def replace_process(request: LaunchRequest, env: dict[str, str]) -> None:
         if sys.platform == "win32":  # its exec returns at once, and splits arguments at spaces
             import subprocess
 
-            sys.exit(subprocess.call(program, env=env))
+            process = subprocess.Popen(program, env=env)
+            while True:
+                with suppress(KeyboardInterrupt):  # the script hears of it too, and ends when it wants to
+                    sys.exit(process.wait())
         os.execvpe(program[0], program, env)
 
 
