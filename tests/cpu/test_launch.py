@@ -246,6 +246,7 @@ if __name__ == "__main__":
     here = os.path.dirname(os.path.abspath(sys.argv[0])) + os.sep
     print([sys.argv[0].replace(here, "")], sys.argv[1:], sys.orig_argv[1:], __file__, __package__,
           __spec__ and (__spec__.name, __spec__.origin), type(__loader__).__name__, __cached__, sys.path[:2],
+          __builtins__,
           sorted(name for name in globals() if name != "__conditional_annotations__"), same, spawned)
 """
 

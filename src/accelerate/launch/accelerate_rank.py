@@ -11,6 +11,7 @@ the package at its end. The rank is another one whose failure led to the excepti
 last. When it is gone, everything goes to stderr as usual.
 """
 
+import builtins
 import faulthandler
 import marshal
 import os
@@ -38,7 +39,8 @@ def main(fault_file: str, error_file: str, kind: str, target: str, *arguments: s
     sys.orig_argv = [sys.executable, *(["-m"] if kind == "module" else []), target, *arguments]
     sys.argv = [target, *arguments]
     module = type(sys)("__main__")
-    vars(module).update(__builtins__=__builtins__, __annotations__={})
+    # Of an imported file, such as this one, __builtins__ is the dict of the module.
+    vars(module).update(__builtins__=builtins, __annotations__={})
     # A fresh one, so that nothing of this file is in it, and classes of the script pickle as __main__.X.
     sys.modules["__main__"] = module
     try:
