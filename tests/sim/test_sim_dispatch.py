@@ -305,6 +305,65 @@ def test_a_tensor_that_was_changed_is_moved_again() -> None:
             assert moved.between == 1 + 3  # x, and scores each time that it is new
 
 
+class Scaled(nn.Module):
+    """Adds what it computes to a sum of its caller, if it gets one, and then halves the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.full((2,), 2.0))
+
+    def forward(self, x: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+        y = x * self.w
+        if total is not None:
+            total.add_(y).mul_(0.5)
+        return y
+
+
+def test_gradients_flow_through_a_tensor_that_was_moved_without_them_before() -> None:
+    """The teacher and the head share a device, and a tensor may be made to require gradients late."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.teacher, self.head = Scaled(), Scaled(), Scaled()
+
+        def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+            y = self.encoder(x)
+            with torch.no_grad():
+                teacher = self.teacher(y)
+            self.head(shift)
+            shift.requires_grad_()
+            return (self.head(y) + self.head(shift) - teacher).sum()
+
+    model, shift = dispatch_model(Net(), {"encoder": 0, "teacher": 1, "head": 1}), on(0)
+    model(on(0), shift).backward()
+    grads = [p.grad.tolist() if p.grad is not None else None for p in (*model.parameters(), shift)]
+    assert grads == [[2, 2], None, [3, 3], [2, 2]]
+
+
+def test_gradients_flow_into_a_tensor_that_a_module_on_another_device_changes() -> None:
+    """Whether it required gradients before or not: what its caller then computes with it has them."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Scaled(), Scaled()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            total = torch.zeros_like(x)
+            for part in (self.b, self.a, self.b, self.b):
+                part(x, total)
+            return total.sum()
+
+    plain, x = Net(), torch.ones(2)
+    model = dispatch_model(copy.deepcopy(plain), {"a": 0, "b": 1})
+    for net in (plain, model):
+        net(x).backward()
+    for mine, p in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad.cpu(), p.grad)
+
+
 def test_skipped_arguments_are_never_touched() -> None:
     model = nn.Sequential(Looking(), Looking())
     dispatch_model(model, {"0": 0, "1": 1}, skip_keys=["cache", "deep"])

@@ -83,9 +83,14 @@ class _VersionedTensorCopy:
     copy_version: int | None
 
     def is_current(self) -> bool:
-        """Return True when neither was changed since; False for tensors without a version."""
+        """Return True when neither was changed since; False for tensors without a version.
+
+        A copy that was made without gradients, under ``no_grad`` for example, would cut those of its source.
+        """
+        cuts = torch.is_grad_enabled() and self.source.requires_grad and not self.copy.requires_grad
         return (
-            self.source_version is not None
+            not cuts
+            and self.source_version is not None
             and self.source_version == _version(self.source)
             and self.copy_version == _version(self.copy)
         )
@@ -221,10 +226,12 @@ class ModuleInputOutputMover:
                     _write_back(watched)
         for moved in call.copies:
             version = _version(moved.copy)
-            if version != moved.copy_version and not moved.source.requires_grad:
-                with torch.no_grad():
-                    moved.source.copy_(moved.copy)
-                moved.source_version, moved.copy_version = _version(moved.source), version
+            source, with_grad = moved.source, moved.copy.requires_grad and torch.is_grad_enabled()
+            # autograd refuses to change a leaf, also where nothing is dispatched
+            if version != moved.copy_version and not (with_grad and source.requires_grad and source.is_leaf):
+                with torch.set_grad_enabled(with_grad):
+                    source.copy_(moved.copy)
+                moved.source_version, moved.copy_version = _version(source), version
 
 
 class _ArgumentWalk:
