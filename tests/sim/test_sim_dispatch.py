@@ -263,6 +263,78 @@ def test_containers_are_rebuilt_only_where_something_moved() -> None:
     assert kwargs["settings"] is settings
 
 
+class Graph:
+    """Moves itself in place, as the data of PyTorch Geometric; it has no length and is no container."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def to(self, device: torch.device) -> Graph:
+        self.x = self.x.to(device)
+        return self
+
+
+class OnGraph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+
+    def forward(self, graph: Any) -> Any:
+        graph.x = graph.x + self.w
+        return graph
+
+
+def test_objects_are_moved_by_their_own_method_at_each_call() -> None:
+    """Also back to a device where they have been, and one that has changed since it was moved."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = OnGraph(), OnGraph(), Looking()
+
+        def forward(self, graph: Graph, parcel: Parcel) -> list[Any]:
+            seen = []
+            for part in (self.a, self.b, self.a):
+                part(graph)
+            for _ in range(2):
+                parcel.x = parcel.x + 1
+                self.c(on(1), parcel)
+                seen.append(self.c.given[0][0].x.tolist()[0])
+            return [graph.x.tolist()[0], *seen]
+
+    model = dispatch_model(Net(), {"a": 0, "b": 1, "c": 1})
+    with torch.no_grad():
+        assert model(Graph(torch.zeros(2)), Parcel(torch.zeros(2))) == [3, 1, 2]
+    model.c.given = None
+
+
+def test_objects_in_containers_are_moved_and_so_are_tuples_with_a_method_of_their_own() -> None:
+    """The lengths in a PackedSequence stay on the CPU, wherever the sequence is."""
+
+    class Pair(NamedTuple):
+        start: torch.Tensor
+        to: torch.Tensor
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.RNN(3, 4), nn.RNN(4, 4), OnGraph()
+
+        def forward(self, sequence: Any, graphs: dict[str, list[Graph]], edges: Pair) -> Any:
+            return self.b(self.a(sequence)[0])[0], self.c(graphs["g"][0]), edges.to * self.c.w
+
+    plain = Net()
+    sequence = nn.utils.rnn.pack_sequence([torch.ones(3, 3), torch.ones(2, 3)])
+    model = dispatch_model(copy.deepcopy(plain), {"a": 0, "b": 1, "c": 0})
+    with torch.no_grad():
+        expected, (found, graph, edge) = (
+            net(sequence, {"g": [Graph(torch.zeros(2))]}, Pair(torch.ones(2), torch.ones(2)))
+            for net in (plain, model)
+        )
+    assert {str(tensor.device) for tensor in (found.data, found.batch_sizes, graph.x, edge)} == {"cpu"}
+    torch.testing.assert_close(found.data, expected[0].data)
+
+
 def test_what_a_module_changes_is_changed_for_its_caller() -> None:
     """E10: in containers that were rebuilt for it, and in tensors that were copied for it."""
     _, _, second = two()

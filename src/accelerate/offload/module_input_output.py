@@ -128,7 +128,6 @@ class _ThreadForwardCopies(threading.local):
     def __init__(self) -> None:
         self.calls: list[_ActiveModuleForward] = []
         self.copies: dict[tuple[int, torch.device], _VersionedTensorCopy] = {}
-        self.objects: dict[tuple[int, torch.device], tuple[Any, Any]] = {}
         self.caches: dict[int, Any] = {}
 
 
@@ -185,9 +184,6 @@ class ModuleInputOutputMover:
         kwargs = {
             name: value if name in skip else walk.visit(value, (name,), 0) for name, value in kwargs.items()
         }
-        if walk.has_objects and (walk.has_moved or outermost):
-            args = tuple([walk.move_object(value) for value in args])
-            kwargs = {n: value if n in skip else walk.move_object(value) for n, value in kwargs.items()}
         self.thread.calls.append(call)
         return args, kwargs
 
@@ -212,7 +208,6 @@ class ModuleInputOutputMover:
         del run.calls[depth:]
         if not run.calls:
             run.copies.clear()
-            run.objects.clear()
             run.caches.clear()
 
     def _write_back_changes(self, call: _ActiveModuleForward) -> None:
@@ -248,7 +243,6 @@ class _ArgumentWalk:
     ) -> None:
         self.mover, self.call, self.device, self.skip = mover, call, device, skip
         self.outermost, self.is_output = outermost, result
-        self.has_moved = self.has_objects = False
 
     def visit(self, value: Any, path: Path, depth: int) -> Any:
         """Return ``value`` with its tensors on the device: the same object if nothing had to move."""
@@ -263,12 +257,11 @@ class _ArgumentWalk:
                 mapping: Any = value
                 return value if _is_on_device(dict(value), self.device) else mapping.to(self.device)
             return self._mapping(value, path, depth)
-        if isinstance(value, list | tuple):
-            return self._sequence(value, path, depth)
-        self.has_objects = self.has_objects or (
-            hasattr(value, "to") and not isinstance(value, nn.Module | type)
-        )
-        return value
+        if kind not in (list, tuple) and not isinstance(value, nn.Module | type):
+            move = getattr(value, "to", None)
+            if callable(move):  # the class knows best: the lengths in a PackedSequence stay on the CPU
+                return move(self.device)
+        return self._sequence(value, path, depth) if isinstance(value, list | tuple) else value
 
     def _tensor(self, tensor: torch.Tensor, depth: int) -> torch.Tensor:
         device = tensor.device
@@ -277,7 +270,6 @@ class _ArgumentWalk:
         # Nested containers of the model's inputs may be caches: what is on a device of the model stays there.
         if self.outermost and not self.is_output and depth > 0 and device in self.mover.devices:
             return tensor
-        self.has_moved = True
         copies, key = self.mover.thread.copies, (id(tensor), self.device)
         if key not in copies or not copies[key].is_current():
             copy = _copy(tensor, self.device)
@@ -319,15 +311,6 @@ class _ArgumentWalk:
     def _watch_container(self, original: Any, passed: Any, content: Any, path: Path) -> None:
         if not self.is_output:
             self.call.watched.append(_InputContainerCopy(original, passed, content, path))
-
-    def move_object(self, value: Any) -> Any:
-        """Return an argument that is moved by its own ``to``; it is moved once in a forward."""
-        if isinstance(value, torch.Tensor | nn.Module | type | list | tuple) or not hasattr(value, "to"):
-            return value
-        objects, key = self.mover.thread.objects, (id(value), self.device)
-        if key not in objects:
-            objects[key] = value, value.to(self.device)
-        return objects[key][1]
 
 
 def _version(tensor: torch.Tensor) -> int | None:
