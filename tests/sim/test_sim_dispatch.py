@@ -351,6 +351,26 @@ def test_what_a_module_changes_is_changed_for_its_caller() -> None:
     assert scores.tolist() == [2, 2]
 
 
+def test_a_container_that_the_model_itself_changes_is_moved_in_each_forward() -> None:
+    class Popping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Scaled(), Scaled()
+
+        def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+            labels = batch.pop("labels")
+            batch["rows"].append(labels)
+            return self.b(self.a(batch["rows"][0])) - labels
+
+    model = dispatch_model(Popping(), {"": 0, "b": "cpu"})
+    with torch.no_grad():
+        for _ in range(3):
+            batch: Any = {"labels": torch.ones(2), "rows": [torch.ones(2)]}
+            assert model(batch).tolist() == [3, 3]
+            assert list(batch) == ["rows"]
+            assert len(batch["rows"]) == 2
+
+
 def test_a_tensor_that_was_changed_is_moved_again() -> None:
     """The copy of a tensor is used again only while it is a copy."""
 

@@ -304,7 +304,8 @@ class _ArgumentWalk:
     def _is_cache(self, container: Any, path: Path) -> bool:
         """Return True when the module writes to the container, or another one has in this forward."""
         caches = self.mover.thread.caches
-        if not self.is_output and (type(self.call.module), path) in self.mover.caches:
+        # What the caller gives to the model may be new each time; its caches are left in place by `_tensor`.
+        if not self.outermost and (type(self.call.module), path) in self.mover.caches:
             caches[id(container)] = container
         return id(container) in caches
 
