@@ -495,6 +495,34 @@ def test_a_stage_that_fails_ends_all(ranks: RankServer) -> None:
     assert "ArithmeticError: the second stage fails" in second.traceback
 
 
+def fail_in_turn() -> list[str]:
+    """Let each stage fail in its first chunk, and compute a batch after each failure."""
+    from accelerate import PartialState, prepare_pippy
+
+    state, seen = PartialState(), list[str]()
+    plain, model = (seeded(lambda: nn.Sequential(*(Failing() for _ in range(3)))) for _ in range(2))
+    prepare_pippy(model, example_args=(floats(6),))
+    for place, stage in enumerate(model, start=1):
+        stage.armed = True
+        try:
+            assert model(floats(6)) is None
+            seen.append("nothing")
+        except RuntimeError as error:
+            seen.append(f"{type(error).__name__} {type(error.__cause__).__name__}")
+        stage.armed = False
+        x = place * floats(6)
+        found = model(x)
+        if state.is_last_process:
+            torch.testing.assert_close(found, torch.cat([plain(chunk) for chunk in x.split(2)]), **CLOSE)
+    return seen
+
+
+def test_a_batch_after_one_that_failed_has_its_own_result(ranks: RankServer) -> None:
+    """No stage keeps a chunk of the failed batch, and the last rank gives nothing that was made of it."""
+    failed, none, peer = "RuntimeError ArithmeticError", "nothing", "PeerError NoneType"
+    assert ranks(3, fail_in_turn) == [[failed, none, none], [none, failed, none], [peer, peer, failed]]
+
+
 def alone() -> None:
     from accelerate import prepare_pippy
 

@@ -28,6 +28,7 @@ KEPT = {
     "src/accelerate/checkpoint/async_save.py:_run": "wait raises it at the next call, on every rank",
     "src/accelerate/facade/accelerator.py:exit_to_resume": "said in a warning: what is saved is resumed",
     "src/accelerate/facade/tracker_set.py:log": "said once by name, counted, and said again at the end",
+    "src/accelerate/offload/pipeline/inference_pipeline.py:forward": "raise_error raises it after the batch",
     "src/accelerate/watch/batch_size_search.py:__exit__": "give_up raises it once every rank has reported",
 }
 

@@ -2,6 +2,9 @@
 
 The inputs of rank 0 count. It tells the others their shapes, so that all have the same plan, and whatever it
 refuses is refused on every rank. A schedule is for one shape of a chunk and is kept for the next call.
+
+A stage that fails still receives and sends all chunks of the batch: one that is left over would be taken for
+one of the next batch. A flag goes with each chunk and says whether a stage has failed.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from accelerate.core import tree
-from accelerate.core.errors import AccelerateError, PrepareError
+from accelerate.core.errors import AccelerateError, PeerError, PrepareError
 from accelerate.core.packages import is_torch_version
 from accelerate.offload.pipeline.inference_stages import InferenceStage
 from accelerate.stages.split import TensorLeafIndex, flatten_tree, unflatten_tree
@@ -28,6 +31,7 @@ from accelerate.world.world import World
 T = TypeVar("T")
 
 _MAX_SCHEDULES = 16  # that are kept: each has buffers for what it receives
+_FLAG = torch.empty(1, dtype=torch.uint8, device="meta")
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,9 @@ class _StageForwardModule(nn.Module):
     def __init__(self, stage: InferenceStage, batched: Sequence[bool], world: World) -> None:
         super().__init__()
         self.stage, self.batched, self.world = stage.module, batched, world
+        self.outputs = stage.outputs
+        self.error: Exception | None = None
+        self.failed: list[torch.Tensor] = []
         self.shared: list[torch.Tensor] = []
         self.results: list[tuple[torch.Tensor, ...]] = []
         self.clock: list[tuple[float, float]] | None = None
@@ -113,14 +120,41 @@ class _StageForwardModule(nn.Module):
         if self.world.rank == 0:
             chunk_tensors, shared = iter(tensors), iter(self.shared)
             tensors = tuple(next(chunk_tensors if batched else shared) for batched in self.batched)
-        outputs = self.stage(*tensors)
+            failed = torch.zeros_like(_FLAG, device=self.world.device)
+        else:
+            tensors, failed = tensors[:-1], tensors[-1]
+        outputs = ()
+        if self.error is None:
+            try:
+                outputs = self.stage(*tensors)
+            except Exception as error:  # noqa: BLE001 - raised when all chunks went through
+                self.error = error
         if self.clock is not None:
             self.clock.append((begin, self._read_clock()))
         if not self.world.is_last:
-            return outputs
+            if self.error is None:
+                return *outputs, failed
+            unset = [torch.zeros_like(meta, device=self.world.device) for meta in self.outputs]
+            return *unset, torch.ones_like(failed)
         self.results.append(outputs)
+        self.failed.append(failed)
         # The schedule joins these; ours are joined in their form.
         return (torch.zeros(1, device=self.world.device),)
+
+    def raise_error(self) -> None:
+        """Raise what failed in this batch: in this stage, or on the last rank in one before it."""
+        if self.error is not None:
+            text = f"{type(self.error).__name__}: {self.error}"
+            raise RuntimeError(f"stage {self.world.rank} of the pipeline failed: {text}") from self.error
+        if self.failed and torch.cat(self.failed).any():
+            raise PeerError(
+                "the pipeline has no result for this batch",
+                why="a stage on another rank failed, which raises its error there",
+            )
+
+    def clear(self) -> None:
+        """Drop what a batch has left."""
+        self.results, self.shared, self.failed, self.error = [], [], [], None
 
     def _read_clock(self) -> float:
         if self.clock is not None and self.world.device.type != "cpu":
@@ -190,8 +224,9 @@ class InferenceSchedule:
         inputs, outputs = stage.inputs, stage.outputs
         if world.rank == 0:
             inputs = tuple(t for t, batched in zip(inputs, shapes.batched, strict=True) if batched)
-        if world.is_last:
-            outputs = (torch.empty(1, device="meta"),)
+        else:
+            inputs = (*inputs, _FLAG)
+        outputs = (torch.empty(1, device="meta"),) if world.is_last else (*outputs, _FLAG)
         stage_type = CompleteTransfersStage if is_torch_version("<", "2.8") else PipelineStage
         self.stage = stage_type(
             self.worker, world.rank, world.size, world.device, input_args=inputs, output_args=outputs
@@ -218,11 +253,12 @@ class InferenceSchedule:
                 self.schedule.step(*whole)
                 if isinstance(self.stage, CompleteTransfersStage):
                     self.stage.wait_for_sends()
+            self.worker.raise_error()
             return self._join_results(size) if self.world.is_last else None
         finally:
             # Nothing of a batch stays when its call ends.
             self.stage.clear_runtime_states()
-            self.worker.results, self.worker.shared = [], []
+            self.worker.clear()
 
     def _join_results(self, size: int) -> Any:
         leaves = zip(self.result.per_row, zip(*self.worker.results, strict=True), strict=True)
