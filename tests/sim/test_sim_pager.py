@@ -175,6 +175,46 @@ def test_two_blocks_are_there_at_a_time() -> None:
     assert 2 * block <= torch.sim.max_memory_allocated(0) <= 2 * block + activations
 
 
+def _flatten_in_place(layer: nn.RNNBase) -> None:
+    """Move the weights into one storage, as cuDNN does, which counts no change."""
+    weights = list(layer.parameters())
+    if weights[0].device.type == "sim":
+        flat = torch.cat([weight.data.flatten() for weight in weights])
+        for weight, part in zip(weights, flat.split([weight.numel() for weight in weights]), strict=True):
+            weight.data = part.view(weight.shape)
+
+
+@pytest.mark.usefixtures("_pins_memory")
+@kinds
+def test_recurrent_layers_are_dropped_and_not_copied_back(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.RNN(WIDTH, WIDTH) for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)[0]
+            return x
+
+    model, x = built(Recurrent), torch.randn(3, 2, WIDTH)
+    expected, block = model(x), weights(model.layers[0])
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", _flatten_in_place)
+    offloaded(model, kind, tmp_path)
+    layer: Any = model.layers[0]
+    held = {str(weight.device) for weight in layer._flat_weights}
+    with torch.no_grad():
+        for _ in range(2):
+            torch.sim.reset_peak_memory_stats(0)
+            with sim.traffic() as moved:
+                torch.testing.assert_close(model(x), expected)
+            assert held | {str(weight.device) for weight in layer._flat_weights} == {"meta"}
+            assert torch.sim.max_memory_allocated(0) < 5 * block  # two, and those that are flattened
+            assert (moved.to_host, moved.to_host_bytes) == (1, x.nbytes)
+
+
 @kinds
 def test_a_model_four_times_larger_than_the_device_runs(kind: str, tmp_path: Path) -> None:
     model, x = built(lambda: Net(16, 256)), torch.randn(2, 256)

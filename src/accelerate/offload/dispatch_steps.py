@@ -29,7 +29,7 @@ from accelerate.offload.dispatch_hook import (
 )
 from accelerate.offload.hooks import attributes_of
 from accelerate.offload.module_input_output import Keys, ModuleInputOutputMover
-from accelerate.offload.module_tensors import has_own_tensors, with_values
+from accelerate.offload.module_tensors import has_own_tensors, replace_tensor, with_values
 from accelerate.offload.offload_folder import PrefixedDataset
 from accelerate.offload.offloaded_tensor import (
     HostMemoryWeightSource,
@@ -161,7 +161,7 @@ def _fill_slots(
         key = id(slot.tensor), slot.device
         if key not in made:
             made[key] = make(slot)
-        slot.table[slot.name_in_table] = made[key]
+        replace_tensor(slot.module, slot.name_in_table, made[key])
 
 
 def _on_cpu(old: torch.Tensor, source: TensorSource) -> torch.Tensor:

@@ -104,6 +104,14 @@ def table_of(owner: nn.Module, name: str) -> dict[str, Any]:
     return owner._parameters if name in owner._parameters else owner._buffers
 
 
+def replace_tensor(owner: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Put a tensor in the place of one that the module is to hold no longer."""
+    if isinstance(owner, nn.RNNBase):  # it has a list of its weights too, which follows assignments
+        setattr(owner, name, tensor)
+    else:
+        table_of(owner, name)[name] = tensor
+
+
 def tensor_slots(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, Any]]:
     """Return (table, name, tensor) of the parameters and buffers that modules hold themselves."""
     return [
@@ -327,7 +335,8 @@ class MaterializedTensor:
         for owner, name in self.slots:
             table = table_of(owner, name)
             if name in table and table[name] is self.tensor:  # TorchScript's tables have no get()
-                table[name], is_replaced = self.stand_in, False
+                replace_tensor(owner, name, self.stand_in)
+                is_replaced = False
         source, values = self.stand_in.source, self.tensor.detach()
         if is_replaced or not (self._is_changed(source) or (compare and type(values) is torch.Tensor)):
             return 0
@@ -364,7 +373,11 @@ class MaterializedTensor:
         )
         if is_statistic or version_of(self.tensor) != self.version:
             return True
-        return self.tensor.dtype == source.dtype and _memory_of(self.tensor) != self.memory
+        if self.tensor.dtype != source.dtype or _memory_of(self.tensor) == self.memory:
+            return False
+        # cuDNN moves all weights of a recurrent layer into one storage, and changes none.
+        in_one_storage = self.tensor.untyped_storage().nbytes() > self.tensor.nbytes
+        return not (in_one_storage and any(isinstance(owner, nn.RNNBase) for owner, _ in self.slots))
 
 
 def version_of(tensor: torch.Tensor) -> int:
