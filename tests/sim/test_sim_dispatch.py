@@ -456,6 +456,21 @@ def test_gradients_flow_into_a_tensor_that_a_module_on_another_device_changes() 
         torch.testing.assert_close(mine.grad.cpu(), p.grad)
 
 
+def test_what_crossed_a_border_is_dropped_when_the_model_drops_it() -> None:
+    """With a module on either device in turn, each result crosses, and only the running ones are there."""
+    places = 12
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(places)))
+    dispatch_model(model, {str(place): place % 2 for place in range(places)})
+    weights, x = sum(p.nbytes for p in model.parameters()) // 2, torch.ones(512, WIDTH)
+    with torch.no_grad():
+        model(x[:1])
+        for device in range(2):
+            torch.sim.reset_peak_memory_stats(device)
+        model(x)
+    for device in range(2):
+        assert torch.sim.max_memory_allocated(device) < weights + 4 * x.nbytes
+
+
 def test_skipped_arguments_are_never_touched() -> None:
     model = nn.Sequential(Looking(), Looking())
     dispatch_model(model, {"0": 0, "1": 1}, skip_keys=["cache", "deep"])

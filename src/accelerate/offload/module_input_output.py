@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 import threading
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,23 +76,26 @@ def _is_on_device(value: Any, device: torch.device) -> bool:
 
 @dataclass
 class _VersionedTensorCopy:
-    """A tensor and its copy on another device, with the versions that belong together."""
+    """The copy of a tensor on another device, with the versions of both that belong together.
 
-    source: torch.Tensor
+    It is used again while the tensor lives: a copy of what nobody has any more only takes up memory.
+    """
+
+    source: weakref.ref[torch.Tensor]
     source_version: int | None
     copy: torch.Tensor
     copy_version: int | None
 
-    def is_current(self) -> bool:
+    def is_current(self, source: torch.Tensor) -> bool:
         """Return True when neither was changed since; False for tensors without a version.
 
         A copy that was made without gradients, under ``no_grad`` for example, would cut those of its source.
         """
-        cuts = torch.is_grad_enabled() and self.source.requires_grad and not self.copy.requires_grad
+        cuts = torch.is_grad_enabled() and source.requires_grad and not self.copy.requires_grad
         return (
             not cuts
             and self.source_version is not None
-            and self.source_version == _version(self.source)
+            and self.source_version == _version(source)
             and self.copy_version == _version(self.copy)
         )
 
@@ -119,7 +123,9 @@ class _ActiveModuleForward:
     device: torch.device
     input_device: torch.device | None = None
     watched: list[_InputContainerCopy] = field(default_factory=list[_InputContainerCopy])
-    copies: list[_VersionedTensorCopy] = field(default_factory=list[_VersionedTensorCopy])
+    copies: list[tuple[torch.Tensor, _VersionedTensorCopy]] = field(
+        default_factory=list[tuple[torch.Tensor, _VersionedTensorCopy]]
+    )
 
 
 class _ThreadForwardCopies(threading.local):
@@ -219,9 +225,9 @@ class ModuleInputOutputMover:
                 self.caches.add((type(call.module), watched.path))
                 if watched.passed is not watched.original:
                     _write_back(watched)
-        for moved in call.copies:
+        for source, moved in call.copies:
             version = _version(moved.copy)
-            source, with_grad = moved.source, moved.copy.requires_grad and torch.is_grad_enabled()
+            with_grad = moved.copy.requires_grad and torch.is_grad_enabled()
             # autograd refuses to change a leaf, also where nothing is dispatched
             if version != moved.copy_version and not (with_grad and source.requires_grad and source.is_leaf):
                 with torch.set_grad_enabled(with_grad):
@@ -271,11 +277,12 @@ class _ArgumentWalk:
         if self.outermost and not self.is_output and depth > 0 and device in self.mover.devices:
             return tensor
         copies, key = self.mover.thread.copies, (id(tensor), self.device)
-        if key not in copies or not copies[key].is_current():
+        if key not in copies or not copies[key].is_current(tensor):
             copy = _copy(tensor, self.device)
             self.mover.moves += 1
-            copies[key] = _VersionedTensorCopy(tensor, _version(tensor), copy, _version(copy))
-        self.call.copies.append(copies[key])
+            source = weakref.ref(tensor, lambda _: copies.pop(key, None))
+            copies[key] = _VersionedTensorCopy(source, _version(tensor), copy, _version(copy))
+        self.call.copies.append((tensor, copies[key]))
         return copies[key].copy
 
     def _mapping(self, value: Any, path: Path, depth: int) -> Any:
