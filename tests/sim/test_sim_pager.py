@@ -1136,6 +1136,42 @@ def test_pinned_memory_has_a_budget(local_ranks: int, monkeypatch: pytest.Monkey
         torch.testing.assert_close(model(x), plain(x))
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_an_adapter_that_is_added_does_not_pin_the_base_again(
+    again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a model that is dispatched again, as peft does for each adapter that it loads."""
+    sizes = list[int]()
+
+    class Counting(Pinning):
+        def host_memory(self, size: int) -> torch.Tensor:
+            sizes.append(size)
+            return super().host_memory(size)
+
+    drive(monkeypatch, Counting("sim"))
+    plain = built().requires_grad_(False)
+    model, x, before = copy.deepcopy(plain), inputs(), sim.pinned()
+    cpu_offload(model, SIM)
+    base = sum(sizes)
+    with torch.no_grad():
+        for count in range(1, 4):
+            for net in (plain, model):
+                for layer in net.layers:
+                    layer.register_module(f"adapter{count}", nn.Linear(WIDTH, 2).requires_grad_(False))
+            if again:
+                cpu_offload(model, SIM)
+            torch.testing.assert_close(model(x), plain(x))
+            assert sum(sizes) < base + count * base // 8
+        model.layers[0].up.weight.mul_(2)
+        plain.layers[0].up.weight.mul_(2)
+        torch.testing.assert_close(model(x), plain(x))
+    remove_hook_from_submodules(model)
+    torch.testing.assert_close(model.to("cpu")(x), plain(x))
+    del model, net, layer
+    gc.collect()
+    assert sim.pinned() == before
+
+
 @kinds
 def test_a_system_that_pins_no_memory_copies_from_plain_memory(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -288,7 +288,7 @@ def make_blocks(
     for each in block_stand_ins.values():
         several = (s for s in each if counts[id(s)] > 1 and not is_wrapper(s))
         shared.update({id(s): WeightPage([s], shared=True) for s in several if id(s) not in shared})
-    pager.memory = HostPageAllocator(pager.driver, sum(t.source.nbytes for t in sizes.tensors.values()))
+    pager.memory = HostPageAllocator(pager.driver, sizes.tensors.values())
     pager.memory.shared_pages.update(shared)
     for name, block in blocks.items():
         block.make_pages(block_stand_ins[name], pager.memory)

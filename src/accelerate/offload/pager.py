@@ -125,7 +125,7 @@ class Pager:
         self.driver = driver or devices.get(device.type)
         self.blocks: list[WeightBlock] = []
         self.stats = PagerStats()
-        self.memory = HostPageAllocator(self.driver, 0)
+        self.memory = HostPageAllocator(self.driver)
         self.lock = threading.RLock()
         self.resident: dict[WeightPage, ResidentPage] = {}
         self.backward_pages: dict[WeightPage, ResidentPage] = {}

@@ -24,6 +24,7 @@ from accelerate.core.errors import OffloadError, warn_user
 from accelerate.device.base import Device
 from accelerate.offload.module_tensors import (
     MaterializedTensor,
+    address_of,
     as_parameter,
     restore_stand_ins,
     tensor_slots,
@@ -33,6 +34,10 @@ from accelerate.world import world as worlds
 
 ALIGNMENT = 512  # bytes between the starts of two weights; kernels like it, and every dtype divides it
 SLAB = 2**29  # bytes of host memory that are asked for at once
+
+# The host memory of pages, by the type of the device that it serves and the address of each weight, while one
+# of them lives there. A model that is dispatched again, or gets an adapter, finds it and pins nothing twice.
+_regions: dict[tuple[str, int], torch.Tensor] = {}
 
 # (a table of a module, what it held when the block was read)
 TableSnapshot = tuple[dict[str, Any], tuple[Any, ...]]
@@ -107,8 +112,12 @@ class WeightPage:
     def move_to_host(self, memory: HostPageAllocator) -> None:
         """Move the values into host memory of the page's own, and free the tensors that held them.
 
-        Beyond the budget they stay where they are, and are read from there each time.
+        They may lie in that of an earlier page. Beyond the budget they stay where they are, and are read from
+        there each time.
         """
+        self.host = memory.region_of(self.entries[0].stand_in)
+        if self.host is not None and self._is_in(self.host):
+            return
         self.host = region = memory.allocate(self.nbytes)
         if region is None:
             return
@@ -121,6 +130,16 @@ class WeightPage:
             home.copy_(source.host_tensor().detach())
             assert isinstance(source, HostMemoryWeightSource)
             source.tensor.data = home  # the same object: mappings of weights have it too
+        keys = {(memory.device.type, region.data_ptr() + entry.offset) for entry in self.entries}
+        _regions.update(dict.fromkeys(keys, region))
+        weakref.finalize(raw, lambda: [_regions.pop(key) for key in keys])  # the weights hold it
+
+    def _is_in(self, region: torch.Tensor) -> bool:
+        """Return True when the values lie in a region as the page has them."""
+        begin = region.data_ptr()
+        return region.numel() == self.nbytes and all(
+            address_of(entry.stand_in.source.host_tensor()) == begin + entry.offset for entry in self.entries
+        )
 
 
 def is_movable(stand_in: OffloadedTensor) -> bool:
@@ -140,7 +159,7 @@ class HostPageAllocator:
 
     Args:
         device: whose copies it serves.
-        total: bytes that will be taken in all, a guess.
+        weights: those that will be in pages; how large a slab is follows from them.
 
     Attributes:
         budget: bytes that may still be pinned: at first half of the free memory, divided by the processes of
@@ -148,8 +167,10 @@ class HostPageAllocator:
         shared_pages: the pages of weights that several blocks have, by the weight's identity.
     """
 
-    def __init__(self, device: Device, total: int) -> None:
-        self.device, self.bytes_left = device, total
+    def __init__(self, device: Device, weights: Iterable[OffloadedTensor] = ()) -> None:
+        self.device = device
+        new = [s for s in weights if is_movable(s) and self.region_of(s) is None]
+        self.bytes_left = sum(stand_in.source.nbytes for stand_in in new)
         self.slab: torch.Tensor | None = None
         self.used = 0
         self.budget: int | None = None
@@ -181,6 +202,12 @@ class HostPageAllocator:
         self.used += size
         self.bytes_left = max(0, self.bytes_left - size)
         return region
+
+    def region_of(self, stand_in: OffloadedTensor) -> torch.Tensor | None:
+        """Return the host memory of an earlier page that the values of a weight lie in, or None."""
+        source = stand_in.source
+        in_memory = isinstance(source, HostMemoryWeightSource)
+        return _regions.get((self.device.type, address_of(source.tensor))) if in_memory else None
 
 
 class StagingBuffers:
@@ -313,9 +340,12 @@ class WeightBlock:
         shared = dict(memory.shared_pages)
         self.wrappers = [s for s in stand_ins if is_wrapper(s)]
         unshared = [s for s in stand_ins if id(s) not in shared and not is_wrapper(s)]
-        # Those in memory, and those that are read from files.
-        groups = [s for s in unshared if is_movable(s)], [s for s in unshared if not is_movable(s)]
-        pages = [WeightPage(group) for group in groups if group]
+        # Those in memory, of each earlier page, and those that are read from files.
+        groups: dict[tuple[bool, int], list[OffloadedTensor]] = {}
+        for stand_in in unshared:
+            key = not is_movable(stand_in), id(memory.region_of(stand_in))
+            groups.setdefault(key, []).append(stand_in)
+        pages = [WeightPage(groups[key]) for key in sorted(groups)]
         self.pages = [pages_by_key.get(page.key, page) for page in pages]
         self.pages += [shared[id(s)] for s in stand_ins if id(s) in shared]
         for page in self.pages:
