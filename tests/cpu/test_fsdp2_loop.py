@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.support.long_run import select_cases
 from tests.support.numbers import same
@@ -296,6 +297,70 @@ def test_a_parameter_that_a_list_keeps_is_warned_of(ranks: RankServer) -> None:
     """What computes with it had the weights of before, and was not trained."""
     for said in ranks(2, stale):
         assert any("Tiny.decayed holds a parameter that sharding has replaced" in each for each in said)
+
+
+class Branches(nn.Module):
+    """A block with three layers of equal shapes, of which a call uses one; a model of two such blocks."""
+
+    _no_split_modules = ("Branches",)
+
+    def __init__(self, depth: int = 1) -> None:
+        super().__init__()
+        if depth:
+            self.blocks = nn.ModuleList([Branches(depth - 1), Branches(depth - 1)])
+        else:
+            self.ways = nn.ModuleDict({name: nn.Linear(4, 4) for name in "abc"})
+
+    def forward(self, x: torch.Tensor, way: str) -> torch.Tensor:
+        """(batch, 4) -> the same."""
+        for block in getattr(self, "blocks", ()):
+            x = block(x, way)
+        return torch.tanh(self.ways[way](x)) if hasattr(self, "ways") else x
+
+
+# For each backward of a window, the layer that each of two ranks uses.
+WAYS = ("ab", "aa", "ba")
+
+
+def branches(precision: str = "no") -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
+    """Gradients of windows in which ranks use different layers; and those of one process."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    torch.manual_seed(3)
+    alone, model = Branches(), Branches()
+    model.load_state_dict(alone.state_dict())
+    steps = 1 if precision == "no" else 2
+    accelerator = Accelerator(
+        fsdp_plugin=FullyShardedDataParallelPlugin(**LAYERS),
+        mixed_precision=precision,
+        gradient_accumulation_steps=steps,
+    )
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    rows = torch.rand(2, 4, 4)
+    ours: list[dict[str, torch.Tensor]] = []
+    expected: list[dict[str, torch.Tensor]] = []
+    for ways in (*WAYS, *WAYS[:1]):
+        with accelerator.accumulate(model):
+            rank = accelerator.process_index
+            accelerator.backward(model(rows[rank], ways[rank]).sum())
+            for x, way in zip(rows, ways, strict=True):
+                (alone(x, way).sum() / 2).backward()
+        if accelerator.sync_gradients:
+            ours.append(gradients(model))
+            expected.append({name: grad / steps for name, grad in gradients(alone).items()})
+            alone.zero_grad()
+        optimizer.zero_grad()
+    return ours, expected
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_ranks_that_use_different_layers_of_a_block_get_the_gradients_of_each(
+    ranks: RankServer, precision: str
+) -> None:
+    """torch reduces what a rank has by its place, so that one layer got the gradients of another."""
+    for ours, expected in zip(*same_on_all(ranks(2, branches, precision)), strict=True):
+        assert ours.keys() == expected.keys(), "a layer that no rank used has a gradient"
+        same(ours, expected, 1e-6 if precision == "no" else 2e-2)
 
 
 class NumberReader(torch.optim.Optimizer):

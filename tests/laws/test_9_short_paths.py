@@ -29,7 +29,8 @@ BOUNDS = {
     "later optimizer.step, DDP": (1, 1),
     "forward, DDP": (2, 1),
     "forward, FSDP2": (1, 1),  # shards again what a forward without gradients left
-    "backward, FSDP2": (3, 3),
+    # Four see which parameters this rank has not used, at the reduction of a unit and at the end.
+    "backward, FSDP2": (7, 4),
     "backward, DDP": (3, 3),
     # With the lines that it logs, the lock of the place, and the comparison of the ranks. Rank 0 is counted,
     # which combines what the ranks say for all of them, in 3 of these functions; in 3 it is seen that nothing

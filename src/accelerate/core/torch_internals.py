@@ -116,7 +116,8 @@ INTERNALS = (
             "torch.distributed.fsdp": "FSDPModule._get_fsdp_state",
             f"{_FSDP2}._fsdp_state": "FSDPState._mp_policy",
             f"{_FSDP2}._fsdp_param_group": "FSDPParamGroup.fsdp_params FSDPParamGroup.reduce_grads "
-            "FSDPParamGroup.device FSDPParamGroup._reshard_after_forward",
+            "FSDPParamGroup.device FSDPParamGroup._reshard_after_forward FSDPParamGroup.post_backward",
+            "torch": "_C._current_graph_task_id autograd.Variable._execution_engine",
             f"{_FSDP2}._fsdp_param": "FSDPParam.sharded_param FSDPParam._unsharded_param "
             "FSDPParam._orig_size FSDPParam._module_info FSDPParam.fsdp_placement FSDPParam.offload_to_cpu "
             "FSDPParam.padded_sharded_param_size FSDPParam.device FSDPParam.pin_memory "

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -31,7 +32,7 @@ from accelerate.core.torch_internals import accepts, require
 from accelerate.strategy.sharding.activation_checkpointing import checkpoint_activations
 from accelerate.strategy.sharding.fsdp_unit_plan import FSDPShardingPlan, model_digest, unequal_models_error
 from accelerate.strategy.sharding.full_state import distribute, mark_shards
-from accelerate.strategy.sharding.grads import fsdp_params, unsharded_param
+from accelerate.strategy.sharding.grads import UsedParams, fsdp_param_groups, fsdp_params, unsharded_param
 from accelerate.strategy.sharding.initial_weights import (
     InitialWeights,
     InitialWeightsInfo,
@@ -215,6 +216,10 @@ class Sharder:
         forward, backward = self.plugin._prefetch_flags
         if forward or not backward:
             _set_prefetch(model, forward, backward)
+        groups = list(fsdp_param_groups(model))
+        used = UsedParams([p for group in groups for p in group.fsdp_params], self.mesh)
+        for group in groups:
+            group.post_backward = partial(used.post_backward, group, group.post_backward)
         model._register_state_dict_hook(mark_shards)
         # A parameter that is held in a list, tuple, set or dict too is the old one there.
         for name, module in model.named_modules():

@@ -7,12 +7,16 @@ Between the micro-batches of a window torch keeps unsharded gradients at its own
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
@@ -108,6 +112,74 @@ def clear_unreduced(fsdp_param: Any) -> None:
     whole = unsharded_param(fsdp_param)
     if whole is not None:
         whole.grad = None
+
+
+@dataclass(eq=False)
+class UsedParams:
+    """The parameters of a model that a backward uses on some rank; the reduction takes zeros for the others.
+
+    torch reduce-scatters as one tensor the gradients of a unit that this rank has: ranks that use other
+    parameters of it (experts, a branch) would get the gradients of each other. A parameter that no rank has
+    used ends the backward without a gradient, as in one process: an optimizer leaves it alone.
+
+    Attributes:
+        params: torch's ``FSDPParam`` of every parameter, in the same order on all ranks.
+        mesh: the device mesh over which gradients are reduced.
+        used: those with a gradient of this rank in the running backward.
+        filled: those with zeros in it, and no gradient of an earlier one.
+    """
+
+    params: list[Any]
+    mesh: DeviceMesh
+    used: set[Any] = field(default_factory=set)
+    filled: set[Any] = field(default_factory=set)
+    task: int = -1
+
+    def post_backward(self, group: Any, reduce: Callable[..., None], *args: Any) -> None:
+        """Call ``reduce``, which is torch's ``post_backward`` of a unit, on gradients of all parameters.
+
+        A unit without any gradient of this rank is left as it is: torch comes to it at the end, where other
+        ranks do not wait for it.
+        """
+        wholes: dict[Any, Any] = {p: unsharded_param(p) for p in group.fsdp_params if group.reduce_grads}
+        trained = {p: whole for p, whole in wholes.items() if whole is not None and whole.requires_grad}
+        grads = {p: unreduced_grad(p) for p in trained}
+        if present := [grad for grad in grads.values() if grad is not None]:
+            if (task := torch._C._current_graph_task_id()) != self.task:
+                self.task = task
+                self.used.clear()
+                self.filled.clear()
+                Variable._execution_engine.queue_callback(self._clear_unused)  # type: ignore[attr-defined]
+            # Those of earlier micro-batches may wait in a wider dtype, and torch reduces equal ones only.
+            dtype = max(present, key=torch.Tensor.element_size).dtype
+            for p, grad in grads.items():
+                whole = trained[p]
+                if grad is not None:
+                    self.used.add(p)
+                elif p.sharded_param.grad is None:
+                    self.filled.add(p)
+                if grad is not None and grad.dtype == dtype:
+                    continue
+                if not _grad_stays_at_param(p):
+                    wide = torch.zeros_like(whole, dtype=dtype) if grad is None else grad.to(dtype)
+                    p.unsharded_accumulated_grad, whole.grad = wide, None
+                elif grad is None:
+                    whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype or whole.dtype)
+        reduce(*args)
+
+    def _clear_unused(self) -> None:
+        """Clear the gradients that are zeros on all ranks; only a rank that has some waits."""
+        self.task, device = -1, self.mesh.device_type
+        flags = torch.ones(len(self.params), dtype=torch.uint8, device=device)
+        if self.filled:
+            flags = torch.tensor([p in self.used for p in self.params], dtype=torch.uint8, device=device)
+        for axis in range(self.mesh.ndim):
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
+        for p, is_used in zip(self.params, flags.tolist(), strict=True) if self.filled else ():
+            if not is_used and p in self.filled:
+                p.sharded_param.grad = None
+        self.used.clear()
+        self.filled.clear()
 
 
 def unreduced_bytes(models: Iterable[nn.Module]) -> int:
