@@ -227,6 +227,38 @@ def test_the_norm_is_the_true_one(ranks: RankServer) -> None:
         assert ours == pytest.approx(true, rel=1e-5)
 
 
+def listed_before() -> dict[str, torch.Tensor]:
+    """A step that clips parameters that were listed before ``prepare``, and trains a group of such."""
+    accelerator = accelerator_of()
+    model = tiny()
+    params, layer = list(model.parameters()), list(model.layers[1].parameters())
+    optimizer = torch.optim.SGD([p for p in params if all(p is not each for each in layer)], lr=1.0)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    words = share(next(batches(1)), accelerator.process_index, 2)
+    loss = loss_of(model, words)
+    between = list(model.parameters())  # some are unsharded: the root stays so for the backward
+    accelerator.backward(loss)
+    optimizer.add_param_group({"params": layer})
+    for listed in (params, between):
+        norm = accelerator.clip_grad_norm_(model.parameters(), float("inf")).item()
+        assert accelerator.clip_grad_norm_(listed, norm / 2).item() == pytest.approx(norm)
+    accelerator.clip_grad_value_(params, 1e-3)
+    optimizer.step()
+    return whole(model)
+
+
+def test_parameters_that_were_listed_before_prepare_are_clipped_and_trained(ranks: RankServer) -> None:
+    """They had no gradient any more: clipping returned 0, and a group that was added never trained."""
+    ours = same_on_all(ranks(2, listed_before))
+    model = tiny()
+    loss_of(model, next(batches(1))).backward()
+    norm = nn.utils.get_total_norm(gradients(model).values())
+    nn.utils.clip_grad_norm_(model.parameters(), norm.item() / 4)
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    same(ours, whole(model), 1e-6)
+
+
 def add_hooks(model: Any) -> tuple[Any, list[str]]:
     """Hooks on gradients of a tied weight and of blocks; a handle of one, and what another has called."""
     calls: list[str] = []

@@ -222,6 +222,13 @@ class AcceleratedOptimizer(Optimizer):
                 why="it took the parameters of all groups in prepare, and would not train others",
                 fix="give the optimizer all groups before prepare",
             )
+        params = param_group["params"]
+        if self._monitor is not None and not isinstance(params, set):  # torch refuses a set
+            entries = [params] if isinstance(params, torch.Tensor) else list(params)
+            named = [each if isinstance(each, tuple) else (None, each) for each in entries]
+            current = self._monitor.current_params(p for _, p in named)
+            entries = [p if name is None else (name, p) for (name, _), p in zip(named, current, strict=True)]
+            param_group = {**param_group, "params": entries}
         self.optimizer.add_param_group(param_group)
         self._first_step_checks = self._checks
 

@@ -228,7 +228,7 @@ class TrainLoop:
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale gradients so that their global norm is at most ``max_norm``; return the norm before."""
-        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        params = self._trained_params(parameters)
         if self.gradients.sync_gradients:
             self._warn_of_gone_gradients(params, "clip_grad_norm_")
             self._unscale_optimizers_of(params)
@@ -247,10 +247,14 @@ class TrainLoop:
     def clip_grad_value(self, parameters: Any, clip_value: float) -> None:
         """Clamp each gradient element to ``[-clip_value, clip_value]``; do nothing while accumulating."""
         if self.gradients.sync_gradients:
-            params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            params = self._trained_params(parameters)
             self._warn_of_gone_gradients(params, "clip_grad_value_")
             self._unscale_optimizers_of(params)
             self.strategy.clip_value(params, clip_value)
+
+    def _trained_params(self, parameters: Any) -> list[torch.Tensor]:
+        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        return params if self.monitor is None else self.monitor.current_params(params)
 
     def _warn_of_gone_gradients(self, params: list[torch.Tensor], call: str) -> None:
         """Warn once where an optimizer has used or moved all gradients during the backward."""

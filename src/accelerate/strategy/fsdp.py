@@ -161,13 +161,17 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _current_param(self, parameter: torch.Tensor) -> torch.Tensor:
-        # Tensor parallelism may have replaced it before it was sharded.
-        while parameter in self._replaced_params:
-            parameter = self._replaced_params[parameter]
-        return parameter
-
     # --- the loop
+
+    def current_params(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the sharded parameters of those that were listed before ``prepare``, or after a forward."""
+        from torch.distributed.tensor import DTensor
+
+        current = super().current_params(parameters)
+        if all(isinstance(p, DTensor) or p.grad is not None or not p.requires_grad for p in current):
+            return current
+        whole = self._sharded_by_unsharded()
+        return [whole.get(p, p) for p in current]
 
     def late_parameters(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return the trained parameters that are not sharded."""

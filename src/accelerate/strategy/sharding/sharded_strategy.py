@@ -243,6 +243,17 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor):
 
     # --- the loop
 
+    def _current_param(self, parameter: torch.Tensor) -> torch.Tensor:
+        # Tensor parallelism may have replaced it before it was sharded.
+        while parameter in self._replaced_params:
+            parameter = self._replaced_params[parameter]
+        return parameter
+
+    def current_params(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the parameters that sharding has put in the place of ``parameters``."""
+        # Those that were replaced are seldom kept by anybody.
+        return [*map(self._current_param, parameters)] if self._replaced_params else list(parameters)
+
     def accumulation_context(self, models: Iterable[nn.Module], *, sync: bool) -> AbstractContextManager[Any]:
         """Keep unsharded gradients on each rank where ``sync`` is False: they take unsharded memory."""
         if sync:
