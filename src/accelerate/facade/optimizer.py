@@ -16,7 +16,7 @@ from accelerate.core.errors import PrepareError, warn_user
 from accelerate.facade.gradient_state import GradientState
 from accelerate.precision.base import Precision
 from accelerate.strategy.base import EngineStrategy, Strategy
-from accelerate.strategy.protocol.gradient_sync import NO_CONTEXT, ReductionMonitor
+from accelerate.strategy.protocol.gradient_sync import NO_CONTEXT, ParamReplacement, ReductionMonitor
 from accelerate.world import collective
 
 # The kinds of options of a group that all ranks must have alike; a text may name a device.
@@ -223,10 +223,10 @@ class AcceleratedOptimizer(Optimizer):
                 fix="give the optimizer all groups before prepare",
             )
         params = param_group["params"]
-        if self._monitor is not None and not isinstance(params, set):  # torch refuses a set
+        if not isinstance(params, set):  # torch refuses it
             entries = [params] if isinstance(params, torch.Tensor) else list(params)
             named = [each if isinstance(each, tuple) else (None, each) for each in entries]
-            current = self._monitor.current_params(p for _, p in named)
+            current = current_params(self._strategy, [p for _, p in named])
             entries = [p if name is None else (name, p) for (name, _), p in zip(named, current, strict=True)]
             param_group = {**param_group, "params": entries}
         self.optimizer.add_param_group(param_group)
@@ -395,6 +395,12 @@ def patch_optimizer_step(
 ) -> Callable[..., Any]:
     """Return ``method`` as it is; kept for compatibility, since skipped steps are known without a patch."""
     return method
+
+
+def current_params(strategy: Strategy | None, parameters: Any) -> list[torch.Tensor]:
+    """Return the parameters that train in the place of ``parameters``; sharding replaces them."""
+    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    return strategy.current_params(params) if isinstance(strategy, ParamReplacement) else params
 
 
 def explain_sharded_step(optimizer: Optimizer, error: Exception) -> None:

@@ -20,7 +20,7 @@ from accelerate.data.iterable_dataset import GlobalBatchCollate, IterableDataset
 from accelerate.facade.loss_weighting import LossWeighting
 from accelerate.facade.micro_batch_windows import GradientAccumulationWindows
 from accelerate.facade.numerics_monitor import NumericsMonitor
-from accelerate.facade.optimizer import AcceleratedOptimizer, explain_sharded_step
+from accelerate.facade.optimizer import AcceleratedOptimizer, current_params, explain_sharded_step
 from accelerate.facade.preparer import PreparedObjects
 from accelerate.facade.run_recorder import RunRecorder
 from accelerate.facade.runtime import Runtime
@@ -228,7 +228,7 @@ class TrainLoop:
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale gradients so that their global norm is at most ``max_norm``; return the norm before."""
-        params = self._trained_params(parameters)
+        params = current_params(self.strategy, parameters)
         if self.gradients.sync_gradients:
             self._warn_of_gone_gradients(params, "clip_grad_norm_")
             self._unscale_optimizers_of(params)
@@ -247,14 +247,10 @@ class TrainLoop:
     def clip_grad_value(self, parameters: Any, clip_value: float) -> None:
         """Clamp each gradient element to ``[-clip_value, clip_value]``; do nothing while accumulating."""
         if self.gradients.sync_gradients:
-            params = self._trained_params(parameters)
+            params = current_params(self.strategy, parameters)
             self._warn_of_gone_gradients(params, "clip_grad_value_")
             self._unscale_optimizers_of(params)
             self.strategy.clip_value(params, clip_value)
-
-    def _trained_params(self, parameters: Any) -> list[torch.Tensor]:
-        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        return params if self.monitor is None else self.monitor.current_params(params)
 
     def _warn_of_gone_gradients(self, params: list[torch.Tensor], call: str) -> None:
         """Warn once where an optimizer has used or moved all gradients during the backward."""

@@ -163,7 +163,7 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
 
     # --- the loop
 
-    def current_params(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def current_params(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the sharded parameters of those that were listed before ``prepare``, or after a forward."""
         from torch.distributed.tensor import DTensor
 

@@ -286,12 +286,16 @@ class ReductionMonitor:
     def report_unreduced(self, parameters: Iterable[torch.Tensor]) -> None:
         """Say once which of ``parameters`` are stepped with a gradient that was not reduced; forget all."""
 
-    def current_params(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the parameters that train in the place of ``parameters``, which ``prepare`` may replace."""
-        return list(parameters)
-
     def late_parameters(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return the trained ones whose gradients will never be reduced: they came after ``prepare``."""
+        raise NotImplementedError
+
+
+class ParamReplacement:
+    """A capability: ``prepare`` gives a model new parameters, and the old ones never have a gradient."""
+
+    def current_params(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the parameters that train in the place of ``parameters``, which may be old ones."""
         raise NotImplementedError
 
 

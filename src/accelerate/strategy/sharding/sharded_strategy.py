@@ -17,7 +17,12 @@ from accelerate.core import environ
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.base import PrepareBundle, PrepareStep, Strategy, StrategyRequest, StrategySelection
 from accelerate.strategy.launch_settings.fsdp import UseFSDPSetting
-from accelerate.strategy.protocol.gradient_sync import NO_CONTEXT, OpenGradients, ReductionMonitor
+from accelerate.strategy.protocol.gradient_sync import (
+    NO_CONTEXT,
+    OpenGradients,
+    ParamReplacement,
+    ReductionMonitor,
+)
 from accelerate.world import watchdog
 
 if TYPE_CHECKING:
@@ -40,7 +45,7 @@ def watch_mesh(mesh: DeviceMesh) -> None:
             watch.track_group(group)
 
 
-class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor):
+class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor, ParamReplacement):
     """Parameters, gradients and optimizer state sharded over ranks.
 
     Attributes:
@@ -249,7 +254,7 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor):
             parameter = self._replaced_params[parameter]
         return parameter
 
-    def current_params(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def current_params(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the parameters that sharding has put in the place of ``parameters``."""
         # Those that were replaced are seldom kept by anybody.
         return [*map(self._current_param, parameters)] if self._replaced_params else list(parameters)
