@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import product
 from typing import Any
 
@@ -257,6 +258,41 @@ def test_parameters_that_were_listed_before_prepare_are_clipped_and_trained(rank
     nn.utils.clip_grad_value_(model.parameters(), 1e-3)
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     same(ours, whole(model), 1e-6)
+
+
+def thawed() -> tuple[list[str], dict[str, torch.Tensor]]:
+    """The warnings and gradients where blocks are frozen in the first forward, one of them in bfloat16."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**LAYERS), mixed_precision="bf16")
+    model = tiny()
+    model.layers[0].to(torch.bfloat16).requires_grad_(False)
+    model, _ = accelerator.prepare(model, adamw(model))
+    model.layers[1].requires_grad_(False)
+    words = share(next(batches(1)), accelerator.process_index, 2)
+    with torch.no_grad():
+        loss_of(model, words)
+    model.layers.requires_grad_(True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            accelerator.backward(loss_of(model, words))
+    messages = [str(each.message) for each in caught]
+    return [each for each in messages if "frozen" in each], gradients(model)
+
+
+def test_blocks_that_are_frozen_in_the_first_forward_train_later(ranks: RankServer) -> None:
+    """torch takes the dtypes of gradients there: the backward failed, as of LoRA after a look at the base."""
+    warned, ours = same_on_all(ranks(2, thawed))
+    assert len(warned) == 1
+    assert "layers.0.norm.weight, layers.0.norm.bias" in warned[0]
+    assert "train in torch.bfloat16" in warned[0]
+    model = tiny()
+    for _ in range(2):
+        loss_of(model, next(batches(1))).backward()
+    halves = {name for name, grad in ours.items() if grad.dtype == torch.bfloat16}
+    assert halves == {f"layers.0.{name}" for name, _ in model.layers[0].named_parameters()}
+    same({name: grad.float() for name, grad in ours.items()}, gradients(model), 2e-2)
 
 
 def add_hooks(model: Any) -> tuple[Any, list[str]]:

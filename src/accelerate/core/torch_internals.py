@@ -122,7 +122,7 @@ INTERNALS = (
             "FSDPParam._orig_size FSDPParam._module_info FSDPParam.fsdp_placement FSDPParam.offload_to_cpu "
             "FSDPParam.padded_sharded_param_size FSDPParam.device FSDPParam.pin_memory "
             "FSDPParam.to_sharded_dtensor FSDPParam._sharded_param_data FSDPParam.reset_sharded_param "
-            "FSDPParam._get_grad_inner_tensor",
+            "FSDPParam._get_grad_inner_tensor FSDPParam._param_fqn",
         },
     ),
     Internals(
@@ -130,6 +130,7 @@ INTERNALS = (
         ("strategy/sharding/grads.py", "strategy/sharding/fsdp2_options.py"),
         {
             f"{_FSDP2}._fsdp_state": "FSDPState._fsdp_param_group FSDPState._fsdp_param_groups>=2.12",
+            f"{_FSDP2}._fsdp_param_group": "FSDPParamGroup._init_mp_dtypes FSDPParamGroup._orig_dtype<2.15",
             f"{_FSDP2}._fsdp_param": "FSDPParam.unsharded_accumulated_grad "
             "FSDPParam.unsharded_grad_dtype>=2.15 FSDPParam._tp_spec<2.12 "
             "FSDPParam._unsharded_dtensor_spec>=2.12",

@@ -153,7 +153,7 @@ class Sharder:
                 call_hooks_of_unit(part, modules)
             # The unsharded parameters are freed here: nobody holds them any more.
             del before, pairs, renewed
-        self._finish(model, replaced)
+        self._finish(model, replaced, layout.upcast)
         if values.sources or initialize is not None:
             values.guard_forward(model)
 
@@ -209,7 +209,7 @@ class Sharder:
                     broadcast_over_mesh(local, mesh)
             broadcast_over_mesh(local, self.mesh)
 
-    def _finish(self, model: nn.Module, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    def _finish(self, model: nn.Module, replaced: Mapping[torch.Tensor, torch.Tensor], upcast: bool) -> None:
         """Set how the units of a sharded model run; warn of parameters that modules hold elsewhere."""
         if GLOO_SUMS:
             average_on_cpu(model, self.device)
@@ -217,7 +217,7 @@ class Sharder:
         if forward or not backward:
             _set_prefetch(model, forward, backward)
         groups = list(fsdp_param_groups(model))
-        used = UsedParams([p for group in groups for p in group.fsdp_params], self.mesh)
+        used = UsedParams([p for group in groups for p in group.fsdp_params], self.mesh, upcast)
         for group in groups:
             group.post_backward = partial(used.post_backward, group, group.post_backward)
         model._register_state_dict_hook(mark_shards)

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
+from accelerate.core.errors import list_first, warn_user
 from accelerate.core.torch_internals import require
 from accelerate.strategy.protocol.gradient_sync import GradientPiece, clip_sharded_norm, whole_piece
 from accelerate.strategy.sharding.full_state import distribute, is_sharded_placement, shard_mesh_dims
@@ -125,12 +126,14 @@ class UsedParams:
     Attributes:
         params: torch's ``FSDPParam`` of every parameter, in the same order on all ranks.
         mesh: the device mesh over which gradients are reduced.
+        upcast: whether weights that trained when the model was sharded are stored in float32.
         used: those with a gradient of this rank in the running backward.
         filled: those with zeros in it, and no gradient of an earlier one.
     """
 
     params: list[Any]
     mesh: DeviceMesh
+    upcast: bool
     used: set[Any] = field(default_factory=set)
     filled: set[Any] = field(default_factory=set)
     task: int = -1
@@ -150,6 +153,11 @@ class UsedParams:
                 self.used.clear()
                 self.filled.clear()
                 Variable._execution_engine.queue_callback(self._clear_unused)  # type: ignore[attr-defined]
+            # torch takes dtypes at the first forward, in which all parameters of the unit may be frozen.
+            if getattr(group, "_orig_dtype", group) is None:
+                group._init_mp_dtypes()
+            if self.upcast and next(iter(trained)).sharded_param.dtype.itemsize == 2:
+                self._note_half_precision()
             # Those of earlier micro-batches may wait in a wider dtype, and torch reduces equal ones only.
             dtype = max(present, key=torch.Tensor.element_size).dtype
             for p, grad in grads.items():
@@ -166,6 +174,17 @@ class UsedParams:
                 elif grad is None:
                     whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype or whole.dtype)
         reduce(*args)
+
+    def _note_half_precision(self) -> None:
+        self.upcast = False
+        half = [
+            p for p in self.params if p.sharded_param.requires_grad and p.sharded_param.dtype.itemsize == 2
+        ]
+        names, dtype = list_first([p._param_fqn for p in half]), half[0].sharded_param.dtype
+        warn_user(
+            f"{names} train in {dtype}: they were frozen when the model was prepared, and only what trains "
+            "then is stored in float32. Updates below their rounding are lost. Freeze them after prepare"
+        )
 
     def _clear_unused(self) -> None:
         """Clear the gradients that are zeros on all ranks; only a rank that has some waits."""
