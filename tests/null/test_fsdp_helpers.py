@@ -97,3 +97,35 @@ def test_inputs_stay_where_nothing_is_computed_again() -> None:
     with torch.no_grad():
         assert block(torch.ones(1, 3)).shape == (1, 3)
     assert not [name for name in vars(block) if name.startswith("_accelerate")]
+
+
+class Cached(nn.Module):
+    """A model that keeps what its block computes, unless it is told not to; ``Wrapped`` knows no cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, use_cache: bool = True) -> tuple[torch.Tensor, bool]:
+        return self.block(x), use_cache
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Cached()
+
+    def forward(self, x: torch.Tensor, *by_place: bool) -> tuple[torch.Tensor, bool]:
+        return self.model(x, *by_place)
+
+
+def test_a_wrapped_model_makes_no_cache_while_blocks_are_computed_again() -> None:
+    """The keys and values of a block were in the cache of a PEFT model twice, and its backward failed."""
+    model = Wrapped()
+    checkpoint_activations(model, [model.model.block])
+    rows = torch.ones(1, 3)
+    assert model(rows)[1] is False
+    assert model(rows, True)[1] is False
+    with torch.no_grad():
+        assert model(rows)[1] is True
+    assert model.eval()(rows)[1] is True

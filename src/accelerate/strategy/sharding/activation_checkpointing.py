@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,9 +47,13 @@ def checkpoint_activations(model: nn.Module, blocks: list[nn.Module], offload: b
                 offload_inputs(block)
             _keep_statistics(block)
             checkpoint(block)
-    if "use_cache" in inspect.signature(model.forward).parameters:
-        # A recomputed block would put its keys and values into the cache twice.
-        model.register_forward_pre_hook(_without_cache, with_kwargs=True)
+    # A recomputed block would put its keys and values into the cache twice. The model that makes the cache
+    # may be inside of others that know none, such as PEFT's.
+    for module in model.modules():
+        names = list(inspect.signature(module.forward).parameters)
+        if "use_cache" in names and (module is model or module not in inside.union(blocks)):
+            hook = partial(_without_cache, names.index("use_cache"))
+            module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _keep_statistics(block: nn.Module) -> None:
@@ -71,9 +76,12 @@ def _keep_statistics(block: nn.Module) -> None:
     block.register_forward_hook(restore, always_call=True)
 
 
-def _without_cache(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    if model.training and torch.is_grad_enabled():
-        kwargs["use_cache"] = False
+def _without_cache(place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if module.training and torch.is_grad_enabled():
+        if place < len(args):
+            args = (*args[:place], False, *args[place + 1 :])
+        else:
+            kwargs["use_cache"] = False
     return args, kwargs
 
 
