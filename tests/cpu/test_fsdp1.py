@@ -282,6 +282,35 @@ def test_fp16_clips_a_layer_that_one_rank_holds(ranks: RankServer) -> None:
     assert [each[2] for each in outcomes] == [False, True]
 
 
+def clip_two() -> tuple[list[bool], list[float]]:
+    """Two models: both are clipped before both step; rank 0 trains no element of the first."""
+    accelerator = accelerator_of({"use_orig_params": True}, "fp16")
+    pairs = []
+    for frozen in ("0", "1"):
+        model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 1, bias=False))
+        model.get_submodule(frozen).requires_grad_(False)
+        pairs.append((model, torch.optim.SGD(model[1 - int(frozen)].parameters(), lr=0.1)))
+    prepared: Any = accelerator.prepare(*pairs[0], *pairs[1])
+    accelerator.scaler.load_state_dict({**accelerator.scaler.state_dict(), "scale": 64.0})
+    skipped, scales = [], []
+    for factor in (1.0, math.inf, 1.0):
+        for model in prepared[::2]:
+            accelerator.backward(model(torch.ones(2, 16)).sum() * factor)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in prepared[1::2]:
+            optimizer.step()
+            skipped.append(optimizer.step_was_skipped)
+            optimizer.zero_grad()
+        scales.append(accelerator.scaler.get_scale())
+    return skipped, scales
+
+
+def test_fp16_scales_alike_where_one_rank_trains_nothing_of_an_optimizer(ranks: RankServer) -> None:
+    """Its gradients were taken for cleared there: the scale was another one, and then the ranks waited."""
+    skipped = [False, False, True, True, False, False]
+    assert same_on_all(ranks(2, clip_two)) == (skipped, [64.0, 32.0, 32.0])
+
+
 # --- the loop
 
 

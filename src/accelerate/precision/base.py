@@ -218,9 +218,16 @@ class LossScaling:
             loss: backward runs on it next.
             reached_params: returns the parameters in the graph of the loss; None: not known.
         """
+        sync: Any = getattr(self._scaler, "overflow_sync", self._overflow_sync)
         for optimizer in [*self._unscaled.values()]:
             params = _parameters(optimizer)
-            if all(p.grad is None for p in params):
+            has_gradient = any(p.grad is not None for p in params)
+            if sync is not None:
+                # The shards of one rank may hold none of the trained elements, and never have a gradient.
+                flag = torch.full((), float(has_gradient), device=loss.device)
+                sync(flag)
+                has_gradient = bool(flag.item())
+            if not has_gradient:
                 self.note_cleared(optimizer)
             elif reached_params is not None and not reached_params(loss).isdisjoint(params):
                 self._mixed.add(id(optimizer))
