@@ -116,7 +116,8 @@ INTERNALS = (
             "torch.distributed.fsdp": "FSDPModule._get_fsdp_state",
             f"{_FSDP2}._fsdp_state": "FSDPState._mp_policy",
             f"{_FSDP2}._fsdp_param_group": "FSDPParamGroup.fsdp_params FSDPParamGroup.reduce_grads "
-            "FSDPParamGroup.device FSDPParamGroup._reshard_after_forward FSDPParamGroup.post_backward",
+            "FSDPParamGroup.device FSDPParamGroup._reshard_after_forward FSDPParamGroup.post_backward "
+            "FSDPParamGroup.wait_for_unshard",
             "torch": "_C._current_graph_task_id autograd.Variable._execution_engine",
             f"{_FSDP2}._fsdp_param": "FSDPParam.sharded_param FSDPParam._unsharded_param "
             "FSDPParam._orig_size FSDPParam._module_info FSDPParam.fsdp_placement FSDPParam.offload_to_cpu "
@@ -143,7 +144,7 @@ INTERNALS = (
         {
             "torch.distributed.fsdp": "FullyShardedDataParallel._handle "
             "FullyShardedDataParallel._fsdp_wrapped_module ShardingStrategy._HYBRID_SHARD_ZERO2",
-            "torch.distributed.fsdp._runtime_utils": "_reshard",
+            "torch.distributed.fsdp._runtime_utils": "_lazy_init _reshard",
             "torch.distributed.fsdp._flat_param": "FlatParamHandle.flat_param "
             "FlatParamHandle.uses_sharded_strategy FlatParamHandle.rank FlatParamHandle.world_size "
             "FlatParamHandle.process_group FlatParamHandle.device FlatParamHandle._use_orig_params "

@@ -137,6 +137,20 @@ def _check_unit(
         )
 
 
+def _initialize_outside_inference(root: nn.Module) -> None:
+    """Let the first forward make what torch keeps outside of ``inference_mode``, for the training later."""
+
+    def initialize(*_: Any) -> None:
+        from torch.distributed.fsdp._runtime_utils import _lazy_init
+
+        handle.remove()
+        with torch.inference_mode(False), torch.no_grad():
+            _lazy_init(root, root)
+
+    uncompiled: Any = torch.compiler.disable(initialize)
+    handle = root.register_forward_pre_hook(uncompiled)
+
+
 class FSDP1Wrapper:
     """Wraps models over a device mesh.
 
@@ -191,6 +205,7 @@ class FSDP1Wrapper:
         wrapped_model = FSDP1WrappedModel(wrapped, self.mesh, order, formats)
         wrapped.__dict__[_RECORD] = wrapped_model
         _guard_state_dict(wrapped)
+        _initialize_outside_inference(wrapped)
         if unwritten:
             _guard_forward(wrapped_model, unwritten)
         for module, name in flattened.items():

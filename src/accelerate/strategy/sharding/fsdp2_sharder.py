@@ -32,7 +32,13 @@ from accelerate.core.torch_internals import accepts, require
 from accelerate.strategy.sharding.activation_checkpointing import checkpoint_activations
 from accelerate.strategy.sharding.fsdp_unit_plan import FSDPShardingPlan, model_digest, unequal_models_error
 from accelerate.strategy.sharding.full_state import distribute, mark_shards
-from accelerate.strategy.sharding.grads import UsedParams, fsdp_param_groups, fsdp_params, unsharded_param
+from accelerate.strategy.sharding.grads import (
+    UsedParams,
+    fsdp_param_groups,
+    fsdp_params,
+    make_unsharded,
+    unsharded_param,
+)
 from accelerate.strategy.sharding.initial_weights import (
     InitialWeights,
     InitialWeightsInfo,
@@ -220,6 +226,7 @@ class Sharder:
         used = UsedParams([p for group in groups for p in group.fsdp_params], self.mesh, upcast)
         for group in groups:
             group.post_backward = partial(used.post_backward, group, group.post_backward)
+            group.wait_for_unshard = partial(make_unsharded, group)
         model._register_state_dict_hook(mark_shards)
         # A parameter that is held in a list, tuple, set or dict too is the old one there.
         for name, module in model.named_modules():

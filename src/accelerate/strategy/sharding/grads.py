@@ -115,6 +115,16 @@ def clear_unreduced(fsdp_param: Any) -> None:
         whole.grad = None
 
 
+def make_unsharded(group: Any) -> None:
+    """Wait for the first all-gather of a unit, which makes tensors that stay, outside of ``inference_mode``.
+
+    No later all-gather could write tensors that were made inside of it.
+    """
+    del group.wait_for_unshard
+    with torch.inference_mode(False), torch.no_grad():
+        group.wait_for_unshard()
+
+
 @dataclass(eq=False)
 class UsedParams:
     """The parameters of a model that a backward uses on some rank; the reduction takes zeros for the others.
