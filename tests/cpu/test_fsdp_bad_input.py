@@ -270,7 +270,16 @@ def told_method(told: bool) -> tuple[float, dict[str, torch.Tensor]]:
     if told:
         register_fsdp_forward_method(model, "encode")  # type: ignore[arg-type]
     words, loss = torch.arange(4) + accelerator.process_index, torch.zeros(())
+    params = list(model.parameters())
     for _ in range(3):
+        with torch.no_grad():  # a look at other weights, such as an average
+            for parameter in params:
+                parameter.mul_(0.5)
+            seen = model(words)  # whose forward calls the method
+            if told:
+                torch.testing.assert_close(model.encode(words).sum(-1), seen, rtol=0, atol=0)
+            for parameter in params:
+                parameter.mul_(2.0)
         loss = (model.encode(words).sum(-1) if told else model(words)).square().mean()
         accelerator.backward(loss)
         optimizer.step()
@@ -279,7 +288,7 @@ def told_method(told: bool) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 def test_a_method_that_torch_was_told_of_trains_as_the_forward(ranks: RankServer) -> None:
-    """What the error tells people to write."""
+    """What the error tells people to write. A call without gradients left the weights of then in the root."""
     through_method, through_forward = ranks(2, told_method, True), ranks(2, told_method, False)
     for (loss, state), (other_loss, other) in zip(through_method, through_forward, strict=True):
         assert loss == other_loss

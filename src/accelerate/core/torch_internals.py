@@ -111,10 +111,11 @@ _MODULE = "torch.nn.modules.module"
 INTERNALS = (
     Internals(
         "FSDP2",
-        ("strategy/sharding/", "strategy/parallelism/pipeline/stage.py"),
+        ("strategy/sharding/", "strategy/fsdp.py", "strategy/parallelism/pipeline/stage.py"),
         {
             "torch.distributed.fsdp": "FSDPModule._get_fsdp_state",
-            f"{_FSDP2}._fsdp_state": "FSDPState._mp_policy",
+            f"{_FSDP2}._fsdp_state": "FSDPState._mp_policy FSDPState._pre_forward FSDPState._post_forward "
+            "FSDPState._training_state",
             f"{_FSDP2}._fsdp_param_group": "FSDPParamGroup.fsdp_params FSDPParamGroup.reduce_grads "
             "FSDPParamGroup.device FSDPParamGroup._reshard_after_forward FSDPParamGroup.post_backward "
             "FSDPParamGroup.wait_for_unshard",

@@ -19,7 +19,7 @@ from accelerate.core.lazy_names import get_override
 from accelerate.core.option_report import OptionStatus
 from accelerate.strategy.base import CustomSharding, PrepareBundle, StrategySelection, SubclassGathering
 from accelerate.strategy.protocol.gradient_sync import ZeroBackward, graph_leaves, run_with_zero_gradients
-from accelerate.strategy.sharding.sharded_strategy import FSDP_SELECTION, ShardedStrategy
+from accelerate.strategy.sharding.sharded_strategy import FSDP_SELECTION, MethodCalls, ShardedStrategy
 from accelerate.world import collective
 
 if TYPE_CHECKING:
@@ -115,6 +115,9 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
         meshes, checkpoints = self._replicated_meshes, model not in self._checkpointed
         sharder = Sharder(self._shard_mesh, self.plugin, self.world.device, meshes, checkpoints=checkpoints)
         sharder.shard(model, self._plan_layout(model), optimizers, self._replaced_params)
+        state: Any = model._get_fsdp_state()  # type: ignore[operator]
+        calls = MethodCalls(state, state._pre_forward, state._post_forward)
+        state._pre_forward, state._post_forward = calls.pre_forward, calls.post_forward
         self._register(model)
 
     def _is_sharded(self, model: nn.Module) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -307,3 +308,32 @@ def _finish_forward(model: nn.Module, *_: Any) -> None:
     elif model in strategy.models_without_forward:
         strategy.models_without_forward.discard(model)
         strategy.call_late_hooks(model)
+
+
+@dataclass(eq=False)
+class MethodCalls:
+    """The calls of methods that are told to ``register_fsdp_forward_method``: torch runs no forward hooks.
+
+    Attributes:
+        state: torch's state of the root module, which calls these methods in place of its own.
+        enter: its own ``_pre_forward``.
+        leave: its own ``_post_forward``.
+        are_outer: for the running calls, whether each is in no other call of the module.
+    """
+
+    state: Any
+    enter: Callable[..., Any]
+    leave: Callable[..., Any]
+    are_outer: list[bool] = field(default_factory=list)
+
+    def pre_forward(self, *args: Any) -> Any:
+        """All-gather before a method."""
+        self.are_outer.append(self.state._training_state.name == "IDLE")
+        return self.enter(*args)
+
+    def post_forward(self, module: nn.Module, *args: Any) -> Any:
+        """Finish a method as a forward is finished."""
+        output = self.leave(module, *args)
+        if self.are_outer.pop():
+            _finish_forward(module)
+        return output
