@@ -226,6 +226,42 @@ def test_an_accelerator_may_follow_another_with_other_settings() -> None:
         accelerator.end_training()
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_what_another_accelerator_has_prepared_follows_the_newest(interrupted: bool) -> None:
+    """It stepped by the windows of the first, and with gradients that nobody had unscaled."""
+    first, model, optimizer, loader = trainer(2)
+    schedule = first.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 100))
+    if interrupted:
+        with first.accumulate(model):
+            assert not first.sync_gradients
+    second = Accelerator(
+        gradient_accumulation_steps=3,
+        mixed_precision="fp16",
+        step_scheduler_with_optimizer=False,
+        kwargs_handlers=[GradScalerKwargs(init_scale=8.0)],
+    )
+    model, optimizer, schedule, loader = second.prepare(model, optimizer, schedule, loader)
+    weights = []
+    for (x,) in loader:
+        with second.accumulate(model):
+            second.backward(model(x).sum())
+            if second.sync_gradients:
+                second.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        weights.append(model.weight.item())
+    assert weights == pytest.approx([0.0, 0.0, -0.5, -0.5, -0.5, -1.0], rel=1e-4)
+    assert schedule.last_epoch == 6, "at every call, as the second says"
+    made_by_hand = AcceleratedScheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1), optimizer, False)
+    own_scaler = AcceleratedOptimizer(optimizer.optimizer, scaler=torch.amp.GradScaler("cpu"))
+    third = Accelerator()
+    assert third.prepare(made_by_hand) is made_by_hand
+    assert made_by_hand.gradient_state is third.gradient_state
+    assert not made_by_hand.step_with_optimizer
+    assert third.prepare(own_scaler).scaler is not None
+
+
 def test_an_accelerator_that_states_nothing_continues_the_one_before() -> None:
     """As in 1.15: ``Accelerator()`` in a library is another view of the same training."""
     first = Accelerator(cpu=True, mixed_precision="bf16", dynamo_backend="eager")

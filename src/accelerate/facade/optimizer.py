@@ -36,10 +36,18 @@ def move_to_device(state: Any, device: torch.device) -> Any:
     return tree.map_tree(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, state)
 
 
-def move_state(optimizer: Optimizer) -> None:
-    """Move the optimizer state to the devices of the parameters."""
-    # One that steps through optimizers of its own may have none.
-    for parameter, state in getattr(optimizer, "state", {}).items():
+def move_optimizer(optimizer: Optimizer, renewed: dict[int, torch.Tensor]) -> None:
+    """Replace parameters of an optimizer, and move its state to the devices of its parameters.
+
+    Args:
+        renewed: new parameters by ``id`` of the old ones.
+    """
+    for group in optimizer.param_groups if renewed else ():
+        group["params"][:] = [renewed.get(id(p), p) for p in group["params"]]
+    # One that steps through optimizers of its own may have no state.
+    for old, state in list(getattr(optimizer, "state", {}).items()):
+        del optimizer.state[old]
+        parameter = renewed.get(id(old), old)
         # A 0-dimensional step counter stays on the host unless the optimizer runs fused.
         optimizer.state[parameter] = {
             name: value if name == "step" else move_to_device(value, parameter.device)
@@ -77,6 +85,7 @@ class AcceleratedOptimizer(Optimizer):
         # Not Optimizer.__init__: the inner optimizer holds state and groups.
         self.optimizer, self.device_placement, self.scaler = optimizer, device_placement, scaler
         self.gradient_state = GradientState._current or GradientState()
+        self._has_own_scaler = scaler is not None
         self._precision: Precision | None = None
         self._strategy: Strategy | None = None
         self._engine: EngineStrategy | None = None
@@ -106,14 +115,20 @@ class AcceleratedOptimizer(Optimizer):
     ) -> AcceleratedOptimizer:
         """Bind it to one ``Accelerator``, which may check it before its first step; return itself.
 
+        The one that has prepared it last counts. It stays as it is if DeepSpeed or Megatron-LM steps it, or a
+        scaler that it was made with.
+
         Args:
             gradients, precision, strategy: those of the ``Accelerator``.
             first_step_checks: bound methods. They hold the ``Accelerator``, and by it this optimizer: a cycle
                 would keep models and loaders in memory until a garbage collection.
         """
+        is_bound = self._strategy is strategy and self.gradient_state is gradients
+        if is_bound or self._engine is not None or self._has_own_scaler:
+            return self
         self._checks = self._first_step_checks = tuple(map(WeakMethod, first_step_checks))
-        if isinstance(strategy, ReductionMonitor):
-            self._monitor, self._unreduced = strategy, strategy.unreduced
+        self._monitor = strategy if isinstance(strategy, ReductionMonitor) else None
+        self._unreduced = set() if self._monitor is None else self._monitor.unreduced
         self.gradient_state, self._precision, self._strategy = gradients, precision, strategy
         self._engine = strategy if isinstance(strategy, EngineStrategy) else None
         hardware = strategy.world.hardware

@@ -31,7 +31,7 @@ from accelerate.facade.optimizer import (
     AcceleratedOptimizer,
     agree_on_optimizers,
     check_host_copies,
-    move_state,
+    move_optimizer,
 )
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.scheduler import AcceleratedScheduler
@@ -366,15 +366,13 @@ class Preparer:
     # --- wrappers
 
     def _wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer:
-        if isinstance(optimizer, AcceleratedOptimizer):
-            return optimizer
-        for prepared in self.prepared.optimizers:
-            if prepared.optimizer is optimizer:
-                return prepared
         runtime, wrapper_class = self.runtime, AcceleratedOptimizer
         if isinstance(runtime.strategy, EngineStrategy):
             wrapper_class = runtime.strategy.wrapper_class("optimizer") or AcceleratedOptimizer
-        wrapped = wrapper_class(optimizer).bind(
+        prepared = next((each for each in self.prepared.optimizers if each.optimizer is optimizer), None)
+        if isinstance(optimizer, AcceleratedOptimizer):  # of another Accelerator, or a copy
+            prepared = optimizer
+        wrapped = (prepared or wrapper_class(optimizer)).bind(
             runtime.gradients, runtime.precision, runtime.strategy, self.first_step_checks
         )
         # Added at once: a scheduler of the same bundle looks for it.
@@ -384,14 +382,18 @@ class Preparer:
         return wrapped
 
     def _wrap_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        strategy, gradients = self.runtime.strategy, self.runtime.gradients
         if isinstance(scheduler, AcceleratedScheduler):
-            return scheduler
+            if scheduler.gradient_state is gradients:
+                return scheduler
+            if scheduler.data_shards is None:  # made by hand, with options of its own
+                return scheduler.bind(gradients)
+            scheduler = scheduler.scheduler  # another Accelerator has wrapped it
         for prepared in self.prepared.schedulers:
             if prepared.scheduler is scheduler:
                 return prepared
         inner, optimizers = getattr(scheduler, "optimizer", None), self.prepared.optimizers
         followed = [each for each in optimizers if each.optimizer is inner or each is inner] or optimizers
-        strategy = self.runtime.strategy
         if isinstance(strategy, EngineStrategy) and strategy.advances_scheduler(scheduler):
             wrapper_class = strategy.wrapper_class("scheduler") or AcceleratedScheduler
             return wrapper_class(scheduler, list(followed))
@@ -400,7 +402,7 @@ class Preparer:
             list(followed),
             step_with_optimizer=self.options.step_scheduler_with_optimizer,
             split_batches=self.options.dataloader.split_batches,
-        ).bind(self.runtime.gradients, strategy.data_shard.count)
+        ).bind(gradients, strategy.data_shard.count)
 
     def _wrap_loaders(self, bundle: PrepareBundle) -> None:
         for index, (item, kind) in enumerate(zip(bundle.objects, bundle.kinds, strict=True)):
@@ -486,8 +488,7 @@ def _place_models(bundle: PrepareBundle, device: torch.device) -> None:
             continue
         renewed = _move_model(model, device)
         for optimizer in bundle.objects_of("optimizer"):
-            replace_parameters(optimizer, renewed)
-            move_state(optimizer)
+            move_optimizer(optimizer, renewed)
 
 
 def _move_model(model: nn.Module, device: torch.device) -> dict[int, torch.Tensor]:
@@ -515,20 +516,3 @@ def _move_model(model: nn.Module, device: torch.device) -> dict[int, torch.Tenso
         if new is not getattr(module, key):
             setattr(module, key, new)
     return {id(old): moved[id(old)] for _, old in before if moved[id(old)] is not old}
-
-
-def replace_parameters(optimizer: Optimizer, renewed: dict[int, torch.Tensor]) -> None:
-    """Replace parameters of an optimizer, and move their optimizer state to the new ones.
-
-    Args:
-        renewed: new parameters by ``id`` of the old ones.
-    """
-    if not renewed:
-        return
-    for group in optimizer.param_groups:
-        for place, old in enumerate(group["params"]):
-            new = renewed.get(id(old))
-            if new is not None:
-                group["params"][place] = new
-                if old in optimizer.state:
-                    optimizer.state[new] = optimizer.state.pop(old)

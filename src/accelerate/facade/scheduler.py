@@ -53,12 +53,12 @@ class AcceleratedScheduler:
         self._metric = _find_metric(scheduler)
         self._has_warned = self._has_warned_unprepared = False
         self._overrun_monitor = ScheduleEndMonitor(scheduler)
-        # The number of data shards; None: the world size.
-        self._data_shards: int | None = None
+        # The number of data shards; None: no Accelerator has bound it, and it is the world size.
+        self.data_shards: int | None = None
 
     def bind(self, gradients: GradientState, data_shards: int | None = None) -> AcceleratedScheduler:
         """Bind it to one ``Accelerator`` with so many data shards; return itself."""
-        self.gradient_state, self._data_shards = gradients, data_shards
+        self.gradient_state, self.data_shards = gradients, data_shards
         return self
 
     def follow_optimizer(self, optimizer: Any) -> None:
@@ -103,7 +103,7 @@ class AcceleratedScheduler:
             if optimizer.step_was_skipped:
                 return 0
         is_once = self.split_batches or state.plugin_kwargs.get("step_scheduler_once", False)
-        return 1 if is_once else self._data_shards or collective.world_size()
+        return 1 if is_once else self.data_shards or collective.world_size()
 
     def _agree_on_metric(
         self, metric: tuple[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]
