@@ -7,7 +7,7 @@ import json
 import logging
 import pickle
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -437,6 +437,19 @@ def test_a_copy_of_a_prepared_model_keeps_its_precision() -> None:
     assert len(copy.deepcopy(model)._forward_hooks) == 1
     thawed = pickle.loads(pickle.dumps(model))
     assert thawed(torch.ones(1, 2)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("read", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_copy_of_an_optimizer_with_a_schedule_steps_itself(read: Callable[[Any], Any]) -> None:
+    """Torch's schedule had given the wrapper a ``step`` that steps the original, and that no pickle takes."""
+    model = nn.Linear(1, 1, bias=False)
+    original = Accelerator(cpu=True).prepare(torch.optim.SGD(model.parameters(), lr=1.0))
+    torch.optim.lr_scheduler.StepLR(original, 1)
+    copied = read(original)
+    (weight,) = copied.param_groups[0]["params"]
+    before, weight.grad = weight.item(), torch.ones(1, 1)
+    copied.step()
+    assert weight.item() == pytest.approx(before - 1)
 
 
 def test_a_skipped_step_is_seen_and_the_schedule_waits() -> None:

@@ -151,7 +151,9 @@ class AcceleratedOptimizer(Optimizer):
             ("_precision", "_strategy", "_engine", "_monitor", "_run_pending", "_partial_reads")
         )
         checks = {"_checks": (), "_first_step_checks": (), "_unreduced": set[torch.Tensor]()}
-        return {**self.__dict__, **unbound, **checks}
+        state = {**self.__dict__, **unbound, **checks}
+        # Where a scheduler was made for this wrapper, torch has set a ``step`` that steps this one.
+        return {name: value for name, value in state.items() if name not in ("step", "_opt_called")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
