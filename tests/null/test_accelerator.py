@@ -452,6 +452,27 @@ def test_a_copy_of_an_optimizer_with_a_schedule_steps_itself(read: Callable[[Any
     assert weight.item() == pytest.approx(before - 1)
 
 
+def test_a_copy_of_an_optimizer_steps_with_unscaled_gradients_once_it_is_prepared() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    optimizers = accelerator.prepare(*(torch.optim.SGD(m.parameters(), lr=1.0) for m in models))
+    accelerator.backward(sum(model(torch.ones(1, 1)).sum() for model in models))
+    optimizers[0].step()
+    copied_model, copied = copy.deepcopy((models[0], optimizers[0]))  # in the middle of an iteration
+    other = models[1].weight.item()
+    optimizers[1].step()
+    assert models[1].weight.item() == pytest.approx(other - 1, rel=1e-3), "a copy changes no step"
+    copied_model.zero_grad()
+    accelerator.backward(copied_model(torch.ones(1, 1)).sum())
+    before = copied_model.weight.item()
+    with pytest.raises(PrepareError, match="scaled no loss") as error:
+        copied.step()
+    assert "accelerator.prepare(optimizer)" in error.value.fix
+    assert accelerator.prepare(copied) is copied
+    copied.step()
+    assert copied_model.weight.item() == pytest.approx(before - 1, rel=1e-3)
+
+
 def test_a_skipped_step_is_seen_and_the_schedule_waits() -> None:
     """B6."""
     accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])

@@ -47,7 +47,7 @@ def move_optimizer(optimizer: Optimizer, renewed: dict[int, torch.Tensor]) -> No
     # One that steps through optimizers of its own may have no state.
     for old, state in list(getattr(optimizer, "state", {}).items()):
         del optimizer.state[old]
-        parameter = renewed.get(id(old), old)
+        parameter: Any = renewed.get(id(old), old)
         # A 0-dimensional step counter stays on the host unless the optimizer runs fused.
         optimizer.state[parameter] = {
             name: value if name == "step" else move_to_device(value, parameter.device)
@@ -401,7 +401,16 @@ class AcceleratedOptimizer(Optimizer):
             return result
         assert self.scaler is not None
         scale = self.scaler.get_scale()
-        result = self.scaler.step(self.optimizer, closure)
+        try:
+            result = self.scaler.step(self.optimizer, closure)
+        except AssertionError as error:
+            if "_scale is None" not in str(error):
+                raise
+            raise PrepareError(
+                f"a step of {type(self.optimizer).__name__}, whose own gradient scaler has scaled no loss",
+                why="a copy of a prepared optimizer has a copy of the scaler, and no Accelerator",
+                fix="prepare it: optimizer = accelerator.prepare(optimizer)",
+            ) from error
         self.scaler.update()
         self._record_step(self.scaler.get_scale() >= scale)
         return result

@@ -102,6 +102,13 @@ class SyncedGradScaler(torch.amp.GradScaler):
         # The optimizers whose gradients are unscaled and wait for their step, by id.
         self.unscaled: dict[int, torch.optim.Optimizer] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy begins an iteration: optimizers that wait here for their step or an update are not its own.
+        twin, states = object.__new__(type(self)), self._per_optimizer_states.copy()
+        states.clear()
+        vars(twin).update(vars(self), _per_optimizer_states=states, unscaled={}, is_update_due=False)
+        return torch.amp.GradScaler.__getstate__(twin)
+
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         self.unscaled.clear()
         super().update(new_scale)
