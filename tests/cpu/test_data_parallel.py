@@ -103,7 +103,13 @@ def trained_copy(kind: str, accumulate: int) -> list[float]:
     if kind == "together":
         model, optimizer, accelerator = copy.deepcopy((model, optimizer, accelerator))
     else:
-        model = copy.deepcopy(model)
+        model.requires_grad_(kind != "unfrozen")
+        model = copy.deepcopy(model).requires_grad_(True)
+        if kind == "of a copy":
+            thawed = pickle.loads(frozen := pickle.dumps(model))
+            assert b"accelerate." not in frozen
+            assert type(copy.deepcopy(thawed)) is nn.Linear
+            model = copy.deepcopy(nn.Sequential(copy.deepcopy(model)))[0]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if kind == "prepared":
             optimizer = accelerator.prepare(optimizer)
@@ -121,7 +127,7 @@ def trained_copy(kind: str, accumulate: int) -> list[float]:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("kind", ["prepared", "raw", "together"])
+@pytest.mark.parametrize("kind", ["prepared", "raw", "together", "of a copy", "unfrozen"])
 def test_a_deep_copy_that_trains_averages_its_gradients(
     ranks: RankServer, kind: str, accumulate: int
 ) -> None:

@@ -42,6 +42,7 @@ from accelerate.strategy.protocol.gradient_sync import (
 from accelerate.strategy.protocol.replicated_module import (
     ReplicaProgress,
     ReplicatedModule,
+    add_gradient_hook,
     reached_copies,
     replica_of,
     replicate,
@@ -244,12 +245,8 @@ class DDP(OpenGradients, Strategy, ReductionMonitor, WrapperNames):
     def _watch_frozen(self, model: nn.Module) -> None:
         """Let autograd add parameters that are frozen now to ``unreduced`` if they get a gradient."""
         for parameter in model.parameters():
-            # Quantized weights are of other classes, and never train.
-            is_plain = type(parameter) is nn.Parameter and not parameter.is_inference()
-            if is_plain and not parameter.requires_grad and parameter.is_floating_point():
-                # Torch takes the hook of a tensor that trains only, and keeps it.
-                parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._unreduced.add)
-                parameter.requires_grad_(False)
+            if not parameter.requires_grad:
+                add_gradient_hook(parameter, self._unreduced.add)
 
     # --- the loop
 

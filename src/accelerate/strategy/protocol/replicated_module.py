@@ -123,15 +123,50 @@ class ReplicatedModule:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Return a copy of the user's module; ``DDP.backward`` averages its gradients."""
-        module, number = copy.deepcopy(self._user_module, memo), next(_copy_numbers)
-        for index, parameter in enumerate(module.parameters()):
-            if parameter.requires_grad:
-                note = functools.partial(reached_copies.__setitem__, value=(number, index))
-                parameter.register_post_accumulate_grad_hook(note)
-        return module
+        return _watch_copy(copy.deepcopy(self._user_module, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _return_module, (self._user_module,)
+
+
+class CopyMethod:
+    """The ``__deepcopy__`` of a copy of a replicated module: the gradients of its copies are averaged."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, memo: dict[int, Any]) -> nn.Module:
+        """Copy the module as its class does it."""
+        module = self._module()
+        assert module is not None, "it is being copied"
+        del vars(module)["__deepcopy__"]
+        try:
+            return _watch_copy(copy.deepcopy(module, memo))
+        finally:
+            vars(module)["__deepcopy__"] = self
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # so that a pickle of the module can be read without this package
+
+
+def _watch_copy(module: nn.Module) -> nn.Module:
+    """Let ``DDP.backward`` average the gradients of a copy, and those of its copies."""
+    number = next(_copy_numbers)
+    for index, parameter in enumerate(module.parameters()):
+        add_gradient_hook(parameter, functools.partial(reached_copies.__setitem__, (number, index)))
+    vars(module)["__deepcopy__"] = CopyMethod(module)
+    return module
+
+
+def add_gradient_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Call ``hook`` when a backward has set the gradient; also of a parameter that is frozen now."""
+    trains = parameter.requires_grad
+    # Quantized weights are of other classes, and never train.
+    is_plain = type(parameter) is nn.Parameter and not parameter.is_inference()
+    if trains or (is_plain and parameter.is_floating_point()):
+        # Torch takes the hook of a tensor that trains only, and keeps it.
+        parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+        parameter.requires_grad_(trains)
 
 
 def _return_module(module: nn.Module) -> nn.Module:
