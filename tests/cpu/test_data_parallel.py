@@ -88,6 +88,42 @@ def test_the_prepared_model_is_the_users_own(ranks: RankServer) -> None:
     assert found[:5] == (True, "Net", "set", True, True)
 
 
+def prepared_again(knows: str) -> tuple[list[float], list[str], list[float]]:
+    """Gradients of a model that is prepared again, by ranks that have prepared it or have a new one."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    net = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False))
+    net[0].requires_grad_(False)
+    first = accelerator.prepare(net)
+    accelerator.backward(first(torch.ones(1, 2)).sum())
+    if knows == "freed":
+        accelerator.free_memory()
+    elif knows == "rank 0" and not accelerator.is_main_process:
+        net = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False))
+    net.requires_grad_(True)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    assert (model is first) is (net is accelerator.unwrap_model(first) and knows != "freed")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model.zero_grad()
+            accelerator.backward(model(torch.full((1, 2), float(accelerator.process_index))).sum())
+            gradients = [p.grad.flatten().tolist() for p in model.parameters()]
+            optimizer.step()
+    return gradients[0], [str(each.message) for each in caught], net[0].weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("knows", ["all ranks", "rank 0", "freed"])
+def test_a_module_that_is_prepared_again_is_averaged_with_all_that_trains_now(
+    ranks: RankServer, knows: str
+) -> None:
+    """Ranks with a new module waited for the one that had its own prepared before."""
+    (gradient, messages, _) = same_on_all(ranks(2, prepared_again, knows))
+    assert any(gradient)
+    assert not messages
+
+
 def trained_copy(kind: str, accumulate: int) -> list[float]:
     """Weights of a copy of a prepared model that learns, while its original rests."""
     from accelerate import Accelerator

@@ -222,6 +222,8 @@ class Preparer:
             agree_on_optimizers(optimizers, prepared, shards, world.device)
         if self.prepared.models:
             bundle.replace("model", self._find_prepared)
+            pairs = zip(models, bundle.objects_of("model"), strict=True)
+            bundle.given_unwrapped = [prepared for given, prepared in pairs if prepared is not given]
         for step in self.make_plan(bundle).steps:
             step.apply(bundle)
         for kind, item in zip(bundle.kinds, bundle.objects, strict=True):

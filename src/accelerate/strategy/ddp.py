@@ -42,10 +42,10 @@ from accelerate.strategy.protocol.gradient_sync import (
 from accelerate.strategy.protocol.replicated_module import (
     ReplicaProgress,
     ReplicatedModule,
-    add_gradient_hook,
     reached_copies,
     replica_of,
     replicate,
+    watch_frozen,
 )
 from accelerate.world import collective
 from accelerate.world import world as worlds
@@ -197,20 +197,27 @@ class DDP(OpenGradients, Strategy, ReductionMonitor, WrapperNames):
         """Return the step that replicates every model that trains, unless the program reduces gradients."""
         models = bundle.objects_of("model")
         trains = bundle.training and not bundle.program_reduces_gradients
+        replicate_model = partial(self._replicate_model, given_unwrapped=bundle.given_unwrapped)
         if trains and any(p.requires_grad for model in models for p in model.parameters()):
             yield PrepareStep(
                 "replicate",
                 f"{self.world.size} processes average their gradients during backward",
-                partial(PrepareBundle.replace, kind="model", function=self._replicate_model),
+                partial(PrepareBundle.replace, kind="model", function=replicate_model),
             )
 
-    def _replicate_model(self, model: nn.Module) -> nn.Module:
+    def _replicate_model(self, model: nn.Module, given_unwrapped: list[nn.Module]) -> nn.Module:
         replica = replica_of(model)
-        if replica is None:
-            self._watch_frozen(model)
-        if isinstance(model, ReplicatedModule) and model._progress not in self._progress:
+        trains = any(parameter.requires_grad for parameter in model.parameters())
+        is_view = isinstance(model, ReplicatedModule)
+        if is_view and model._progress not in self._progress:
             self._progress.append(model._progress)
-        if replica is not None or not any(parameter.requires_grad for parameter in model.parameters()):
+        # Other ranks may give a module that was not prepared before: all make their reducers together.
+        is_renewed = is_view and trains and model in given_unwrapped
+        if replica is None or is_renewed:
+            watch_frozen(model, self._unreduced.add)
+        if is_renewed:
+            self._renew_replica(model)
+        if replica is not None or not trains:
             return model
         for name, parameter in model.named_parameters():
             mesh, placements = getattr(parameter, "device_mesh", None), getattr(parameter, "placements", ())
@@ -228,25 +235,23 @@ class DDP(OpenGradients, Strategy, ReductionMonitor, WrapperNames):
             self.handler.register_comm_hook(view)
         self._progress = [each for each in self._progress if each.replica() is not None]
         self._progress.append(view._progress)  # type: ignore[arg-type]
-        worlds.add_group_user(view, self._renew_replica)
+        worlds.add_group_user(view, self._use_new_group)
         return view
 
-    def _renew_replica(self, view: Any) -> None:
-        """Make torch's reducer anew, over a new process group."""
-        kind, devices = type(view), view._replica.device_ids
+    def _use_new_group(self, view: Any) -> None:
         view._user_module.zero_grad()  # reduced on some ranks only
+        self._renew_replica(view)
+
+    def _renew_replica(self, view: Any) -> None:
+        """Make torch's reducer anew, over the process group and the trained parameters of now."""
+        kind, devices = type(view), view._replica.device_ids
         kind._replica = None
         gc.collect()  # the reducer before takes its hooks from the parameters
         options = {"device_ids": devices, "output_device": devices and devices[0]}
         kind._replica = DistributedDataParallel(view._user_module, **options, **self.handler.to_kwargs())
-        kind._progress.renew(kind._replica)
+        kind._progress.follow(kind._replica)
+        self._unfinished.discard(kind._progress)
         self.handler.register_comm_hook(view)
-
-    def _watch_frozen(self, model: nn.Module) -> None:
-        """Let autograd add parameters that are frozen now to ``unreduced`` if they get a gradient."""
-        for parameter in model.parameters():
-            if not parameter.requires_grad:
-                add_gradient_hook(parameter, self._unreduced.add)
 
     # --- the loop
 

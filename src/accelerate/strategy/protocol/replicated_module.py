@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core.errors import PrepareError, list_first, warn_user
@@ -29,6 +30,8 @@ from accelerate.core.errors import PrepareError, list_first, warn_user
 # backward of copies that the program drops averages nothing.
 reached_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _copy_numbers = itertools.count()
+# Hooks of ``watch_frozen``, by parameter.
+_frozen_hooks = WeakIdKeyDictionary()
 
 
 class ReplicaProgress:
@@ -43,25 +46,31 @@ class ReplicaProgress:
         buffers_differ: the last forward was one in training.
     """
 
-    __slots__ = ("buffers_differ", "is_armed", "is_in_call", "names", "params", "reached", "replica")
+    replica: Callable[[], DistributedDataParallel | None]
+    names: list[str]
+    params: WeakIdKeyDictionary
+    reached: set[torch.Tensor]
+    buffers_differ: bool
+    is_armed: bool
+    is_in_call: bool
+    _hook: RemovableHandle | None = None
 
-    def __init__(self, replica: DistributedDataParallel) -> None:
-        self.replica: Callable[[], DistributedDataParallel | None] = weakref.ref(replica)
+    def follow(self, replica: DistributedDataParallel) -> ReplicaProgress:
+        """Follow the replica, or another one of the same module; return itself."""
+        self.replica = weakref.ref(replica)
         ignored = replica.parameters_to_ignore
         trained = [
             (n, p) for n, p in replica.module.named_parameters() if p.requires_grad and n not in ignored
         ]
         self.names, self.params = [n for n, _ in trained], WeakIdKeyDictionary({p: None for _, p in trained})
         self.is_armed, self.buffers_differ, self.is_in_call = False, False, False
-        self.reached: set[torch.Tensor] = set()
+        self.reached = set()
+        if self._hook is not None:
+            self._hook.remove()
         if trained:
             # A built-in function, for it runs in every backward; one parameter stands for all.
-            trained[-1][1].register_post_accumulate_grad_hook(self.reached.add)
-
-    def renew(self, replica: DistributedDataParallel) -> None:
-        """Follow another replica of the same module."""
-        self.replica, self.is_armed, self.buffers_differ = weakref.ref(replica), False, False
-        self.reached.clear()
+            self._hook = trained[-1][1].register_post_accumulate_grad_hook(self.reached.add)
+        return self
 
     def explain(self, error: RuntimeError) -> PrepareError | None:
         """Return what a backward has left out, if that is why torch refuses the next forward."""
@@ -153,20 +162,32 @@ def _watch_copy(module: nn.Module) -> nn.Module:
     """Let ``DDP.backward`` average the gradients of a copy, and those of its copies."""
     number = next(_copy_numbers)
     for index, parameter in enumerate(module.parameters()):
-        add_gradient_hook(parameter, functools.partial(reached_copies.__setitem__, (number, index)))
+        _add_gradient_hook(parameter, functools.partial(reached_copies.__setitem__, (number, index)))
     vars(module)["__deepcopy__"] = CopyMethod(module)
     return module
 
 
-def add_gradient_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+def watch_frozen(model: nn.Module, note: Callable[[torch.Tensor], None]) -> None:
+    """Let autograd call ``note`` with parameters that are frozen now if they get a gradient."""
+    for parameter in model.parameters():
+        if (hook := _frozen_hooks.pop(parameter, None)) is not None:
+            hook.remove()
+        if not parameter.requires_grad:
+            _frozen_hooks[parameter] = _add_gradient_hook(parameter, note)
+
+
+def _add_gradient_hook(
+    parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]
+) -> RemovableHandle | None:
     """Call ``hook`` when a backward has set the gradient; also of a parameter that is frozen now."""
-    trains = parameter.requires_grad
+    trains, is_plain = parameter.requires_grad, type(parameter) is nn.Parameter
     # Quantized weights are of other classes, and never train.
-    is_plain = type(parameter) is nn.Parameter and not parameter.is_inference()
-    if trains or (is_plain and parameter.is_floating_point()):
-        # Torch takes the hook of a tensor that trains only, and keeps it.
-        parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
-        parameter.requires_grad_(trains)
+    if not trains and not (is_plain and parameter.is_floating_point() and not parameter.is_inference()):
+        return None
+    # Torch takes the hook of a tensor that trains only, and keeps it.
+    handle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(trains)
+    return handle
 
 
 def _return_module(module: nn.Module) -> nn.Module:
@@ -242,7 +263,7 @@ def replicate(module: nn.Module, **options: Any) -> nn.Module:
     module_class = type(module)
     names = {name: getattr(module_class, name) for name in ("__module__", "__qualname__", "__doc__")}
     replica = DistributedDataParallel(module, **options)
-    parts = {"_replica": replica, "_progress": ReplicaProgress(replica), "_user_module": module}
+    parts = {"_replica": replica, "_progress": ReplicaProgress().follow(replica), "_user_module": module}
     # What torch's wrapper has, unless the model has something of that name itself.
     wrapper_members = {name: each for name, each in _WRAPPER_MEMBERS.items() if not hasattr(module, name)}
     members = {**wrapper_members, **names, **parts, "forward": _synchronized_forward(module_class)}
