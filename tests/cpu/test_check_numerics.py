@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import json
 import pickle
 import warnings
@@ -306,6 +307,38 @@ def test_each_fold_has_its_own_models_and_optimizers(ranks: RankServer, tmp_path
     assert "output was not finite is 0 (Linear) of model 1, whose bias is not finite" in said[0]
     assert any("such a gradient here is 0.weight of model 1" in text for text in said)
     assert is_gone
+
+
+class Depths(Rows):
+    """Rows that note how deep the stack is when they are read."""
+
+    depths: list[int]
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.depths.append(len(inspect.stack()))
+        return super().__getitem__(index)
+
+
+def loader_of_each_fold() -> tuple[set[int], bool]:
+    accelerator, data = Accelerator(), Depths()
+    data.depths = []
+    loader: Any = DataLoader(data, batch_size=2)
+    for _ in range(3):
+        loader = accelerator.prepare(loader)
+        for _ in loader:
+            pass
+        accelerator.free_memory()
+    return set(data.depths), accelerator._loop._monitor._indices is not None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_a_loader_that_is_prepared_again_is_watched_once(
+    ranks: RankServer, tmp_path: Path, records: bool
+) -> None:
+    settings = {"ACCELERATE_CHECK_NUMERICS": "1"} | ({"ACCELERATE_RECORD": str(tmp_path)} if records else {})
+    ((depths, is_watched),) = ranks(1, loader_of_each_fold, env=settings)
+    assert len(depths) == 1
+    assert is_watched
 
 
 def copy_model(_: int) -> tuple[int, bool]:

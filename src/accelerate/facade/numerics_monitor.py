@@ -103,7 +103,10 @@ class NumericsMonitor:
                 module.register_forward_hook(_OutputCheck(self, shown, module))
         elif kind == "loader" and hasattr(item, "time_fetches"):
             timed = item.time_fetches
+            if timed in self._watched:
+                return
             item.time_fetches = lambda batches, samples: self._note_batches(timed(batches, samples))
+            self._watched.add(item.time_fetches)
         elif kind == "optimizer" and hasattr(item.optimizer, "register_step_pre_hook"):
             if item.optimizer in self._watched:
                 return
