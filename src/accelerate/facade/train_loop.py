@@ -267,7 +267,7 @@ class TrainLoop:
 
     def _unscale_optimizers_of(self, params: list[torch.Tensor]) -> None:
         """Unscale only optimizers whose gradients are clipped: others may have had no backward yet."""
-        if self.strategy.owns_step:
+        if self.strategy.owns_step or not self.precision.scales_loss:
             return
         # Ranks that all-reduce the overflow flag need the same answer, also where a shard has no gradient.
         is_sharded = self.strategy.flag_reduction() is not None
