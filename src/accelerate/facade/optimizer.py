@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from accelerate.core import tree
 from accelerate.core.errors import PrepareError, warn_user
 from accelerate.facade.gradient_state import GradientState
+from accelerate.facade.host_copies import HOST_COPIES, refresh_host_copies
 from accelerate.precision.base import Precision
 from accelerate.strategy.base import EngineStrategy, Strategy
 from accelerate.strategy.protocol.gradient_sync import NO_CONTEXT, ParamReplacement, ReductionMonitor
@@ -21,8 +22,6 @@ from accelerate.world import collective
 
 # The kinds of options of a group that all ranks must have alike; a text may name a device.
 _PLAIN = (int, float, tuple, type(None))
-# Of an optimizer (CPUOffloadOptimizer of torchao) that steps host copies of parameters: these, by parameter.
-HOST_COPIES = "param_d2h_map"
 # What torch says when an operation does not know sharded tensors.
 _DTENSOR_WORDS = (
     "Sharding propagation failed",
@@ -317,7 +316,8 @@ class AcceleratedOptimizer(Optimizer):
         if gradients.loss_weighting is not None:
             gradients.loss_weighting.check_complete(self.optimizer)
         if self.host_copies:
-            self._refresh_host_copies()
+            averages = self._strategy is not None and self._strategy.data_shard.count > 1
+            refresh_host_copies(self.optimizer, self._host_versions, averages)
         try:
             with self._partial_reads or NO_CONTEXT:
                 if self._engine is not None:
@@ -358,39 +358,6 @@ class AcceleratedOptimizer(Optimizer):
             warn_user(
                 f"{type(self.optimizer).__name__} keeps {', '.join(kept)} outside of its state_dict(), so "
                 "the checkpoint is without them: a run that is resumed from it begins them anew"
-            )
-
-    def _refresh_host_copies(self) -> None:
-        """Copy to the host what changed since the optimizer did so.
-
-        Gradients are reduced, clipped or weighted after the backward, and weights are loaded, and broadcast
-        by ``prepare``, after the optimizer is made.
-        """
-        for event in getattr(self.optimizer, "queue", {}).values():
-            event.synchronize()  # an earlier copy into the same memory
-        if not self._host_versions and self._strategy is not None and self._strategy.data_shard.count > 1:
-            self._check_host_gradients()
-        with torch.no_grad():
-            for p, copy in self.host_copies.items():
-                if p.grad is not None:
-                    copy.grad.copy_(p.grad)
-                if self._host_versions.get(p) != (p.data_ptr(), p._version):
-                    copy.copy_(p)
-
-    def _check_host_gradients(self) -> None:
-        """Refuse gradients that left the device before they could be reduced: zeros were, in their place.
-
-        Raises:
-            PrepareError: there are such.
-        """
-        if any(
-            copy.grad.count_nonzero() and (p.grad is None or not p.grad.count_nonzero())
-            for p, copy in self.host_copies.items()
-        ):
-            raise PrepareError(
-                f"{type(self.optimizer).__name__} with offload_gradients=True on several processes",
-                why="each gradient leaves the device before the processes average it",
-                fix="leave offload_gradients out",
             )
 
     def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
@@ -440,27 +407,6 @@ def explain_sharded_step(optimizer: Optimizer, error: Exception) -> None:
         fix="an optimizer that computes element by element (AdamW, SGD, with a state in 8 bits "
         "torchao.optim.AdamW8bit), or train under ddp",
     ) from error
-
-
-def check_host_copies(optimizer: Any, strategy: Strategy, precision: Precision) -> None:
-    """Refuse an optimizer that has ``HOST_COPIES`` where the gradients do not reach these.
-
-    Raises:
-        PrepareError: parameters are sharded, or losses are scaled.
-    """
-    name = type(optimizer).__name__
-    if strategy.shards_params:
-        raise PrepareError(
-            f"{name} does not go with {strategy.name}",
-            why="it copies gradients when autograd sets them, and those of shards are set afterwards",
-            fix="use a plain optimizer and offload the shards: --fsdp_offload_params true",
-        )
-    if precision.scales_loss:
-        raise PrepareError(
-            f"{name} does not go with mixed_precision={precision.name!r}",
-            why="it copies gradients while they are multiplied by the loss scale",
-            fix="use mixed_precision='bf16'",
-        )
 
 
 def agree_on_optimizers(

@@ -26,13 +26,8 @@ from accelerate.data.loader import DataLoaderShard
 from accelerate.data.prepare import DataLoaderConfiguration, prepare_data_loader
 from accelerate.facade.compilation import compile_regions
 from accelerate.facade.device_availability import is_bitsandbytes_multi_backend_available
-from accelerate.facade.optimizer import (
-    HOST_COPIES,
-    AcceleratedOptimizer,
-    agree_on_optimizers,
-    check_host_copies,
-    move_optimizer,
-)
+from accelerate.facade.host_copies import HOST_COPIES, check_host_copies
+from accelerate.facade.optimizer import AcceleratedOptimizer, agree_on_optimizers, move_optimizer
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.offload.offloaded_tensor import check_trainable
