@@ -95,14 +95,17 @@ def prepared_again(knows: str) -> tuple[list[float], list[str], list[float]]:
     accelerator = Accelerator()
     net = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False))
     net[0].requires_grad_(False)
-    first = accelerator.prepare(net)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    first, optimizer = accelerator.prepare(net, sgd)
     accelerator.backward(first(torch.ones(1, 2)).sum())
+    optimizer.step()
     if knows == "freed":
         accelerator.free_memory()
-    elif knows == "rank 0" and not accelerator.is_main_process:
+    elif knows == f"rank {1 - accelerator.process_index}":
         net = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False))
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     net.requires_grad_(True)
-    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(net, sgd)
     assert (model is first) is (net is accelerator.unwrap_model(first) and knows != "freed")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -111,10 +114,10 @@ def prepared_again(knows: str) -> tuple[list[float], list[str], list[float]]:
             accelerator.backward(model(torch.full((1, 2), float(accelerator.process_index))).sum())
             gradients = [p.grad.flatten().tolist() for p in model.parameters()]
             optimizer.step()
-    return gradients[0], [str(each.message) for each in caught], net[0].weight.flatten().tolist()
+    return gradients[0], [str(each.message) for each in caught], [p.item() for p in net[1].parameters()]
 
 
-@pytest.mark.parametrize("knows", ["all ranks", "rank 0", "freed"])
+@pytest.mark.parametrize("knows", ["all ranks", "rank 0", "rank 1", "freed"])
 def test_a_module_that_is_prepared_again_is_averaged_with_all_that_trains_now(
     ranks: RankServer, knows: str
 ) -> None:

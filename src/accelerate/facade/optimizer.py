@@ -430,19 +430,19 @@ def agree_on_optimizers(
         [{k: v for k, v in group.items() if isinstance(v, _PLAIN)} for group in o.param_groups] for o in fresh
     ]
     shared = [
-        o
-        for o in fresh
+        place
+        for place, o in enumerate(fresh)
         if isinstance(o, Optimizer) and o not in prepared
         if not [p for g in o.param_groups for p in g["params"] if p in shards or hasattr(p, "device_mesh")]
     ]
     states = [
         [(sorted(state), [float(v.float().sum()) for v in state.values() if _has_values(v)])]
-        for o in shared
+        for o in map(fresh.__getitem__, shared)
         for group in o.param_groups
         for p in group["params"]
         if (state := getattr(o, "state", {}).get(p))
     ]
-    digests = [crc32(repr(options).encode()), crc32(repr(states).encode())]
+    digests = [crc32(repr(options).encode()), crc32(repr((shared, states)).encode())]
     # Equal where the greatest is the least.
     place = "cpu" if device.type == "meta" else device
     both = torch.tensor([*digests, *(-digest for digest in digests)], dtype=torch.int64, device=place)
@@ -452,7 +452,7 @@ def agree_on_optimizers(
         settle_optimizers(fresh, options, shared)
 
 
-def settle_optimizers(optimizers: Sequence[Any], options: list[Any], shared: Iterable[Optimizer]) -> None:
+def settle_optimizers(optimizers: Sequence[Any], options: list[Any], shared: list[int]) -> None:
     """Refuse optimizers with other options on other ranks; give those with another state that of rank 0.
 
     Collective; called when a digest has told that they differ.
@@ -460,21 +460,24 @@ def settle_optimizers(optimizers: Sequence[Any], options: list[Any], shared: Ite
     Args:
         optimizers: the optimizers of one ``prepare``.
         options: of each, the options of each group.
-        shared: those whose state all ranks have in common.
+        shared: the places of those whose state is to be the same on all ranks; this rank has not prepared
+            them before.
 
     Raises:
         PrepareError: options differ, or the weights are on the meta device; on all ranks.
     """
-    is_meta = any(p.is_meta for o in shared for group in o.param_groups for p in group["params"])
-    answers = collective.all_gather_object((options, is_meta), "prepare(optimizer)")
-    _refuse_other_options(optimizers, [options for options, _ in answers])
-    if any(is_meta for _, is_meta in answers):
+    groups = [group for place in shared for group in optimizers[place].param_groups]
+    is_meta = any(p.is_meta for group in groups for p in group["params"])
+    answers = collective.all_gather_object((options, is_meta, shared), "prepare(optimizer)")
+    _refuse_other_options(optimizers, [options for options, *_ in answers])
+    if any(is_meta for _, is_meta, _ in answers):
         raise PrepareError(
             "the state of the optimizer is not the same on all ranks, and parameters are on the meta device",
             why="each rank shards the state that it has",
             fix="load the state after prepare, with accelerator.load_state",
         )
-    for optimizer in shared:
+    for place in sorted({place for *_, places in answers for place in places}):
+        optimizer = optimizers[place]
         state = optimizer.state_dict()
         # Numbers stand for the parameters, which are each rank's own.
         first: dict[str, Any] = collective.broadcast_object(
