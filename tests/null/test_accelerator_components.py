@@ -220,6 +220,9 @@ def test_the_loop_unscales_and_clips_only_complete_gradients() -> None:
     assert torch.equal(model.weight.grad, before)
     assert runtime.precision.unscaled == []
     runtime.gradients.sync_gradients = True
+    assert float(loop.clip_grad_norm(model.parameters(), 1e9, 2.0)) == pytest.approx(20.0)
+    assert runtime.precision.unscaled == [], "no optimizer is looked through where losses are not scaled"
+    runtime.precision.scales_loss = True
     assert float(loop.clip_grad_norm(model.parameters(), 1.0, 2.0)) == pytest.approx(20.0)
     assert runtime.precision.unscaled == [optimizer.optimizer]
     assert float(model.weight.grad.norm()) < 1

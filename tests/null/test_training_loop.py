@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -210,18 +209,6 @@ def test_accelerators_of_other_settings_train_in_turns() -> None:
     first = three[0][0]
     first.gradient_accumulation_steps = 4
     assert [each.gradient_accumulation_steps for each, *_ in three] == [4, 2, 3]
-
-
-@pytest.mark.parametrize("precision", ["no", "fp16"])
-def test_clipping_looks_through_the_optimizers_only_where_losses_are_scaled(precision: str) -> None:
-    handlers = [GradScalerKwargs(init_scale=8.0)]
-    accelerator, model, _, _ = trainer(1, mixed_precision=precision, kwargs_handlers=handlers)
-    accelerator.backward(model(torch.ones(1, 1)).sum())
-    with mock.patch.object(AcceleratedOptimizer, "param_groups", new_callable=mock.PropertyMock) as groups:
-        groups.return_value = [{"params": list(model.parameters())}]
-        norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
-    assert norm.item() == 1.0
-    assert groups.called is (precision == "fp16")
 
 
 def test_an_accelerator_may_follow_another_with_other_settings() -> None:
