@@ -148,7 +148,8 @@ def trained_copy(kind: str, accumulate: int) -> list[float]:
             thawed = pickle.loads(frozen := pickle.dumps(model))
             assert b"accelerate." not in frozen
             assert type(copy.deepcopy(thawed)) is nn.Linear
-            model = copy.deepcopy(nn.Sequential(copy.deepcopy(model)))[0]
+            outer: Any = copy.deepcopy(nn.Sequential(copy.deepcopy(model)))
+            model = outer[0]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if kind == "prepared":
             optimizer = accelerator.prepare(optimizer)
