@@ -162,7 +162,7 @@ def _watch_copy(module: nn.Module) -> nn.Module:
     """Let ``DDP.backward`` average the gradients of a copy, and those of its copies."""
     number = next(_copy_numbers)
     for index, parameter in enumerate(module.parameters()):
-        _add_gradient_hook(parameter, functools.partial(reached_copies.__setitem__, (number, index)))
+        _add_gradient_hook(parameter, functools.partial(reached_copies.__setitem__, value=(number, index)))
     vars(module)["__deepcopy__"] = CopyMethod(module)
     return module
 
