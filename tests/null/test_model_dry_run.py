@@ -139,7 +139,10 @@ def test_a_model_that_is_gathered_at_once_is_named(tmp_path: Path, capsys: Any, 
     for policy, at_once in (("NO_WRAP", True), ("TRANSFORMER_BASED_WRAP", False)):
         monkeypatch.setenv("FSDP_AUTO_WRAP_POLICY", policy)
         assert main([str(tmp_path), "4", "1"]) == 0
-        assert ("one FSDP unit" in capsys.readouterr().out) is at_once
+        text = capsys.readouterr().out
+        assert ("one FSDP unit" in text) is at_once
+        # In powers of 1000, as `accelerate plan` prints the same shards.
+        assert f"weights {sum(p.numel() for p in llama().parameters()) / 1e6:.2f} MB" in text
 
 
 def test_a_dry_run_shows_mesh_wrapping_and_bytes(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from torch import nn
 from accelerate.core.errors import AccelerateError, PrepareError
 from accelerate.core.setting import load_settings
 from accelerate.core.torch_internals import require
-from accelerate.core.units import show_bytes, show_count
+from accelerate.core.units import show_count
+from accelerate.core.units import show_decimal_bytes as show_bytes
 from accelerate.facade import runtime
 from accelerate.facade.launch_settings import PrecisionSettings
 from accelerate.offload.estimate.memory_estimate import model_state_bytes
