@@ -503,7 +503,11 @@ def wrong(case: str) -> None:
     ("case", "kind", "words"),
     [
         ("class", "UnknownNameError", "did you mean 'Block'"),
-        ("no layers", "SettingError", "a Linear does not say what its layers are"),
+        (
+            "no layers",
+            "SettingError",
+            "layers are\n  fix: transformer_cls_names_to_wrap=[...] in code, --fsdp_transf",
+        ),
         ("ignored", "PrepareError", "ignored modules hold trained parameters: layers.0.norm.weight"),
         ("nothing ignored", "SettingError", "matches no module of the Tiny"),
         ("recomputed", "PrepareError", "no module of the model is wrapped"),

@@ -231,6 +231,7 @@ def find_layer_classes(model: nn.Module, names: Iterable[str] | None) -> set[typ
         raise SettingError(
             f"auto_wrap_policy is transformer_based_wrap, and a {type(model).__name__} does not say what its "
             "layers are",
-            fix=f"transformer_cls_names_to_wrap=[...], with some of {', '.join(sorted(classes))}",
+            fix="transformer_cls_names_to_wrap=[...] in code, --fsdp_transformer_layer_cls_to_wrap or its "
+            f"key in the file: some of {', '.join(sorted(classes))}",
         )
     return unsplit
