@@ -3,8 +3,9 @@
     accelerate launch --num_processes 2 examples/strategies.py fsdp
     accelerate launch --num_processes 4 examples/strategies.py tensor_parallel
 
-``ddp``, ``bf16_hook`` (DDP that sends gradients in bfloat16), ``fsdp`` (FSDP2), ``tensor_parallel``,
-``context_parallel``, ``ulysses``, ``pipeline`` and ``deepspeed`` (ZeRO-2, by ``configs/zero2.json``).
+``ddp``, the default, ``bf16_hook`` (DDP that sends gradients in bfloat16), ``fsdp`` (FSDP2),
+``tensor_parallel``, ``context_parallel``, ``ulysses``, ``pipeline`` and ``deepspeed`` (ZeRO-2, by
+``configs/zero2.json``).
 The loop is the same under each. The main process prints the losses beside those of a plain loop on one
 process, and how many of the weights each process holds.
 """
@@ -144,7 +145,7 @@ STRATEGIES = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a decoder under a strategy.")
-    parser.add_argument("strategy", choices=STRATEGIES)
+    parser.add_argument("strategy", nargs="?", default="ddp", choices=STRATEGIES)
     accelerator = make_accelerator(parser.parse_args().strategy)
 
     torch.manual_seed(0)
