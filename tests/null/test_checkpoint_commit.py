@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,9 +24,9 @@ import torch
 from accelerate.checkpoint import discovery, layout, load, rank_group, save
 from accelerate.checkpoint.file_access import CheckpointNotFoundError
 from accelerate.checkpoint.layout import CheckpointContents, StatefulAdapter
-from accelerate.checkpoint.rank_group import CheckpointRankGroup
+from accelerate.checkpoint.rank_group import CheckpointPeerError, CheckpointRankGroup
 from accelerate.checkpoint.storage import FileRecord, LocalCheckpointStorage
-from accelerate.core.errors import CheckpointError, SettingError
+from accelerate.core.errors import CheckpointError, SettingError, find_failed_rank
 from accelerate.utils import ProjectConfiguration, constants
 from tests.support.long_run import select_cases
 
@@ -656,6 +657,31 @@ def test_a_failure_of_many_ranks_is_told_once() -> None:
     assert first == "ranks 0, 2-3 of 104: full"
     assert others[:2] == ["rank 1 of 104: gone", "rank 4 of 104: 0 is damaged"]
     assert (len(others), last) == (7, "and 94 more ranks")
+
+
+def test_an_error_of_ours_is_in_a_traceback_once() -> None:
+    def fail(error: Exception) -> CheckpointError:
+        def exchange(action: str, outcome: Any, merge: Callable[[list[Any]], Any]) -> Any:
+            return merge([outcome, outcome])
+
+        with (
+            pytest.raises(CheckpointError) as caught,
+            CheckpointRankGroup(size=2, channel=exchange).collective_section("load"),
+        ):
+            raise error
+        return caught.value
+
+    damaged, disk = CheckpointError("it is damaged", fix="load another one"), OSError("the disk is full")
+    text = "".join(traceback.format_exception(fail(damaged)))
+    assert text.count("it is damaged") == text.count("load another one") == text.count("Traceback") == 1
+    # What the package has not raised itself stays, also below an error of the package.
+    assert fail(disk).__cause__ is disk
+    damaged.__cause__ = disk
+    assert fail(damaged).__cause__ is disk
+    # A rank that fails because of another one goes on naming it.
+    lost = CheckpointPeerError("rank 1 is gone")
+    lost.failed_rank = 1
+    assert find_failed_rank(fail(lost)) == 1
 
 
 @pytest.mark.parametrize("size", [2, 32, 960, 1024, 4096])

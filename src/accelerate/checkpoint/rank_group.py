@@ -28,7 +28,13 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from accelerate.checkpoint.file_access import FileRecord
-from accelerate.core.errors import AccelerateError, CheckpointError, CollectiveError, PeerError
+from accelerate.core.errors import (
+    AccelerateError,
+    CheckpointError,
+    CollectiveError,
+    PeerError,
+    find_failed_rank,
+)
 from accelerate.world import control_channel, watchdog
 from accelerate.world import world as worlds
 from accelerate.world.call_site import CallSite, find_call_site
@@ -154,7 +160,10 @@ class CheckpointRankGroup:
             if self.size == 1 and first is error:
                 raise first
             combined = self._combine_failures(failures)
-            combined.failed_rank = failed_ranks[0] if error is None else None
+            combined.failed_rank = failed_ranks[0] if error is None else find_failed_rank(error)
+            # An error of ours that the combined one repeats would be read twice; what it came from, once.
+            if isinstance(error, AccelerateError) and error.what == first.what:
+                raise combined from error.__cause__
             raise combined from error
 
     def _combine_failures(self, failures: _Failures) -> AccelerateError:
