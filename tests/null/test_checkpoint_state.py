@@ -482,9 +482,19 @@ def test_no_folder_is_a_value_error_as_in_the_public_package(tmp_path: Path) -> 
     (tmp_path / "neighbour").mkdir()
     with pytest.raises(ValueError, match=r"(?s)there is no folder .*gone.*neighbour"):
         load.load(training(), tmp_path / "gone")
-    save.save(training(), tmp_path / "run" / "epoch_3")
+    for epoch in (3, 12):
+        save.save(training(), tmp_path / "run" / f"epoch_{epoch}")
+    for number in range(20):
+        (tmp_path / "run" / f"a{number}").touch()
+    newest = tmp_path / "run" / "epoch_12"
+    for name, hint in (("epohc_12", "did you mean"), ("best", "the newest checkpoint there is")):
+        with pytest.raises(CheckpointNotFoundError) as caught:
+            load.load(training(), tmp_path / "run" / name)
+        assert "run holds: epoch_12, epoch_3, a0," in caught.value.why
+        assert caught.value.why.endswith(" and 10 more")
+        assert caught.value.fix.startswith(f"{hint} {newest}")
     with pytest.raises(
-        CheckpointNotFoundError, match=r"(?s)not a checkpoint.*newest checkpoint is .*epoch_3"
+        CheckpointNotFoundError, match=r"(?s)not a checkpoint.*newest checkpoint is .*epoch_12"
     ):
         load.load(training(), tmp_path / "run")
 

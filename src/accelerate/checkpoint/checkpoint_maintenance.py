@@ -59,10 +59,7 @@ def open_checkpoints(text: str) -> CheckpointCollection:
     above, name = discovery.split_address(address)
     store = discovery.open_store(above)
     if not store.is_folder(name):
-        near = ", ".join(store.entries()[:12])
-        raise CheckpointNotFoundError(
-            f"there is no folder {address}", why=f"{store.label()} holds: {near}" if near else ""
-        )
+        raise discovery.missing_folder(store, name)
     candidate = discovery.inspect_folder(store, name)
     if candidate is not None and (candidate.manifest is not None or not candidate.problem):
         return CheckpointCollection(store, [candidate], single=True)

@@ -41,7 +41,7 @@ from accelerate.checkpoint.storage import (
     read_manifest,
 )
 from accelerate.core.argument_checks import check_arguments
-from accelerate.core.errors import CheckpointError, SettingError, warn_user
+from accelerate.core.errors import CheckpointError, SettingError, list_first, nearest, warn_user
 from accelerate.core.value_types import NonNegativeInt, PathText, PositiveInt
 
 logger = logging.getLogger(__name__)
@@ -245,10 +245,7 @@ def named_checkpoint(store: CheckpointStorage, name: str) -> CheckpointCandidate
     """
     path = store.label(name)
     if not store.is_folder(name):
-        near = ", ".join(store.entries()[:12])
-        raise CheckpointNotFoundError(
-            f"there is no folder {path}", why=f"{store.label()} holds: {near}" if near else ""
-        )
+        raise missing_folder(store, name)
     candidate = inspect_folder(store, name)
     if candidate is None:
         inside = [c.path for c in candidates(store, name) if not c.problem]
@@ -264,6 +261,25 @@ def named_checkpoint(store: CheckpointStorage, name: str) -> CheckpointCandidate
             fix="load another one, or put the file back; nothing was changed",
         )
     return candidate
+
+
+def missing_folder(store: CheckpointStorage, name: str) -> CheckpointNotFoundError:
+    """Return the error of a name in ``store`` that is no folder; it lists the newest checkpoints first."""
+    try:
+        usable = {c.name: c.path for c in reversed(candidates(store)) if not c.problem}
+    except CheckpointError:
+        usable = {}  # this user may not read a folder beside it
+    entries = [*usable, *(entry for entry in store.entries() if entry not in usable)]
+    fix = "give the folder that save_state wrote"
+    if near := nearest(name, usable):
+        fix = f"did you mean {usable[near]}?"
+    elif usable:
+        fix = f"the newest checkpoint there is {next(iter(usable.values()))}"
+    return CheckpointNotFoundError(
+        f"there is no folder {store.label(name)}",
+        why=f"{store.label()} holds: {list_first(entries, 12)}" if entries else "",
+        fix=fix,
+    )
 
 
 def parse_address(text: PathText | None) -> Address:
