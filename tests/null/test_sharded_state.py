@@ -506,11 +506,14 @@ def big(tmp_path: Path) -> tuple[nn.Module, Path]:
     return model, checkpoint
 
 
-def test_merging_gives_what_the_hub_reads(tmp_path: Path) -> None:
+def test_merging_gives_what_the_hub_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, checkpoint = big(tmp_path)
     for number, given in enumerate((checkpoint, checkpoint / "pytorch_model_fsdp_0")):
         out = tmp_path / f"out{number}"
         assert run(["merge-weights", str(given), str(out)]) == 0
+        size = sum(tensor.nbytes for tensor in load_file(out / "model.safetensors").values())
+        told = f"3 tensors, {size} bytes, from {given} in {out}: model.safetensors\n"
+        assert capsys.readouterr().out == told
         assert os.listdir(out) == ["model.safetensors"]
         state = load_file(out / "model.safetensors")
         assert set(state) == {"embed.weight", "head.weight", "count"}

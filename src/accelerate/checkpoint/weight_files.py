@@ -404,7 +404,7 @@ def merge(
     output_path: str,
     safe: bool = True,
     remove: bool = False,
-) -> None:
+) -> ExportResult:
     """Merge with another function to find the tensors of a folder; see ``merge_fsdp_weights``."""
     source, target = Path(checkpoint_dir).expanduser(), Path(output_path).expanduser()
     if remove and source.resolve() in (target.resolve(), *target.resolve().parents):
@@ -413,13 +413,15 @@ def merge(
             fix="choose another output_path, or leave out remove_checkpoint_dir",
         )
 
-    def join() -> None:
-        write_merged(find(source), target, safe=safe)
+    def join() -> ExportResult:
+        tensors = find(source)
+        files = write_merged(tensors, target, safe=safe)
         if remove:
             with file_errors("remove", source):
                 shutil.rmtree(source)
+        return ExportResult(source, files, len(tensors), sum(each.nbytes for each in tensors.values()), ())
 
-    CheckpointRankGroup.current().run_on_rank0(f"merge the weights of {source}", join)
+    return CheckpointRankGroup.current().run_on_rank0(f"merge the weights of {source}", join)
 
 
 def write_merged(
@@ -432,7 +434,7 @@ def write_merged(
 
 @dataclass(frozen=True)
 class ExportResult:
-    """The outcome of an export.
+    """The outcome of an export or a merge.
 
     Attributes:
         source: the file or folder that was read.

@@ -8,7 +8,8 @@ import click
 
 from accelerate.cli.main import command_parser, flag_spellings
 from accelerate.core import environ
-from accelerate.core.units import QUIET_VARIABLE
+from accelerate.core.errors import list_first
+from accelerate.core.units import QUIET_VARIABLE, show_bytes
 
 if TYPE_CHECKING:
     import argparse
@@ -43,7 +44,12 @@ def _merge(
 
     if quiet:
         environ.set_variables({QUIET_VARIABLE: "1"})
-    merge(find, checkpoint_directory, output_path, not unsafe_serialization, remove_checkpoint_dir)
+    done = merge(find, checkpoint_directory, output_path, not unsafe_serialization, remove_checkpoint_dir)
+    if not quiet:
+        click.echo(
+            f"{done.tensors} tensors, {show_bytes(done.size)}, from {done.source} in {output_path}: "
+            f"{list_first(done.files)}"
+        )
 
 
 PLUGIN = click.Command(
@@ -56,7 +62,7 @@ PLUGIN = click.Command(
             click.Option([*flag_spellings(name), name], is_flag=True, help=_HELP[name])
             for name in ("unsafe_serialization", "remove_checkpoint_dir")
         ),
-        click.Option(["--quiet", "-q"], is_flag=True, help="show no progress"),
+        click.Option(["--quiet", "-q"], is_flag=True, help="show no progress and no result"),
     ],
     help=f"{description}\n\nCHECKPOINT_DIRECTORY is {_HELP['checkpoint_directory']}, "
     f"OUTPUT_PATH {_HELP['output_path']}.",
