@@ -157,6 +157,7 @@ def test_h_takes_a_topic_and_leaves_the_scripts_alone(cli: Run, tmp_path: Path) 
         (["launch", "--cpu=yes", "x.py"], ["'--cpu' does not take a value"]),
         (["launch", "-n", "two", "x.py"], ["--num_processes is the text 'two'", "a whole number"]),
         (["launch", "--mixed_precision", "bf61", "x.py"], ["'bf61'", "did you mean 'bf16'?"]),
+        (["launch", "--mixed_precision", "half", "x.py"], ["'half'", "did you mean 'fp16'?"]),
         (["launch"], ["there is nothing to launch", "accelerate launch [flags] train.py"]),
         (["launch", "no.py"], ["there is no script no.py"]),
         (["launch", "--config_file", "no.yaml", "x.py"], ["there is no configuration file no.yaml"]),

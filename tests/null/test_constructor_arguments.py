@@ -172,6 +172,15 @@ def test_what_stands_where_a_plugin_belongs_is_refused(
     assert fix in error.value.fix
 
 
+def test_a_misspelt_argument_is_a_type_error_with_the_nearest() -> None:
+    for cls, name, near in (
+        (Accelerator, "mixed_precison", "mixed_precision"),
+        (FullyShardedDataParallelPlugin, "fsdp_versoin", "fsdp_version"),
+    ):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}': did you mean '{near}'"):
+            cls(**{name: None})
+
+
 def test_a_dict_becomes_the_class_that_is_meant() -> None:
     accelerator = Accelerator(
         dataloader_config={"split_batches": True},  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache, wraps
 from typing import Any, TypeVar, cast, get_args, get_origin
 
-from accelerate.core.errors import SettingError, UnknownNameError
+from accelerate.core.errors import SettingError, UnknownNameError, nearest
 from accelerate.core.setting import convert_value, declared_settings
 from accelerate.core.value_types import (
     convert_to,
@@ -83,6 +83,7 @@ class ArgumentKinds:
         parameters = list(inspect.signature(construct).parameters.values())[1:]
         self._defaults = {each.name: each.default for each in parameters if each.kind is not each.VAR_KEYWORD}
         self.names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+        self._takes_any = len(self._defaults) < len(parameters)
         fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
         self._settings = {item.name for item in fields if item.metadata.get("setting")}
         sources = reversed(cls.__mro__) if fields else ()
@@ -100,7 +101,11 @@ class ArgumentKinds:
 
         Raises:
             SettingError: it does not fit; the error names the argument and its class.
+            TypeError: there is no such argument, and one of a near name.
         """
+        if name not in self._defaults and not self._takes_any and (near := nearest(name, self._defaults)):
+            call = f"{self._cls.__name__}.__init__()"
+            raise TypeError(f"{call} got an unexpected keyword argument {name!r}: did you mean {near!r}?")
         if name not in self._annotations or value is self._defaults[name]:
             return value
         if name not in self._kinds:

@@ -53,7 +53,8 @@ class Setting:
         offered: the answer that the wizard offers in a new file, where it is not the default.
         when: the wizard asks only if these settings have one of these values, by name.
         fallback: the value that its reader takes where no source gives one; a launch does not pass it on.
-        details: further facts, for the room of the class.
+        details: further facts, for the room of the class; ``meant``: texts that are no choice -> the
+            choices that an error suggests for them.
     """
 
     name: str
@@ -133,7 +134,8 @@ def setting(
         type: the type of its values where the field may hold more than text can say. Of a setting whose
             default is None, None is a value too.
         fallback: what the reader takes where no source gives a value.
-        details: further facts, for the room of the class.
+        details: further facts, for the room of the class; ``meant``: texts that are no choice -> the
+            choices that an error suggests for them.
     """
     metadata = {
         "setting": {
@@ -409,7 +411,9 @@ def convert_value(row: Setting, value: Any, where: str, *, text: bool, from_code
     if spelling.lower() in folded:
         return folded[spelling.lower()]
     choices = [str(choice) for choice in row.choices]
-    raise UnknownNameError("value", str(result), choices, where=f"of {name} ({where})")
+    meant = row.details.get("meant", {}).get(spelling.lower())
+    fix = f"did you mean {meant!r}?" if meant else ""
+    raise UnknownNameError("value", str(result), choices, where=f"of {name} ({where})", fix=fix)
 
 
 # ---------------------------------------------------------------- settings that are fields of a public class

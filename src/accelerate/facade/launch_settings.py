@@ -25,6 +25,7 @@ class PrecisionSettings:
         help="number format of the forward pass; no: as the weights are",
         choices=PRECISIONS.names(),
         question="Mixed precision?",
+        details={"meant": {"float16": "fp16", "half": "fp16", "float32": "no", "fp32": "no"}},
     )
 
     @staticmethod
