@@ -286,8 +286,11 @@ def test_a_picture_is_drawn(cli: Run, folder: Path, tmp_path: Path) -> None:
         (("--gpus", "8x80GB", "--optimizer", "adamv"), "did you mean 'adam'"),
         (("--gpus", "8x80GB", "--mixed-precision", "bf61"), "unknown mixed precision 'bf61'"),
         (("--gpus", "8x80GB", "--take", "99", "--write", "x.yaml"), "there is no row 99"),
-        (("--gpus", "8x1KB", "--write", "x.yaml"), "nothing fits, so there is nothing to write"),
-        ((), "--gpus"),
+        (
+            ("--gpus", "8x1KB", "--write", "x.yaml"),
+            "nothing to write\n  fix: more or larger devices",
+        ),
+        ((), "fix: --gpus NxSIZE: 8x80GB, or"),
     ],
 )
 def test_mistakes_are_said_in_words(cli: Run, folder: Path, more: tuple[str, ...], words: str) -> None:

@@ -136,6 +136,9 @@ def _convert_usage_error(error: click.UsageError, command: str) -> AccelerateErr
     hint = f"{command} {'--help-all' if '--help-all' in flags else '--help'} lists all flags"
     if isinstance(error, click.NoSuchOption):
         return UnknownNameError("flag", error.option_name, flags, why=hint)
+    missing = error.param if isinstance(error, click.MissingParameter) else None
+    if isinstance(missing, click.Option) and missing.metavar:
+        hint = f"{missing.opts[0]} {missing.metavar}: {missing.help}; {hint}"
     return SettingError(error.format_message().rstrip("."), fix=hint)
 
 

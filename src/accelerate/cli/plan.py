@@ -86,7 +86,11 @@ def _plan(model: str, gpus: str, **given: Any) -> None:
         click.echo(f"\n{_wrap(explanation)}")
     if given["write"]:
         if chosen is None:
-            raise SettingError("nothing fits, so there is nothing to write", fix="--take NUMBER of a row")
+            raise SettingError(
+                "nothing fits, so there is nothing to write",
+                fix="more or larger devices in --gpus, or a smaller --batch or --length; --take NUMBER "
+                "writes a row all the same",
+            )
         path = Path(given["write"])
         write_config(path, chosen, cluster, given["mixed_precision"], given["accumulation"])
         click.echo(f"written to {path}: accelerate launch --config_file {path} your_script.py", err=True)

@@ -147,7 +147,7 @@ def _download_file(repository: str, name: str, token: str | None) -> Path | None
         raise MissingExtraError("huggingface_hub", f"the model {repository!r}, which is no folder here,")
     from huggingface_hub import errors, hf_hub_download
 
-    example = "a folder with config.json: accelerate estimate-memory ./my-model"
+    example = "a folder with config.json, such as ./my-model"
     try:
         return Path(hf_hub_download(repository, name, token=token, local_files_only=not _is_hub_reachable()))
     except errors.GatedRepoError as error:
