@@ -70,7 +70,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any]) -> list[W
     """
     seen: list[WizardQuestion] = []
 
-    def ask(question: WizardQuestion, offered: Any, answers: WizardAnswers, path: Path) -> Any:
+    def ask(question: WizardQuestion, offered: Any, answers: WizardAnswers) -> Any:
         seen.append(question)
         wanted = choices.get(question.name)
         if wanted is None or not question.options:
@@ -96,7 +96,7 @@ def list_questions(place: Path, choices: dict[str, Any] | None = None) -> list[W
     with pytest.MonkeyPatch.context() as patch:
         seen = answered(patch, choices or {})
         before = yaml.safe_load(place.read_text()) if place.exists() else {}
-        terminal.ask_questions(questions.ask_everything, place, before, {})
+        terminal.ask_questions(questions.ask_everything, before, {})
     return seen
 
 
@@ -129,7 +129,7 @@ def test_arrow_keys_choose_and_text_is_typed(place: Path) -> None:
     assert (told["distributed_type"], told["use_cpu"], told["num_processes"]) == ("MULTI_CPU", True, 3)
 
 
-def test_a_wrong_answer_is_refused_as_it_is_typed(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+def test_a_wrong_answer_is_refused_as_it_is_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The line stays until it is right: zero processes, a word, a rank beyond the machines."""
     rows = {row.name: row for cls in questions.all_classes() for row in declared_settings(cls)}
     answers = WizardAnswers({})
@@ -137,7 +137,7 @@ def test_a_wrong_answer_is_refused_as_it_is_typed(monkeypatch: pytest.MonkeyPatc
 
     def ask(name: str, keys: str) -> Any:
         question = questions.question_of(rows[name], answers)
-        return typed(keys, lambda: terminal.ask_question(question, "", answers, place))
+        return typed(keys, lambda: terminal.ask_question(question, "", answers))
 
     assert ask("num_processes", "0\r\x7f4\r") == "4"
     assert ask("num_processes", "many\r\x15" + "4\r") == "4"
@@ -148,6 +148,13 @@ def test_a_wrong_answer_is_refused_as_it_is_typed(monkeypatch: pytest.MonkeyPatc
     # A range needs another rendezvous backend, which is asked for later.
     answers.written = {}
     assert ask("num_machines", "1:2\r") == "1:2"
+    told: list[str] = []
+    monkeypatch.setattr(terminal, "print_plain", lambda text, style="": told.append(" ".join(text.split())))
+    assert ask("num_machines", "1abc\r\x15" + "-3\r\x15" + "2\r") == "2"
+    assert [text.partition(" - ")[0] for text in told] == [
+        "your answers: num_machines is '1abc', which is no number of machines",
+        "your answers: num_machines is -3, but it is 1 to 1000000",
+    ]
 
 
 def test_ctrl_c_writes_nothing_and_ends_with_130(place: Path) -> None:

@@ -244,15 +244,14 @@ class LaunchRequest:
         ends = str(origin.value).split(":")
         if not 1 <= len(ends) <= 2 or not all(end.strip().lstrip("-").isdecimal() for end in ends):
             raise SettingError(
-                f"{origin.where} is {origin.value!r}, which says nothing about machines",
+                f"{origin.where} is {origin.value!r}, which is no number of machines",
                 fix="write a number, 2, or the fewest and the most, 1:4",
             )
         least, most = int(ends[0]), int(ends[-1])
         if not (1 <= least <= most and value_types.convert_to(Count, most, "file")[0]):
             location = origin.where or "num_machines"
-            raise SettingError(
-                f"{location} is {origin.value}, but it is 1 to 1000000, and the fewest come first"
-            )
+            rule = "the fewest come first, and both are" if len(ends) == 2 else "it is"
+            raise SettingError(f"{location} is {origin.value}, but {rule} 1 to 1000000")
         return least, most
 
     @property

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 C = TypeVar("C", bound=BaseConfig)
-NO_FILE = Path("your answers")  # what errors name where nothing is written
+YOUR_ANSWERS = Path("your answers")  # what the errors of a question name: no file says so yet
 DIM_STYLE, ERROR_STYLE = "fg:ansibrightblack", "fg:ansired"
 KEYS = "(Use arrow keys)"
 
@@ -61,7 +61,7 @@ def run_wizard(path: Path, before: Mapping[str, Any]) -> dict[str, Any] | None:
     answers_by_name: dict[str, int | str] = {}
     print_plain("Enter takes an answer, Esc goes back to the question before, Ctrl-C ends.", DIM_STYLE)
     while True:
-        questions, answers = ask_questions(ask_everything, path, before, answers_by_name)
+        questions, answers = ask_questions(ask_everything, before, answers_by_name)
         values = merge_answers(before, questions, answers, answers_by_name)
         print_plain(f"\n{path}:\n\n{config_writer.format_config(values, Path('x.yaml'))}")
         problem = find_refusal(values, path, on_this_machine=True)
@@ -83,7 +83,6 @@ def run_wizard(path: Path, before: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def ask_questions(
     way: Callable[[WizardAnswers], QuestionFlow],
-    path: Path,
     before: Mapping[str, Any],
     given: dict[str, int | str],
     known: Mapping[KeyPath, Any] | None = None,
@@ -92,7 +91,6 @@ def ask_questions(
 
     Args:
         way: the questions.
-        path: the file, for errors.
         before: what the file says now.
         given: the answers by name of the question; new ones are added.
         known: what is so without being asked.
@@ -105,7 +103,7 @@ def ask_questions(
         answers.written |= known or {}
         questions: list[WizardQuestion] = []
         try:
-            _go_through(way(answers), answers, questions, given, path)
+            _go_through(way(answers), answers, questions, given)
         except StepBack:
             # The flow starts anew, and stops at the question whose answer is taken away.
             if questions:
@@ -119,7 +117,6 @@ def _go_through(
     answers: WizardAnswers,
     questions: list[WizardQuestion],
     given: dict[str, int | str],
-    path: Path,
 ) -> None:
     question = next(steps, None)
     while question is not None:
@@ -128,7 +125,7 @@ def _go_through(
             if question.options and int(offered) >= len(question.options):
                 offered = question.default  # other answers have changed its options
             try:
-                given[question.name] = ask_question(question, offered, answers, path)
+                given[question.name] = ask_question(question, offered, answers)
             except StepBack:
                 given[f"was {question.name}"] = offered
                 raise
@@ -182,7 +179,7 @@ def merge_answers(
     return dict(sorted(config_writer.apply_changes(before, changes).items()))
 
 
-def ask_question(question: WizardQuestion, offered: Any, answers: WizardAnswers, path: Path) -> int | str:
+def ask_question(question: WizardQuestion, offered: Any, answers: WizardAnswers) -> int | str:
     """One question on the terminal: the number of the chosen option, or the text that was typed."""
 
     def wrong(answer: int | str) -> AccelerateError | None:
@@ -192,7 +189,7 @@ def ask_question(question: WizardQuestion, offered: Any, answers: WizardAnswers,
             return error
         after = WizardAnswers(answers.before)
         after.written = answers.written | dict(writes)
-        error = _find_new_refusal(after.nested_values(), answers.before, path)
+        error = _find_new_refusal(after.nested_values(), answers.before, YOUR_ANSWERS)
         # Others are about what was not asked yet.
         is_cause = error is not None and _is_about(error, question) and not _is_mended_later(error, after)
         return error if is_cause else None
@@ -339,10 +336,10 @@ def get_sagemaker_input() -> SageMakerConfig:
 def get_user_input() -> ClusterConfig | SageMakerConfig:
     """Asks where the job runs, and then about it; nothing is written."""
     answers = WizardAnswers({})
-    environment_number = ask_question(environment_question(answers), 0, answers, NO_FILE)
+    environment_number = ask_question(environment_question(answers), 0, answers)
     return get_sagemaker_input() if environment_number else get_cluster_input()
 
 
 def _ask_config(way: Any, kind: type[C], known: dict[tuple[str, ...], Any]) -> C:
-    _, answers = ask_questions(way, NO_FILE, {}, {}, known)
+    _, answers = ask_questions(way, {}, {}, known)
     return kind.of_values(answers.nested_values())
