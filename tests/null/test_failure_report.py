@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import pickle
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from unittest.mock import Mock
 
 import pytest
@@ -222,3 +224,22 @@ def test_ranks_stand_still_only_while_all_wait_and_none_goes_on(monkeypatch: pyt
     ):
         now += 1
         assert statuses.measure_standstill(reading) == expected, (now, reading)
+
+
+def test_a_shown_stack_begins_with_the_script() -> None:
+    runner = str(Path(peers.__file__).parents[1] / "launch" / "accelerate_rank.py")
+
+    def load_rows(reached: Event, resumed: Event) -> None:
+        reached.set()
+        resumed.wait(10)
+
+    for file in (runner, "train.py"):
+        events = Event(), Event()
+        names: dict[str, Callable[..., None]] = {}
+        exec(compile("def run(script, *events):\n    script(*events)\n", file, "exec"), names)
+        thread = _thread.start_new_thread(names["run"], (load_rows, *events))
+        assert events[0].wait(10)
+        text = peers.format_thread(thread)
+        events[1].set()
+        assert "in load_rows\n" in text
+        assert (file in text) is (file == "train.py")

@@ -12,7 +12,7 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 # Frames of this package and of the standard library's wrappers are not user code.
-_PACKAGE_PREFIXES = (str(Path(__file__).parents[1]) + os.sep, "<frozen")
+PACKAGE_PREFIXES = (str(Path(__file__).parents[1]) + os.sep, "<frozen")
 _WRAPPERS = ("contextlib.py", "typing_extensions.py")
 
 
@@ -44,7 +44,7 @@ def find_call_site(frame: FrameType | None, extra_prefixes: tuple[str, ...] = ()
         frame: the frame to start from.
         extra_prefixes: more folders whose code is not the user's.
     """
-    prefixes = _PACKAGE_PREFIXES + extra_prefixes if extra_prefixes else _PACKAGE_PREFIXES
+    prefixes = PACKAGE_PREFIXES + extra_prefixes if extra_prefixes else PACKAGE_PREFIXES
     if frame is None:
         return _UNKNOWN
     while True:
@@ -161,7 +161,7 @@ def waiting_place(error: BaseException) -> str:
 
 def user_line(stack: Sequence[tuple[FrameType, int]]) -> CallSite:
     """Return the innermost line of user code in a traceback of (frame, line), the outermost first."""
-    prefixes = _PACKAGE_PREFIXES + torch_prefixes()
+    prefixes = PACKAGE_PREFIXES + torch_prefixes()
     users = (
         CallSite(frame.f_code.co_filename, line, frame.f_code.co_name)
         for frame, line in stack[::-1]

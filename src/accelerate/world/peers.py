@@ -25,9 +25,10 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from itertools import dropwhile
 from pathlib import Path
 
-from accelerate.world.call_site import outward, torch_prefixes
+from accelerate.world.call_site import PACKAGE_PREFIXES, outward, torch_prefixes
 from accelerate.world.process_group import LARGE_WORLD, StoreClient
 from accelerate.world.rank_failure_report import RankStatus, describe_ranks, describe_stall, split_by_progress
 
@@ -219,7 +220,10 @@ def format_thread(thread: int) -> str:
     frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
     if frame is None:
         return "the thread has ended\n"
-    lines = traceback.format_stack(frame)[-MAX_STACK:]
+    stack = traceback.extract_stack(frame)
+    # The outermost frames are the launcher's: they run the script.
+    of_user = list(dropwhile(lambda each: each.filename.startswith(PACKAGE_PREFIXES), stack))
+    lines = traceback.format_list((of_user or stack)[-MAX_STACK:])
     loader_folder = os.path.join(torch_prefixes()[0], "utils", "data")
     if any(each.f_code.co_filename.startswith(loader_folder) for each in outward(frame)):
         import psutil
