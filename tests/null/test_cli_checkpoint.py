@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -281,6 +282,10 @@ def test_prune_leaves_a_save_that_may_be_going_on(cli: Run, project: Path, when:
 def test_prune_asks(cli: Run, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("click.termui.visible_prompt_func", lambda *_: "n")
     assert cli("prune", project, "--keep", "1").code == 130
+    monkeypatch.setattr("click.termui.visible_prompt_func", Mock(side_effect=EOFError))
+    result = cli("prune", project, "--keep", "1")
+    assert (result.code, "--yes removes without asking" in result.err) == (2, True)
+    assert result.out.endswith("\n")
     assert len(list_checkpoints(project)) == 4
     monkeypatch.setattr("click.termui.visible_prompt_func", lambda *_: "y")
     assert cli("prune", project, "--keep", "1").code == 0

@@ -187,6 +187,11 @@ def test_a_contradiction_names_both_places(asks: Any, flags: dict[str, Any], wor
     [
         ((), "there is nothing to launch", "accelerate launch [flags] train.py [arguments of train.py]"),
         (("trian.py",), "there is no script trian.py", "did you mean train.py?"),
+        (
+            ("python3", "train.py"),
+            "there is no script python3",
+            "leave out python3: accelerate launch [flags] train.py",
+        ),
         (("none/train.py",), "there is no script none/train.py", ""),
         (("empty",), "empty is a folder without a __main__.py", "name the script inside it"),
     ],

@@ -188,7 +188,16 @@ def _prune(folder: str, keep: int, dry_run: bool, yes: bool) -> None:
         click.echo(f"would free {total}")
         return
     if not yes:
-        click.confirm(f"Remove {len(going)} folder(s), {total}?", abort=True)
+        try:
+            agreed = click.confirm(f"Remove {len(going)} folder(s), {total}?")
+        except click.Abort as error:
+            click.echo()  # ends the line of the question
+            if sys.stdin.isatty():
+                raise
+            fix = "--yes removes without asking"
+            raise SettingError("nothing is removed: there was no answer", fix=fix) from error
+        if not agreed:
+            raise click.Abort
     from accelerate.checkpoint.storage import new_id
 
     for each in going:

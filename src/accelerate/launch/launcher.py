@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from itertools import combinations
@@ -290,9 +291,9 @@ def _check_program(request: LaunchRequest) -> None:
             why="the working folder does not exist any more",
             fix="change to another one: cd $HOME, or cd $PWD if the folder was made anew",
         ) from None
-    near = nearest(script.name, (file.name for file in folder.iterdir()))
-    raise LaunchError(
-        f"there is no script {script}",
-        why=f"looked for it in {searched}",
-        fix=f"did you mean {folder / near}?" if near else "",
-    )
+    fix = ""
+    if re.fullmatch(r"python[\d.]*", script.name) and len(request.program) > 1:
+        fix = f"leave out {script}: accelerate launch [flags] {request.program[1]}"
+    elif near := nearest(script.name, (file.name for file in folder.iterdir())):
+        fix = f"did you mean {folder / near}?"
+    raise LaunchError(f"there is no script {script}", why=f"looked for it in {searched}", fix=fix)
