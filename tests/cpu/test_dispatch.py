@@ -175,6 +175,30 @@ def test_a_stream_that_counts_its_reads_is_read_again(ranks: RankServer, prepare
     assert (first, second) == ([*range(0 if prepare_again else 4, 8)], [*range(8)])
 
 
+def loader_of_another(kind: str, by_hand: bool) -> tuple[bool, bool, list[int]]:
+    from accelerate.data_loader import prepare_data_loader
+
+    user = DataLoader(Stream(range(6)) if kind == "stream" else list(range(6)), batch_size=1)
+    first = accelerator_of()
+    loader = prepare_data_loader(user, dispatch_batches=kind == "stream") if by_hand else first.prepare(user)
+    accelerator = accelerator_of()
+    again = accelerator.prepare(loader)
+    rows: list[int] = []
+    for batch in again:
+        is_active = accelerator.gradient_state.active_dataloader is again
+        rows += accelerator.gather_for_metrics(batch).tolist()
+    return again is loader, is_active, rows
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["by an Accelerator", "by the function"])
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_a_loader_that_is_prepared_counts_for_a_second_accelerator(
+    ranks: RankServer, kind: str, by_hand: bool
+) -> None:
+    """It is not sharded or dispatched once more."""
+    assert same_on_all(ranks(2, loader_of_another, kind, by_hand)) == (True, True, [*range(6)])
+
+
 # --- how a loop ends
 
 
