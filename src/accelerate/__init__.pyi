@@ -20,8 +20,8 @@ from accelerate import state as state
 from accelerate import test_utils as test_utils
 from accelerate import tracking as tracking
 from accelerate import utils as utils
-from accelerate.data.loader import skip_first_batches as skip_first_batches
 from accelerate.data.prepare import DataLoaderConfiguration as DataLoaderConfiguration
+from accelerate.data.skip_first_batches import skip_first_batches as skip_first_batches
 from accelerate.facade.accelerator import Accelerator as Accelerator
 from accelerate.facade.big_model_loading import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
 from accelerate.facade.big_model_loading import load_checkpoint_in_model as load_checkpoint_in_model

@@ -33,14 +33,13 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
         "checkpoint.accelerator_state: load_accelerator_state load_custom_state save_accelerator_state "
         "save_custom_state"
     ),
-    "accelerate.data_loader": exports(
-        "data.loader: DataLoaderAdapter DataLoaderShard SkipDataLoader skip_first_batches"
-    )
+    "accelerate.data_loader": exports("data.loader: DataLoaderAdapter DataLoaderShard")
     | {"_PYTORCH_DATALOADER_KWARGS": LazyCall("data.prepare:default_loader_options")}
     | exports("data.active_loaders: DataLoaderStateMixin")
     | exports("data.prepare: prepare_data_loader BatchSampler DataLoader IterableDataset RandomSampler")
     | exports("data.dispatch: DataLoaderDispatcher")
-    | exports("data.batch_sampler_shard: BatchSamplerShard SkipBatchSampler")
+    | exports("data.batch_sampler_shard: BatchSamplerShard")
+    | exports("data.skip_first_batches: SkipBatchSampler SkipDataLoader skip_first_batches")
     | exports("data.sample_order: SeedableRandomSampler")
     | exports("data.epoch_order: get_sampler")
     | exports("data.iterable_dataset: IterableDatasetShard"),

@@ -375,6 +375,37 @@ def test_a_seedable_order_is_a_function_of_seed_and_epoch() -> None:
     assert first[0] == list(RandomSampler(range(20), generator=torch.Generator().manual_seed(11)))
 
 
+def test_batches_of_indices_that_the_data_get_whole_are_sharded_and_seeded() -> None:
+    """Torch's bulk loading, by a batch sampler in the place of the sampler."""
+
+    class Bulk(Dataset[Any]):
+        def __getitem__(self, indices: Any) -> Any:
+            return torch.tensor(indices)
+
+    sampler = BatchSampler(RandomSampler(range(10)), 4, drop_last=False)
+    loaders = [
+        prepare_data_loader(
+            DataLoader(Bulk(), batch_size=None, sampler=sampler),
+            num_processes=2,
+            process_index=rank,
+            use_seedable_sampler=True,
+            data_seed=11,
+        )
+        for rank in range(2)
+    ]
+    order = list(SeedableRandomSampler(range(10), data_seed=11))
+    filled = [*order, *order[:6]]
+    for rank, loader in enumerate(loaders):
+        assert (loader.total_batch_size, len(loader), loader.total_dataset_length) == (8, 2, 10)
+        rest = skip_first_batches(loader, 1)
+        assert len(rest) == 1
+        batches = [(batch.tolist(), loader.real) for batch in loader]
+        assert batches == [
+            (filled[4 * rank :][:4], 4),
+            (filled[8 + 4 * rank :][:4], 2 - 2 * rank),
+        ]
+
+
 def test_an_epoch_that_is_broken_off_keeps_its_number_whatever_workers_read_ahead() -> None:
     """They ask for all indices of a short epoch before the first batch."""
     for workers in (0, 2):

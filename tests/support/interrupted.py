@@ -13,8 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
 from accelerate.data.epoch_order import RNGSnapshot
-from accelerate.data.loader import skip_first_batches
-from accelerate.data.prepare import prepare_data_loader
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
 
 COUNT, BATCH = 26, 3
 
@@ -37,7 +36,9 @@ class Augmented(Dataset[Any]):
     def __len__(self) -> int:
         return COUNT
 
-    def __getitem__(self, index: int) -> tuple[int, list[float]]:
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, list):
+            return [self[each] for each in index]
         return index, [0.0] * 3 if self.quiet else noise()
 
 
@@ -95,6 +96,16 @@ class Changing(BatchSampler):
         return COUNT
 
 
+class Lists(Sampler[Any]):
+    """The same batches as a sampler whose items are samples."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(Changing())
+
+    def __len__(self) -> int:
+        return COUNT
+
+
 class Stream(IterableDataset[Any]):
     """A stream shuffled in a small buffer, each sample augmented, all from the program's generators."""
 
@@ -137,6 +148,11 @@ def loader(kind: str, workers: int = 0, persistent: bool = False) -> DataLoader[
         return DataLoader(data, batch_sampler=Changing(), **more)
     if kind == "one by one":
         return DataLoader(data, batch_size=None, shuffle=True, **more)
+    if kind == "bulk":  # the data get whole batches of indices
+        batches = BatchSampler(RandomSampler(data), BATCH, drop_last=False)
+        return DataLoader(data, batch_size=None, sampler=batches, **more)
+    if kind == "lists":
+        return DataLoader(data, batch_size=None, sampler=Lists(), **more)
     if kind in ("torch", "python", "numpy"):
         return DataLoader(data, batch_size=BATCH, sampler=Lazy(kind), **more)
     if kind == "owner":
@@ -158,8 +174,8 @@ def loader(kind: str, workers: int = 0, persistent: bool = False) -> DataLoader[
 
 KINDS = (
     "default", "sequential", "drop_last", "generator", "seedable", "replacement", "twice", "split", "uneven",
-    "torch", "python", "numpy", "owner", "changing", "one by one", "own iteration", "stream",
-    "stream one by one",
+    "torch", "python", "numpy", "owner", "changing", "one by one", "bulk", "lists", "own iteration",
+    "stream", "stream one by one",
 )  # fmt: skip
 
 

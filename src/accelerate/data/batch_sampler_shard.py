@@ -301,51 +301,13 @@ def slicer_for(sampler: Any) -> RankSampleOrderSlicer | None:
 def copy_loader(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
     """Return a shallow copy of a loader with other ``parts``, such as a shard of its batch sampler.
 
-    Its class and all other attributes stay.
+    Its class and all other attributes stay. Where a loader does not collate, what gives it its batches, or
+    single indices, is its ``sampler``.
     """
+    if loader.batch_sampler is None and "batch_sampler" in parts:
+        parts["sampler"] = parts.pop("batch_sampler")
     twin = copy.copy(loader)
     # Torch forbids assigning these after construction; the copy has not been iterated yet.
     twin.__dict__.update(parts)
     twin.__dict__["_iterator"] = None
     return twin
-
-
-class SkipBatchSampler(BatchSampler):
-    """A batch sampler without its first ``skip_batches`` batches; none of their samples is loaded."""
-
-    def __init__(self, batch_sampler: BatchSampler, skip_batches: int = 0) -> None:
-        self.batch_sampler, self.skip_batches = batch_sampler, skip_batches
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "batch_sampler":
-            raise AttributeError(name)
-        return getattr(self.batch_sampler, name)
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.batch_sampler), self.skip_batches, None)
-
-    @property
-    def total_length(self) -> int:
-        """The number of batches including the skipped ones."""
-        return len(self.batch_sampler)
-
-    def __len__(self) -> int:
-        return max(0, len(self.batch_sampler) - self.skip_batches)
-
-
-class SkippedBatches:
-    """An object around a loader, such as one that repeats each batch, without its first batches."""
-
-    def __init__(self, loader: Any, count: int) -> None:
-        self.loader, self.count = loader, count
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "loader":
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
-    def __len__(self) -> int:
-        return max(0, len(self.loader) - self.count)
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.loader), self.count, None)

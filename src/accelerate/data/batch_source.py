@@ -11,10 +11,11 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
 from accelerate.data.batch_sampler_shard import BatchSamplerShard, copy_loader, shards_batches, slicer_for
 from accelerate.data.batches import FetchedBatch
@@ -40,6 +41,8 @@ from accelerate.data.sample_order import (
     RankSampleOrderSlicer,
     StepSampleIndices,
     count_samples,
+    find_batch_sampler,
+    is_known,
     is_torch_batch_sampler,
     mark_last,
     single_steps,
@@ -71,8 +74,7 @@ def copy_in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
 def with_index_sampler(loader: DataLoader[Any]) -> tuple[DataLoader[Any], PresetIndexSampler]:
     """Return a copy of the loader with an index sampler in place of its own, and that sampler."""
     index_sampler = PresetIndexSampler(outer_sampler(loader))
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    return copy_loader(loader, **{name: index_sampler}), index_sampler
+    return copy_loader(loader, batch_sampler=index_sampler), index_sampler
 
 
 class PresetIndexSampler(Sampler[Any]):
@@ -153,13 +155,15 @@ def fetch_batches(
     # Torch draws a seed when it starts workers: it does so here, but did not where the epoch began.
     started = base.persistent_workers and epoch.workers_started and indexed._iterator is None
     epoch.later_states = capture_generators(generators) if epoch.is_resumed or started else None
+    single = find_batch_sampler(base) is None
+    opener = opener or partial(open_steps, single=single)
 
     def issue_indices() -> Iterator[Any]:
         if started and not epoch.is_resumed:
             torch.default_generator.set_state(outside)
             restore_generators(generators, epoch.later_states or [])
             epoch.later_states = None
-        steps = (opener or open_steps)(outer_sampler(base), generators, epoch)
+        steps = opener(outer_sampler(base), generators, epoch)
         if not seeds_workers and not seeds_here:
             yield from _record_steps(epoch, steps, pending_steps)
             return
@@ -171,7 +175,6 @@ def fetch_batches(
     iterator = iter(indexed)
     if epoch.is_resumed:
         torch.default_generator.set_state(outside)
-    single = base.batch_sampler is None
     for batch in _restore_after_fetch(iterator, snapshots) if seeds_here else iterator:
         step = pending_steps.popleft()
         fetched = describe_batch(batch, step.last, step)
@@ -274,7 +277,11 @@ def read_loader_state(*loaders: Any) -> dict[str, Any] | None:
 
 
 def open_steps(
-    sampler: Any, generators: list[Any], epoch: Epoch, opened: Iterator[Any] | None = None
+    sampler: Any,
+    generators: list[Any],
+    epoch: Epoch,
+    opened: Iterator[Any] | None = None,
+    single: bool = False,
 ) -> Iterator[StepSampleIndices]:
     """Open this process's steps of an epoch; its order is drawn, or reproduced, at once.
 
@@ -283,10 +290,13 @@ def open_steps(
         generators: the generators of the loader and its samplers.
         epoch: see ``fetch_batches``.
         opened: the iterator over a sampler that is no known one, if it is open already.
+        single: what the sampler gives is a sample, also if it has a length.
     """
     below = getattr(sampler, "batch_sampler", None)
-    single = isinstance(below, BatchSamplerShard) and not isinstance(sampler, BatchSamplerShard)
-    holder = below if single else sampler
+    is_wrapped = isinstance(below, BatchSamplerShard) and not isinstance(sampler, BatchSamplerShard)
+    holder = below if is_wrapped else sampler
+    if single and not (is_wrapped or is_known(sampler)):
+        holder, is_wrapped = BatchSampler(sampler, 1, drop_last=False), True
     shard = holder if shards_batches(holder) else None
     order_state = epoch.order_state if epoch.is_resumed else None
     slicer = slicer_for(holder) if has_known_seed(holder, order_state) else None
@@ -298,7 +308,7 @@ def open_steps(
             holder if shard is None else shard.batch_sampler, generators, order_state
         )
         steps = _walk_steps(items, holder, shard, generators, epoch, order_state)
-    return (step._replace(indices=step.indices[0]) for step in steps) if single else steps
+    return (step._replace(indices=step.indices[0]) for step in steps) if is_wrapped else steps
 
 
 def slice_steps(

@@ -33,7 +33,7 @@ from accelerate.data.iterable_dataset import DataPipeStream, GlobalBatchCollate,
 from accelerate.data.loader import DataLoaderShard, copy_loader
 from accelerate.data.position import Epoch, EpochSkip
 from accelerate.data.rank_batches import AllRankBatchSteps, SingleIndexSampler
-from accelerate.data.sample_order import RankSampleOrderSlicer
+from accelerate.data.sample_order import RankSampleOrderSlicer, find_batch_sampler
 from accelerate.data.stream_source import stream_batches, with_saved_split
 from accelerate.world import collective
 from accelerate.world.local_tensor_trees import concatenate, ignorant_find_batch_size, slice_tensors
@@ -139,7 +139,7 @@ class DataLoaderDispatcher(DataLoaderShard):
         base = self.base_dataloader
         if isinstance(base.collate_fn, GlobalBatchCollate):
             return base.collate_fn.share * self._num_processes
-        size = getattr(base.batch_sampler, "batch_size", None) or base.batch_size or 1
+        size = getattr(find_batch_sampler(base), "batch_size", None) or base.batch_size or 1
         return size if self.split_batches else size * self._num_processes
 
     def _fetch(self, skip: EpochSkip) -> Iterator[FetchedBatch]:
@@ -229,7 +229,7 @@ class DataLoaderDispatcher(DataLoaderShard):
         self, base: DataLoader[Any], shard: BatchSamplerShard, epoch: Epoch
     ) -> Iterator[RankBatches]:
         """Yield the ranks' batches of map-style data, sliced by index."""
-        opener = AllRankBatchSteps(shard, single=base.batch_sampler is None)
+        opener = AllRankBatchSteps(shard, single=find_batch_sampler(base) is None)
         step: RankBatches = []
         for fetched in fetch_batches(base, *self._indexed_loader(base), epoch, opener):
             rank = opener.ranks.popleft()
@@ -357,8 +357,8 @@ def with_rank_batches(
         check_split(size, count)
     if count == 1 or slice_fn is not None:
         return base
-    if fetches_by_index(base) and base.batch_sampler is not None:
-        whole: Any = base.batch_sampler
+    whole = find_batch_sampler(base)
+    if fetches_by_index(base) and whole is not None:
         return copy_loader(base, batch_sampler=BatchSamplerShard(whole, count, index, split, even))
     if fetches_by_index(base) and not split:
         single_batches = BatchSampler(base.sampler, 1, drop_last=False)

@@ -168,7 +168,7 @@ def sampler_chain(sampler: Any) -> list[Any]:
 
 def get_sampler(dataloader: Any) -> Any:
     """Return the sampler of single indices at the bottom of a loader, or None."""
-    sampler = getattr(dataloader, "batch_sampler", None)
+    sampler = orders.find_batch_sampler(dataloader)
     return sampler_chain(sampler)[-1] if sampler is not None else getattr(dataloader, "sampler", None)
 
 

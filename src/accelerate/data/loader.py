@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from accelerate.core.errors import CheckpointError
 from accelerate.data.active_loaders import DataLoaderStateMixin
-from accelerate.data.batch_sampler_shard import SkipBatchSampler, SkippedBatches, copy_loader, slicer_for
+from accelerate.data.batch_sampler_shard import copy_loader
 from accelerate.data.batch_source import (
     PresetIndexSampler,
     copy_in_order,
@@ -46,6 +46,7 @@ from accelerate.data.iterable_dataset import (
     set_collate_fn,
 )
 from accelerate.data.position import Epoch, EpochSkip, FetchLayout, LoaderPosition
+from accelerate.data.sample_order import find_batch_sampler
 from accelerate.data.stream_source import stream_batches, with_saved_split
 from accelerate.world.local_tensor_trees import ignorant_find_batch_size
 from accelerate.world.rng import synchronize_rng_states
@@ -218,6 +219,18 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         shard._num_processes, shard._is_accelerate_prepared = num_processes, True
         return shard
 
+    def bind(self, gradient_state: Any, device: torch.device | None) -> bool:
+        """Count for an ``Accelerator`` that gets a loader which is prepared; return whether this one is.
+
+        Args:
+            gradient_state: that of the ``Accelerator``.
+            device: where it moves batches to, None: where they go already.
+        """
+        if self._is_accelerate_prepared and self.gradient_state is not gradient_state:
+            self.active, self.gradient_state = gradient_state.loaders, gradient_state
+            self.device = self.device if device is None else device
+        return self._is_accelerate_prepared
+
     def set_data_shard(self, num_shards: int, index: int) -> None:
         """Set the data shard of this process: all processes of a shard get the same batches in order.
 
@@ -338,8 +351,9 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         return self._indexed[0][1:]
 
     def _stream_batches(self, base: DataLoader[Any], epoch: Epoch) -> Iterator[FetchedBatch]:
-        single = base.batch_size is None and base.batch_sampler is None
-        whole, known = self.total_batch_size, getattr(base.batch_sampler, "batch_size", None) is not None
+        sampler = find_batch_sampler(base)
+        single = base.batch_size is None and sampler is None
+        whole, known = self.total_batch_size, getattr(sampler, "batch_size", None) is not None
         share = whole // self._num_processes if known else None
         for batch, last, step in stream_batches(base, epoch, whole, self._indexed_loader(base)):
             if type(batch) is PartialGlobalBatch:
@@ -382,7 +396,9 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         dataset = self.base_dataloader.dataset
         if isinstance(dataset, IterableDatasetShard):
             return dataset.step_size
-        sampler = getattr(self.base_dataloader, "batch_sampler", None)
+        sampler = self.base_dataloader.sampler
+        if not isinstance(sampler, BatchSampler):
+            sampler = self.base_dataloader.batch_sampler
         size = getattr(sampler, "batch_size", None) or self.base_dataloader.batch_size or 1
         if getattr(sampler, "split_batches", False):
             return size
@@ -394,7 +410,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         data: Any = self.dataset
         if hasattr(data, "total_length"):
             return data.total_length
-        sampler = getattr(self.base_dataloader, "batch_sampler", None)
+        sampler = find_batch_sampler(self.base_dataloader)
         inner: Any = None if sampler is None or isinstance(data, IterableDataset) else inner_sampler(sampler)
         return len(inner if isinstance(inner, Sampler) else data)  # type: ignore[arg-type]
 
@@ -449,90 +465,10 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     def set_sampler(self, sampler: Any) -> None:
         """Replace the sampler of single indices."""
-        holder = self.base_dataloader.batch_sampler
+        holder = find_batch_sampler(self.base_dataloader)
         while hasattr(holder, "batch_sampler"):
             holder = holder.batch_sampler
         if holder is None:
             self.base_dataloader.__dict__["sampler"] = sampler
         else:
             holder.sampler = sampler
-
-
-class SkipDataLoader(DataLoaderShard):
-    """A loader that skips its first ``skip_batches`` batches.
-
-    Args:
-        dataset, kwargs: those of ``torch.utils.data.DataLoader``.
-        skip_batches: the number of batches to skip.
-    """
-
-    def __init__(
-        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
-    ) -> None:
-        super().__init__(
-            dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs
-        )
-
-    def __len__(self) -> int:
-        return max(0, super().__len__() - self.skip_batches - self._skip.batches)
-
-
-def skip_first_batches(dataloader: DataLoader[Any], num_batches: int | None = 0) -> DataLoader[Any]:
-    """Return a loader without its first ``num_batches`` batches; of map-style data none of them is read.
-
-    Args:
-        dataloader: a prepared loader, or any other.
-        num_batches: how many to skip, none if negative. After ``load_state``, the number after which the
-            checkpoint was saved continues at exactly the next sample of the recorded epoch, also with another
-            world size; then the number may be that of either world. None: the recorded number; the whole
-            next epoch if the checkpoint was saved after the loop over an epoch.
-
-    Returns:
-        A twin that shares its progress with the loader: at its end the loader's next epoch follows. If there
-        is nothing to skip, the loader itself.
-    """
-    num_batches = None if num_batches is None else max(0, -int(-num_batches // 1))  # it may be a float
-    if not isinstance(dataloader, DataLoaderShard):
-        return _skip_unprepared(dataloader, num_batches or 0)
-    step = dataloader.total_batch_size
-    skip = dataloader.position.resolve_skip(num_batches, step, _length_or_none(dataloader))
-    if not skip:
-        return dataloader
-    twin = copy.copy(dataloader)
-    twin._original = dataloader if dataloader._original is None else dataloader._original
-    twin._skip = EpochSkip(dataloader._skip.batches + skip.batches, skip.samples)
-    if dataloader._skip:
-        twin._skip = dataloader._skip.add(skip.batches, step)
-    if fetches_by_index(dataloader._full_base) and dataloader._full_base.batch_sampler is not None:
-        twin._unskipped = whole = dataloader._full_base
-        sampler = SkipBatchSampler(whole.batch_sampler, _count_skipped(whole.batch_sampler, twin._skip))  # type: ignore[arg-type]
-        twin.base_dataloader = copy_loader(whole, batch_sampler=sampler)
-    return twin
-
-
-def _count_skipped(sampler: Any, skip: EpochSkip) -> int:
-    """Count the batches that a skip removes from a loader."""
-    slicer = slicer_for(sampler)
-    if slicer is None or skip.samples is None:
-        return skip.batches
-    return len(sampler) - slicer.count_steps(len(inner_sampler(sampler)) - skip.samples)
-
-
-def _length_or_none(loader: DataLoader[Any]) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:  # a stream without a length
-        return None
-
-
-def _skip_unprepared(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
-    """Skip batches of a loader that is not prepared."""
-    if count == 0:
-        return loader
-    if not isinstance(loader, DataLoader):
-        return SkippedBatches(loader, count)
-    if fetches_by_index(loader) and loader.batch_sampler is not None:
-        return copy_loader(loader, batch_sampler=SkipBatchSampler(loader.batch_sampler, count))  # type: ignore[arg-type]
-    twin = SkipDataLoader.wrap(loader, device=None)
-    twin.skip_batches = count
-    return twin

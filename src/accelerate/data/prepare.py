@@ -31,9 +31,10 @@ from accelerate.data.iterable_dataset import (
     can_split,
     supports_marks,
 )
-from accelerate.data.loader import DataLoaderShard, SkipDataLoader, make_stateful
+from accelerate.data.loader import DataLoaderShard, make_stateful
 from accelerate.data.rank_batches import SingleIndexSampler
-from accelerate.data.sample_order import SeedableRandomSampler
+from accelerate.data.sample_order import SeedableRandomSampler, find_batch_sampler
+from accelerate.data.skip_first_batches import SkipDataLoader
 from accelerate.world import collective
 from accelerate.world.mesh_layout import mesh_data_shard
 
@@ -226,7 +227,7 @@ def _with_seeded_generator(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def _with_sampler(loader: DataLoader[Any], seeded: RandomSampler) -> DataLoader[Any]:
-    batches = loader.batch_sampler
+    batches = find_batch_sampler(loader)
     if not isinstance(batches, BatchSampler):
         return copy_loader(loader, sampler=seeded)
     twin = copy.copy(batches)
@@ -244,12 +245,13 @@ def _shard(
 ) -> DataLoader[Any]:
     if isinstance(loader.dataset, IterableDataset):
         return _shard_stream(loader, count, index, split, even)
-    if loader.batch_sampler is None:
+    batches: Any = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    if batches is None:
         single_batches = BatchSampler(loader.sampler, batch_size=1, drop_last=False)
         shard = BatchSamplerShard(single_batches, count, index, split_batches=False, even_batches=even)
         shard.unverified = unverified
         return copy_loader(loader, sampler=SingleIndexSampler(shard))
-    shard = BatchSamplerShard(loader.batch_sampler, count, index, split, even)  # type: ignore[arg-type]
+    shard = BatchSamplerShard(batches, count, index, split, even)
     shard.unverified = unverified
     return copy_loader(loader, batch_sampler=shard)
 

@@ -94,6 +94,12 @@ def is_torch_batch_sampler(sampler: Any) -> TypeGuard[BatchSampler]:
     )
 
 
+def find_batch_sampler(dataloader: Any) -> Any:
+    """Return the batch sampler of a loader, which may be the ``sampler`` of one that does not collate."""
+    batches, sampler = (getattr(dataloader, name, None) for name in ("batch_sampler", "sampler"))
+    return sampler if batches is None and isinstance(sampler, BatchSampler) else batches
+
+
 def is_random(sampler: Any) -> bool:
     """Return True if a known sampler draws random numbers."""
     return type(sampler) is not SequentialSampler

@@ -28,8 +28,8 @@ from accelerate.core.option_report import OptionReport
 from accelerate.core.setting import load_settings
 from accelerate.core.value_types import PathText, PositiveInt
 from accelerate.data.active_loaders import ActiveLoaders
-from accelerate.data.loader import skip_first_batches as skip
 from accelerate.data.prepare import DataLoaderConfiguration
+from accelerate.data.skip_first_batches import skip_first_batches as skip
 from accelerate.facade import runtime as runtimes
 from accelerate.facade.checkpoint_manager import CheckpointManager, register_hook
 from accelerate.facade.compilation import TorchDynamoPlugin

@@ -22,7 +22,7 @@ from accelerate.core import environ, lazy_names
 from accelerate.core.errors import PrepareError, warn_user
 from accelerate.core.torch_internals import require
 from accelerate.core.units import show_bytes
-from accelerate.data.loader import DataLoaderShard, SkipDataLoader
+from accelerate.data.loader import DataLoaderShard
 from accelerate.data.prepare import DataLoaderConfiguration, prepare_data_loader
 from accelerate.facade.compilation import compile_regions
 from accelerate.facade.device_availability import is_bitsandbytes_multi_backend_available
@@ -417,13 +417,9 @@ class Preparer:
         """
         runtime, config = self.runtime, self.options.dataloader
         world, strategy = runtime.world, runtime.strategy
-        # A `SkipDataLoader` has the mark of a prepared one, too, and is made of one that is not sharded.
-        if isinstance(loader, DataLoaderShard) and not isinstance(loader, SkipDataLoader):
-            if loader._is_accelerate_prepared and loader.gradient_state is not runtime.gradients:
-                loader.active, loader.gradient_state = runtime.gradients.loaders, runtime.gradients
-                loader.device = world.device if place else loader.device
-            if loader._is_accelerate_prepared:
-                return loader
+        device = world.device if place else None
+        if isinstance(loader, DataLoaderShard) and loader.bind(runtime.gradients, device):
+            return loader
         more: dict[str, Any] = {"shard": config.shard} if config.shard != "auto" else {}
         if config.legacy_random_numbers:
             more["legacy_random_numbers"] = True
