@@ -747,3 +747,37 @@ def test_a_position_that_no_loader_takes_is_said(tmp_path: Path, caplog: pytest.
     assert "loader" not in caplog.text
     accelerator.load_state(tmp_path / "inside")
     assert "1 loader(s) that were prepared when it was saved are not prepared now" in caplog.text
+
+
+class EpochStream(IterableDataset[int]):
+    """A stream in an order of the epoch that is set."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(100 * self.epoch, 100 * self.epoch + 4)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_epoch_that_a_script_sets_on_its_stream_counts(processes: int) -> None:
+    """Also where the stream is in a shard; and what another loader sets on it is not the script's."""
+    stream = EpochStream()
+    loader, other = (
+        prepare_data_loader(
+            DataLoader(stream, batch_size=1), num_processes=processes, process_index=0, dispatch_batches=False
+        )
+        for _ in range(2)
+    )
+
+    def first(batches: Any) -> int:
+        return [int(batch) for batch in batches][0]
+
+    assert [first(loader) for _ in range(2)] == [0, 100]
+    seen = []
+    for epoch in (5, 6):
+        stream.set_epoch(epoch)
+        seen.append(first(loader))
+    assert [*seen, first(loader), first(other)] == [500, 600, 700, 0]

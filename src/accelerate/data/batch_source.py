@@ -294,9 +294,9 @@ def open_steps(
     """
     below = getattr(sampler, "batch_sampler", None)
     is_wrapped = isinstance(below, BatchSamplerShard) and not isinstance(sampler, BatchSamplerShard)
-    holder = below if is_wrapped else sampler
+    holder: Any = below if is_wrapped else sampler
     if single and not (is_wrapped or is_known(sampler)):
-        holder, is_wrapped = BatchSampler(sampler, 1, drop_last=False), True
+        holder, is_wrapped = BatchSampler(holder, 1, drop_last=False), True
     shard = holder if shards_batches(holder) else None
     order_state = epoch.order_state if epoch.is_resumed else None
     slicer = slicer_for(holder) if has_known_seed(holder, order_state) else None

@@ -200,6 +200,7 @@ def set_epochs(loader: Any, dataset: Any, epoch: int) -> None:
         if setter is not None and not any(holder is other for other in holders):
             holders.append(holder)
             setter(epoch)
+            holder = getattr(holder, "epoch_holder", holder)
             if type(now := getattr(holder, "epoch", None)) is int and hasattr(holder, "__weakref__"):
                 known_epochs[holder] = now
 
@@ -211,6 +212,7 @@ def find_new_epoch(loader: Any, dataset: Any) -> int | None:
     """
     for item in (*sampler_chain(loader.batch_sampler), *sampler_chain(loader.sampler), dataset):
         holder = getattr(getattr(item, "set_epoch", None), "__self__", None)
+        holder = getattr(holder, "epoch_holder", holder)
         epoch = getattr(holder, "epoch", None)
         if type(epoch) is int and hasattr(holder, "__weakref__") and epoch != known_epochs.get(holder, 0):
             return max(epoch, 0)
@@ -252,10 +254,7 @@ def restore_generators(generators: Sequence[Any], states: Sequence[Any]) -> None
         ValueError: the number of generators differs from the saved one.
     """
     if len(generators) != len(states):
-        raise ValueError(
-            f"the loader and its samplers hold {len(generators)} random generators, but {len(states)} were "
-            "saved"
-        )
+        raise ValueError(f"the loader has {len(generators)} random generators, but {len(states)} were saved")
     for generator, state in zip(generators, states, strict=True):
         _set_state(generator, from_plain(state))
 

@@ -153,6 +153,12 @@ class IterableDatasetShard(IterableDataset[Any]):
         else:
             setattr(self.dataset, name, value)
 
+    @property
+    def epoch_holder(self) -> Any:
+        """The stream, if it has an epoch of its own, which a script may set; else this object."""
+        stream = getattr(self.dataset, "epoch_holder", self.dataset)
+        return stream if hasattr(stream, "set_epoch") and hasattr(stream, "epoch") else self
+
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, also of a stream that shuffles by epoch."""
         self.epoch = epoch
