@@ -29,7 +29,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.core.errors import PrepareError
 from accelerate.data.batch_sampler_shard import slicer_for
 from accelerate.data.epoch_order import RNGSnapshot
@@ -629,6 +629,28 @@ def test_a_save_after_a_pass_inside_of_the_epoch_goes_on_with_the_epoch(
     assert rest == seen[4:]
 
 
+class EpochStream(IterableDataset[int]):
+    """A stream in an order of the epoch that is set."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(100 * self.epoch, 100 * self.epoch + 4)
+
+
+class Counts(IterableDataset[int]):
+    """Gives the numbers of a list, whatever worker asks."""
+
+    def __init__(self, numbers: Any) -> None:
+        self.numbers = numbers
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.numbers
+
+
 def test_an_evaluation_loads_the_checkpoint_of_a_training_with_another_loader(tmp_path: Path) -> None:
     set_seed(0)
     accelerator = Accelerator(cpu=True)
@@ -644,6 +666,22 @@ def test_an_evaluation_loads_the_checkpoint_of_a_training_with_another_loader(tm
         accelerator.load_state(tmp_path / "saved")
     assert [int(batch) for batch in loader] == [0, 1, 2, 3]
     assert torch.equal(model_again.weight, model.weight)
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("data", [[*range(4)], Counts(range(4))], ids=["list", "another stream"])
+def test_an_evaluation_reads_its_data_in_its_own_way(tmp_path: Path, data: Any, stateful: bool) -> None:
+    """A position inside of the training's stream, with its workers, is none of other data."""
+    options = DataLoaderConfiguration(use_stateful_dataloader=stateful)
+    accelerator = Accelerator(cpu=True, dataloader_config=options)
+    loader = accelerator.prepare(DataLoader(EpochStream(), batch_size=1, num_workers=2))
+    next(iter(loader))
+    accelerator.save_state(tmp_path / "saved")
+    accelerator = Accelerator(cpu=True, dataloader_config=options)
+    loader = accelerator.prepare(DataLoader(data, batch_size=1))
+    with pytest.warns(UserWarning, match=r"that of a stream \(EpochStream\), but this loader has "):
+        accelerator.load_state(tmp_path / "saved")
+    assert [int(batch) for batch in loader] == [0, 1, 2, 3]
 
 
 def test_nothing_is_skipped_in_the_epoch_after_the_last_batch(tmp_path: Path) -> None:
@@ -749,18 +787,6 @@ def test_a_position_that_no_loader_takes_is_said(tmp_path: Path, caplog: pytest.
     assert "1 loader(s) that were prepared when it was saved are not prepared now" in caplog.text
 
 
-class EpochStream(IterableDataset[int]):
-    """A stream in an order of the epoch that is set."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        yield from range(100 * self.epoch, 100 * self.epoch + 4)
-
-
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_epoch_that_a_script_sets_on_its_stream_counts(processes: int) -> None:
     """Also where the stream is in a shard; and what another loader sets on it is not the script's."""
@@ -773,7 +799,8 @@ def test_an_epoch_that_a_script_sets_on_its_stream_counts(processes: int) -> Non
     )
 
     def first(batches: Any) -> int:
-        return [int(batch) for batch in batches][0]
+        numbers = [int(batch) for batch in batches]
+        return numbers[0]
 
     assert [first(loader) for _ in range(2)] == [0, 100]
     seen = []

@@ -159,7 +159,11 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         base, self.device, self.skip_batches = self.base_dataloader, device, skip
         if base.num_workers and not getattr(base, "in_order", True):
             self.base_dataloader = copy_in_order(base)
-        self.position: LoaderPosition = LoaderPosition(iteration)
+        data = base.dataset
+        while isinstance(data, IterableDatasetShard):
+            data = data.dataset
+        kind = "a stream" if isinstance(data, IterableDataset) else "data by index"
+        self.position: LoaderPosition = LoaderPosition(iteration, data=f"{kind} ({type(data).__qualname__})")
         # For a twin of ``skip_first_batches``: what every epoch skips, and the loader without the skip.
         self._skip: EpochSkip = EpochSkip()
         self._unskipped: DataLoader[Any] | None = None
@@ -436,8 +440,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         """Record the position of the current batch in ``dl_state_dict``; prefetched batches do not count."""
         self._prefetch_state = self.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the position of a ``state_dict``; warn and leave it if it is of another kind of loader.
+    def load_state_dict(self, state_dict: dict[str, Any]) -> bool:
+        """Restore the position of a ``state_dict``; warn and return False if it is of another kind of loader.
 
         The next iteration then yields the epoch that was in progress from its beginning, in the same order,
         or the next epoch if that one was complete. ``skip_first_batches`` continues inside of it, and so does
@@ -453,8 +457,10 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
                 fix="of a loader of torchdata: DataLoaderConfiguration(use_stateful_dataloader=True)",
             )
         base = self._full_base
-        self.position.load_state_dict(state_dict, loader_generators(base), sampler_chain(base)[-1])
+        generators, sampler = loader_generators(base), sampler_chain(base)[-1]
+        is_loaded = self.position.load_state_dict(state_dict, generators, sampler)
         set_epochs(self.base_dataloader, base.dataset, self.position.iteration)
+        return is_loaded
 
     # For loaders of torchdata, whose state_dict has another form.
     position_state, load_position = state_dict, load_state_dict

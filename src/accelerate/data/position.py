@@ -161,6 +161,7 @@ class LoaderPosition:
         current: the newest iteration, or None.
         record: the epoch of a loaded checkpoint, as long as the loader has not come further.
         data_shard: see ``Epoch``.
+        data: the kind and the class of the data, in words; or empty.
         is_per_rank: each process keeps data of its own, and its position counts these alone.
         torchdata_state: a loaded state of torchdata's loader, until an epoch begins;
         counted_batches: how many batches it counts, where it is no position; and
@@ -171,6 +172,7 @@ class LoaderPosition:
     current: Epoch | None = None
     record: Epoch | None = None
     data_shard: DataShard | None = None
+    data: str = ""
     is_per_rank: bool = False
     torchdata_state: dict[str, Any] | None = None
     counted_batches: int = 0
@@ -265,6 +267,7 @@ class LoaderPosition:
             return dict(self._loaded_state)
         state = {
             "epoch": self.iteration,
+            "data": self.data,
             "world_size": self.num_shards,
             "step": step,
             "per_rank": self.is_per_rank,
@@ -298,33 +301,39 @@ class LoaderPosition:
             state["epoch"] = max(self.iteration, current.number + current.complete)
         return state
 
-    def load_state_dict(self, state: dict[str, Any], generators: list[Any], sampler: Any) -> None:
+    def load_state_dict(self, state: dict[str, Any], generators: list[Any], sampler: Any) -> bool:
         """Restore the position of a ``state_dict`` of this or another process.
 
         A seed that the sampler has from the program, and not from the user, is restored too. A position of
-        a loader with another number of generators is not loaded: an evaluation, for instance, loads the
-        checkpoint of a training whose loader is another one.
+        a loader of other data, or with another number of generators, is not loaded, and False returned: an
+        evaluation, for instance, loads the checkpoint of a training whose loader is another one.
         """
-        world = worlds.current()
-        if len(states := state.get("now", generators)) != len(generators):
+        world, saved_data = worlds.current(), state.get("data", self.data)
+        states, reason = state.get("now", generators), ""
+        if saved_data != self.data:
+            reason = f"it is that of {saved_data}, but this loader has {self.data}"
+        elif len(states) != len(generators):
+            reason = (
+                f"{len(states)} random generators were saved with it, but this loader and its samplers hold "
+                f"{len(generators)}"
+            )
+        if reason:
             if world is None or world.is_main:
                 warnings.warn(
-                    f"the position of a loader is not loaded, so it begins anew: {len(states)} random "
-                    f"generators were saved with it, but this loader and its samplers hold {len(generators)}",
-                    stacklevel=3,
+                    f"the position of a loader is not loaded, so it begins anew: {reason}", stacklevel=3
                 )
-            return
+            return False
         self.iteration, self.current, self.record = state["epoch"], None, None
         self.torchdata_state, self.counted_batches, self.restored_state = None, 0, None
         if "in_progress" not in state:
-            return
+            return True
         self._workers_started = state["warm"]
         restore_generators(generators, state["now"])
         if isinstance(sampler, SeedableRandomSampler) and not sampler.has_given_seed and "seed" in state:
             sampler.initial_seed = from_plain(state["seed"])
         saved = state["in_progress"]
         if saved is None or saved["start"] is None:
-            return
+            return True
         if not saved["complete"]:
             self.iteration = saved["epoch"]
         self._loaded_state = state
@@ -345,6 +354,7 @@ class LoaderPosition:
             length=saved["length"],
             inner_epochs=0 if saved["complete"] else state["epoch"] - saved["epoch"],
         )
+        return True
 
     def resolve_skip(self, batches: int | None, step: int, count: int | None) -> EpochSkip:
         """Resolve a number of batches to skip: the recorded position, if it matches that number.

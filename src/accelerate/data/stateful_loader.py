@@ -126,7 +126,8 @@ class TorchdataState:
             return
         slot = _main_part(state_dict).get(_SLOT)
         if isinstance(slot, dict) and _POSITION in slot:
-            self.load_position(slot[_POSITION])
+            if not self.load_position(slot[_POSITION]):
+                return
             own = slot["rank"] == collective.rank()
         else:
             self.load_position({"epoch": self.position.iteration})
