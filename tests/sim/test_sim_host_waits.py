@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.support.ranks import RankServer
 
@@ -74,8 +76,8 @@ def train(monkeypatch: pytest.MonkeyPatch, kind: str, how: str, options: dict[st
     Args:
         monkeypatch: of the caller.
         kind: the strategy.
-        how: "weighted" by items, "pinned" memory, in "large" batches (2 MiB), "fused" optimizer,
-            "unscheduled", "recomputed": some of these, in one string.
+        how: "weighted" by items, memory "pinned" by the loader or "pinned by collate", in "large" batches
+            (2 MiB), "fused" optimizer, "unscheduled", "recomputed": some of these, in one string.
         options: of the ``Accelerator``.
     """
     from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
@@ -93,8 +95,10 @@ def train(monkeypatch: pytest.MonkeyPatch, kind: str, how: str, options: dict[st
     norm = nn.LayerNorm(4) if "mixed_precision" in options else nn.BatchNorm1d(4)
     model = nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 1))
     samples: Any = [torch.ones(4)] * (2 * 2 * WINDOWS * accelerator.num_processes)
-    collate = large if "large" in how else pinned if "pinned" in how else None
-    rows = torch.utils.data.DataLoader(samples, batch_size=2, collate_fn=collate)
+    by_program = "by collate" in how
+    collate = large if "large" in how else pinned if by_program else None
+    pins = "pinned" in how and not by_program
+    rows = DataLoader(samples, batch_size=2, collate_fn=collate, pin_memory=pins)
     optimizer = torch.optim.AdamW(model.parameters(), fused="fused" in how)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     model, optimizer, rows, schedule = accelerator.prepare(model, optimizer, rows, schedule)
@@ -120,7 +124,7 @@ def pinned(samples: list[torch.Tensor]) -> torch.Tensor:
 
 
 def large(samples: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(samples).repeat(2**16, 1).pin_memory()
+    return torch.stack(samples).repeat(2**16, 1)
 
 
 def waits(kind: str, how: str, options: dict[str, Any]) -> list[str]:
@@ -161,12 +165,36 @@ def test_one_process_waits_for_nothing() -> None:
     assert waits("one process", "", {}) == []
 
 
-@pytest.mark.parametrize("how", ["", "pinned large"])
+@pytest.mark.parametrize("how", ["", "pinned large", "pinned by collate"])
 def test_batches_go_over_a_stream_of_their_own(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host waits for that stream alone, and not where the memory is pinned."""
+    """The host waits for that stream alone, and not where the loader has pinned the memory.
+
+    A collate function may fill the memory that it has pinned again.
+    """
     copies = train(monkeypatch, "one process", how, {}).copies
     batches = [copy for copy in copies if not copy[1]]
-    assert batches == [(how == "", False)] * 2 * WINDOWS
+    assert batches == [(how != "pinned large", False)] * 2 * WINDOWS
+
+
+class OneBuffer(IterableDataset[Any]):
+    """A stream that fills one buffer again and again."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        buffer = torch.empty(2)
+        for number in range(4):
+            yield buffer.fill_(number)
+
+
+@pytest.mark.parametrize("batch_size", [None, 1])
+def test_a_batch_is_on_the_device_before_the_next_one_is_read(batch_size: int | None) -> None:
+    def same(samples: list[torch.Tensor]) -> torch.Tensor:
+        return samples[0]
+
+    from accelerate import Accelerator
+
+    collate = None if batch_size is None else same
+    loader = Accelerator().prepare(DataLoader(OneBuffer(), batch_size=batch_size, collate_fn=collate))
+    assert [batch.tolist() for batch in loader] == [[number, number] for number in range(4)]
 
 
 def test_a_small_copy_from_pinned_memory_does_not_go_there(monkeypatch: pytest.MonkeyPatch) -> None:

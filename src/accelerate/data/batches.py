@@ -69,12 +69,16 @@ class BatchCopier:
 
     Args:
         device: the device; None: batches stay where they are.
-        non_blocking: the host does not wait for copies from memory that is not pinned either.
+        non_blocking: the host waits for no copy.
+        has_pinned_copies: the loader pins memory, anew for each batch; the program may use any other memory
+            again as soon as it is copied.
     """
 
-    def __init__(self, device: torch.device | str | None, non_blocking: bool) -> None:
+    def __init__(
+        self, device: torch.device | str | None, non_blocking: bool, has_pinned_copies: bool = False
+    ) -> None:
         self.device = None if device is None else torch.device(device)
-        self.non_blocking = non_blocking
+        self.non_blocking, self.has_pinned_copies = non_blocking, has_pinned_copies
         self._requests: deque[Any] = deque()
         self._stream: Any = None
         self._is_host = self.device is not None and self.device.type == "cpu"
@@ -98,7 +102,7 @@ class BatchCopier:
         if not tensors:
             return send_to_device(batch, self.device, self.non_blocking)
         # Torch keeps pinned memory until the copies out of it are over.
-        is_pinned = all(tensor.is_pinned() for tensor in tensors)
+        is_pinned = self.has_pinned_copies and all(tensor.is_pinned() for tensor in tensors)
         if is_pinned and sum(tensor.nbytes for tensor in tensors) <= _SMALL_BATCH:
             return send_to_device(batch, self.device, True)
         now = self._hardware.current_stream(self.device.index)

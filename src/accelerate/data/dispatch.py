@@ -212,7 +212,8 @@ class DataLoaderDispatcher(DataLoaderShard):
         if isinstance(collate, GlobalBatchCollate):
             collate.first = []
         group = self._fetches_per_step
-        inner = replace(epoch, skip=replace(epoch.skip, batches=epoch.skip.batches * group))
+        skip = replace(epoch.skip, batches=epoch.skip.batches * group)
+        inner = replace(epoch, skip=skip, copy_to_device=None)  # parts of it are sent
         marked_batches = stream_batches(
             base, inner, self.total_batch_size // group, self._indexed_loader(base)
         )

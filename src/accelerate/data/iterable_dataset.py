@@ -21,6 +21,7 @@ from accelerate.core.errors import PrepareError
 from accelerate.data.batches import FetchedBatch
 from accelerate.data.position import Epoch, StreamSplit
 from accelerate.world import collective
+from accelerate.world.local_tensor_trees import send_to_device
 
 _logger = logging.getLogger(__name__)
 
@@ -293,7 +294,8 @@ class SourceShard(IterableDatasetShard):
             yield from batches
             return
         upcoming = next(batches, None)
-        first = None if upcoming is None else copy.deepcopy(upcoming.batch)
+        # Of the host: a rank may have none, and get it in a message.
+        first = None if upcoming is None else send_to_device(copy.deepcopy(upcoming.batch), "cpu")
         step = self._exchange(upcoming)
         enough = self.num_processes if self.drop_last else 1
         if enough <= step.ranks < self.num_processes:

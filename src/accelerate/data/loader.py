@@ -297,7 +297,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _batches(self, epoch: Epoch) -> Iterator[Any]:
         """Yield each batch on the device."""
-        copier, step = BatchCopier(self.device, self._non_blocking), self.total_batch_size
+        step, pins = self.total_batch_size, bool(self.base_dataloader.pin_memory)
+        epoch.copy_to_device = BatchCopier(self.device, self._non_blocking, pins).copy
         epoch.samples = epoch.skip.batches * step if epoch.skip.samples is None else epoch.skip.samples
         empty, source = True, self
         if epoch.outer is not None and self._full_base.persistent_workers:  # in use: torch has one iterator
@@ -306,7 +307,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         for fetched in self.time_fetches(source._fetch(epoch.skip), step):
             empty = False
             self.active.touch(self)
-            batch = copier.copy(fetched.batch)
+            batch = epoch.copy_to_device(fetched.batch)
             if self.slice_batch is not None:
                 batch = self.slice_batch(batch)
             epoch.batches += 1

@@ -7,6 +7,7 @@ One position is shared by a prepared loader and by the twins that ``skip_first_b
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -118,6 +119,8 @@ class Epoch:
         loader: the loader that iterates, while it does;
         shown: its attributes, and those of the one that it is a twin of, when an inner one began; and
         backwards_before: how many backwards there had been when this one began.
+        copy_to_device: copies a batch there; what reads ahead does so first, for the loader's data may use
+            the memory again.
         inner_epochs: complete iterations inside of this one, before it was saved: they have numbers, too.
     """
 
@@ -149,6 +152,7 @@ class Epoch:
     loader: Any = None
     shown: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     backwards_before: int = 0
+    copy_to_device: Callable[[Any], Any] | None = None
     inner_epochs: int = 0
 
 

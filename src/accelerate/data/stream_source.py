@@ -160,7 +160,10 @@ def stream_batches(
         epoch.order_state = replace(epoch.order_state, loader=draws)
     upcoming = next(islice(batches, count, None), END)
     while upcoming is not END:
-        (batch, taken, epoch.loader_state), upcoming = upcoming, next(batches, END)
+        batch, taken, epoch.loader_state = upcoming
+        if epoch.copy_to_device is not None:
+            batch = epoch.copy_to_device(batch)
+        upcoming = next(batches, END)
         yield batch, upcoming is END, taken
 
 
