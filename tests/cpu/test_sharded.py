@@ -677,6 +677,8 @@ def hugging_face_rows(style: str) -> list[Any]:
         data = data.with_transform(lambda rows: {"x": [torch.tensor(x + 0 * rank) for x in rows["x"]]})
     elif style == "shuffled without a seed":
         data = data.shuffle(seed=rank)
+    elif style == "selected without a seed":
+        data = data.shuffle(seed=rank).select(range(6))
     else:
         data = data.select(range(8 + rank * 4))
     try:
@@ -732,7 +734,7 @@ def test_files_that_rows_name_are_compared_by_what_they_hold(
     assert sorted(map(int, first + second)) == list(range(16 if is_copy else 32))
 
 
-@pytest.mark.parametrize("style", ["shuffled without a seed", "of other lengths"])
+@pytest.mark.parametrize("style", ["shuffled without a seed", "selected without a seed", "of other lengths"])
 def test_a_dataset_of_which_the_ranks_have_other_rows_is_refused(ranks: RankServer, style: str) -> None:
     (text,) = same_on_all(ranks(2, hugging_face_rows, style))
     assert "the rows of its Dataset differ" in text

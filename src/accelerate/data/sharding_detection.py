@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ _RANK_SPECIFIC = ("seed", "device", "generator", "rng", "cache", "log", "tmp", "
 _PROCESS_ATTRIBUTES = frozenset(("host", "hostname", "node", "pid", "port", "local_rank"))
 # Rows of a ``datasets.Dataset`` that are compared over the ranks.
 COMPARED_ROWS = 16
+COMPARED_INDICES = 4096  # of those that select rows of a table
 COMPARED_BYTES = 4096  # of a file that a row names
 COMPARED_VALUES = 64  # of a tensor in a sample
 COMPARED_ENDS = 512  # samples at either end of a list
@@ -438,21 +440,25 @@ class RowDigests:
         table_length: number of rows of the Arrow table, of which the dataset may select some.
         rows: digests of some rows, one per row, by column.
         table_rows: the same of the Arrow table.
+        selected: rows of the table that the dataset selects, of a large one some; None: all are its rows.
     """
 
     length: int
     table_length: int
     rows: dict[str, list[bytes]]
     table_rows: dict[str, list[bytes]]
+    selected: list[int] | None
 
     @classmethod
     def of(cls, dataset: Any) -> RowDigests:
         """Return the digests of evenly spaced rows, without the dataset's transforms."""
-        table = dataset.data.table
+        table, selected = dataset.data.table, None
         rows = dataset.with_format("arrow")[_spaced(len(dataset))]
-        return cls(
-            len(dataset), table.num_rows, _digests(rows), _digests(table.take(_spaced(table.num_rows)))
-        )
+        if dataset._indices is not None:
+            indices = dataset._indices.column(0).to_numpy()
+            selected = np.unique(indices[indices % (1 + table.num_rows // COMPARED_INDICES) == 0]).tolist()
+        table_rows = _digests(table.take(_spaced(table.num_rows)))
+        return cls(len(dataset), table.num_rows, _digests(rows), table_rows, selected)
 
 
 def _find_split_rows(dataset: Any, name: str) -> str | None:
@@ -473,7 +479,10 @@ def _find_split_rows(dataset: Any, name: str) -> str | None:
         return None
     lengths = [each.length for each in every]
     same_table = _are_same([each.table_rows for each in every])
-    if max(lengths) - min(lengths) <= 1 and (not same_table or sum(lengths) <= every[0].table_length):
+    # Parts of one table have no row in common; a random selection without a seed has some.
+    selected = Counter(row for each in every for row in each.selected or ())
+    is_split = sum(lengths) <= every[0].table_length and max(selected.values(), default=1) == 1
+    if max(lengths) - min(lengths) <= 1 and (not same_table or is_split):
         return f"its {type(dataset).__name__} has other rows on each process, {sum(lengths)} in all"
     raise CollectiveError(
         f"the processes do not have the same data in {name}: the rows of its {type(dataset).__name__} differ",
