@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import multiprocessing as mp
 import os
@@ -477,6 +478,41 @@ class RepeatedBatches:
 
     def __iter__(self) -> Iterator[Any]:
         return (batch for batch in self.loader for _ in range(2))
+
+
+class Endless(IterableDataset[int]):
+    """A stream that does not say how long it is."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(6)
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class EndlessSampler(RandomSampler):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(6)
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_length_that_is_not_implemented_is_none(is_stream: bool, drop_last: bool, size: int) -> None:
+    order = None if is_stream else EndlessSampler(range(6))
+    data: Any = Endless() if is_stream else [*range(6)]
+    user = DataLoader(data, batch_size=2, sampler=order, drop_last=drop_last)
+    options: dict[str, Any] = {"dispatch_batches": False, "shard": True}
+    loader = prepare_data_loader(user, num_processes=size, process_index=0, **options)
+    expects_warning = pytest.warns(UserWarning, match="the samples do not fill one of 4 processes")
+    with expects_warning if drop_last and size == 4 else contextlib.nullcontext():
+        batches = [batch.tolist() for batch in loader]
+    filled = {1: [[0, 1], [2, 3], [4, 5]], 2: [[0, 1], [4, 5]], 4: [[0, 1]]}[size]
+    assert batches == (filled[:-1] if drop_last and size > 1 else filled)
+    assert [batch.tolist() for batch in skip_first_batches(loader, 1)] == batches[1:]
 
 
 def test_an_object_around_a_loader_skips_what_it_yields_itself() -> None:

@@ -193,7 +193,7 @@ class DataLoaderStateMixin:
         self.reset()
         if not getattr(self, "_drop_last", True):
             own: Any = self
-            with suppress(AttributeError, TypeError):  # a stream without a length
+            with suppress(AttributeError, TypeError, NotImplementedError):  # a stream without a length
                 samples = getattr(own, "total_dataset_length", None)
                 self.remainder = (len(own.dataset) if samples is None else samples) % own.total_batch_size
         self.trains, self.begun_at = False, self.active.clock

@@ -392,7 +392,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     def _count_text(self) -> str:
         try:
             return str(self.total_dataset_length)
-        except TypeError:  # a stream without a length
+        except (TypeError, NotImplementedError):  # a stream without a length
             return "the"
 
     @property

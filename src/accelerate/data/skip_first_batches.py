@@ -129,7 +129,7 @@ def _count_skipped(sampler: Any, skip: EpochSkip) -> int:
 def _length_or_none(loader: DataLoader[Any]) -> int | None:
     try:
         return len(loader)
-    except TypeError:  # a stream without a length
+    except (TypeError, NotImplementedError):  # a stream without a length
         return None
 
 
