@@ -171,6 +171,28 @@ def test_a_short_batch_in_the_middle_loses_nothing() -> None:
     assert views(Ragged(), 2) == [[[0, 1], [3, 4]], [[2], [5, 6]]]
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_batches_longer_than_their_size_lose_nothing(drop_last: bool) -> None:
+    """Samplers that pack by tokens say the size that they aim at."""
+
+    class Long(BatchSampler):
+        def __init__(self, count: int) -> None:
+            self.batch_size, self.drop_last, self.count = 2, drop_last, count
+
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter([[0, 1, 2, 3], [4], [5, 6, 7], [8, 9, 10]][: self.count])
+
+        def __len__(self) -> int:
+            return self.count
+
+    assert views(Long(4), 2) == [[[0, 1, 2, 3], [5, 6, 7]], [[4], [8, 9, 10]]]
+    assert views(Long(3), 2)[1][1:] == ([] if drop_last else [[0, 1, 2, 3]])
+    first, second = [[0, 1], [4], [5, 6], [8, 9]], [[2, 3], [0], [7, 0], [10, 0]]
+    if drop_last:  # without the batch that is too short
+        del first[1], second[1]
+    assert views(Long(4), 2, split=True) == [first, second]
+
+
 @pytest.mark.parametrize("split", [False, True])
 def test_a_subclass_may_change_the_batches_of_a_shard(split: bool) -> None:
     """As in 1.15, where one of two methods gives them."""

@@ -207,7 +207,7 @@ class BatchSamplerShard(BatchSampler):
             if self.process_index < len(group):
                 yield self._take_batch(group, skipped, real)
             return
-        if self.batch_size is None:
+        if self.batch_size is None or any(len(batch) > self.batch_size for batch in group):
             # Batches of varying size cannot be divided anew: repeat whole ones.
             if self.process_index < len(group):
                 yield self._take_batch(group, skipped, real)
@@ -229,9 +229,9 @@ class BatchSamplerShard(BatchSampler):
         for batch in batches:
             first = first if len(first) else batch  # the batches of a sampler may be arrays
             real = len(batch)
-            size = self.batch_size or real + -real % self.num_processes
+            size = max(self.batch_size or 0, real + -real % self.num_processes)
             if real < size:
-                if self.drop_last:
+                if self.drop_last and real < (self.batch_size or size):
                     continue
                 if self.even_batches:
                     batch = list(islice(chain(batch, cycle(first)), size))
