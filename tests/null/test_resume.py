@@ -746,6 +746,26 @@ class EpochBatches(torch.utils.data.Sampler[list[int]]):
         return iter([[index] for index in torch.randperm(6, generator=generator).tolist()])
 
 
+@pytest.mark.parametrize("kind", ["changing", "lists", "bulk", "default", "stream", "own iteration"])
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
+def test_more_batches_may_be_left_out_of_the_rest_of_an_epoch(kind: str, before: int, after: int) -> None:
+    """Also where the sampler does not say how large they are."""
+    _, states = walk([prepared(kind, 0, before, rank) for rank in range(before)], stop=2)
+
+    def rest(further: int) -> list[Any]:
+        parts: list[Any] = []
+        for rank in range(after):
+            loader = prepared(kind, 0, after, rank)
+            loader.load_state_dict(states[0])
+            batches = skip_first_batches(skip_first_batches(loader, None), further)
+            parts.append(seeded(lambda batches=batches: [real(batches, batch) for batch in batches]))
+        return parts
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        assert rest(2) == [part[2:] for part in rest(0)]
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_epoch_that_a_script_sets_on_its_sampler_counts(processes: int) -> None:
     """F5-TTS resumes so: it skips batches first, and sets the epoch of its batch sampler afterwards."""

@@ -335,7 +335,7 @@ def slice_steps(
         later_states=epoch.later_states,
         always=epoch.data_shard is not None,
     )
-    offset = skip.batches * slicer.step_samples if skip.samples is None else skip.samples
+    offset = skip.count_samples(slicer.step_samples)
     if epoch.is_resumed and epoch.length not in (None, len(order)):
         warnings.warn(
             f"the data has {len(order)} samples, but the checkpoint was saved with {epoch.length}: the order "
@@ -362,7 +362,9 @@ def _walk_steps(
         batches, shard.unverified = check_first_batch(batches, shard.unverified), None
     group = 1 if shard is None or shard.split_batches else shard.num_processes
     skip = epoch.skip
-    rest, epoch.samples, head = skip_items(batches, skip.batches * group, skip.samples, group)
+    rest, epoch.samples, head = skip_items(
+        batches, skip.batches * group, skip.samples, group, skip.further * group
+    )
     if shard is not None:
         return mark_last(shard.steps(rest, epoch.samples, head))
     steps = single_steps(rest, epoch.samples, getattr(holder, "batch_size", None) or 1)

@@ -212,7 +212,7 @@ class DataLoaderDispatcher(DataLoaderShard):
         if isinstance(collate, GlobalBatchCollate):
             collate.first = []
         group = self._fetches_per_step
-        skip = replace(epoch.skip, batches=epoch.skip.batches * group)
+        skip = replace(epoch.skip, batches=epoch.skip.batches * group, further=epoch.skip.further * group)
         inner = replace(epoch, skip=skip, copy_to_device=None)  # parts of it are sent
         marked_batches = stream_batches(
             base, inner, self.total_batch_size // group, self._indexed_loader(base)

@@ -262,7 +262,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         new_epoch = find_new_epoch(self.base_dataloader, self.dataset)
         if new_epoch is not None:
             self.iteration = new_epoch
-        skip, inside = self._skip.add(self.skip_batches, self.total_batch_size), bool(self._skip)
+        skip, inside = self._skip.add(self.skip_batches), bool(self._skip)
         record = self.position.record
         if record is not None and record.complete and skip.samples is not None:
             self.position.finish_record()
@@ -299,7 +299,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         """Yield each batch on the device."""
         step, pins = self.total_batch_size, bool(self.base_dataloader.pin_memory)
         epoch.copy_to_device = BatchCopier(self.device, self._non_blocking, pins).copy
-        epoch.samples = epoch.skip.batches * step if epoch.skip.samples is None else epoch.skip.samples
+        epoch.samples = epoch.skip.count_samples(step)
         empty, source = True, self
         if epoch.outer is not None and self._full_base.persistent_workers:  # in use: torch has one iterator
             source = copy.copy(self)

@@ -29,19 +29,24 @@ class EpochSkip:
 
     Attributes:
         batches: batches of this process, as the current world counts them.
-        samples: samples of the order, of all processes; None: those of ``batches``.
+        samples: samples of the order, of all processes, before
+        further: the last ones of ``batches``; None: all of these are counted as batches.
     """
 
     batches: int = 0
     samples: int | None = None
+    further: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.batches or self.samples)
 
-    def add(self, batches: int, step: int) -> EpochSkip:
-        """Return a skip of ``batches`` more batches of ``step`` samples each."""
-        samples = None if self.samples is None else self.samples + batches * step
-        return EpochSkip(self.batches + batches, samples)
+    def add(self, batches: int) -> EpochSkip:
+        """Return a skip of ``batches`` more batches."""
+        return EpochSkip(self.batches + batches, self.samples, self.further + batches)
+
+    def count_samples(self, step: int) -> int:
+        """Count the skipped samples where every batch is one of a step of ``step`` samples."""
+        return self.batches * step if self.samples is None else self.samples + self.further * step
 
 
 class StreamSplit(NamedTuple):
@@ -293,7 +298,8 @@ class LoaderPosition:
                 "start": None if current.order_state is None else current.order_state.state_dict(),
             }
             begun = current.fetches or fetches
-            done = current.batches - (current.skip.batches if current.skipped else 0)
+            skip = current.skip
+            done = current.batches - (skip.batches - skip.further if current.skipped else 0)
             layout = fetches._replace(
                 workers=begun.workers,
                 persistent=begun.persistent,

@@ -56,8 +56,9 @@ class AllRankBatchSteps:
                 order_state=order_state,
             )
             group = 1 if self.shard.split_batches else self.shard.num_processes
+            skip = epoch.skip
             rest, epoch.samples, head = skip_items(
-                batches, epoch.skip.batches * group, epoch.skip.samples, group
+                batches, skip.batches * group, skip.samples, group, skip.further * group
             )
             divide = self._divide_each if self.shard.split_batches else self._group_batches
             steps = divide(rest, head)

@@ -218,7 +218,7 @@ def count_samples(item: Any) -> int:
 
 
 def skip_items(
-    items: Iterator[Any], count: int, samples: int | None, keep_first: int
+    items: Iterator[Any], count: int, samples: int | None, keep_first: int, further: int = 0
 ) -> tuple[Iterator[Any], int, list[Any]]:
     """Skip the first items of a sampler.
 
@@ -227,6 +227,7 @@ def skip_items(
         count: number of items to skip, or
         samples: number of samples to skip, if given; a batch that this ends in is cut.
         keep_first: how many of the first items to return.
+        further: number of items to skip after these samples.
 
     Returns:
         The rest, the number of skipped samples, and the first ``keep_first`` items of those.
@@ -243,6 +244,9 @@ def skip_items(
             skipped = samples
             break
         skipped, number = skipped + count_samples(item), number + 1
+    if samples is not None and further:
+        items, more, others = skip_items(items, further, None, keep_first - len(first_items))
+        return items, skipped + more, first_items + others
     return items, skipped, first_items
 
 

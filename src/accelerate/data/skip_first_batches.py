@@ -107,9 +107,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int | None = 0)
         return dataloader
     twin = copy.copy(dataloader)
     twin._original = dataloader if dataloader._original is None else dataloader._original
-    twin._skip = EpochSkip(dataloader._skip.batches + skip.batches, skip.samples)
-    if dataloader._skip:
-        twin._skip = dataloader._skip.add(skip.batches, step)
+    twin._skip = dataloader._skip.add(skip.batches) if dataloader._skip else skip
     batches = find_batch_sampler(dataloader._full_base)
     if fetches_by_index(dataloader._full_base) and batches is not None:
         twin._unskipped = whole = dataloader._full_base
@@ -123,7 +121,8 @@ def _count_skipped(sampler: Any, skip: EpochSkip) -> int:
     slicer = slicer_for(sampler)
     if slicer is None or skip.samples is None:
         return skip.batches
-    return len(sampler) - slicer.count_steps(len(inner_sampler(sampler)) - skip.samples)
+    skipped = skip.count_samples(slicer.step_samples)
+    return len(sampler) - slicer.count_steps(len(inner_sampler(sampler)) - skipped)
 
 
 def _length_or_none(loader: DataLoader[Any]) -> int | None:

@@ -172,7 +172,7 @@ def _select_items(
 ) -> tuple[Iterable[Any], int]:
     """Return the object to iterate, and the number of its items to skip."""
     skip, fetches = epoch.skip, epoch.fetches
-    epoch.samples = skip.batches * step if skip.samples is None else skip.samples
+    epoch.samples = skip.count_samples(step)
     if fetches is None or skip.samples is None:
         return base, skip.batches
     # Fillers and incomplete steps: a batch may have given fewer samples.
@@ -184,13 +184,13 @@ def _select_items(
     if same_layout and epoch.samples == skip.batches * step + missing:
         return base, skip.batches
     if isinstance(base.dataset, IterableDataset):
-        return resume_stream(base, epoch, fetches), 1
-    epoch.skipped = [epoch.samples]
+        return resume_stream(base, epoch, fetches), 1 + skip.further
+    epoch.skipped = [skip.samples]
     # The loader's own batches cannot be cut, but its sampler's can.
     indexed, index_sampler = with_index_sampler(base)
-    part = Epoch(epoch.number, skip)
+    part = Epoch(epoch.number, replace(skip, further=0))
     index_sampler.upcoming = _RemainingIndices(base, generators, part, is_late)
-    return indexed, 0
+    return indexed, skip.further
 
 
 def _is_late(order_state: OrderState | None, is_sharded: bool) -> bool:
@@ -303,7 +303,7 @@ def resume_stream(base: DataLoader[Any], epoch: Epoch, fetches: FetchLayout) -> 
 
     Args:
         base: the sharded loader of a stream, with the workers that read it when it was saved.
-        epoch: with a skip that counts samples.
+        epoch: with a skip that counts samples; its further batches are not left out here.
         fetches: how it was read.
     """
     total = epoch.skip.samples or 0
