@@ -766,6 +766,28 @@ def test_more_batches_may_be_left_out_of_the_rest_of_an_epoch(kind: str, before:
         assert rest(2) == [part[2:] for part in rest(0)]
 
 
+@pytest.mark.parametrize("seed", [None, 5])
+def test_a_stream_that_is_shuffled_without_a_seed_is_told_of(seed: int | None) -> None:
+    """Each run of the program divides and shuffles it in another way."""
+    datasets = pytest.importorskip("datasets")
+
+    def loader() -> Any:
+        rows = datasets.Dataset.from_dict({"x": range(16)}).to_iterable_dataset(num_shards=4)
+        return prepare_data_loader(DataLoader(rows.shuffle(seed=seed, buffer_size=8), batch_size=2))
+
+    first, second = loader(), loader()
+    seen, states = [], []
+    for batch in first:
+        seen.append(batch["x"].tolist())
+        states.append(json.loads(json.dumps(first.state_dict())))
+    if seed is None:
+        with pytest.warns(UserWarning, match=r"give its shuffle\(\) a seed"):
+            second.load_state_dict(states[2])
+    else:
+        second.load_state_dict(states[2])
+        assert [batch["x"].tolist() for batch in skip_first_batches(second, None)] == seen[3:]
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_epoch_that_a_script_sets_on_its_sampler_counts(processes: int) -> None:
     """F5-TTS resumes so: it skips batches first, and sets the epoch of its batch sampler afterwards."""

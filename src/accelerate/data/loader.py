@@ -47,7 +47,9 @@ from accelerate.data.iterable_dataset import (
 )
 from accelerate.data.position import Epoch, EpochSkip, FetchLayout, LoaderPosition
 from accelerate.data.sample_order import find_batch_sampler
+from accelerate.data.sharding_detection import shuffle_facts
 from accelerate.data.stream_source import stream_batches, with_saved_split
+from accelerate.world import collective
 from accelerate.world.local_tensor_trees import ignorant_find_batch_size
 from accelerate.world.rng import synchronize_rng_states
 
@@ -430,7 +432,10 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         fetches = FetchLayout(
             base.num_workers, base.persistent_workers, step // self._fetches_per_step, [], 0, split
         )
-        return self.position.state_dict(loader_generators(base), sampler_chain(base)[-1], step, fetches)
+        state = self.position.state_dict(loader_generators(base), sampler_chain(base)[-1], step, fetches)
+        if isinstance(base.dataset, IterableDataset):
+            state["shuffles"] = shuffle_facts(base.dataset)
+        return state
 
     @property
     def dl_state_dict(self) -> dict[str, Any]:
@@ -461,6 +466,14 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         generators, sampler = loader_generators(base), sampler_chain(base)[-1]
         is_loaded = self.position.load_state_dict(state_dict, generators, sampler)
         set_epochs(self.base_dataloader, base.dataset, self.position.iteration)
+        saved, record = state_dict.get("shuffles"), self.position.record
+        is_inside = is_loaded and record is not None and not record.complete
+        if saved and is_inside and collective.rank() == 0 and saved != shuffle_facts(base.dataset):
+            warnings.warn(
+                "a stream that shuffles itself has another seed than when it was saved: samples of the epoch "
+                "are repeated, and others left out; give its shuffle() a seed",
+                stacklevel=2,
+            )
         return is_loaded
 
     # For loaders of torchdata, whose state_dict has another form.

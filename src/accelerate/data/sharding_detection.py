@@ -368,14 +368,14 @@ def compare_ranks(loader: DataLoader[Any], how: str, is_rank0_read: bool = False
     if how != "kept":
         seen.update(loader_facts(loader, how == "sharded", is_rank0_read))
     if how == "sharded":
-        seen.update(_shuffle_facts(loader))
+        seen.update(shuffle_facts(data))
     check_same(describe_loader(loader), seen, is_rank0_read)
 
 
-def _shuffle_facts(loader: DataLoader[Any]) -> dict[str, str]:
+def shuffle_facts(dataset: Any) -> dict[str, str]:
     """Return the generators by which a stream of ``datasets`` shuffles itself, as short texts."""
     facts: dict[str, str] = {}
-    for stream in _walk_attributes(loader.dataset, "dataset"):
+    for stream in _walk_attributes(dataset, "dataset"):
         for layer in _walk_attributes(getattr(stream, "_ex_iterable", None), "ex_iterable"):
             for generator in find_generators(layer):
                 state = str(capture_generators([generator]))
