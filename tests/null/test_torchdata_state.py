@@ -180,6 +180,23 @@ def test_a_stream_with_a_state_is_not_read_again() -> None:
     assert plain(again) == batches
 
 
+def test_a_stream_with_a_state_goes_on_in_workers_that_persist() -> None:
+    """Also inside of an epoch that goes on in the loader that gave the epoch before."""
+
+    def new() -> Any:
+        return prepared(DataLoader(Cursor(), 2, num_workers=2, persistent_workers=True))
+
+    loader, again = new(), new()
+    batches, state = interrupted(loader)
+    again.load_state_dict(state)
+    assert plain(again) == batches[3:]
+    again.load_state_dict(state)
+    rest, later = interrupted(again, after=2)
+    assert rest == batches[3:]
+    loader.load_state_dict(later)
+    assert plain(loader) == batches[5:]
+
+
 OWN_LOADERS: dict[str, Callable[[int], Any]] = {
     "map": lambda workers: StatefulDataLoader(range(17), 2, num_workers=workers),
     "shuffled": lambda workers: StatefulDataLoader(range(17), 2, shuffle=True, num_workers=workers),

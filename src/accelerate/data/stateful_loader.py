@@ -21,7 +21,7 @@ from torchdata.stateful_dataloader.sampler import BatchSampler
 from torchdata.stateful_dataloader.worker import try_to_serialize
 
 from accelerate.data.batch_source import read_loader_state
-from accelerate.data.epoch_order import inner_sampler, torch_digest
+from accelerate.data.epoch_order import fetches_by_index, inner_sampler, torch_digest
 from accelerate.data.sample_order import SeedableRandomSampler, is_known, is_random
 from accelerate.world import collective
 
@@ -106,9 +106,9 @@ class TorchdataState:
         base, epoch = self._full_base, self.position.current
         state = None if epoch is None else epoch.loader_state
         if state is None:
-            loaders = [base] if not self._indexed else [self._indexed[0][1], base]
-            if epoch is not None and not self.reads_ahead:
-                state = read_loader_state(*loaders)
+            # Of a stream, that of the batch in hand is in the epoch, or the data have none.
+            if epoch is not None and self._indexed and not self.reads_ahead and fetches_by_index(base):
+                state = read_loader_state(self._indexed[0][1])
             state = state or _initial_state(base, with_data=epoch is None)
             state = _with_count(state, 0 if epoch is None else epoch.batches)
         slot = {_POSITION: self.position_state(), "rank": collective.rank()}

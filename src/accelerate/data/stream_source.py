@@ -131,14 +131,16 @@ def stream_batches(
     )
     order_state = epoch.order_state if epoch.is_resumed else None
     items, count = _select_items(base, generators, epoch, step)
-    if epoch.restored_state is not None and items is base and restore_loader_state(base, epoch):
-        count = 0
+    # The loader of torchdata that has the state of the data; another one has an iterator of an earlier epoch.
+    source = base if items is base else None
     seeds_workers = base.persistent_workers and stream and not epoch.keeps_torch_numbers
     if items is base and index_loader and seeds_workers and uses_torch_iterator(base):
-        items = _EpochSeedingWorkerStream(base, *index_loader, epoch)
+        items, source = _EpochSeedingWorkerStream(base, *index_loader, epoch), index_loader[0]
+    if source is not None and restore_loader_state(source, epoch):
+        count = 0
     isolate = (base.num_workers == 0 or not stream) and not epoch.keeps_torch_numbers
-    loaders = [index_loader[0], base] if index_loader else [base]
-    read_state = partial(read_loader_state, *loaders) if epoch.records_loader_state else None
+    records_state = epoch.records_loader_state and source is not None
+    read_state = partial(read_loader_state, source) if records_state else None
     own_state = torch.default_generator.get_state()
     batches, epoch.order_state = open_walk(
         _batches_with_steps(items, None if stream else find_shard(base), read_state),
