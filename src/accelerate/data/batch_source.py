@@ -270,8 +270,9 @@ def restore_loader_state(loader: Any, epoch: Epoch) -> bool:
 
 def read_loader_state(loader: Any) -> dict[str, Any] | None:
     """Return the state of a loader of torchdata that is being iterated; None of any other."""
-    is_iterated = hasattr(loader, "next_iter_state") and loader._iterator is not None
-    return loader._iterator.state_dict() if is_iterated else None
+    if hasattr(loader, "next_iter_state") and loader._iterator is not None:
+        return loader._iterator.state_dict()
+    return None
 
 
 def open_steps(
