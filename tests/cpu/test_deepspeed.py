@@ -463,7 +463,8 @@ def stand_ins() -> None:
     accelerator.prepare(tiny(1))
     assert {"optimizer", "scheduler"} < plugin.deepspeed_config.keys()
     plugin.deepspeed_config["wall_clock_breakdown"] = False
-    model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+    prepared: list[Any] = [*accelerator.prepare(model, optimizer, schedule, loader)]
+    model, optimizer, schedule, loader = prepared
     assert (model.zero_optimization_stage(), plugin.deepspeed_config["wall_clock_breakdown"]) == (2, False)
     assert isinstance(schedule, DeepSpeedSchedulerWrapper)
     assert plugin.deepspeed_config["train_micro_batch_size_per_gpu"] == 4

@@ -326,7 +326,8 @@ def test_a_run_keeps_its_checkpoints_beside_those_of_another(tmp_path: Path) -> 
         save.save(box(step), project=other)
     with pytest.warns(UserWarning, match=r"checkpoint_7 the newest: those of this run begin at checkpoint_8"):
         save.save(box(100), project=settings)
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         save.save(box(101), project=settings)
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_8", "checkpoint_9"]
     assert value_of(lambda parts: load.load(parts, project=project(tmp_path))) == 101

@@ -362,17 +362,14 @@ class LossScaling:
         """
         if not _is_update_due(self._scaler):
             return
-        states = self._scaler._per_optimizer_states
-        scaled = [
-            each.optimizer
-            for each in self.optimizers()
-            if states[id(each.optimizer)]["stage"] is OptState.READY
-        ]
+        scaler: Any = self._scaler
+        states, optimizers = scaler._per_optimizer_states, [each.optimizer for each in self.optimizers()]
+        scaled = [each for each in optimizers if states[id(each)]["stage"] is OptState.READY]
         grads = self.gradients(p for optimizer in scaled for p in _parameters(optimizer))
-        before = self._scaler._scale.clone() if grads else None
-        _update_scale(self._scaler, self._unscaled)
+        before = scaler._scale.clone() if grads else None
+        _update_scale(scaler, self._unscaled)
         if before is not None:
-            factor = self._scaler._scale / before  # not read by the host
+            factor = scaler._scale / before  # not read by the host
             for grad in grads:
                 grad.mul_(factor.to(grad.device, non_blocking=True))
 
