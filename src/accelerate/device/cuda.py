@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import cast
@@ -158,11 +157,12 @@ def _count_by_driver(folder: Path, cuda: str, nvml: str) -> int:
     import ctypes
 
     count = ctypes.c_uint(0)
-    with suppress(OSError, AttributeError):  # there is no such library, or it is too old
+    try:
         library = ctypes.CDLL(str(folder / nvml))
-        if library.nvmlInit_v2() or library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-            return 1
-    return count.value or 1
+        failed = library.nvmlInit_v2() or library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    except (OSError, AttributeError):  # there is no such library, or it is too old
+        return 1
+    return 1 if failed else count.value
 
 
 def _count_amd(machine: DeviceProbeHost) -> int:

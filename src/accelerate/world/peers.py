@@ -266,11 +266,10 @@ def process_namespace() -> str:
 
     Two machines may have one name, and the first namespace of every kernel has the same number.
     """
-    facts = [socket.gethostname()]
-    with suppress(OSError):
-        facts.append(os.readlink("/proc/self/ns/pid"))
-        facts.append(BOOT_ID_FILE.read_text(encoding="ascii").strip())
-    return " ".join(facts)
+    place = "/proc/self/ns/pid"
+    container = os.readlink(place) if os.path.exists(place) else ""
+    boot = BOOT_ID_FILE.read_text(encoding="ascii").strip() if BOOT_ID_FILE.exists() else ""
+    return f"{socket.gethostname()} {container} {boot}".rstrip()
 
 
 def _process_status(pid: int) -> str:
