@@ -20,6 +20,7 @@ from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.utils import ComputeEnvironment, PrecisionType, broadcast, send_to_device
 from tests.support.environment import ROOT, clean
 from tests.support.long_run import LONG_RUN
+from tests.support.worlds import fake_world
 
 PEER = ROOT / ".venv-peer" / "bin" / "python"
 
@@ -118,6 +119,21 @@ def test_a_program_clears_and_puts_back_shared_states() -> None:
     saved = pickle.dumps(PartialState())
     PartialState._shared_state["device"] = torch.device("meta")
     assert pickle.loads(saved).device.type == PartialState().device.type == "meta"
+
+
+def test_states_that_are_unpickled_elsewhere_know_their_rank() -> None:
+    """As in a spawned worker of a loader whose dataset holds one; the states of that process stay."""
+    with fake_world(4, 2):
+        saved = pickle.dumps((PartialState(), AcceleratorState(mixed_precision="bf16")))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    for state in pickle.loads(saved):
+        assert (state.process_index, state.num_processes, state.is_main_process) == (2, 4, False)
+    assert not is_initialized()
+    accelerator = Accelerator(cpu=True)
+    partial, state = pickle.loads(saved)
+    assert (partial.num_processes, accelerator.num_processes, state.num_processes) == (1, 1, 4)
+    assert (accelerator.mixed_precision, state.mixed_precision) == ("no", "bf16")
+    assert AcceleratorState() is accelerator.state
 
 
 def test_a_lone_process_runs_what_is_meant_for_any_rank() -> None:

@@ -173,6 +173,7 @@ class PartialState(ProcessMixin):
     """
 
     _shared_state = _PartialStateDictDescriptor()
+    _unpickled_world: World | None = None  # that of the process which pickled this instance
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         kwargs.pop("_use_sagemaker_dp", None)
@@ -200,6 +201,12 @@ class PartialState(ProcessMixin):
         size, hardware = worlds.get_rank_info()[2], devices.get("cpu") if cpu else devices.detect()
         return backend, DistributedType("NO" if size == 1 else hardware.distributed_type)
 
+    def __getstate__(self) -> World | None:
+        return worlds.current() or self._unpickled_world
+
+    def __setstate__(self, world: World) -> None:
+        self._unpickled_world = world
+
     def __repr__(self) -> str:
         backend = f"  Backend: {self.backend}" if self.backend else ""
         return (
@@ -211,7 +218,7 @@ class PartialState(ProcessMixin):
     @property
     def __dict__(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The names and values that scripts log; an instance has no attributes of its own."""
-        return dict(self._shared_state)  # loading a pickle writes to it
+        return dict(self._shared_state)
 
     @staticmethod
     def _reset_state() -> None:
@@ -220,12 +227,12 @@ class PartialState(ProcessMixin):
 
     @property
     def world(self) -> World:
-        """The open world.
+        """The open world; in a process without one, such as a worker of a loader, that of the pickled state.
 
         Raises:
             WorldError: it was closed by ``_reset_state`` or ``end_training``.
         """
-        world = worlds.current()
+        world = worlds.current() or self._unpickled_world
         if world is None:
             raise _ClosedWorldAttributeError(
                 "there is no open world any more", fix="create a PartialState or Accelerator anew"
@@ -389,6 +396,9 @@ class AcceleratorState(ProcessMixin):
         cls._current, cls._precision_variable = state, environ.get(_PRECISION_VARIABLE)
         cls._instances.add(state)
         return state
+
+    def __reduce__(self) -> Any:
+        return object.__new__, (AcceleratorState,), vars(self)  # loading leaves the newest one as it is
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of ``PartialState``; after ``_reset_state``, one of the next state."""
