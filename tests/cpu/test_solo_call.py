@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from accelerate.core.errors import CheckpointError
 from tests.support.ranks import RanksError, RankServer, same_on_all
 from tests.support.scripts import run_to_exit
 
@@ -234,6 +235,28 @@ def test_another_rank_does_not_save_alone(ranks: RankServer, tmp_path: Path) -> 
     assert "rank 1 called save_state, rank 0 did not" in outcome.message
     assert "test_solo_call.py" in outcome.message, "where rank 0 is"
     assert os.listdir(tmp_path) == []
+
+
+def with_an_error_that_is_caught(folder: str) -> str:
+    """Rank 1 saves while rank 0 does not, and both go on; all save later."""
+    training, error = Training(), ""
+    training.step()
+    if training.accelerator.process_index == 1:
+        try:
+            training.accelerator.save_state(folder)
+        except CheckpointError as raised:
+            error = str(raised)
+    training.step()
+    training.accelerator.save_state(folder)
+    training.step()
+    return error
+
+
+def test_a_save_that_failed_is_no_part_of_the_next_one(ranks: RankServer, tmp_path: Path) -> None:
+    zero, one = ranks(2, with_an_error_that_is_caught, str(tmp_path / "c"), timeout=20)
+    assert zero == ""
+    assert "rank 1 called save_state, rank 0 did not" in one
+    assert (tmp_path / "c" / "random_states_1.pkl").is_file()
 
 
 def killed(folder: str) -> None:

@@ -284,6 +284,9 @@ class SoloCallDetector:
                         fix="call it on every rank, or under `if accelerator.is_main_process`",
                     )
                 self.watchdog.check_store_wait(until)
+        except BaseException:
+            self._calls[self.rank] -= 1  # rank 0 has not counted it, and waits for this number next
+            raise
         finally:
             self._store.delete(f"at/{own}")
         self._joint_calls += 1
