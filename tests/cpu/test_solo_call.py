@@ -201,6 +201,31 @@ def test_the_main_process_exports_weights_alone(ranks: RankServer, tmp_path: Pat
     assert (alone, together, also) == (True, True, True)
 
 
+def exported_to_a_file(strategy: str, folder: str) -> tuple[str, str]:
+    """All export to a folder that cannot be made; the type and text of the error."""
+    from accelerate import FullyShardedDataParallelPlugin
+
+    training = Training(**{"fsdp_plugin": FullyShardedDataParallelPlugin()} if strategy == "fsdp" else {})
+    training.step()
+    try:
+        training.accelerator.save_model(training.model, folder)
+    except CheckpointError as error:
+        training.accelerator.wait_for_everyone()
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_all_ranks_raise_why_the_weights_were_not_exported(
+    ranks: RankServer, tmp_path: Path, strategy: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    kind, text = same_on_all(ranks(2, exported_to_a_file, strategy, str(tmp_path / "file" / "m")))
+    assert kind != "CheckpointPeerError"
+    assert "rank 0 of 2: " in text
+    assert "Not a directory" in text
+
+
 def in_a_window(folder: str) -> list[str]:
     training = Training(gradient_accumulation_steps=2)
     training.step()

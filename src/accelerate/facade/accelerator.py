@@ -1229,6 +1229,9 @@ class Accelerator(ProcessMixin):
             save_directory: the folder; made if needed, stale shards in it are removed.
             max_shard_size: limit of one file, ``"10GB"`` or bytes.
             safe_serialization: safetensors, otherwise torch files.
+
+        Raises:
+            CheckpointError: a file cannot be written; on every process that calls.
         """
         state = self.get_state_dict(model)  # perhaps a program's own, which replaces it
         self._checkpoints.save_model(state, save_directory, max_shard_size, safe_serialization)

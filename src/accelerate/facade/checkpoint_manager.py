@@ -386,19 +386,16 @@ class CheckpointManager:
                     f"save_model() exports the weights that {type(optimizer.optimizer).__name__} trains at, "
                     "not those to evaluate: call optimizer.eval() before, and optimizer.train() after"
                 )
-        if self.writes_exports:
-            folder = Path(save_directory)
-            files = save_weights(
-                state, folder, max_shard_size=max_shard_size, safe_serialization=safe_serialization
-            )
-            CheckpointRankGroup.current().log(
-                "accelerator", "exported weights to %s: %s", folder, ", ".join(files)
-            )
-        # The files are there when a rank returns; the main process may be the only one that calls.
-        if self._may_be_solo:
-            saves_alone("save_model")
-        else:
-            collective.barrier()
+        folder = Path(save_directory)
+        # Before anything is written: the main process may be the only one that calls.
+        is_solo = self._may_be_solo and saves_alone("save_model")
+        ranks = CheckpointRankGroup() if is_solo else CheckpointRankGroup.current()
+        with ranks.collective_section(f"export the weights to {folder}"):
+            if self.writes_exports:
+                files = save_weights(
+                    state, folder, max_shard_size=max_shard_size, safe_serialization=safe_serialization
+                )
+                ranks.log("accelerator", "exported weights to %s: %s", folder, ", ".join(files))
 
 
 def _allocate_staging_after_step(manager: CheckpointManager) -> None:
