@@ -7,7 +7,8 @@ import pickle
 import random
 import signal
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from textwrap import dedent
@@ -21,7 +22,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.checkpoint import async_save, discovery, rank_group
 from accelerate.checkpoint.storage import FileRecord, LocalCheckpointStorage
 from accelerate.core.errors import CheckpointError
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import PreemptionKwargs, ProjectConfiguration
 from accelerate.world import watchdog
 from tests.support.command import launch, start
 from tests.support.long_run import select_cases
@@ -89,11 +90,13 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
 class TrainingRun:
     """A loop with everything that is saved."""
 
-    def __init__(self, folder: str, seconds: float = 30, **project: Any) -> None:
+    def __init__(
+        self, folder: str, seconds: float = 30, handlers: Sequence[Any] = (), **project: Any
+    ) -> None:
         torch.manual_seed(0)
         config = ProjectConfiguration(folder, automatic_checkpoint_naming=True, **project)
         group = InitProcessGroupKwargs(timeout=timedelta(seconds=seconds))
-        self.accelerator = Accelerator(cpu=True, project_config=config, kwargs_handlers=[group])
+        self.accelerator = Accelerator(cpu=True, project_config=config, kwargs_handlers=[group, *handlers])
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 4))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -249,6 +252,34 @@ def test_the_end_of_the_training_raises_too(ranks: RankServer, tmp_path: Path) -
     text, _ = same_on_all(ranks(2, fail, str(tmp_path), 1, "end_training"))
     assert "No space left on device" in text
     assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_0"]
+
+
+def stopped_after_a_failure(folder: str) -> tuple[int | str | None, list[str]]:
+    """Rank 1 gets the signal to stop when the save in the background has failed."""
+    run = TrainingRun(folder, handlers=[PreemptionKwargs(save_and_exit=True)])
+    with pytest.MonkeyPatch.context() as patch:
+        on(fail_to_write, patch)
+        run.accelerator.save_state(async_save=True)
+        async_save.join()
+    if run.accelerator.process_index == 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    with warnings.catch_warnings(record=True) as caught:
+        try:
+            while True:
+                run.train(1)
+                run.batches = iter(run.loader)
+        except SystemExit as end:
+            return end.code, [str(each.message) for each in caught]
+
+
+def test_the_save_before_the_end_of_a_job_is_made_after_one_that_failed(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    """Nobody could call it again: the next start would go on from an older checkpoint."""
+    (code, said), (other_code, _) = ranks(2, stopped_after_a_failure, str(tmp_path))
+    assert code == other_code == 75
+    assert any("checkpoint_0 in the background failed" in text for text in said)
+    assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_1"]
 
 
 def heard_on_one_rank_only(folder: str) -> str:

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accelerate.checkpoint.discovery import Address, ProjectConfiguration
 from accelerate.checkpoint.load import CheckpointLoadResult
+from accelerate.checkpoint.rank_group import BackgroundSaveError
 from accelerate.checkpoint.weight_files import save as save_object
 from accelerate.core.argument_checks import KwargsHandler, LazyClass, check_arguments
 from accelerate.core.errors import SettingError, WorldError, warn_user
@@ -1304,7 +1305,11 @@ class Accelerator(ProcessMixin):
         raise SystemExit(self._preemption.options.exit_code)
 
     def _save_and_exit(self) -> NoReturn:
-        path = self.save_state()
+        try:
+            path = self.save_state()
+        except BackgroundSaveError as error:  # of the save before, on all ranks: this one has not begun
+            warn_user(str(error))
+            path = self.save_state()
         if self.world.is_main:
             code = self._preemption.options.exit_code
             logger.warning("saved %s; exit code %d: start the job again to go on", path, code)
