@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate.core.errors import CheckpointError
 from tests.support.ranks import RanksError, RankServer, same_on_all
 from tests.support.scripts import run_to_exit
+from tests.support.watchdog import speed_up_watchdog
 
 NOTE = "save_state on the main process alone: the random states"
 
@@ -160,6 +162,28 @@ def test_numbers_go_on_where_some_saves_are_by_the_main_process(
     zero, one = ranks(2, numbered, str(tmp_path), in_background)
     assert zero == ([1, 2, 4, 4], ["checkpoint_2", "checkpoint_3"])
     assert one == ([0, 0, 3, 4], ["checkpoint_2", "checkpoint_3"])
+
+
+def while_others_wait_in_a_group_of_the_user(folder: str) -> None:
+    """The watchdog counts no collectives of such a group. Rank 2 computes for a while before it saves."""
+    speed_up_watchdog()
+    training = Training()
+    group = torch.distributed.new_group(backend="gloo")
+    training.step()
+    if training.accelerator.process_index == 2:
+        time.sleep(1)
+    if training.accelerator.process_index != 1:
+        training.accelerator.save_state(folder)
+    torch.distributed.barrier(group=group)
+    training.accelerator.save_state(f"{folder}-joint")
+
+
+def test_the_main_process_saves_while_others_wait_in_a_group_of_the_user(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    ranks(3, while_others_wait_in_a_group_of_the_user, str(tmp_path / "c"), timeout=20)
+    assert "random_states_1.pkl" not in os.listdir(tmp_path / "c")
+    assert "random_states_2.pkl" in os.listdir(tmp_path / "c-joint")
 
 
 AT_THE_END = """

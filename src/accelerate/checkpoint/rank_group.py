@@ -8,7 +8,8 @@ also writes heartbeats, so the others notice a rank that was killed.
 A save may be a call of all ranks, or of rank 0 alone: ``if accelerator.is_main_process: save_state(...)``.
 Each rank that makes such a call says so in the store. Rank 0 waits for the others. A rank that does not come
 is elsewhere once it has begun a collective that rank 0 has not begun: the all-reduce of the next backward, or
-a collective of this package. Then rank 0 goes on alone.
+a collective of this package. Collectives of the user's own groups are not counted: there a rank is elsewhere
+once all that do not come have waited for some seconds. Then rank 0 goes on alone.
 """
 
 from __future__ import annotations
@@ -229,6 +230,9 @@ class SoloCallDetector:
     def __init__(self, watch: watchdog.Watchdog) -> None:
         self.watchdog, self.rank, self.size = watch, watch.rank, watch.size
         self._store = watch.store.open_prefix("solo_call")
+        # In a large world the status of a rank that goes on again may be so old.
+        is_large = watch.size > watchdog.LARGE_WORLD
+        self._still_delay = watchdog.HINT_DELAY + (watchdog.MAX_WAIT_POLL if is_large else 0.0)
         self._joint_calls = 0
         # By rank, with those that not all ranks made: rank 0 counts those of the others, they their own.
         self._calls = dict.fromkeys([self.rank] if self.rank else range(1, self.size), 0)
@@ -247,11 +251,16 @@ class SoloCallDetector:
         until = time.monotonic() + self.watchdog.timeout
         # Rank 0 alone asks for all, so its intervals do not grow as much as those of the others.
         interval, missing_keys = _CHECK_INTERVAL * min(10.0, self._store.pace), list(keys)
+        still, still_since = dict[int, Any](), 0.0
         while not self._store.wait(missing_keys, interval):
             self.watchdog.check_store_wait(until)
             missing_keys = self._store.find_missing(missing_keys)
             missing = [keys[key] for key in missing_keys]
-            if missing and len(self.watchdog.find_ahead(missing)) == len(missing):
+            ahead, waiting = self.watchdog.find_ahead(missing)
+            if waiting != still:
+                still, still_since = waiting, time.monotonic()
+            is_still = not still or time.monotonic() - still_since >= self._still_delay
+            if missing and len(ahead) + len(still) == len(missing) and is_still:
                 for rank in [rank for rank in keys.values() if rank not in missing]:
                     self._store.put(f"solo/{rank}/{self._calls[rank]}", "")
                     self._calls[rank] += 1
@@ -273,7 +282,7 @@ class SoloCallDetector:
         try:
             while not self._store.wait([joint], interval, lambda: self.watchdog.check_wait(until)):
                 # Rank 0 answers before it goes on, so look where it is first.
-                is_ahead = bool(self.watchdog.find_ahead([0]))
+                is_ahead = bool(self.watchdog.find_ahead([0])[0])
                 if self._store.has(solo):
                     self._store.delete(solo)
                     return True

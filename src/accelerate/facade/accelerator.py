@@ -1144,9 +1144,10 @@ class Accelerator(ProcessMixin):
 
         The checkpoint is complete or absent: it becomes visible in one step. All processes call it. Where
         each has the whole model (DDP), the main process may call it alone; it waits until the others have
-        begun a collective without it, and the checkpoint lacks their random states. A save before it that is
-        still written in the background is waited for. A ``get_state_dict`` that a subclass overrides or a
-        program replaces gives the states of models that are not sharded.
+        begun a collective without it, or have waited in one of the program's own groups for some seconds, and
+        the checkpoint lacks their random states. A save before it that is still written in the background is
+        waited for. A ``get_state_dict`` that a subclass overrides or a program replaces gives the states of
+        models that are not sharded.
 
         Args:
             output_dir: the checkpoint's folder, or a URL; not used under automatic naming.

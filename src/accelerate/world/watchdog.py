@@ -243,9 +243,10 @@ class Watchdog:
         if self.store.is_lost:
             raise self.explain_disconnect(ConnectionError("no store"))
 
-    def find_ahead(self, ranks: Sequence[int]) -> list[int]:
+    def find_ahead(self, ranks: Sequence[int]) -> tuple[list[int], dict[int, RankStatus]]:
         """Return those of ``ranks`` that have begun a collective which this one has not, or have ended.
 
+        Also returns the statuses of the others that wait in torch, where groups of the user are not counted.
         Others publish where they are at their next poll, so a rank may be found only when asked for again.
 
         Raises:
@@ -260,7 +261,7 @@ class Watchdog:
         lost = self._find_lost_rank([rank for rank in ranks if rank not in ahead], own.place)
         if lost is not None:
             raise self._publish_report(lost).error(self.rank)
-        return ahead
+        return ahead, {rank: each for rank, each in statuses.items() if each.waits and rank not in ahead}
 
     def _timeout_report(self, statuses: dict[int, RankStatus]) -> FailureReport:
         return timeout_report(self.rank, self.size, statuses, self.timeout)
