@@ -243,3 +243,16 @@ def test_a_shown_stack_begins_with_the_script() -> None:
         events[1].set()
         assert "in load_rows\n" in text
         assert (file in text) is (file == "train.py")
+
+
+def test_the_process_that_is_gone_is_noticed_among_many_of_a_machine() -> None:
+    store, last = own_store(), 12
+    processes = peers.PeerProcesses(store, 0, 0)
+    processes.publish()
+    place = (store.get("process/0") or "").partition(" ")[2]
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    for rank in range(1, last + 1):
+        store.put(f"process/{rank}", f"{ended.pid if rank == last else os.getpid()} {place}")
+    assert processes.find_gone(range(1, last)) is None
+    assert processes.find_gone(range(1, last + 1)) == (last, ended.pid)

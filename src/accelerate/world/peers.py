@@ -42,7 +42,7 @@ _STACK_SIGNAL = getattr(signal, "SIGRTMAX", 0) - 3  # on Linux; nobody else's
 _STACK_TIMEOUT = 0.5  # seconds
 _stack_fd = -1
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
-MAX_RANKS = 8  # ranks that are asked, or looked up, at a time
+MAX_RANKS = 8  # ranks that are asked, or named, at a time
 ANSWER_TIMEOUT = 3.0  # seconds that other ranks have to say where they are
 
 
@@ -172,7 +172,7 @@ class PeerProcesses:
 
     def find_gone(self, ranks: Sequence[int]) -> tuple[int, int] | None:
         """Return a rank whose process, on this machine, is gone, and that process; None without one."""
-        for rank, (pid, namespace) in self._find(ranks[:MAX_RANKS]).items():
+        for rank, (pid, namespace) in self._find(ranks).items():
             if namespace == process_namespace() and not _process_status(pid):
                 return rank, pid
         return None
