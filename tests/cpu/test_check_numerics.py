@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from accelerate import Accelerator
 from tests.support.ranks import RankServer
+from tests.support.watchdog import peer_store
 
 # What the rank server imports once for this module.
 PRELOAD = ("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.integrations.deepspeed")
@@ -218,6 +219,8 @@ def compare_pace(slow: int | None) -> list[str]:
         accelerator.wait_for_everyone()
         for _ in range(40):
             recorder._pace.add(0.1)  # type: ignore[union-attr]
+    blocks = [f"{accelerator.process_index}/{block}" for block in range(6)]
+    assert peer_store().open_prefix("pace").find_missing(blocks) == blocks[:3], "the store does not grow"
     return [str(each.message) for each in caught if "slow" in str(each.message)]
 
 

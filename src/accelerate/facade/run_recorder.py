@@ -257,7 +257,7 @@ class PaceExchange:
             self._store.put(f"{self._world.rank}/{self._block}", json.dumps(self._times))
             if self._world.rank == 0 and self._block:
                 self._compare(self._block - 1)  # of this block another rank may still be in the last step
-            elif self._block > 2:
+            if self._block > 2:
                 self._store.delete(f"{self._world.rank}/{self._block - 3}")
             self._times, self._block = [], self._block + 1
 
