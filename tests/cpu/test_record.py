@@ -73,6 +73,7 @@ def test_each_rank_records_its_steps_and_rank_0_what_was_logged(ranks: RankServe
     folder = tmp_path / "runs" / "one"
     assert sorted(path.name for path in folder.iterdir()) == ["rank_0.jsonl", "rank_1.jsonl"]
     (run,) = runs(folder / "rank_0.jsonl")
+    assert len({runs(folder / f"rank_{rank}.jsonl")[0][0]["run"] for rank in (0, 1)}) == 1
     assert (column(run, "end"), column(run, "config")) == (["finished"], [{"lr": 0.1}])
     # 30 samples in steps of 8: 4 batches of each rank and epoch, 2 of them in an optimizer step.
     for rank in (0, 1):
@@ -129,6 +130,7 @@ def test_a_second_launch_into_the_folder_is_a_run_of_its_own_and_a_failed_one_sa
     ((code, _),) = run(ranks, 1, tmp_path, SCRIPT + "raise ValueError('no')\n", "--record", "runs")
     assert code != 0
     first, second = runs(tmp_path / "runs" / "rank_0.jsonl")
+    assert column(first, "run") != column(second, "run")
     assert (column(first, "end"), column(second, "end")) == (["finished"], ["failed"])
     assert len(column(first, "optimizer_step")) == len(column(second, "optimizer_step")) > 0
     assert set(column(first, "tokens")) == {None}  # batches without input_ids

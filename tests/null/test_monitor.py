@@ -30,7 +30,9 @@ def write(path: Path, *records: dict[str, Any], mode: str = "w") -> Path:
     return path
 
 
-def record_rank(folder: Path, rank: int, steps: int = STEPS, begin: float = 1000.0) -> Path:
+def record_rank(
+    folder: Path, rank: int, steps: int = STEPS, begin: float = 1000.0, id: str = "", mode: str = "w"
+) -> Path:
     """Each step takes 0.1 s; rank 1 works twice as long on its own as the others."""
     step = {"seconds": 0.1, "data_wait": 0.02, "forward": 0.06 if rank == 1 else 0.02}
     records = [
@@ -39,7 +41,8 @@ def record_rank(folder: Path, rank: int, steps: int = STEPS, begin: float = 1000
     ]
     logged = {"time": begin + 1, "step": 5, "values": {"accuracy": 0.5, "train_loss": 0.25}}
     path = folder / f"rank_{rank}.jsonl"
-    return write(path, {"time": begin, "start": f"rank_{rank}"}, *([logged] if rank == 0 else []), *records)
+    start = {"time": begin, "start": f"rank_{rank}", "run": id}
+    return write(path, start, *([logged] if rank == 0 else []), *records, mode=mode)
 
 
 def test_a_run_is_summed_up_with_its_slowest_rank(tmp_path: Path) -> None:
@@ -62,6 +65,16 @@ def test_a_run_is_summed_up_with_its_slowest_rank(tmp_path: Path) -> None:
     assert summary.slowest == 1
     (note,) = summary.notes
     assert note.startswith("rank 1 is slow: 2.0 x the median of the ranks in 30 steps, the first of them 1")
+
+
+def test_runs_of_several_sizes_in_one_folder_are_told_apart(tmp_path: Path) -> None:
+    """The second one has one process; a rank of the third has begun before the others."""
+    launches = {"a": [0, 1], "b": [0], "c": [1, 0]}
+    for number, (id, ranks) in enumerate(launches.items()):
+        for rank in ranks:
+            record_rank(tmp_path, rank, 10 * (number + 1), 1000.0 + 100 * number + rank, id, mode="a")
+    steps = [{rank: len(each.steps) for rank, each in sorted(r.ranks.items())} for r in read_runs([tmp_path])]
+    assert steps == [{0: 10, 1: 10}, {0: 20}, {0: 30, 1: 30}]
 
 
 def test_the_newest_run_is_shown(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -29,10 +30,11 @@ from accelerate.world.world import World
 
 
 class RunRecorder(GeneralTracker):
-    """Appends the steps of one rank to ``folder/rank_N.jsonl``; the ranks exchange nothing for it.
+    """Appends the steps of one rank to ``folder/rank_N.jsonl``; the ranks exchange the id of the run.
 
     Beside the records of ``accelerate.tracking.JSONLTracker``:
 
+        {"start": "rank_N", "run": id}                           the same id on all ranks
         {"environment": {title: {name: value}}}                  rank 0, once
         {"optimizer_step": n, "seconds": s, "data_wait": s, "forward": s, "samples": n, "tokens": n,
          "memory": bytes, "lr": [...]}
@@ -78,7 +80,7 @@ class RunRecorder(GeneralTracker):
     def start(self) -> None:
         """Open the file; on rank 0, write what the run stands on."""
         self._file.open()
-        self._write(start=self.run_name)
+        self._write(start=self.run_name, run=self._choose_run_id())
         if self._world.rank == 0:
             stands_on = {
                 "command": " ".join(sys.argv),
@@ -89,6 +91,13 @@ class RunRecorder(GeneralTracker):
                 "device": str(self._world.device),
             }
             self._write(environment={"Environment": stands_on})
+
+    def _choose_run_id(self) -> str | None:
+        """Return an id that all ranks write: that of the first to come. None where they share no store."""
+        own_id, watch = uuid.uuid4().hex, watchdog.current()
+        if watch is None:
+            return own_id if self._world.size == 1 else None
+        return watch.store.put_if_absent("recorded_run", own_id)  # a process records one
 
     def record_options(self, launched: Iterable[RequestedOption], statuses: Iterable[OptionStatus]) -> None:
         """Write on rank 0 what the launcher was asked for, and the status of every requested option."""

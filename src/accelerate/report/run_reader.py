@@ -97,13 +97,22 @@ class _TrackerRuns:
 
 
 class _RecordedRuns:
-    """The runs of a folder with a file for each rank; the n-th start of each rank is one run."""
+    """The runs of a folder with a file for each rank.
+
+    The starts of a run have the same id on all ranks. Where they have none, the n-th of each rank is one run.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.runs: list[RunRecord] = []
         self._folder = folder
         self._files: dict[int, RecordFile] = {}
-        self._numbers: dict[int, int] = {}
+        self._runs: dict[str, RunRecord] = {}
+        self._run_ids: dict[int, str | None] = {}  # by rank: of the run that its file is in
+        self._starts_without_id = Counter[int]()
+
+    @property
+    def runs(self) -> list[RunRecord]:
+        """The runs, in the order in which they began."""
+        return sorted(self._runs.values(), key=lambda run: run.start)
 
     @property
     def was_replaced(self) -> bool:
@@ -119,19 +128,22 @@ class _RecordedRuns:
         return sum(self._update_rank(rank, file) for rank, file in sorted(self._files.items()))
 
     def _update_rank(self, rank: int, file: RecordFile) -> int:
-        count, number = 0, self._numbers.get(rank, -1)
+        count, id = 0, self._run_ids.get(rank)
         for record in file.read_new():
             count += 1
-            number += record is not None and "start" in record
-            while len(self.runs) <= max(number, 0):
-                self.runs.append(RunRecord(self._folder.name, self._folder))
-            run = self.runs[max(number, 0)]
+            if record is not None and "start" in record:
+                self._starts_without_id[rank] += not record.get("run")
+                id = str(record.get("run") or self._starts_without_id[rank])
+            id = id or next(iter(self._runs), "1")  # lines before the first start
+            run = self._runs.get(id)
+            if run is None:
+                run = self._runs[id] = RunRecord(self._folder.name, self._folder)
             if record is None:
                 run.bad_lines += 1
             else:
                 run.add(record, rank)
-        self._numbers[rank] = number
-        _mark_torn(self.runs[max(number, 0) : max(number, 0) + 1], file)
+        self._run_ids[rank] = id
+        _mark_torn([self._runs[id]] if id else self.runs[:1], file)
         return count
 
 
