@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from accelerate.cli.main import run
-from accelerate.report.monitor import COLUMNS, choose_run, summarize, watch_run
+from accelerate.report.monitor import COLUMNS, COMPARED, choose_run, summarize, watch_run
 from accelerate.report.run_reader import read_runs
 
 STEPS = 30
@@ -65,6 +66,30 @@ def test_a_run_is_summed_up_with_its_slowest_rank(tmp_path: Path) -> None:
     assert summary.slowest == 1
     (note,) = summary.notes
     assert note.startswith("rank 1 is slow: 2.0 x the median of the ranks in 30 steps, the first of them 1")
+
+
+class LongList(list[float]):
+    """Numbers of which a look may read some of the last, and not all."""
+
+    def __iter__(self) -> Iterator[float]:
+        raise AssertionError("all were read")
+
+    def __getitem__(self, index: Any) -> Any:
+        part = super().__getitem__(index)
+        assert not isinstance(part, list) or len(part) <= COMPARED
+        return part
+
+
+def test_a_look_at_a_long_run_reads_its_last_steps_alone(tmp_path: Path) -> None:
+    for rank in range(2):
+        record_rank(tmp_path, rank, COMPARED + 100 * (rank + 1))
+    run = choose_run(read_runs([tmp_path]))
+    shown = summarize(run, now=1010.0)
+    for steps in run.ranks.values():
+        for name in ("steps", "times", "seconds", "data_wait", "forward", "memory", "samples", "tokens"):
+            setattr(steps, name, LongList(getattr(steps, name)))
+    assert summarize(run, now=1010.0) == shown
+    assert shown.notes
 
 
 def test_runs_of_several_sizes_in_one_folder_are_told_apart(tmp_path: Path) -> None:

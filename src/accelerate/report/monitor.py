@@ -65,8 +65,7 @@ def summarize(run: RunRecord, now: float) -> RunSummary:
         series = run.series[name]
         facts[name] = f"{series.values[-1]:.6g} (step {series.steps[-1]:g})"
     summary = RunSummary(f"{run.name}: {run.status}", facts)
-    own = {rank: times[-RECENT:] for rank, times in run.own_seconds.items()}
-    medians = {rank: median(times) for rank, times in own.items()}
+    medians = {rank: median(times) for rank, times in run.own_seconds(slice(-RECENT, None)).items()}
     if len(medians) > 1:
         summary.slowest = list(ranks).index(max(medians, key=lambda rank: medians[rank]))
     for rank, steps in ranks.items():
@@ -84,18 +83,17 @@ def _describe_rank(rank: int, steps: RankSteps, own: float, now: float) -> tuple
         show_seconds(median(steps.seconds[-RECENT:])),
         f"{100 * wait / seconds:.0f} %" if seconds > 0 else "-",
         show_seconds(own),
-        show_bytes(round(max(steps.memory))),
+        show_bytes(round(steps.peak_memory)),
         f"{show_seconds(max(now - steps.times[-1], 0))} ago",
     )
 
 
 def _find_notes(run: RunRecord) -> list[str]:
-    own = run.own_seconds
-    count = min(map(len, own.values()), default=0)
+    count = min((len(steps.steps) for steps in run.ranks.values()), default=0)
     start = max(count - COMPARED, 0)
     notes = [
         f"rank {rank} is slow: {straggler.describe(run.ranks[rank].steps[start + straggler.first])}"
-        for rank, straggler in find_stragglers({r: times[start:count] for r, times in own.items()}).items()
+        for rank, straggler in find_stragglers(run.own_seconds(slice(start, count))).items()
     ]
     for event in run.events[-3:]:
         where = f"; {event['where']}" if event.get("where") else ""

@@ -228,7 +228,7 @@ def _utilization(run: RunRecord, tokens: Series) -> Series:
 
 def _rank_rows(run: RunRecord) -> list[dict[str, Any]]:
     """Return a row of the table of ranks for each rank, the slowest marked."""
-    medians = {rank: float(np.median(seconds)) for rank, seconds in run.own_seconds.items() if seconds}
+    medians = {rank: float(np.median(seconds)) for rank, seconds in run.own_seconds().items() if seconds}
     slowest = max(medians, key=lambda rank: medians[rank], default=None)
     return [
         {
@@ -239,7 +239,7 @@ def _rank_rows(run: RunRecord) -> list[dict[str, Any]]:
             "median own time": show_seconds(medians[rank]),
             "95 % of steps under": show_seconds(float(np.quantile(steps.seconds, 0.95))),
             "waiting for data": _share(steps),
-            "peak memory": show_bytes(round(max(steps.memory, default=0))),
+            "peak memory": show_bytes(round(steps.peak_memory)),
             "slowest": rank == slowest and len(medians) > 1,
         }
         for rank, steps in sorted(run.ranks.items())
@@ -269,7 +269,7 @@ def _health_rows(run: RunRecord) -> Iterator[dict[str, Any]]:
             "where": event.get("where") or "-",
             "samples": "not known" if samples is None else ", ".join(map(str, samples[:32])),
         }
-    for rank, straggler in find_stragglers(run.own_seconds).items():
+    for rank, straggler in find_stragglers(run.own_seconds()).items():
         first_step = run.ranks[rank].steps[straggler.first]
         yield {
             "run": run.name,

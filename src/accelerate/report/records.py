@@ -54,6 +54,7 @@ class RankSteps:
         memory: bytes of the device's memory that were reserved at most; of the process without a device.
         samples: of the batches of the step, of all ranks.
         tokens: this rank's share of those of the step; NaN where the batches have none.
+        peak_memory: the largest of ``memory``.
     """
 
     steps: list[float] = field(default_factory=list)
@@ -64,16 +65,7 @@ class RankSteps:
     memory: list[float] = field(default_factory=list)
     samples: list[float] = field(default_factory=list)
     tokens: list[float] = field(default_factory=list)
-
-    @property
-    def own_seconds(self) -> list[float]:
-        """The time of each step in which the rank did not wait for others; all of it where that is not known.
-
-        Ranks that exchange gradients take the same time for a step: the fast ones wait for the slow one.
-        """
-        if not any(self.forward):
-            return self.seconds
-        return [wait + forward for wait, forward in zip(self.data_wait, self.forward, strict=True)]
+    peak_memory: float = 0.0
 
 
 @dataclass
@@ -154,13 +146,21 @@ class RunRecord:
         elif "end" in record and rank == 0:
             self.status = str(record["end"])
 
-    @property
-    def own_seconds(self) -> dict[int, list[float]]:
-        """Rank -> its own time in each step; see ``RankSteps``. All ranks are compared by the same time."""
-        own = {rank: steps.own_seconds for rank, steps in self.ranks.items()}
-        if all(any(steps.forward) for steps in self.ranks.values()):
-            return own
-        return {rank: steps.seconds for rank, steps in self.ranks.items()}
+    def own_seconds(self, steps: slice = slice(None)) -> dict[int, list[float]]:
+        """Return the seconds in which each rank did not wait for others; all of them where that is not known.
+
+        Ranks that exchange gradients take the same time for a step: the fast ones wait for the slow one. All
+        ranks are compared by the same time.
+
+        Args:
+            steps: the indices of the steps; all of them by default.
+        """
+        if not all(any(each.forward[steps]) for each in self.ranks.values()):
+            return {rank: each.seconds[steps] for rank, each in self.ranks.items()}
+        return {
+            rank: [wait + own for wait, own in zip(each.data_wait[steps], each.forward[steps], strict=True)]
+            for rank, each in self.ranks.items()
+        }
 
     def _add_values(
         self, values: Mapping[str, Any], step: float | None, seconds: float, prefix: str = ""
@@ -188,6 +188,7 @@ class RunRecord:
         steps.data_wait.append(get("data_wait") or 0.0)
         steps.forward.append(get("forward") or 0.0)
         steps.memory.append(get("memory") or 0.0)
+        steps.peak_memory = max(steps.peak_memory, steps.memory[-1])
         steps.samples.append(get("samples") or 0.0)
         steps.tokens.append(math.nan if tokens is None else tokens)
         for group, rate in enumerate(get("lr", ()) if rank == 0 else ()):
