@@ -405,7 +405,10 @@ def measured(sizes: dict[str, Any]) -> dict[str, Any]:
             number, real = batch.pop("number"), loader.real
             wanted = targets(batch)[:real]
             with torch.no_grad():
-                logits = model(**batch).logits[:real]
+                output = model(**batch)
+                without_shifted = {k: v for k, v in batch.items() if k != "shift_labels"}
+                torch.testing.assert_close(model(**without_shifted).loss, output.loss, equal_nan=True)
+                logits = output.logits[:real]
             counts.append((wanted != IGNORED).sum())
             losses.append(F.cross_entropy(logits.flatten(0, 1), wanted.flatten()))
             if not model.training:
@@ -563,6 +566,9 @@ def refused(size: str) -> dict[str, str]:
         "copy in evaluation": lambda: run(
             llama().eval(), change=lambda part: {"input_ids": part["input_ids"] + 0}
         ),
+        "copied labels": lambda: run(
+            llama(), change=lambda part: {**part, "labels": part["input_ids"].clone()}
+        ),
         "length": lambda: slice_batch({"input_ids": torch.ones(2, 7)}),
         "buffers": lambda: accelerator.maybe_context_parallel([torch.ones(2, 8)], []).__enter__(),
         "counts": lambda: accelerator.mean_loss([1.0, 2.0], [3]),
@@ -608,6 +614,7 @@ def test_what_cannot_be_right_is_refused_with_words(ranks: RankServer, size: str
         "slice": none.format(7),
         "copy": none.format(8),
         "copy in evaluation": none.format(8),
+        "copied labels": "LlamaForCausalLM got labels, and no shift_labels",
         "length": "sequences of 7 tokens cannot be sharded over 2 processes",
         "buffers": "1 buffers and 0 buffer_seq_dims",
         "counts": "mean_loss of 2 losses with 1 numbers of items",
@@ -698,7 +705,13 @@ def staged(size: str) -> list[str]:
         with accelerator.maybe_context_parallel([tokens := words()["input_ids"]], [1]):
             model(tokens)
 
-    return [said(alternating), said(between), said(by_hand)]
+    def unshifted() -> None:
+        accelerator = opened(size, 2)
+        model = accelerator.prepare(llama(use_cache=False))
+        part = accelerator.strategy.dimensions[-1].slice_batch({**words(), "labels": words()["input_ids"]})
+        model(input_ids=part["input_ids"], labels=part["labels"])
+
+    return [said(alternating), said(between), said(by_hand), said(unshifted)]
 
 
 class Between(Own):
@@ -711,10 +724,11 @@ class Between(Own):
 @BOTH
 def test_what_stages_cannot_do_with_parts_is_refused(ranks: RankServer, size: str) -> None:
     """On all processes, in the same words."""
-    alternating, between, by_hand = same_on_all(ranks(4, staged, size))
+    alternating, between, by_hand, unshifted = same_on_all(ranks(4, staged, size))
     assert alternating == f"schedule='1f1b' does not go with {size}=2"
     assert between == "Between calls attention between the modules that are split into stages"
     assert by_hand == "Sequential has computed a part of its sequences without any attention"
+    assert unshifted == "LlamaForCausalLM got labels, and no shift_labels"
 
 
 def whole_in_stages(size: str) -> list[bool]:

@@ -11,6 +11,7 @@ process's rows over all keys.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -354,6 +355,17 @@ def _check_config(config: Any, what: str) -> None:
             why="only attention of a sequence to itself is exchanged between processes",
             fix="train it without cp_size and sp_size",
         )
+
+
+def predicts_next_token(module: nn.Module) -> bool:
+    """Return whether a model of transformers shifts the ``labels`` that it gets by itself."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None or not hasattr(module, "loss_type"):
+        return False
+    # A model without a loss type has the causal one; a few shift by hand.
+    uses_loss_function = "loss_function" in code.co_names
+    loss_name = getattr(getattr(module, "loss_function", None), "__name__", "") if uses_loss_function else ""
+    return loss_name == "ForCausalLMLoss" or "shift_logits" in code.co_varnames
 
 
 # --- attention masks of transformers' models

@@ -30,6 +30,7 @@ from accelerate.strategy.parallelism.context.attention import (
     SequenceShardedAttention,
     add_mask_kwargs,
     check_model,
+    predicts_next_token,
     register_mask_function,
     uses_library_masks,
 )
@@ -75,6 +76,8 @@ class SequenceParallelMeshDimension(MeshDimension):
         # The tensors that are sequence shards, with their sequence dimension.
         self._shards: Any = WeakIdKeyDictionary()
         self._positions: Any = WeakIdKeyDictionary()
+        # Shards of labels, with those of the same labels shifted.
+        self._shift_labels: Any = WeakIdKeyDictionary()
         # Those of loaders whose batches stay whole.
         self._whole_tensors: Any = WeakIdKeyDictionary()
         # Lengths of the shards that loaders gave, and of those inside the context; None outside of one.
@@ -131,6 +134,10 @@ class SequenceParallelMeshDimension(MeshDimension):
                 self._models[model] = type(model).__name__
                 model.register_forward_pre_hook(self._pre_forward, with_kwargs=True)
                 self._hooks.install(model)
+                for module in model.modules():
+                    if predicts_next_token(module):
+                        hook = partial(self._add_shift_labels, type(module).__name__)
+                        module.register_forward_pre_hook(hook, with_kwargs=True)
                 model.register_forward_hook(self._post_forward)
                 if uses_library_masks(model):
                     register_mask_function()
@@ -177,6 +184,8 @@ class SequenceParallelMeshDimension(MeshDimension):
                 if name == "position_ids":
                     self._positions[part] = True
                 self._shard_lengths.add(part.shape[dim])
+        if isinstance(parts.get("labels"), torch.Tensor) and "shift_labels" in parts:
+            self._shift_labels[parts["labels"]] = parts["shift_labels"]
         return parts
 
     @contextmanager
@@ -271,6 +280,32 @@ class SequenceParallelMeshDimension(MeshDimension):
             named = add_mask_kwargs(attention, tokens.shape[1], named, bool(cached))
         return args[len(fixed) :], named
 
+    def _add_shift_labels(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Add the shifted labels of a shard: shifted inside of it, its runs would end with wrong ones.
+
+        Raises:
+            PrepareError: the labels are no known shard, or the model takes no shifted ones.
+        """
+        if not self.attention.lengths:
+            return None
+        names = inspect.signature(module.forward).parameters
+        named = dict(zip(names, args, strict=False)) | kwargs
+        labels = named.get("labels")
+        if labels is None or named.get("shift_labels") is not None:
+            return None
+        shifted = self._shift_labels.get(labels)
+        takes = "shift_labels" in names or any(kind.kind is kind.VAR_KEYWORD for kind in names.values())
+        if shifted is None or not takes:
+            raise self._unshifted_labels(name)
+        return args, {**kwargs, "shift_labels": shifted}
+
+    def _unshifted_labels(self, name: str) -> PrepareError:
+        return PrepareError(
+            f"{name} got labels, and no shift_labels",
+            why=f"it has a part of each sequence ({self.title}), and the next token may be in another",
+            fix="give it batch['shift_labels'] too, or compute the loss from its logits and those",
+        )
+
     def _check_positions(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
         """Refuse a model that gets no positions: it would count from 0 in every shard.
 
@@ -341,6 +376,10 @@ class SequenceParallelMeshDimension(MeshDimension):
             self._check_positions(model, tensors)
         if lengths and not self._has_attention[model]:
             raise self._no_attention(model)
+        # Stages get labels in chunks: all of them refuse here, and none waits for another.
+        unshifted = kwargs.get("labels") is not None and kwargs.get("shift_labels") is None
+        if lengths and unshifted and any(predicts_next_token(module) for module in model.modules()):
+            raise self._unshifted_labels(self._models[model])
         before, self._active_lengths = self._active_lengths, lengths
         try:
             yield
