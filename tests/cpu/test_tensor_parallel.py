@@ -246,6 +246,42 @@ def refused(call: Any) -> str:
     return ""
 
 
+class HeadNorms(nn.Module):
+    """Replicated norms on sharded heads, one of them used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.o = (nn.Linear(16, 16) for _ in range(3))
+        self.q_norm, self.head_norm = nn.RMSNorm(4), nn.RMSNorm(4)
+        self.k_norm = self.head_norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q_norm(self.q(x).unflatten(-1, (-1, 4)))
+        k = self.head_norm(self.k_norm(self.k(x).unflatten(-1, (-1, 4))))
+        return self.o((q * k).flatten(-2)).pow(2).mean()
+
+
+def head_norms(style: str) -> tuple[float, str]:
+    """The largest distance of a gradient from that of one process, and the warning of the first step."""
+    plan = {"q": "colwise", "k": "colwise", "o": "rowwise", "*_norm": style}
+    accelerator, alone = made({"tp_size": 2}, plan), HeadNorms()
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+    model = HeadNorms()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    alone(x).backward()
+    accelerator.backward(model(x))
+    wanted = {name: p.grad for name, p in alone.named_parameters()}
+    far = max(
+        (p.grad.full_tensor() - wanted[name]).abs().max().item() for name, p in model.named_parameters()
+    )
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        optimizer.step()
+        optimizer.step()
+    return far, " ".join(text for each in said if "tensor parallel" in (text := str(each.message)))
+
+
 def variants() -> dict[str, Any]:
     """Many things on two processes that share layers."""
     from torch.distributed.tensor import Replicate, Shard
@@ -326,6 +362,9 @@ def variants() -> dict[str, Any]:
         losses.append(whole_loss.full_tensor().item())
     found["sequence"] = (losses, norms, cut.get_state_dict(model))
 
+    ways = ("replicate", "replicated_with_grad_allreduce")
+    found["head norms"] = [head_norms(style) for style in ways]
+
     found["no plan"] = refused(lambda: made({"tp_size": 2}, {}).prepare(decoder()))
     found["sizes"] = refused(lambda: Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=3)))
     other = decoder() if accelerator.process_index else Decoder().double()
@@ -334,7 +373,8 @@ def variants() -> dict[str, Any]:
 
 
 def test_variants_of_shared_layers(ranks: RankServer) -> None:
-    """Evaluation of a model that rank 0 has read, late optimizers, half precision, cut sequences, errors."""
+    """Evaluation of a model that rank 0 has read, late optimizers, half precision, cut sequences, norms of
+    heads, errors."""
     first, second = ranks(2, variants)
     model, batch = decoder(blocks=2), next(iter(loader()))
     with torch.no_grad():
@@ -349,6 +389,11 @@ def test_variants_of_shared_layers(ranks: RankServer) -> None:
         assert "dp_shard_size=3 does not equal the world size 2" in found["sizes"]
         assert "has other parameters than that of rank 0" in found["other"]
         assert found["types"] == {"torch.float32"}
+        (far, warning), (near, nothing) = found["head norms"]
+        assert far > 1e-3
+        assert warning.count("the gradients of q_norm.weight, head_norm.weight differ") == 1
+        assert near < 1e-6
+        assert nothing == ""
     losses, norms, _ = plain(1)
     assert first["sequence"][0] == pytest.approx(losses[:3], abs=1e-5)
     assert first["sequence"][1] == pytest.approx(norms[:3], abs=1e-5)

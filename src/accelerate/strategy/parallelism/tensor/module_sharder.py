@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from accelerate.core.errors import PrepareError
 from accelerate.core.torch_internals import accepts
-from accelerate.strategy.parallelism.tensor.tp_plan import TPPlanEntry
+from accelerate.strategy.parallelism.tensor.tp_plan import ReplicatedWithGradAllReduce, TPPlanEntry
 from accelerate.strategy.sharding.fsdp2_sharder import broadcast_over_mesh
 from accelerate.strategy.sharding.full_state import local_shard
 from accelerate.strategy.sharding.initial_weights import InitialWeights
@@ -42,6 +42,7 @@ class ModuleSharder:
     ) -> None:
         self.mesh, self.replicas, self.device, self.values = mesh, replicas, device, values
         self.replaced: dict[int, tuple[Any, Any]] = {}
+        self._summed_params: set[nn.Parameter] = set()
 
     @property
     def is_dry_run(self) -> bool:
@@ -60,6 +61,9 @@ class ModuleSharder:
             PrepareError: a tied parameter is sharded in two ways.
         """
         module = part.module
+        if isinstance(part.style, ReplicatedWithGradAllReduce):
+            self._sum_gradients(module)
+            return
         full_params = {
             n: p for n, p in module._parameters.items() if p is not None and not isinstance(p, DTensor)
         }
@@ -77,6 +81,23 @@ class ModuleSharder:
             module._parameters[name] = (
                 self._shard_param(part, name, old, new_param) if isinstance(new_param, DTensor) else old
             )
+
+    def _sum_gradients(self, module: nn.Module) -> None:
+        """Sum the gradients of replicated parameters over the mesh; FSDP2 keeps the hooks.
+
+        A parameter of several modules has its whole gradient in one hook.
+        """
+        group = self.mesh.get_group()
+
+        def all_reduce(gradient: torch.Tensor) -> torch.Tensor:
+            total = gradient.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(total, group=group)
+            return total
+
+        for parameter in module.parameters():
+            if parameter.requires_grad and parameter not in self._summed_params:
+                self._summed_params.add(parameter)
+                parameter.register_hook(all_reduce)
 
     def _shard_param(self, part: TPPlanEntry, name: str, old: nn.Parameter, like: DTensor) -> Any:
         placement = like.placements[0]
@@ -120,7 +141,7 @@ class ModuleSharder:
         """
         parameters: dict[str, Any] = part.module._parameters
         for name, old in parameters.items():
-            if old is None:
+            if old is None or isinstance(part.style, ReplicatedWithGradAllReduce):
                 continue
             new = self.replaced.get(id(old), (old, old))[1]
             here = new.placements[0] if isinstance(new, DTensor) else "whole"

@@ -7,6 +7,7 @@ whole, on every process alike. Source: Shoeybi et al. 2019, "Megatron-LM" (arXiv
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -83,6 +84,46 @@ class TensorParallel(MeshDimension):
                 self.strategy.models[model] = None
             self._prepared_models.add(model)
             _TPGroupRNGSync(self.mesh[self.name]).attach(model)
+        for optimizer in bundle.objects_of("optimizer") if plans else ():
+            self._compare_at_first_step(list(plans), optimizer)
+
+    def _compare_at_first_step(self, models: list[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+        """Warn at the first step of replicated parameters whose gradients differ between the processes."""
+        from accelerate.strategy.sharding.grads import local_grad
+
+        # FSDP2 replaces the parameters, not their names.
+        names = [{n for n, p in model.named_parameters() if not isinstance(p, DTensor)} for model in models]
+
+        def compare(*_: Any) -> None:
+            handle.remove()
+            params = {
+                name: parameter
+                for model, replicated in zip(models, names, strict=True)
+                for name, parameter in model.named_parameters()
+                if name in replicated and parameter.requires_grad
+            }
+            norms = [
+                torch.zeros(()) if p.grad is None else local_grad(p.grad).norm().float()
+                for p in params.values()
+            ]
+            if not norms:
+                return
+            low_high = torch.stack([norm.to(self.world.device) for norm in norms])
+            low_high = torch.stack([-low_high, low_high])
+            dist.all_reduce(low_high, dist.ReduceOp.MAX, self.mesh[self.name].get_group())
+            low, high = -low_high[0], low_high[1]
+            differing = [
+                name for name, far in zip(params, (high - low > 0.001 * high).tolist(), strict=True) if far
+            ]
+            if differing:
+                warnings.warn(
+                    f"tensor parallel: the gradients of {', '.join(differing[:4])} differ between processes, "
+                    "which hold these parameters whole. If they compute on sharded activations, as norms of "
+                    "attention heads do, give the plan 'replicated_with_grad_allreduce' for them",
+                    stacklevel=2,
+                )
+
+        handle = optimizer.register_step_pre_hook(compare)
 
     def _watch_groups(self) -> None:
         """Let the watchdog count the collectives of the tensor parallel groups, to detect deadlocks."""

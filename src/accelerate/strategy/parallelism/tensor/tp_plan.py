@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -40,6 +41,16 @@ def _replicated_input(module: nn.Module) -> ParallelStyle:
     return RowwiseParallel(input_layouts=Replicate())
 
 
+class ReplicatedWithGradAllReduce(ParallelStyle):
+    """A style for replicated parameters that see sharded activations, as norms of attention heads do.
+
+    The gradient of each process is then of its heads alone: ``ModuleSharder`` adds them up.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return module
+
+
 STYLES: dict[str, Callable[[nn.Module], ParallelStyle] | None] = {
     "colwise": lambda module: ColwiseParallel(),
     "rowwise": _rowwise,
@@ -50,6 +61,7 @@ STYLES: dict[str, Callable[[nn.Module], ParallelStyle] | None] = {
     "embedding_rowwise": _replicated_input,
     "embedding_colwise": _replicated_output,
     "sequence_parallel": lambda module: SequenceParallel(),
+    "replicated_with_grad_allreduce": lambda module: ReplicatedWithGradAllReduce(),
     _REPLICATE: None,
 }
 # Styles with replicated input and output: such a module can be left out of a plan alone.
