@@ -239,19 +239,50 @@ def checkpoints(folder: str) -> list[float]:
     return after
 
 
+class Average:
+    """A copy of the parameters of this process."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values: dict[str, Any] = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values, "decay": 0.5}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state["values"]
+
+
 def several_models(folder: str) -> None:
     """Two models with an optimizer each, in one prepare: in parts and whole; the parts are loaded."""
+
+    def make(accelerator: Any) -> Any:
+        torch.manual_seed(0)
+        models = [nn.Sequential(nn.Linear(2, width), nn.Linear(width, 2)) for width in (3, 4)]
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+        objects = accelerator.prepare(*models, *optimizers)
+        average = Average(objects[0])
+        accelerator.register_for_checkpointing(average)
+        return *objects, average
+
     accelerator = made(num_microbatches=2)
-    torch.manual_seed(0)
-    models = [nn.Sequential(nn.Linear(2, width), nn.Linear(width, 2)) for width in (3, 4)]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
-    first, second, *optimizers = accelerator.prepare(*models, *optimizers)
+    first, second, *optimizers, average = make(accelerator)
+    averages = {name: value.full_tensor().clone() for name, value in average.values.items()}
     for ending in ("parts", "whole"):
         accelerator.backward(first(torch.ones(4, 2)).sum() + second(torch.ones(4, 2)).sum())
         for optimizer in optimizers:
             optimizer.step()
         accelerator.save_state(f"{folder}/{ending}", sharded=None if ending == "parts" else False)
+    for value in average.values.values():
+        value.zero_()
     accelerator.load_state(f"{folder}/parts")
+    assert len(averages) == 2
+    assert average.values.keys() == averages.keys()
+    for name, value in average.values.items():
+        torch.testing.assert_close(value.full_tensor(), averages[name])
+    other = sharded()
+    make(other)
+    with pytest.raises(RuntimeError, match="load it with the same pp_size"):
+        other.load_state(f"{folder}/parts")
     assert [len(optimizer.state_dict()["state"]) for optimizer in optimizers] == [2, 2]
     assert all(
         each["step"] == 1 for optimizer in optimizers for each in optimizer.state_dict()["state"].values()

@@ -7,12 +7,13 @@ object that extends a list with what was saved would have it twice.
 An average of the local values of FSDP1's parameters has each rank's own shards of parameters as plain
 tensors, and so has one that keeps ``to_local()`` of DTensors. Nothing in a plain tensor says what it is a
 shard of. So the file has the shards of all ranks, by rank, and each rank gets its own back; other numbers of
-ranks are refused.
+ranks are refused. An average in a pipeline is of the parameters of one stage: all states are saved, by rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -115,6 +116,52 @@ def gather_rank_shards(
     return {_STATE: state, _SHARDS: dict(zip(differing, map(list, zip(*shards, strict=True)), strict=False))}
 
 
+_RANKS, _STATES = "accelerate_state_of_rank", "states"
+
+
+def gather_rank_states(state: Any, name: str, *, each_node: bool = False) -> Any:
+    """Return the different states of all ranks, where they are saved, if tensors differ; collective.
+
+    Args:
+        state: nested data without DTensors.
+        name, each_node: see ``gather_rank_shards``.
+    """
+    prints = {
+        path: _fingerprint(leaf)
+        for path, leaf in tree.iterate_leaves(state)
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    }
+    # By rank, the first rank with an equal state: replicas of a stage have one.
+    first: list[int] = collective.combine_objects(
+        prints, lambda by_rank: [by_rank.index(each) for each in by_rank], f"the state of {name}"
+    )
+    if not any(first):
+        return state
+    rank = collective.rank()
+    own = tree.map_tree(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, state)
+    states = list[Any]()
+    gather: Callable[[list[Any]], Any] = list if each_node else states.extend
+    sent = own if first[rank] == rank else None
+    states = collective.combine_objects(sent, gather, f"the states of {name}") or states
+    return {_RANKS: first, _STATES: {rank: states[rank] for rank in set(first)} if states else {}}
+
+
+def _select_rank_state(state: Any, ranks: CheckpointRankGroup, label: str, item: Any) -> Any:
+    first, states = state[_RANKS], state[_STATES]
+    own: Any = {}
+    with suppress(AttributeError, LookupError):  # it may have no state before it is loaded
+        own = (getattr(item, "module", None) or item).state_dict()
+    selected = states[first[ranks.rank]] if len(first) == ranks.size else None
+    names = [[path for path, _ in tree.iterate_leaves(each)] for each in (own, selected)]
+    if selected is None or (names[0] and set(names[0]) != set(names[1])):
+        raise CheckpointError(
+            f"{label} has the states of {len(first)} processes, and {ranks.size} others load it",
+            why="the stages of a pipeline have registered other parameters than these",
+            fix="load it with the same pp_size and as many processes",
+        )
+    return selected
+
+
 def _find_differing(by_rank: list[dict[str, Any]]) -> list[str]:
     """Return the paths that all ranks have, with different values."""
     common = [path for path in by_rank[0] if all(path in each for each in by_rank)]
@@ -127,12 +174,14 @@ def _fingerprint(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(values.shape), *(str(each.item()) for each in sums)
 
 
-def select_rank_shards(state: Any, ranks: CheckpointRankGroup, label: str) -> Any:
-    """Return the state with this rank's shards, where ``gather_rank_shards`` put those of all ranks into it.
+def select_rank_shards(state: Any, ranks: CheckpointRankGroup, label: str, item: Any = None) -> Any:
+    """Return this rank's state, or the state with its shards, where those of all ranks were gathered into it.
 
     Raises:
-        CheckpointError: another number of ranks saved it.
+        CheckpointError: another number of ranks saved it, or ``item`` has the parameters of another stage.
     """
+    if tree.is_mapping(state) and state.keys() == {_RANKS, _STATES}:
+        return _select_rank_state(state, ranks, label, item)
     if not (tree.is_mapping(state) and state.keys() == {_STATE, _SHARDS}):
         return state
     shards = state[_SHARDS]

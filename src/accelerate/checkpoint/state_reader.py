@@ -309,7 +309,7 @@ class TrainingStateReader:
             state = torch_files.read(path, **kwargs)
             load = partial(item.load_state_dict, state)
             if each.category == "custom":
-                state = select_rank_shards(state, self.ranks, f"{path} ({label})")
+                state = select_rank_shards(state, self.ranks, f"{path} ({label})", item)
                 load = partial(load_copy, item.load_state_dict, state)
         if each.category == "schedulers" and (other := _describe_other_schedule(item, state)):
             self.notes.append(f"{label} takes the state of another kind of schedule: {other}")

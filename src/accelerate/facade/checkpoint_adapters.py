@@ -25,6 +25,7 @@ from accelerate.facade.preparer import PreparedObjects
 from accelerate.offload.offloaded_tensor import OffloadedTensor
 from accelerate.strategy.base import DataSharding, EngineStrategy
 from accelerate.strategy.protocol.gradient_sync import GradientPiece, OpenGradients, join_pieces
+from accelerate.world import collective
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.layout import ShardedState
@@ -93,15 +94,23 @@ def registered_adapter(
         return optimizer_adapter(strategy, inner, models, is_registered=True)
     from torch.distributed.tensor import DTensor
 
-    from accelerate.checkpoint.registered_objects import gather_rank_shards
+    from accelerate.checkpoint.registered_objects import gather_rank_shards, gather_rank_states
     from accelerate.strategy.sharding.full_state import distribute_leaves, gather_leaves
 
     name = type(item).__name__
 
+    def holds_stage(model: nn.Module) -> bool:
+        return isinstance(strategy, DataSharding) and bool(strategy.partial_state_names(model)[0])
+
     def state_dict() -> Any:
         values = (each.detach() for model in models for each in model.parameters())
         shapes = {(each.to_local() if isinstance(each, DTensor) else each).shape for each in values}
-        state = gather_leaves(item.state_dict(), is_writer)
+        is_pipelined = strategy.model_parallel_size > 1 and any(
+            collective.all_gather_object(any(map(holds_stage, models)), f"the state of {name}")
+        )
+        state = gather_leaves(item.state_dict(), is_writer or is_pipelined)
+        if is_pipelined:
+            return gather_rank_states(state, name, each_node=each_node)
         return gather_rank_shards(state, shapes, name, each_node=each_node)
 
     def load_state_dict(state: Any, **options: Any) -> Any:
