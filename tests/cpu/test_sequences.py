@@ -570,6 +570,7 @@ def refused(size: str) -> dict[str, str]:
             llama(), change=lambda part: {**part, "labels": part["input_ids"].clone()}
         ),
         "length": lambda: slice_batch({"input_ids": torch.ones(2, 7)}),
+        "pooled": lambda: slice_batch({**words(), "labels": torch.ones(4)}),
         "buffers": lambda: accelerator.maybe_context_parallel([torch.ones(2, 8)], []).__enter__(),
         "counts": lambda: accelerator.mean_loss([1.0, 2.0], [3]),
         "rows": lambda: accelerator.strategy.merge_model_parallel(torch.tensor([accelerator.process_index])),
@@ -616,6 +617,7 @@ def test_what_cannot_be_right_is_refused_with_words(ranks: RankServer, size: str
         "copy in evaluation": none.format(8),
         "copied labels": "LlamaForCausalLM got labels, and no shift_labels",
         "length": "sequences of 7 tokens cannot be sharded over 2 processes",
+        "pooled": "a batch of sequences to shard has labels (4,), no value for each token",
         "buffers": "1 buffers and 0 buffer_seq_dims",
         "counts": "mean_loss of 2 losses with 1 numbers of items",
         "rows": "a tensor of torch.int64, (1,), differs between processes of one sequence",

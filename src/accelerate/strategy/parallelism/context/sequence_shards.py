@@ -22,6 +22,8 @@ TokenRange = tuple[int, int]
 TOKENS = ("input_ids", "inputs_embeds")
 LABELS = ("labels", "shift_labels")
 MASK = "attention_mask"
+# What a model computes its loss from.
+_TARGETS = ("labels", "start_positions", "end_positions")
 
 
 def token_ranges(total: int, size: int, rank: int, balanced: bool) -> tuple[TokenRange, ...]:
@@ -73,6 +75,23 @@ def check_length(total: int, size: int) -> None:
         )
 
 
+def _check_targets(batch: Mapping[str, Any], dims: Mapping[str, int]) -> None:
+    """Refuse targets that are not per token, where nobody has named the keys to shard.
+
+    Raises:
+        PrepareError: there are some: models pool a token for them, and every shard would give another one.
+    """
+    pooled = [name for name in _TARGETS if name not in dims and isinstance(batch.get(name), torch.Tensor)]
+    if pooled:
+        shapes = ", ".join(f"{name} {tuple(batch[name].shape)}" for name in pooled)
+        raise PrepareError(
+            f"a batch of sequences to shard has {shapes}, no value for each token",
+            why="a model that takes one token of a sequence for all would take another one of every part",
+            fix="train it without cp_size and sp_size; if its loss is right on parts, name the keys that are "
+            'sharded: cut={"input_ids": 1}',
+        )
+
+
 def shift_labels(labels: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """Shift labels along ``dim``: each token gets the label of the next one; the last has none."""
     tokens_last = labels.transpose(dim, -1)
@@ -117,10 +136,12 @@ class SequenceSharder:
         keys stays whole, since attention is over all keys.
 
         Raises:
-            PrepareError: the tokens cannot be shared, or a named key is not there.
+            PrepareError: the tokens cannot be shared, a named key is not there, or a loss is not per token.
         """
         whole = self.add_derived_inputs(batch)
         dims = self._token_dims(whole) if self.dims is None else dict(self.dims)
+        if self.dims is None:
+            _check_targets(whole, dims)
         dims |= dict.fromkeys(whole.keys() - batch.keys(), self.token_dim)
         absent = sorted(dims.keys() - whole.keys())
         if absent:
