@@ -349,6 +349,13 @@ def read(size: str) -> dict[str, Any]:
     adapted = accelerator.deepspeed_ulysses_dl_adapter(apart, None)
     found: dict[str, Any] = {"together": rows(together), "apart": rows(apart), "adapted": rows(adapted)}
     found["lengths"] = [len(together), len(apart), len(adapted)]
+
+    def shard(tokens: torch.Tensor) -> None:
+        with accelerator.maybe_context_parallel([tokens], [1]):
+            assert tokens.shape == (1, 4)
+
+    found["block"] = said(lambda: shard(next(iter(apart))["input_ids"]))
+    shard(torch.arange(8).view(1, 8))
     # Whole sequences, as long as the parts of others before them.
     short = accelerator.prepare(DataLoader([torch.arange(4)], batch_size=1))  # type: ignore[arg-type]
     for batch in short:
@@ -372,6 +379,7 @@ def test_a_loader_that_comes_with_a_model_gives_parts(ranks: RankServer) -> None
     for place, found in enumerate(ranks(2, read, "cp_size")):
         mine = [[row[token] for token in parts[place]] for row in whole]
         assert found.pop("lengths") == [4, 4, 4]
+        assert found.pop("block") == "nothing"
         asked = {"together": mine, "apart": whole, "adapted": whole}
         assert found == {**asked, "True": mine, "False": whole, "{'input_ids': 1}": mine}
 
@@ -382,6 +390,7 @@ def test_ulysses_reads_other_data_where_nothing_is_sharded(ranks: RankServer) ->
     for place, found in enumerate(ranks(2, read, "sp_size")):
         mine = [row[4 * place : 4 * place + 4] for row in whole]
         assert found.pop("lengths") == [4, 2, 4]
+        assert found.pop("block") == "the 2 processes that share sequences have different ones"
         other = whole[place::2]
         asked = {"together": mine, "apart": other, "adapted": mine}
         assert found == {**asked, "True": mine, "False": other, "{'input_ids': 1}": mine}

@@ -9,7 +9,8 @@ Source: Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv:2309.14509).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -95,12 +96,19 @@ class UlyssesAttention(SequenceShardedAttention):
         return ((0, own * self.size),)
 
 
+def _digest(buffer: torch.Tensor) -> tuple[Any, ...]:
+    """Return the shape, and a sum in which each place has another weight."""
+    weights = torch.linspace(1, 2, buffer.numel(), dtype=torch.float64, device=buffer.device)
+    return tuple(buffer.shape), weights.dot(buffer.reshape(-1).double().nan_to_num()).item()
+
+
 class UlyssesSequenceParallel(SequenceParallelMeshDimension):
     """The Ulysses sequence parallel dimension, ``sp``."""
 
     name: ClassVar[str] = "sp"
     title: ClassVar[str] = "sequence parallelism"
     balanced: ClassVar[bool] = False
+    _has_own_data = False
 
     @property
     def attention_class(self) -> type[SequenceShardedAttention]:
@@ -125,6 +133,33 @@ class UlyssesSequenceParallel(SequenceParallelMeshDimension):
     def reads_own_data(self, loader: Any) -> bool:
         """Return whether nothing shards the sequences: each process then reads its own."""
         return not self.shards_loader(loader)
+
+    def batch_slicer_for(self, loader: Any) -> Callable[[Any], Any]:
+        """Return the function for batches of ``loader``; note a loader that gives each process others."""
+        self._has_own_data |= self.reads_own_data(loader)
+        return super().batch_slicer_for(loader)
+
+    def shard_sequences(
+        self, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept: set[torch.Tensor]
+    ) -> AbstractContextManager[None]:
+        """Shard full sequences inside the context.
+
+        Raises:
+            PrepareError: the processes have different ones, as from a loader whose batches stay whole.
+        """
+        if self._has_own_data and not self.is_left:
+            everyone: list[Any] = [None] * self.size
+            own = [_digest(buffer.detach()) for buffer in buffers if buffer not in self._shards]
+            dist.all_gather_object(everyone, own, group=self.group)
+            if any(other != own for other in everyone):
+                raise PrepareError(
+                    f"the {self.size} processes that share sequences have different ones",
+                    why="a loader that is prepared by itself gives each its own, and shards of different ones "
+                    "would be taken for one",
+                    fix="prepare the loader together with the model, or set "
+                    "DeepSpeedSequenceParallelConfig(cut=True)",
+                )
+        return super().shard_sequences(buffers, dims, kept)
 
     def slice_batch(self, batch: Any) -> Any:
         """Return this process's shard of full sequences.
