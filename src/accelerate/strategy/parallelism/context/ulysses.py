@@ -154,7 +154,7 @@ class UlyssesSequenceParallel(SequenceParallelMeshDimension):
             if any(other != own for other in everyone):
                 raise PrepareError(
                     f"the {self.size} processes that share sequences have different ones",
-                    why="a loader that is prepared by itself gives each its own, and shards of different ones "
+                    why="a loader that is prepared by itself gives each its own: shards of different ones "
                     "would be taken for one",
                     fix="prepare the loader together with the model, or set "
                     "DeepSpeedSequenceParallelConfig(cut=True)",
