@@ -407,6 +407,8 @@ def measured(sizes: dict[str, Any]) -> dict[str, Any]:
     data = [{**row, "number": torch.tensor(index)} for index, row in enumerate(texts(2)[:7])]
     model, loader = accelerator.prepare(llama(), DataLoader(data, batch_size=2))  # type: ignore[arg-type]
     means, words_, numbers, mean = [], [], [], []
+    before = [accelerator.gather_for_metrics(batch["input_ids"] + 0) for batch in loader]
+    assert torch.cat(before).tolist() == [row["input_ids"].tolist() for row in data]
     for mode in (model.train, model.eval):
         mode()
         losses, counts = [], []
@@ -423,6 +425,8 @@ def measured(sizes: dict[str, Any]) -> dict[str, Any]:
             if not model.training:
                 filled = F.pad(logits.argmax(-1), (0, 0, 0, 2 - len(logits)))
                 words_.append(accelerator.gather_for_metrics(filled))
+                as_array = accelerator.gather_for_metrics(filled.numpy())
+                assert (as_array == words_[-1].numpy()).all()
                 numbers.append(accelerator.gather_for_metrics({"number": number})["number"])
                 mean.append(accelerator.gather_for_metrics(losses[-1].nan_to_num()).mean())
         means.append(accelerator.mean_loss(losses, counts).item())
@@ -583,6 +587,11 @@ def refused(size: str) -> dict[str, str]:
         "buffers": lambda: accelerator.maybe_context_parallel([torch.ones(2, 8)], []).__enter__(),
         "counts": lambda: accelerator.mean_loss([1.0, 2.0], [3]),
         "rows": lambda: accelerator.strategy.merge_model_parallel(torch.tensor([accelerator.process_index])),
+        "texts": lambda: accelerator.gather_for_metrics([str(accelerator.process_index)]),
+        "objects": lambda: accelerator.gather_for_metrics(
+            [accelerator.process_index], use_gather_object=True
+        ),
+        "equal texts": lambda: accelerator.gather_for_metrics(["a", "b"], use_gather_object=True),
     }
 
     def slice_batch(whole: Any) -> Any:
@@ -630,6 +639,9 @@ def test_what_cannot_be_right_is_refused_with_words(ranks: RankServer, size: str
         "buffers": "1 buffers and 0 buffer_seq_dims",
         "counts": "mean_loss of 2 losses with 1 numbers of items",
         "rows": "a tensor of torch.int64, (1,), differs between processes of one sequence",
+        "texts": "texts or objects to gather differ between processes of one sequence",
+        "objects": "texts or objects to gather differ between processes of one sequence",
+        "equal texts": "nothing",
     }
 
 

@@ -63,8 +63,8 @@ def gather_for_metrics(
         return tree.map_tree(lambda rows: rows[:left], gathered) if left > 0 else gathered
     share, world_size = getattr(loader, "data_shard", None) or strategy.data_shard, strategy.world.size
     several_read_alike = share.count == strategy.data_shard.count < world_size
-    if several_read_alike and isinstance(strategy, DataSharding) and not as_objects:
-        data = strategy.merge_model_parallel(data)
+    if several_read_alike and isinstance(strategy, DataSharding):
+        data = strategy.merge_model_parallel(data, as_objects=as_objects)
     repeated = share.count != world_size
     filled = repeated or (loader is not None and loader.has_fillers)
     keep: _RowCounter = _all_rows

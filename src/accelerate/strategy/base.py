@@ -417,7 +417,7 @@ class DataSharding:
         """Return what cuts a batch of ``loader`` to what this rank computes; None where it stays whole."""
         raise NotImplementedError
 
-    def merge_model_parallel(self, values: Any) -> Any:
+    def merge_model_parallel(self, values: Any, *, as_objects: bool = False) -> Any:
         """Merge the outputs of ranks with the same samples into what one rank would compute; collective."""
         raise NotImplementedError
 

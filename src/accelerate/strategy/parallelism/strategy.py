@@ -89,8 +89,13 @@ class MeshDimension:
         """Return whether the processes of this dimension read different samples of ``loader``."""
         return False
 
-    def merge_outputs(self, values: Any) -> Any:
-        """Merge the outputs of its processes to what one process would have computed alone."""
+    def merge_outputs(self, values: Any, *, as_objects: bool) -> Any:
+        """Merge the outputs of its processes to what one process would have computed alone.
+
+        Args:
+            values: the outputs, in a tree.
+            as_objects: nothing in them is rows of a tensor.
+        """
         return values
 
     def partial_state_names(self, model: nn.Module) -> tuple[frozenset[str], frozenset[str]]:
@@ -305,10 +310,10 @@ class DeviceMeshStrategy(FSDP2Strategy, DataSharding):
 
         return slice_all if slicers else None
 
-    def merge_model_parallel(self, values: Any) -> Any:
+    def merge_model_parallel(self, values: Any, *, as_objects: bool = False) -> Any:
         """Merge the outputs of the processes along all dimensions."""
         for dimension in self.dimensions:
-            values = dimension.merge_outputs(values)
+            values = dimension.merge_outputs(values, as_objects=as_objects)
         return values
 
     @property

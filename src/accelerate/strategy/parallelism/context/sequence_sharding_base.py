@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -83,7 +84,7 @@ class SequenceParallelMeshDimension(MeshDimension):
         # Lengths of the shards that loaders gave, and of those inside the context; None outside of one.
         self._shard_lengths: set[int] = set()
         self._active_lengths: frozenset[int] | None = None
-        self._warned = self._zero_gradients = self.is_left = False
+        self._warned = self._zero_gradients = self._has_run = self.is_left = False
 
     @property
     def handler(self) -> Any:
@@ -251,7 +252,7 @@ class SequenceParallelMeshDimension(MeshDimension):
     def _pre_forward(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Decide whether the forward is on shards, and add positions and masks of full sequences."""
         tensors = [leaf for _, leaf in tree.iterate_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        attention = self.attention
+        attention, self._has_run = self.attention, True
         attention.lengths = self._sequence_lengths(model, tensors)
         attention.documents, attention.backward_state, attention.calls = None, None, 0
         if not attention.lengths:
@@ -426,26 +427,51 @@ class SequenceParallelMeshDimension(MeshDimension):
 
     # --- outputs
 
-    def merge_outputs(self, values: Any) -> Any:
+    def merge_outputs(self, values: Any, *, as_objects: bool) -> Any:
         """Merge the outputs of the processes of a sequence to what one process would have computed.
 
-        After a forward on shards. Tensors whose second dimension is the length of a shard are joined to full
-        sequences; the first, if the named keys have their tokens there. Other values that differ belong to
-        the shards, and become their mean.
+        After a forward on shards; before the first one, the lengths are those of the loaders. Tensors and
+        arrays whose second dimension is the length of a shard are joined to full sequences; the first, if the
+        named keys have their tokens there. Other floating-point ones that differ belong to the shards, and
+        become their mean.
 
         Raises:
-            PrepareError: whole numbers that differ.
+            PrepareError: whole numbers, or values that are neither tensors nor arrays, that differ.
         """
-        return tree.map_tree(self._merge_leaf, values) if self.attention.lengths else values
+        lengths = self.attention.lengths if self._has_run else frozenset(self._shard_lengths)
+        leaves = [leaf for _, leaf in tree.iterate_leaves(values)]
+        if not lengths and not any(
+            isinstance(leaf, torch.Tensor) and leaf in self._shards for leaf in leaves
+        ):
+            return values
+        others = [leaf for leaf in leaves if as_objects or not _has_numbers(leaf)]
+        if others or not leaves:
+            self._check_equal(others)
+        return values if as_objects else tree.map_tree(partial(self._merge_leaf, lengths), values)
 
-    def _merge_leaf(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
+    def _check_equal(self, leaves: list[Any]) -> None:
+        everyone: list[Any] = [None] * self.size
+        own = [leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        dist.all_gather_object(everyone, own, group=self.group)
+        for other in everyone:
+            if len(own) != len(other) or not all(map(_is_equal, own, other)):
+                raise PrepareError(
+                    "texts or objects to gather differ between processes of one sequence",
+                    why=f"each has a part of its tokens ({self.title}), and they cannot be joined",
+                    fix="gather tensors or arrays that are per token, (rows, tokens), and make the texts or "
+                    "objects of what comes back",
+                )
+
+    def _merge_leaf(self, lengths: frozenset[int], leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray) and _has_numbers(leaf):
+            return self._merge_leaf(lengths, torch.from_numpy(leaf).to(self.world.device)).cpu().numpy()
+        if not isinstance(leaf, torch.Tensor) or leaf in self._whole_tensors:
             return leaf
         local = leaf.detach().contiguous()
         gathered = [torch.empty_like(local) for _ in range(self.size)]
         dist.all_gather(gathered, local, group=self.group)
-        dim = self.sharder.token_dim
-        if local.dim() > 1 and local.shape[dim] in self.attention.lengths:
+        dim = self._shards.get(leaf, self.sharder.token_dim)
+        if leaf in self._shards or (local.dim() > 1 and local.shape[dim] in lengths):
             return join_shards(gathered, dim, self.balanced)
         if all(torch.equal(gathered[0], part) for part in gathered[1:]):
             return leaf
@@ -456,6 +482,16 @@ class SequenceParallelMeshDimension(MeshDimension):
                 fix="gather what is per token, (rows, tokens), or add up: accelerator.reduce(count)",
             )
         return torch.stack(gathered).mean(0)
+
+
+def _has_numbers(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc")
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    return bool(np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other)
 
 
 def _accepts_positions(model: nn.Module) -> bool:
