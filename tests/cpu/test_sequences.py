@@ -26,6 +26,7 @@ from tests.support.sequences import (
     loss_of,
     mistral,
     ring_options,
+    small_decoder,
     targets,
     texts,
 )
@@ -270,6 +271,49 @@ def recomputed_in_turn(size: str) -> float:
 def test_blocks_are_computed_again_as_in_their_own_forward(ranks: RankServer, size: str) -> None:
     """A later forward, of another length or on whole sequences, made the gradients wrong or failed."""
     assert max(ranks(2, recomputed_in_turn, size)) < 1e-5
+
+
+class LossAlone(nn.Module):
+    """Returns the mean over its labels and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small_decoder()
+
+    def forward(self, input_ids: Any, position_ids: Any, shift_labels: Any, **more: Any) -> torch.Tensor:
+        logits = self.inner(input_ids, position_ids)
+        mask, labels = shift_labels.flatten() != IGNORED, shift_labels.flatten().clamp(min=0)
+        losses = F.cross_entropy(logits.flatten(0, 1), labels, reduction="none")
+        return (losses * mask).sum() / mask.sum()
+
+
+def loss_alone(size: str) -> tuple[list[int], float]:
+    """The labels of this process, and how far gradients are from those of one process."""
+    accelerator = opened(size)
+    alone, model = LossAlone(), LossAlone()
+    rows = texts(2)[ROWS:]  # with labels at their ends alone
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    order = torch.arange(batch["input_ids"].shape[1]).expand(ROWS, -1)
+    alone(batch["input_ids"], order, targets(batch)).backward()
+    model, loader = accelerator.prepare(model, DataLoader(rows, batch_size=ROWS))  # type: ignore[arg-type]
+    (part,) = loader
+    count = (part["shift_labels"] != IGNORED).sum()
+    accelerator.backward(model(**part), num_items=count)
+    held = dict(model.named_parameters())
+    far = [
+        (held[name].grad.full_tensor() - p.grad).norm().item()  # type: ignore[union-attr]
+        for name, p in alone.named_parameters()
+        if p.grad is not None
+    ]
+    return accelerator.gather(count.view(1)).tolist(), max(far)
+
+
+@pytest.mark.parametrize("size", ["cp_size", "sp_size", "ring"])
+def test_a_part_without_labels_adds_nothing(ranks: RankServer, size: str) -> None:
+    """Zero times infinity inside of the model made all gradients NaN."""
+    for counts, far in ranks(2, loss_alone, size):
+        assert sorted(counts)[0] == 0 < sorted(counts)[1]
+        assert far < 1e-6
 
 
 # Those whose attention is in modules that are split into stages; the loss is outside of the model.

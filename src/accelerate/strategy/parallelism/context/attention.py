@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.parallelism.context.sequence_shards import TokenRange, join_shards, token_ranges
 
+_EXCHANGES = "accelerate_exchanges_tokens"  # the mark of a node of autograd
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
@@ -122,7 +123,10 @@ class SequenceShardedAttention(ABC):
             raise PrepareError("attention with attn_mask and is_causal", fix="give one of them")
         mask = None if attn_mask is None else self.globalize_mask(attn_mask, queries, keys)
         query, key, value = _cast_for_autocast(query, key, value)
-        return self.compute_attention(AttentionCall(query, key, value, mask, dropout_p, is_causal, more))
+        result = self.compute_attention(AttentionCall(query, key, value, mask, dropout_p, is_causal, more))
+        if not torch.compiler.is_compiling() and result.grad_fn is not None:
+            result.grad_fn.metadata[_EXCHANGES] = True
+        return result
 
     @abstractmethod
     def compute_attention(self, call: AttentionCall) -> torch.Tensor:
@@ -160,6 +164,27 @@ class SequenceShardedAttention(ABC):
     def query_ranges(self, own: int) -> tuple[TokenRange, ...]:
         """Return the token ranges whose attention this process computes, where it has ``own`` tokens."""
         return token_ranges(own * self.size, self.size, self.rank, self.balanced)
+
+
+def nodes_of_own_loss(loss: torch.Tensor) -> list[Any]:
+    """Return the nodes of autograd that no gradient of other processes passes: those after all attention.
+
+    None without a marked node, as in a compiled model. A block that is computed again may have attention.
+    """
+
+    def reach(roots: list[Any]) -> dict[Any, None]:
+        nodes, waiting = dict[Any, None](), list(roots)
+        while waiting:
+            node = waiting.pop()
+            if node is not None and node not in nodes:
+                nodes[node] = None
+                waiting += [before for before, _ in node.next_functions]
+        return nodes
+
+    nodes = reach([loss.grad_fn])
+    exchanging = [n for n in nodes if _EXCHANGES in n.metadata or n.name().startswith("CheckpointFunction")]
+    shared = reach(exchanging)
+    return [node for node in nodes if node not in shared] if exchanging else []
 
 
 def _cast_for_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -31,6 +31,7 @@ from accelerate.strategy.parallelism.context.attention import (
     SequenceShardedAttention,
     add_mask_kwargs,
     check_model,
+    nodes_of_own_loss,
     predicts_next_token,
     register_mask_function,
     uses_library_masks,
@@ -418,11 +419,15 @@ class SequenceParallelMeshDimension(MeshDimension):
         """
         if not self.attention.lengths:
             return False
+        # A model may return its loss alone: zero times infinity would be NaN inside of it.
+        hooks = [node.register_hook(_zero_all) for node in nodes_of_own_loss(loss)]
         self._zero_gradients = True
         try:
             loss.backward(gradient=torch.zeros_like(loss))
         finally:
             self._zero_gradients = False
+            for hook in hooks:
+                hook.remove()
         return True
 
     # --- outputs
@@ -482,6 +487,10 @@ class SequenceParallelMeshDimension(MeshDimension):
                 fix="gather what is per token, (rows, tokens), or add up: accelerator.reduce(count)",
             )
         return torch.stack(gathered).mean(0)
+
+
+def _zero_all(gradients: tuple[torch.Tensor | None, ...], _: Any) -> tuple[torch.Tensor | None, ...]:
+    return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)
 
 
 def _has_numbers(leaf: Any) -> bool:
