@@ -546,6 +546,10 @@ def forms_of_losses() -> None:
     loss = model(x, target=x)
     loss.backward()
     assert (loss.item(), max(p.grad.abs().max().item() for p in model.parameters())) == (0, 0)
+    # The stages agree on the format of a loss, though only the last one computes it.
+    options = {**options, "loss_fn": lambda out, target: (out.double() - target).pow(2).mean(), "items": None}
+    wide = made(**options).prepare(copy.deepcopy(plain))
+    torch.testing.assert_close(wide(x, target=x), nn.functional.mse_loss(plain(x), x))
     model.eval()
     with torch.no_grad():
         torch.testing.assert_close(model(x, target=x), nn.functional.mse_loss(plain(x), x))

@@ -150,7 +150,7 @@ class OneFOneBCall:
             weight = self.loss_weights[chunk]
             loss = loss * weight
         if weight:  # a mean of nothing is no number
-            self.value = self.value.to(loss.device) + loss.detach()
+            self.value = self.value.to(loss.device) + loss.detach().float()  # as other stages expect
         return torch.stack([loss.float()])  # torch 2.6 concatenates them
 
     def _compute_loss_weights(self) -> list[float]:
