@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -390,7 +390,8 @@ class TrainingStateReader:
         states: Sequence[Any] = ()
         # A machine with a checkpoint of its own has the files of its own ranks only.
         if any(path.is_file() for path in paths):
-            states = _MappedStates(paths, {"mmap": True, **self.load_kwargs, "map_location": "cpu"})
+            kwargs = {"mmap": True, **self.load_kwargs, "map_location": "cpu"}
+            states = torch_files.MappedStates(paths, kwargs)
             states[min(self.ranks.rank, len(paths) - 1)]  # may be damaged
         pending = self.pending_last if each.category == "gradients" else self.pending
         load = partial(each.item.load_state_dict, states, self.ranks.rank)
@@ -424,19 +425,6 @@ class TrainingStateReader:
         """Return a seed from the saved state of rank 0, this rank and the world size alone."""
         text = f"{file_digest(self.folder / layout.file_name('rng', rank=0))}:{rank}:{self.ranks.size}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-
-
-class _MappedStates(Sequence[Any]):
-    """The states in torch files, each mapped when it is asked for."""
-
-    def __init__(self, paths: Sequence[Path], kwargs: Mapping[str, Any]) -> None:
-        self._paths, self._read = paths, cache(partial(torch_files.read, **kwargs))
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._read(self._paths[index])
-
-    def __len__(self) -> int:
-        return len(self._paths)
 
 
 def _is_inside_epoch(position: Mapping[str, Any]) -> bool:

@@ -22,7 +22,7 @@ import types
 import uuid
 import zipfile
 from codecs import encode
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -248,6 +248,24 @@ def read(source: Path | IO[bytes], map_location: Any = None, trust: str = TRUST,
                 why=f"it names {names}" if names else _refusal_line(error),
                 fix=f"if you trust whoever wrote the file: {trust}{allow}",
             ) from error
+
+
+class MappedStates(Sequence[Any]):
+    """The states in torch files, each mapped when it is asked for.
+
+    Args:
+        paths: the files.
+        kwargs: arguments of ``read``.
+    """
+
+    def __init__(self, paths: Sequence[Path], kwargs: Mapping[str, Any]) -> None:
+        self._paths, self._read = paths, cache(partial(read, **kwargs))
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._read(self._paths[index])
+
+    def __len__(self) -> int:
+        return len(self._paths)
 
 
 def _refused_names(source: Path | IO[bytes]) -> str:

@@ -48,7 +48,8 @@ from accelerate.facade.run_recorder import start_recorder
 from accelerate.facade.scheduler import AcceleratedScheduler
 from accelerate.facade.state import AcceleratorState, refuse_assignments
 from accelerate.facade.tracker_set import TrackerSet
-from accelerate.facade.train_loop import AccumulationContext, TrainLoop, WatchedTrainLoop, join_uneven_inputs
+from accelerate.facade.train_loop import AccumulationContext, TrainLoop, WatchedTrainLoop
+from accelerate.facade.uneven_inputs import join_uneven_inputs
 from accelerate.precision.autocast import AutocastKwargs, detach_autocast
 from accelerate.precision.base import FORWARD_CONTEXTS, Precision
 from accelerate.precision.fp16 import GradScalerKwargs

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.join import Join, Joinable
 
 from accelerate.checkpoint.state_dict_files import is_distributed
 from accelerate.core.errors import PrepareError, list_first, warn_user
-from accelerate.data.batch_sampler_shard import BatchSamplerShard
-from accelerate.data.batch_source import find_shard
-from accelerate.data.dispatch import DataLoaderDispatcher
-from accelerate.data.iterable_dataset import GlobalBatchCollate, IterableDatasetShard
 from accelerate.facade.loss_weighting import LossWeighting
 from accelerate.facade.micro_batch_windows import GradientAccumulationWindows
 from accelerate.facade.numerics_monitor import NumericsMonitor
@@ -50,7 +45,8 @@ class TrainLoop:
         self._warned: set[AcceleratedOptimizer] = set()
         self.accumulated_ids: tuple[int, ...] = ()  # of the models of the newest block of ``accumulate``
         self._has_warned_of_blocks = self._has_warned_unprepared = False
-        self._show_gradients()
+        if (scaling := self.precision.loss_scaling) is not None:
+            scaling.optimizers, scaling.gradients = self._optimizers, self.strategy.gradients
 
     def note_accumulated(self, models: Sequence[nn.Module], ids: tuple[int, ...]) -> None:
         """Record the models of a block; warn of two blocks of different models in one batch.
@@ -208,15 +204,13 @@ class TrainLoop:
                 why=f"{name} scales losses and steps by itself, so that this scaler would never be used",
                 fix="use its own options for loss scaling",
             )
-        self.precision.set_loss_scaling(LossScaling(scaler, updates_early=True))
+        loss_scaling = LossScaling(scaler, updates_early=True)
+        loss_scaling.optimizers, loss_scaling.gradients = self._optimizers, self.strategy.gradients
+        self.precision.set_loss_scaling(loss_scaling)
         self.precision.set_overflow_sync(self.strategy.flag_reduction())
-        self._show_gradients()
 
-    def _show_gradients(self) -> None:
-        """Let what scales losses see the gradients that have its scale."""
-        if (loss_scaling := self.precision.loss_scaling) is not None:
-            loss_scaling.optimizers = lambda: self.prepared.optimizers
-            loss_scaling.gradients = self.strategy.gradients
+    def _optimizers(self) -> list[AcceleratedOptimizer]:
+        return self.prepared.optimizers
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale the gradients of one optimizer, several, or (None) all, where they are complete."""
@@ -469,66 +463,3 @@ def _check_loss(loss: Any, kwargs: dict[str, Any]) -> None:
             why="a gradient is that of one number",
             fix="reduce it, for example loss.mean()",
         )
-
-
-# --- ranks with different numbers of batches
-
-
-@contextmanager
-def join_uneven_inputs(
-    joinables: Sequence[Any], loaders: Iterable[Any], even_batches: bool | None = None
-) -> Generator[None]:
-    """Run a loop whose ranks may have different numbers of batches.
-
-    A rank that has no more batches joins the all-reduces of the others with zeros, by
-    ``torch.distributed.algorithms.join.Join``; gradients are divided by the number of all processes.
-
-    Args:
-        joinables: prepared models, or torch's own joinable objects.
-        loaders: the prepared loaders.
-        even_batches: replaces the option of those loaders inside the block.
-
-    Raises:
-        PrepareError: a model is not replicated (DDP).
-    """
-    replicas = [_joinable_replica(item) for item in joinables]
-    if not replicas:
-        raise PrepareError("join_uneven_inputs was given no model", fix="give it the prepared models")
-    holders = [] if even_batches is None else _even_batches_holders(loaders)
-    before = [holder.even_batches for holder in holders]
-    try:
-        for holder in holders:
-            holder.even_batches = even_batches
-        with Join(replicas):
-            yield
-    finally:
-        for holder, value in zip(holders, before, strict=True):
-            holder.even_batches = value
-
-
-def _joinable_replica(item: Any) -> Joinable:
-    # A prepared model is the user's own; the DDP object, which is Joinable, is its attribute.
-    replica = getattr(item, "_replica", item)
-    if not isinstance(replica, Joinable):
-        raise PrepareError(
-            f"a {type(item).__name__} cannot join processes that have more inputs",
-            why="it is no model that is replicated by DDP",
-            fix="give join_uneven_inputs models that accelerator.prepare has replicated",
-        )
-    return replica
-
-
-def _even_batches_holders(loaders: Iterable[Any]) -> list[Any]:
-    """Return the objects that hold ``even_batches`` of prepared loaders."""
-    parts = [
-        part
-        for loader in loaders
-        for part in (
-            loader,
-            find_shard(loader.base_dataloader),
-            loader.dataset,
-            loader.base_dataloader.collate_fn,
-        )
-    ]
-    kinds = (DataLoaderDispatcher, BatchSamplerShard, IterableDatasetShard, GlobalBatchCollate)
-    return [part for part in parts if isinstance(part, kinds)]
