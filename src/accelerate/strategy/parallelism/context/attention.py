@@ -125,7 +125,8 @@ class SequenceShardedAttention(ABC):
         query, key, value = _cast_for_autocast(query, key, value)
         result = self.compute_attention(AttentionCall(query, key, value, mask, dropout_p, is_causal, more))
         if not torch.compiler.is_compiling() and result.grad_fn is not None:
-            result.grad_fn.metadata[_EXCHANGES] = True
+            metadata: Any = result.grad_fn.metadata  # a property, which torch's stub has as a method
+            metadata[_EXCHANGES] = True
         return result
 
     @abstractmethod

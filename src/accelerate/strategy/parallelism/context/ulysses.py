@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -139,9 +139,10 @@ class UlyssesSequenceParallel(SequenceParallelMeshDimension):
         self._has_own_data |= self.reads_own_data(loader)
         return super().batch_slicer_for(loader)
 
+    @contextmanager
     def shard_sequences(
         self, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept: set[torch.Tensor]
-    ) -> AbstractContextManager[None]:
+    ) -> Iterator[None]:
         """Shard full sequences inside the context.
 
         Raises:
@@ -159,7 +160,8 @@ class UlyssesSequenceParallel(SequenceParallelMeshDimension):
                     fix="prepare the loader together with the model, or set "
                     "DeepSpeedSequenceParallelConfig(cut=True)",
                 )
-        return super().shard_sequences(buffers, dims, kept)
+        with super().shard_sequences(buffers, dims, kept):
+            yield
 
     def slice_batch(self, batch: Any) -> Any:
         """Return this process's shard of full sequences.
