@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -128,7 +129,12 @@ def measure_launch() -> CallCounts:
         print(json.dumps(vars(path.counts())))
     """
     with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
-        done = subprocess.run([sys.executable, "-c", code, script.name], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code, script.name],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},  # or the launcher counts cores
+        )
     assert done.returncode == 0, done.stderr
     return CallCounts(**json.loads(done.stdout.splitlines()[-1]))
 
