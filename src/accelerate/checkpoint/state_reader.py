@@ -390,8 +390,7 @@ class TrainingStateReader:
         states: Sequence[Any] = ()
         # A machine with a checkpoint of its own has the files of its own ranks only.
         if any(path.is_file() for path in paths):
-            kwargs = {"mmap": True, **self.load_kwargs, "map_location": "cpu"}
-            states = torch_files.MappedStates(paths, kwargs)
+            states = torch_files.MappedStates(paths, self.load_kwargs)
             states[min(self.ranks.rank, len(paths) - 1)]  # may be damaged
         pending = self.pending_last if each.category == "gradients" else self.pending
         load = partial(each.item.load_state_dict, states, self.ranks.rank)

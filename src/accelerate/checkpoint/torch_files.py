@@ -255,10 +255,11 @@ class MappedStates(Sequence[Any]):
 
     Args:
         paths: the files.
-        kwargs: arguments of ``read``.
+        load_kwargs: more arguments of ``read``.
     """
 
-    def __init__(self, paths: Sequence[Path], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, paths: Sequence[Path], load_kwargs: Mapping[str, Any]) -> None:
+        kwargs = {"mmap": True, **load_kwargs, "map_location": "cpu"}
         self._paths, self._read = paths, cache(partial(read, **kwargs))
 
     def __getitem__(self, index: Any) -> Any:
