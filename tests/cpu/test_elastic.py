@@ -109,11 +109,15 @@ def test_when_restarts_are_used_up_the_last_traceback_is_the_last_word() -> None
     result = launch(*("--cpu", "-n", "2", "--max_restarts", "1"), script_text=script, env=ONE)
     assert result.returncode == 1
     first, _, last = result.stderr.partition("restart 1 of 1\n")
-    assert first.startswith("Traceback (most recent call last):\n")
+    assert first.startswith(
+        "accelerate launch: the attempt that failed ended in\nTraceback (most recent call last"
+    )
     assert "\nValueError: no data, 0\naccelerate launch: rank 1 of 2 failed (exit code 1)" in first
     assert last.rstrip().endswith("ValueError: no data, 1")
     assert "restart" not in last
     assert len(told(result.stdout)) == 4
+    quiet = launch(*("--cpu", "-n", "2", "--max_restarts", "1", "--quiet"), script_text=script, env=ONE)
+    assert "no data, 0" not in quiet.stderr
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -272,13 +272,12 @@ def several_models(folder: str) -> None:
         for optimizer in optimizers:
             optimizer.step()
         accelerator.save_state(f"{folder}/{ending}", sharded=None if ending == "parts" else False)
-    for value in average.values.values():
-        value.zero_()
+    average.values = {}  # as of one that begins with the first step
     accelerator.load_state(f"{folder}/parts")
     assert len(averages) == 2
     assert average.values.keys() == averages.keys()
     for name, value in average.values.items():
-        torch.testing.assert_close(value.full_tensor(), averages[name])
+        torch.testing.assert_close(value, averages[name])
     other = sharded()
     make(other)
     with pytest.raises(RuntimeError, match="load it with the same pp_size"):

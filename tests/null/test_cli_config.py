@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,13 @@ def test_a_basic_file_is_for_all_devices_and_overwrites_nothing(
         told = json.loads(path.read_text())
         assert (told["distributed_type"], told["num_processes"], told["use_cpu"]) == expected
         assert told["mixed_precision"] == "bf16"
+    with monkeypatch.context() as windows:  # a launch there starts one process
+        windows.setattr(sys, "platform", "win32")
+        pretend_devices(windows, "cuda", 2)
+        path.unlink()
+        write_basic_config("bf16", path)
+    told = json.loads(path.read_text())
+    assert (told["distributed_type"], told["num_processes"], told["use_cpu"]) == ("NO", 1, False)
     (tmp_path / "aurora-1.dist-info").mkdir()
     (tmp_path / "aurora-1.dist-info/entry_points.txt").write_text("[torch.backends]\naurora = aurora:load\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -94,6 +94,13 @@ def test_processes_and_devices(
     assert where(request, cards(tmp_path, 4)) == expected
 
 
+def test_windows_starts_one_process_by_default(
+    asks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert where(asks(), cards(tmp_path, 2)) == ("cuda", 1, None)
+
+
 def test_without_an_accelerator_a_job_runs_on_the_cpu(asks: Any, tmp_path: Path) -> None:
     assert where(asks(), DeviceProbeHost(tmp_path, {}, dict)) == ("cpu", 1, None)
     assert where(asks(num_processes="4"), DeviceProbeHost(tmp_path, {}, dict)) == ("cpu", 4, None)

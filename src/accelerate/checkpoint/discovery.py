@@ -376,7 +376,7 @@ def first_iteration(project: ProjectConfiguration) -> int:
     """Return the number of the first checkpoint of a run that has loaded none.
 
     It follows those that another run has left. From 0 on, ``total_limit`` would delete each new one, and
-    the newest by number would be the other run's.
+    the newest by number would be the other run's. Not with ``save_on_each_node``: the machines may differ.
     """
     store = open_store(automatic_folder(project))
     complete = (automatic_number(each.name) for each in candidates(store) if not each.problem)

@@ -151,13 +151,21 @@ def _select_rank_state(state: Any, ranks: CheckpointRankGroup, label: str, item:
     own: Any = {}
     with suppress(AttributeError, LookupError):  # it may have no state before it is loaded
         own = (getattr(item, "module", None) or item).state_dict()
-    selected = states[first[ranks.rank]] if len(first) == ranks.size else None
-    names = [[path for path, _ in tree.iterate_leaves(each)] for each in (own, selected)]
-    if selected is None or (names[0] and set(names[0]) != set(names[1])):
+    if len(first) != ranks.size:
         raise CheckpointError(
             f"{label} has the states of {len(first)} processes, and {ranks.size} others load it",
-            why="the stages of a pipeline have registered other parameters than these",
+            why="each stage of a pipeline has registered states of its own parameters",
             fix="load it with the same pp_size and as many processes",
+        )
+    selected = states[first[ranks.rank]]
+    saved = {path for path, _ in tree.iterate_leaves(selected)}
+    # Other values, and more tensors, may come in training: a state begins empty.
+    tensors = (path for path, leaf in tree.iterate_leaves(own) if isinstance(leaf, torch.Tensor))
+    if missing := next((path for path in tensors if path not in saved), None):
+        raise CheckpointError(
+            f"{label} holds {missing} here, and did not on the rank {first[ranks.rank]} that saved it",
+            why="the stages of the pipeline have other parameters than when it was saved",
+            fix="load it with the same pp_size and the same split of the model",
         )
     return selected
 

@@ -11,8 +11,10 @@ written or listed, the save goes on without a lock, and says so.
 
 A lock says host, process, save and time. It is stale, and is taken over,
 
-- on the same host, as soon as its process is gone: a training that was killed can be restarted at once;
-- from another host, when it has not been touched for a minute, and is not while one looks: clocks differ.
+- on the same host since it was booted, as soon as its process is gone: a training that was killed can be
+  restarted at once;
+- from another host or boot, when it has not been touched for a minute, and is not while one looks: clocks
+  differ.
 
 The ranks of one training have one owner, the rank that commits.
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -233,13 +234,14 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path = 
     device, count = devices.probe_devices()
     # A device that torch alone knows cannot be counted here; each process looks for it.
     unknown_devices = entry_points(group="torch.backends")
+    processes = 1 if sys.platform == "win32" else max(1, count)  # what a launch there can start
     config = ClusterConfig(
         compute_environment=ComputeEnvironment.LOCAL_MACHINE,
-        distributed_type=DistributedType(device.distributed_type if count > 1 else "NO"),
+        distributed_type=DistributedType(device.distributed_type if processes > 1 else "NO"),
         mixed_precision=mixed_precision.lower(),
         use_cpu=count == 0 and not unknown_devices,
         debug=False,
-        num_processes=max(1, count),
+        num_processes=processes,
     )
     config.to_json_file(path)
     return path

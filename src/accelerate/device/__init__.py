@@ -28,7 +28,9 @@ __all__ = [
     "probe_devices",
 ]
 
-DEVICES: Registry[Device] = Registry("device", "accelerate.device", "accelerate.devices")
+DEVICES: Registry[Device] = Registry(
+    "device", "accelerate.device", "accelerate.devices", exclude=("base", "gpu_counts")
+)
 
 
 def get(type: str) -> Device:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from pathlib import Path
 from types import MappingProxyType
@@ -11,6 +10,7 @@ from typing import cast
 
 from accelerate.core import environ
 from accelerate.device.base import Device, DeviceProbeHost, count_visible
+from accelerate.device.gpu_counts import count_amd, count_by_driver
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Cuda(Device):
         machine = machine or DeviceProbeHost()
         if machine.build().get("hip"):
             # HIP counts the devices that ROCR leaves visible; CUDA's variable works where HIP's is unset.
-            visible_to_hip = count_visible(_count_amd(machine), machine.env.get("ROCR_VISIBLE_DEVICES"))
+            visible_to_hip = count_visible(count_amd(machine), machine.env.get("ROCR_VISIBLE_DEVICES"))
             name = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in machine.env else "CUDA_VISIBLE_DEVICES"
             return count_visible(visible_to_hip, machine.env.get(name))
         return super().probe_count(machine) if machine.build().get("cuda") else 0
@@ -81,9 +81,9 @@ class Cuda(Device):
             return cards
         # WSL shows one paravirtual adapter, and Windows nothing; a Jetson has one card.
         if machine.exists("dev/dxg"):
-            return _count_by_driver(machine.root / "usr/lib/wsl/lib", "libcuda.so.1", "libnvidia-ml.so.1")
+            return count_by_driver(machine.root / "usr/lib/wsl/lib", "libcuda.so.1", "libnvidia-ml.so.1")
         if "SYSTEMROOT" in machine.env:
-            return _count_by_driver(Path(machine.env["SYSTEMROOT"], "System32"), "nvcuda.dll", "nvml.dll")
+            return count_by_driver(Path(machine.env["SYSTEMROOT"], "System32"), "nvcuda.dll", "nvml.dll")
         return int(machine.exists("dev/nvhost-gpu") or machine.exists("dev/nvgpu/igpu0"))
 
     def find_peak_flops(self, dtype: str, index: int | None = None) -> float | None:
@@ -145,37 +145,6 @@ class Cuda(Device):
         if environ.get("CUBLAS_WORKSPACE_CONFIG") is None:
             environ.set_variables({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
         torch.backends.cudnn.benchmark = False
-
-
-def _count_by_driver(folder: Path, cuda: str, nvml: str) -> int:
-    """Count the cards that NVML knows, which starts no CUDA; one where CUDA is there and NVML does not tell.
-
-    Source: NVIDIA, NVML API Reference Guide, nvmlInit_v2 and nvmlDeviceGetCount_v2; they return 0 on success.
-    """
-    if not (folder / cuda).exists():
-        return 0
-    import ctypes
-
-    count = ctypes.c_uint(0)
-    try:
-        library = ctypes.CDLL(str(folder / nvml))
-        failed = library.nvmlInit_v2() or library.nvmlDeviceGetCount_v2(ctypes.byref(count))
-    except (OSError, AttributeError):  # there is no such library, or it is too old
-        return 1
-    return 1 if failed else count.value
-
-
-def _count_amd(machine: DeviceProbeHost) -> int:
-    """Count the GPUs of the KFD topology (gpu_id 0 is a CPU) whose render node this container has."""
-    if not machine.exists("dev/kfd"):
-        return 0
-    count = 0
-    for node in machine.find_device_nodes("sys/class/kfd/kfd/topology/nodes/*"):
-        if machine.read(node / "gpu_id") in ("", "0"):
-            continue
-        minor = re.search(r"^drm_render_minor (\d+)$", machine.read(node / "properties"), re.MULTILINE)
-        count += minor is not None and machine.exists(f"dev/dri/renderD{minor[1]}")
-    return count
 
 
 PLUGIN: Device = Cuda()

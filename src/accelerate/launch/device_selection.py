@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 
 import accelerate.device as devices
@@ -45,7 +46,8 @@ def allocate_devices(request: LaunchRequest, machine: DeviceProbeHost) -> Launch
     processes = request.local_processes.value
     if processes is None and not request.settings.multi_gpu:
         alone = _is_type(request.origin("distributed_type"), NOT_DISTRIBUTED)
-        processes = 1 if alone else max(1, count)
+        # On Windows one process is what can be started.
+        processes = 1 if alone or sys.platform == "win32" else max(1, count)
     elif not isinstance(processes, int):
         processes = count_cores(machine) if processes == "cpu" else max(1, count)
     if count and processes > count:

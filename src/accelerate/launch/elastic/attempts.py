@@ -182,7 +182,7 @@ def run_with_restarts(
         outcome = attempt.outcome
         if restart == max_restarts or outcome.stopped_by is not None or outcome.resumable:
             raise error
-        _print_traceback(error.traceback)
+        _print_traceback(error.traceback, print_line)
         print_line(f"{describe_failure(error)}; restart {restart + 1} of {max_restarts}")
 
 
@@ -192,9 +192,9 @@ def describe_failure(error: RankError) -> str:
     return f"{error.what}: {lines[-1]}" if lines else error.what
 
 
-def _print_traceback(text: str) -> None:
+def _print_traceback(text: str, print_line: Callable[[str], None]) -> None:
     if text:
-        print(text.rstrip(), file=sys.stderr, flush=True)
+        print_line(f"the attempt that failed ended in\n{text.rstrip()}")
 
 
 # --- several machines
@@ -368,7 +368,7 @@ class MultiMachineAttemptRunner:
         if message["event"] == "verdict":
             self.verdict = message
             if message.get("restart"):
-                _print_traceback(message.get("traceback", ""))
+                _print_traceback(message.get("traceback", ""), self.print_line)
                 self.print_line(self._restart_line(message))
         elif message["event"] == "error":
             raise LaunchError(message["what"], why=message["why"], fix=message["fix"])
