@@ -706,12 +706,12 @@ def test_a_forward_that_is_called_by_its_name_reduces_gradients(ranks: RankServe
     assert signature == "(x: 'torch.Tensor') -> 'torch.Tensor'"
 
 
-def kept_objects() -> list[str]:
+def kept_objects(precision: str) -> list[str]:
     """The kinds of the objects of two trainings that are alive after the second function has ended."""
     from accelerate import Accelerator
 
     def train() -> list[weakref.ref[Any]]:
-        accelerator, model = Accelerator(gradient_accumulation_steps=2), Net()
+        accelerator, model = Accelerator(gradient_accumulation_steps=2, mixed_precision=precision), Net()
         optimizer: Any = torch.optim.Adam(model.parameters())
         scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         loader: Any = DataLoader(TensorDataset(torch.ones(8, 3)), batch_size=2)
@@ -735,10 +735,12 @@ def kept_objects() -> list[str]:
         gc.enable()
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_nothing_is_left_of_a_training_without_a_garbage_collection(ranks: RankServer, count: int) -> None:
+@pytest.mark.parametrize(("count", "precision"), [(1, "no"), (2, "no"), (1, "fp16")])
+def test_nothing_is_left_of_a_training_without_a_garbage_collection(
+    ranks: RankServer, count: int, precision: str
+) -> None:
     """As in 1.15 and torch: weights, gradient buckets and workers go with the last variable."""
-    assert same_on_all(ranks(count, kept_objects)) == []
+    assert same_on_all(ranks(count, kept_objects, precision)) == []
 
 
 def replaced_wrapper() -> list[float]:

@@ -103,8 +103,11 @@ def norms(use_orig_params: bool) -> list[float]:
 
     accelerator = accelerator_of({"use_orig_params": use_orig_params})
     model: Any = nn.Linear(4, 1)
+    listed = list(model.parameters())  # before they are flat ones
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     accelerator.backward(model(torch.arange(1.0, 5.0)).sum())
+    norm = accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+    assert accelerator.clip_grad_norm_(listed, float("inf")) == norm
     with pytest.raises(SettingError, match="norm_type=0 counts tensors"):
         accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=0)
     return [

@@ -575,6 +575,20 @@ def test_the_scaler_takes_a_prepared_optimizer(steps: bool, fused: bool) -> None
     assert scaler.get_scale() == 4.0
 
 
+def test_a_scaler_is_used_by_hand_inside_of_a_window() -> None:
+    accelerator = Accelerator(mixed_precision="fp16", gradient_accumulation_steps=2)
+    model = nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    scaler, before = accelerator.scaler, model.weight.detach().clone()
+    assert scaler is not None
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 3)).sum())
+            scaler.step(optimizer)
+            scaler.update()
+    torch.testing.assert_close(model.weight, before - 1.0)
+
+
 def test_two_optimizers_share_one_scaler() -> None:
     """Gradients of the second must not be unscaled twice, whatever the order of clips and steps."""
     torch.manual_seed(0)

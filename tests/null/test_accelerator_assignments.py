@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ def test_a_scaler_that_is_off_scales_nothing(precision: str, scaler: GradScaler 
     assert not accelerator.optimizer_step_was_skipped
     accelerator.backward(model(torch.ones(1, 2)).mean())
     optimizer.step(lambda: 1.0)
+    assert not copy.deepcopy(optimizer).step_was_skipped
     accelerator.free_memory()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -46,7 +47,7 @@ class TrainLoop:
         self.accumulated_ids: tuple[int, ...] = ()  # of the models of the newest block of ``accumulate``
         self._has_warned_of_blocks = self._has_warned_unprepared = False
         if (scaling := self.precision.loss_scaling) is not None:
-            scaling.optimizers, scaling.gradients = self._optimizers, self.strategy.gradients
+            scaling.optimizers, scaling.gradients = _optimizers_of(prepared), self.strategy.gradients
 
     def note_accumulated(self, models: Sequence[nn.Module], ids: tuple[int, ...]) -> None:
         """Record the models of a block; warn of two blocks of different models in one batch.
@@ -205,12 +206,10 @@ class TrainLoop:
                 fix="use its own options for loss scaling",
             )
         loss_scaling = LossScaling(scaler, updates_early=True)
-        loss_scaling.optimizers, loss_scaling.gradients = self._optimizers, self.strategy.gradients
+        loss_scaling.optimizers = _optimizers_of(self.prepared)
+        loss_scaling.gradients = self.strategy.gradients
         self.precision.set_loss_scaling(loss_scaling)
         self.precision.set_overflow_sync(self.strategy.flag_reduction())
-
-    def _optimizers(self) -> list[AcceleratedOptimizer]:
-        return self.prepared.optimizers
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale the gradients of one optimizer, several, or (None) all, where they are complete."""
@@ -400,6 +399,12 @@ class AccumulationContext(AbstractContextManager[None]):
     def __exit__(self, *error: Any) -> None:
         if self.inner is not NO_CONTEXT:
             self.inner.__exit__(*error)
+
+
+def _optimizers_of(prepared: PreparedObjects) -> Callable[[], Sequence[AcceleratedOptimizer]]:
+    # Weak, for optimizers hold the precision, which would keep all that is prepared.
+    reference = weakref.ref(prepared)
+    return lambda: () if (alive := reference()) is None else alive.optimizers
 
 
 def describe_model(runtime: Runtime, model: nn.Module) -> dict[str, Any]:

@@ -103,13 +103,17 @@ class SyncedGradScaler(torch.amp.GradScaler):
         self.unscaled: dict[int, torch.optim.Optimizer] = {}
 
     def __getstate__(self) -> dict[str, Any]:
+        if not self.is_enabled():
+            return super().__getstate__()
         # A copy begins an iteration: optimizers that wait here for their step or an update are not its own.
         twin, states = object.__new__(type(self)), self._per_optimizer_states.copy()
         states.clear()
-        vars(twin).update(vars(self), _per_optimizer_states=states, unscaled={}, is_update_due=False)
+        vars(twin).update(vars(self), _per_optimizer_states=states, unscaled={})
         return torch.amp.GradScaler.__getstate__(twin)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        if new_scale is None and self.is_enabled() and not (_is_update_due(self) or self.unscaled):
+            return  # a step inside of an accumulation window is none
         self.unscaled.clear()
         super().update(new_scale)
 

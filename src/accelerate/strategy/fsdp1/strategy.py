@@ -250,6 +250,10 @@ class FSDP1Strategy(ShardedStrategy, ModuleWrapping):
         wrapped_model = self._wrapped_model(model)
         return super().parameters(model) if wrapped_model is None else optimizer_parameters(wrapped_model)
 
+    def current_params(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the parameters that optimizers hold in the place of ``parameters``: a flat one once."""
+        return list(dict.fromkeys(self._replaced_params.get(p, (p, None))[0] for p in parameters))
+
     def gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return this rank's pieces of gradients, or unsharded gradients that have not been reduced yet."""
         from accelerate.strategy.fsdp1.grads import local_gradients
