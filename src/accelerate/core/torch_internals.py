@@ -346,7 +346,7 @@ INTERNALS = (
     ),
     Internals(
         "loss scaling and schedulers",
-        ("precision/base.py", "facade/scheduler.py"),
+        ("precision/loss_scaling.py", "facade/scheduler.py"),
         {
             "torch.amp": "GradScaler._found_inf_per_device GradScaler._maybe_opt_step "
             "GradScaler._per_optimizer_states",

@@ -20,7 +20,7 @@ from accelerate.facade.optimizer import AcceleratedOptimizer, current_params, ex
 from accelerate.facade.preparer import PreparedObjects
 from accelerate.facade.run_recorder import RunRecorder
 from accelerate.facade.runtime import Runtime
-from accelerate.precision.base import LossScaling
+from accelerate.precision.loss_scaling import LossScaling
 from accelerate.strategy.base import EngineStrategy
 from accelerate.strategy.protocol.gradient_sync import NO_CONTEXT, ReductionMonitor
 

@@ -10,5 +10,5 @@ if TYPE_CHECKING:  # the launcher asks for the names, and must not import torch
     from accelerate.precision.base import Precision
 
 PRECISIONS: Registry[type[Precision]] = Registry(
-    "precision", "accelerate.precision", "accelerate.precisions", exclude=("base", "autocast")
+    "precision", "accelerate.precision", "accelerate.precisions", exclude=("base", "autocast", "loss_scaling")
 )

@@ -16,7 +16,7 @@ from accelerate.core.errors import PrepareError, list_first, warn_user
 from accelerate.core.value_types import PositiveInt, PositiveNumber
 from accelerate.device.base import Device
 from accelerate.precision.autocast import AutocastKwargs, HalfPrecisionAutocast
-from accelerate.precision.base import LossScaling, SyncedGradScaler
+from accelerate.precision.loss_scaling import LossScaling, SyncedGradScaler
 from accelerate.world import world as worlds
 
 
