@@ -8,12 +8,12 @@ from pathlib import Path
 from accelerate.device.base import DeviceProbeHost
 
 
-def count_by_driver(folder: Path, cuda: str, nvml: str) -> int:
-    """Count the cards that NVML knows, which starts no CUDA; one where CUDA is there and NVML does not tell.
+def count_by_driver(folder: Path, driver: str, nvml: str) -> int:
+    """Count the cards that NVML knows, which starts no CUDA; one where the driver is there without NVML.
 
     Source: NVIDIA, NVML API Reference Guide, nvmlInit_v2 and nvmlDeviceGetCount_v2; they return 0 on success.
     """
-    if not (folder / cuda).exists():
+    if not (folder / driver).exists():
         return 0
     import ctypes
 
