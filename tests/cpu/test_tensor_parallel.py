@@ -262,6 +262,24 @@ class HeadNorms(nn.Module):
         return self.o((q * k).flatten(-2)).pow(2).mean()
 
 
+class WithoutHooks:
+    """A wrapper that is no ``torch.optim.Optimizer``, as that of schedulefree is none."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.defaults = base, base.defaults
+        self.add_param_group = base.add_param_group
+        self.zero_grad, self.step = base.zero_grad, base.step
+        self.state_dict, self.load_state_dict = base.state_dict, base.load_state_dict
+
+    @property
+    def param_groups(self) -> Any:
+        return self.base.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.base.state
+
+
 def head_norms(style: str) -> tuple[float, str]:
     """The largest distance of a gradient from that of one process, and the warning of the first step."""
     plan = {"q": "colwise", "k": "colwise", "o": "rowwise", "*_norm": style}
@@ -365,6 +383,13 @@ def variants() -> dict[str, Any]:
     ways = ("replicate", "replicated_with_grad_allreduce")
     found["head norms"] = [head_norms(style) for style in ways]
 
+    model, accelerator = decoder(), made({"tp_size": 2})
+    model, optimizer = accelerator.prepare(model, WithoutHooks(adamw(model)))
+    accelerator.backward(loss_of(model, batch))
+    before = model.head.weight.to_local().clone()
+    optimizer.step()
+    found["without hooks"] = not torch.equal(model.head.weight.to_local(), before)
+
     found["no plan"] = refused(lambda: made({"tp_size": 2}, {}).prepare(decoder()))
     found["sizes"] = refused(lambda: Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=3)))
     other = decoder() if accelerator.process_index else Decoder().double()
@@ -385,6 +410,7 @@ def test_variants_of_shared_layers(ranks: RankServer) -> None:
         assert found["frozen"] == [n for n, p in model.named_parameters() if not p.requires_grad]
         assert found["alone"]
         assert found["held"]
+        assert found["without hooks"]
         assert "has no plan of what is shared" in found["no plan"]
         assert "dp_shard_size=3 does not equal the world size 2" in found["sizes"]
         assert "has other parameters than that of rank 0" in found["other"]

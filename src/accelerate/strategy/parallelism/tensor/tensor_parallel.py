@@ -85,7 +85,9 @@ class TensorParallel(MeshDimension):
             self._prepared_models.add(model)
             _TPGroupRNGSync(self.mesh[self.name]).attach(model)
         for optimizer in bundle.objects_of("optimizer") if plans else ():
-            self._compare_at_first_step(list(plans), optimizer)
+            # Wrappers such as schedulefree's have no hooks.
+            if hasattr(optimizer, "register_step_pre_hook"):
+                self._compare_at_first_step(list(plans), optimizer)
 
     def _compare_at_first_step(self, models: list[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         """Warn at the first step of replicated parameters whose gradients differ between the processes."""
