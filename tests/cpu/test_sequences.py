@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -636,6 +639,19 @@ def refused(size: str) -> dict[str, str]:
             [accelerator.process_index], use_gather_object=True
         ),
         "equal texts": lambda: accelerator.gather_for_metrics(["a", "b"], use_gather_object=True),
+        "missing texts": lambda: accelerator.gather_for_metrics(
+            {"scores": torch.ones(1), "texts": ["a"] * accelerator.process_index}
+        ),
+        "equal objects": lambda: accelerator.gather_for_metrics(
+            [
+                *(math.nan, torch.tensor([math.nan]), np.array([math.nan]), nn.Identity()),
+                *({"a", "b", "c"}, SimpleNamespace(values=torch.ones(2))),
+            ],
+            use_gather_object=True,
+        ),
+        "other objects": lambda: accelerator.gather_for_metrics(
+            [SimpleNamespace(values=torch.full((2,), accelerator.process_index))], use_gather_object=True
+        ),
     }
 
     def slice_batch(whole: Any) -> Any:
@@ -686,6 +702,9 @@ def test_what_cannot_be_right_is_refused_with_words(ranks: RankServer, size: str
         "texts": "texts or objects to gather differ between processes of one sequence",
         "objects": "texts or objects to gather differ between processes of one sequence",
         "equal texts": "nothing",
+        "missing texts": "texts or objects to gather differ between processes of one sequence",
+        "equal objects": "nothing",
+        "other objects": "texts or objects to gather differ between processes of one sequence",
     }
 
 

@@ -36,6 +36,11 @@ from accelerate.strategy.parallelism.context.attention import (
     register_mask_function,
     uses_library_masks,
 )
+from accelerate.strategy.parallelism.context.output_comparison import (
+    has_fixed_numbers,
+    has_numbers,
+    is_equal,
+)
 from accelerate.strategy.parallelism.context.sequence_shards import (
     MASK,
     TOKENS,
@@ -449,17 +454,18 @@ class SequenceParallelMeshDimension(MeshDimension):
             isinstance(leaf, torch.Tensor) and leaf in self._shards for leaf in leaves
         ):
             return values
-        others = [leaf for leaf in leaves if as_objects or not _has_numbers(leaf)]
-        if others or not leaves:
-            self._check_equal(others)
+        if as_objects or not has_fixed_numbers(values):
+            self._check_equal([... if has_numbers(leaf) and not as_objects else leaf for leaf in leaves])
         return values if as_objects else tree.map_tree(partial(self._merge_leaf, lengths), values)
 
     def _check_equal(self, leaves: list[Any]) -> None:
         everyone: list[Any] = [None] * self.size
         own = [leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         dist.all_gather_object(everyone, own, group=self.group)
-        for other in everyone:
-            if len(own) != len(other) or not all(map(_is_equal, own, other)):
+        # This rank's too is a copy that was pickled: copies of equal objects are pickled alike.
+        first = everyone[0]
+        for other in everyone[1:]:
+            if len(first) != len(other) or not all(map(is_equal, first, other)):
                 raise PrepareError(
                     "texts or objects to gather differ between processes of one sequence",
                     why=f"each has a part of its tokens ({self.title}), and they cannot be joined",
@@ -468,7 +474,7 @@ class SequenceParallelMeshDimension(MeshDimension):
                 )
 
     def _merge_leaf(self, lengths: frozenset[int], leaf: Any) -> Any:
-        if isinstance(leaf, np.ndarray) and _has_numbers(leaf):
+        if isinstance(leaf, np.ndarray) and has_numbers(leaf):
             return self._merge_leaf(lengths, torch.from_numpy(leaf).to(self.world.device)).cpu().numpy()
         if not isinstance(leaf, torch.Tensor) or leaf in self._whole_tensors:
             return leaf
@@ -491,16 +497,6 @@ class SequenceParallelMeshDimension(MeshDimension):
 
 def _zero_all(gradients: tuple[torch.Tensor | None, ...], _: Any) -> tuple[torch.Tensor | None, ...]:
     return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)
-
-
-def _has_numbers(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc")
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    return bool(np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other)
 
 
 def _accepts_positions(model: nn.Module) -> bool:
