@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -403,6 +404,9 @@ def read(size: str) -> dict[str, Any]:
 
     found["block"] = said(lambda: shard(next(iter(apart))["input_ids"]))
     shard(torch.arange(8).view(1, 8))
+    with mock.patch("torch.distributed.all_gather_object") as exchange:  # not in every step
+        shard(torch.arange(8).view(1, 8))
+    assert not exchange.called
     # Whole sequences, as long as the parts of others before them.
     short = accelerator.prepare(DataLoader([torch.arange(4)], batch_size=1))  # type: ignore[arg-type]
     for batch in short:

@@ -96,10 +96,15 @@ class UlyssesAttention(SequenceShardedAttention):
         return ((0, own * self.size),)
 
 
+_DIGEST_CHUNK = 1 << 20  # elements that are in float64 at a time
+
+
 def _digest(buffer: torch.Tensor) -> tuple[Any, ...]:
-    """Return the shape, and a sum in which each place has another weight."""
-    weights = torch.linspace(1, 2, buffer.numel(), dtype=torch.float64, device=buffer.device)
-    return tuple(buffer.shape), weights.dot(buffer.reshape(-1).double().nan_to_num()).item()
+    """Return the shape, and a sum of each chunk in which each place has another weight."""
+    chunks = buffer.reshape(-1).split(_DIGEST_CHUNK)
+    weights = torch.linspace(1, 2, len(chunks[0]), dtype=torch.float64, device=buffer.device)
+    sums = [weights[: len(chunk)].dot(chunk.double().nan_to_num()) for chunk in chunks]
+    return tuple(buffer.shape), torch.stack(sums).tolist()
 
 
 class UlyssesSequenceParallel(SequenceParallelMeshDimension):
@@ -108,7 +113,8 @@ class UlyssesSequenceParallel(SequenceParallelMeshDimension):
     name: ClassVar[str] = "sp"
     title: ClassVar[str] = "sequence parallelism"
     balanced: ClassVar[bool] = False
-    _has_own_data = False
+    # A loader was prepared that gives each process others, and no block was checked since.
+    _has_unchecked_data = False
 
     @property
     def attention_class(self) -> type[SequenceShardedAttention]:
@@ -136,7 +142,7 @@ class UlyssesSequenceParallel(SequenceParallelMeshDimension):
 
     def batch_slicer_for(self, loader: Any) -> Callable[[Any], Any]:
         """Return the function for batches of ``loader``; note a loader that gives each process others."""
-        self._has_own_data |= self.reads_own_data(loader)
+        self._has_unchecked_data |= self.reads_own_data(loader)
         return super().batch_slicer_for(loader)
 
     @contextmanager
@@ -148,9 +154,10 @@ class UlyssesSequenceParallel(SequenceParallelMeshDimension):
         Raises:
             PrepareError: the processes have different ones, as from a loader whose batches stay whole.
         """
-        if self._has_own_data and not self.is_left:
+        full = [buffer for buffer in buffers if buffer not in self._shards]
+        if self._has_unchecked_data and full and not self.is_left:
             everyone: list[Any] = [None] * self.size
-            own = [_digest(buffer.detach()) for buffer in buffers if buffer not in self._shards]
+            own = [_digest(buffer.detach()) for buffer in full]
             dist.all_gather_object(everyone, own, group=self.group)
             if any(other != own for other in everyone):
                 raise PrepareError(
@@ -160,6 +167,8 @@ class UlyssesSequenceParallel(SequenceParallelMeshDimension):
                     fix="prepare the loader together with the model, or set "
                     "DeepSpeedSequenceParallelConfig(cut=True)",
                 )
+            # Digests wait for the device: not in every step.
+            self._has_unchecked_data = False
         with super().shard_sequences(buffers, dims, kept):
             yield
 
