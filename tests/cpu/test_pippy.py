@@ -495,13 +495,13 @@ def test_a_stage_that_fails_ends_all(ranks: RankServer) -> None:
     assert "ArithmeticError: the second stage fails" in second.traceback
 
 
-def fail_in_turn() -> list[str]:
+def fail_in_turn(gathered: bool) -> list[str]:
     """Let each stage fail in its first chunk, and compute a batch after each failure."""
     from accelerate import PartialState, prepare_pippy
 
     state, seen = PartialState(), list[str]()
     plain, model = (seeded(lambda: nn.Sequential(*(Failing() for _ in range(3)))) for _ in range(2))
-    prepare_pippy(model, example_args=(floats(6),))
+    prepare_pippy(model, example_args=(floats(6),), gather_output=gathered)
     for place, stage in enumerate(model, start=1):
         stage.armed = True
         try:
@@ -512,7 +512,7 @@ def fail_in_turn() -> list[str]:
         stage.armed = False
         x = place * floats(6)
         found = model(x)
-        if state.is_last_process:
+        if gathered or state.is_last_process:
             torch.testing.assert_close(found, torch.cat([plain(chunk) for chunk in x.split(2)]), **CLOSE)
     return seen
 
@@ -520,7 +520,10 @@ def fail_in_turn() -> list[str]:
 def test_a_batch_after_one_that_failed_has_its_own_result(ranks: RankServer) -> None:
     """No stage keeps a chunk of the failed batch, and the last rank gives nothing that was made of it."""
     failed, none, peer = "RuntimeError ArithmeticError", "nothing", "PeerError NoneType"
-    assert ranks(3, fail_in_turn) == [[failed, none, none], [none, failed, none], [peer, peer, failed]]
+    outcomes = ranks(3, fail_in_turn, False)
+    assert outcomes == [[failed, none, none], [none, failed, none], [peer, peer, failed]]
+    outcomes = ranks(3, fail_in_turn, True)
+    assert outcomes == [[failed, peer, peer], [peer, failed, peer], [peer, peer, failed]], "all miss a result"
 
 
 def alone() -> None:

@@ -31,6 +31,8 @@ from accelerate.world.world import World
 T = TypeVar("T")
 
 _MAX_SCHEDULES = 16  # that are kept: each has buffers for what it receives
+# Set on an error that some ranks raise when all chunks went through; other errors before are raised by all.
+AFTER_BATCH = "_after_batch"
 _FLAG = torch.empty(1, dtype=torch.uint8, device="meta")
 
 
@@ -101,6 +103,14 @@ def run_collectively(action: Callable[[], T]) -> T:
     return value
 
 
+def no_result_error() -> PeerError:
+    """Return the error of a rank whose own stage has not failed."""
+    return PeerError(
+        "the pipeline has no result for this batch",
+        why="a stage on another rank failed, which raises its error there",
+    )
+
+
 class _StageForwardModule(nn.Module):
     """The module that torch's schedule calls for each chunk: the stage, with tensors common to all."""
 
@@ -142,15 +152,15 @@ class _StageForwardModule(nn.Module):
         return (torch.zeros(1, device=self.world.device),)
 
     def raise_error(self) -> None:
-        """Raise what failed in this batch: in this stage, or on the last rank in one before it."""
+        """Raise what failed in this stage."""
         if self.error is not None:
             text = f"{type(self.error).__name__}: {self.error}"
             raise RuntimeError(f"stage {self.world.rank} of the pipeline failed: {text}") from self.error
-        if self.failed and torch.cat(self.failed).any():
-            raise PeerError(
-                "the pipeline has no result for this batch",
-                why="a stage on another rank failed, which raises its error there",
-            )
+
+    def raise_peer_error(self) -> None:
+        """Raise on the last rank if a stage before it failed; it waits for the device."""
+        if torch.cat(self.failed).any():
+            raise no_result_error()
 
     def clear(self) -> None:
         """Drop what a batch has left."""
@@ -253,12 +263,25 @@ class InferenceSchedule:
                 self.schedule.step(*whole)
                 if isinstance(self.stage, CompleteTransfersStage):
                     self.stage.wait_for_sends()
-            self.worker.raise_error()
-            return self._join_results(size) if self.world.is_last else None
+            try:
+                return self._take_result(size)
+            except Exception as error:
+                vars(error)[AFTER_BATCH] = True
+                raise
         finally:
             # Nothing of a batch stays when its call ends.
             self.stage.clear_runtime_states()
             self.worker.clear()
+
+    def _take_result(self, size: int) -> Any:
+        self.worker.raise_error()
+        if not self.world.is_last:
+            return None
+        try:
+            return self._join_results(size)
+        finally:
+            # Results of zeros that a failed stage sent may not be joinable: its failure is the cause.
+            self.worker.raise_peer_error()
 
     def _join_results(self, size: int) -> Any:
         leaves = zip(self.result.per_row, zip(*self.worker.results, strict=True), strict=True)

@@ -20,9 +20,11 @@ from accelerate.core.errors import PrepareError, SettingError, UnknownNameError
 from accelerate.core.units import parse_bytes
 from accelerate.offload.module_tensors import tensor_slots
 from accelerate.offload.pipeline.inference_pipeline import (
+    AFTER_BATCH,
     InferencePipeline,
     PipelineInputSignature,
     ResultLayout,
+    no_result_error,
     run_collectively,
 )
 from accelerate.offload.pipeline.inference_stages import (
@@ -92,8 +94,9 @@ def prepare_pippy(
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        output = run(*args, **kwargs)
-        return _broadcast_output(output, world) if gather_output else output
+        if gather_output and world.size > 1:
+            return _gather_output(lambda: run(*args, **kwargs), world)
+        return run(*args, **kwargs)
 
     for name, value in (extra | {"hf_split_points": list(cut.points), "forward": forward}).items():
         setattr(model, name, value)
@@ -183,6 +186,8 @@ def pippy_forward(
         args, kwargs: the inputs; those of rank 0 count.
     """
     world = worlds.open()
+    if gather_output and world.size > 1:
+        return _gather_output(lambda: pippy_forward(forward, num_chunks, False, *args, **kwargs), world)
     size: int = collective.broadcast_object(find_pippy_batch_size(args, kwargs)) or 0
     missing = -size % num_chunks
     if world.rank == 0:
@@ -195,17 +200,24 @@ def pippy_forward(
         form, tensors = flatten_tree(output, "the result")
         cut = [t[:size] if t.dim() and t.shape[0] == size + missing else t for t in tensors]
         output = unflatten_tree(form, cut)
-    return _broadcast_output(output, world) if gather_output else output
+    return output
 
 
-def _broadcast_output(output: Any, world: World) -> Any:
-    """Broadcast the last rank's result to all ranks."""
-    if world.size == 1:
-        return output
+def _gather_output(run: Callable[[], Any], world: World) -> Any:
+    """Broadcast the last rank's result to all ranks, or raise on all that there is none."""
+    last = world.size - 1
+    try:
+        output = run()
+    except Exception as error:
+        if AFTER_BATCH in vars(error):  # the other ranks wait for a result
+            collective.broadcast_object(None, last, "gather_output")
+        raise
     form, tensors = flatten_tree(output if world.is_last else None, "the result")
     metas = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-    last = world.size - 1
-    form, metas = collective.broadcast_object((form, metas), last, "gather_output")
+    message = collective.broadcast_object((form, metas), last, "gather_output")
+    if message is None:
+        raise no_result_error()
+    form, metas = message
     if not world.is_last:
         tensors = [torch.empty(shape, dtype=dtype, device=world.device) for shape, dtype in metas]
     return unflatten_tree(form, collective.broadcast(tensors, last))
