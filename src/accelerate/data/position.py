@@ -29,8 +29,9 @@ class EpochSkip:
 
     Attributes:
         batches: batches of this process, as the current world counts them.
-        samples: samples of the order, of all processes, before
-        further: the last ones of ``batches``; None: all of these are counted as batches.
+        samples: samples of the order, of all processes, that are skipped before the last ``further`` batches;
+            None: all are counted as batches.
+        further: how many of the last ``batches`` are not counted in ``samples``.
     """
 
     batches: int = 0
