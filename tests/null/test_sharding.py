@@ -429,6 +429,37 @@ def test_batches_of_indices_that_the_data_get_whole_are_sharded_and_seeded() -> 
         ]
 
 
+class Rows(Dataset[Any]):
+    """Gives a batch for the list of its indices."""
+
+    def __getitem__(self, indices: Any) -> Any:
+        return [*indices]
+
+    def __len__(self) -> int:
+        return 10
+
+
+@pytest.mark.parametrize("is_seedable", [False, True])
+def test_batches_of_indices_that_are_collated_one_by_one_stay_whole(is_seedable: bool) -> None:
+    """A batch sampler in the place of the sampler, as in torch's bulk loading, with the batch size of 1."""
+
+    def load(count: int, rank: int) -> DataLoader[Any]:
+        order = RandomSampler(range(10), generator=torch.Generator().manual_seed(11))
+        loader: Any = DataLoader(
+            Rows(), sampler=BatchSampler(order, 3, False), collate_fn=lambda rows: rows[0]
+        )
+        return prepare_data_loader(loader, None, count, rank, use_seedable_sampler=is_seedable, data_seed=11)
+
+    order = list(RandomSampler(range(10), generator=torch.Generator().manual_seed(11)))
+    batches = [order[:3], order[3:6], order[6:9], order[9:]]
+    assert list(load(1, 0)) == batches
+    for rank in range(2):
+        loader: Any = load(2, rank)
+        assert (loader.total_batch_size, list(loader)) == (2, batches[rank::2])
+        loader.set_sampler(range(10))
+        assert list(loader) == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9]]][rank]
+
+
 def test_an_epoch_that_is_broken_off_keeps_its_number_whatever_workers_read_ahead() -> None:
     """They ask for all indices of a short epoch before the first batch."""
     for workers in (0, 2):

@@ -403,9 +403,9 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         dataset = self.base_dataloader.dataset
         if isinstance(dataset, IterableDatasetShard):
             return dataset.step_size
-        sampler = self.base_dataloader.sampler
-        if not isinstance(sampler, BatchSampler):
-            sampler = self.base_dataloader.batch_sampler
+        sampler: Any = self.base_dataloader.batch_sampler
+        if sampler is None and isinstance(self.base_dataloader.sampler, BatchSampler):
+            sampler = self.base_dataloader.sampler
         size = getattr(sampler, "batch_size", None) or self.base_dataloader.batch_size or 1
         if getattr(sampler, "split_batches", False):
             return size
@@ -488,6 +488,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         holder = find_batch_sampler(self.base_dataloader)
         while hasattr(holder, "batch_sampler"):
             holder = holder.batch_sampler
+        while isinstance(getattr(holder, "sampler", None), BatchSampler):
+            holder = holder.sampler
         if holder is None:
             self.base_dataloader.__dict__["sampler"] = sampler
         else:

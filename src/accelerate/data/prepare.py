@@ -230,9 +230,12 @@ def _with_sampler(loader: DataLoader[Any], seeded: RandomSampler) -> DataLoader[
     batches = find_batch_sampler(loader)
     if not isinstance(batches, BatchSampler):
         return copy_loader(loader, sampler=seeded)
-    twin = copy.copy(batches)
-    twin.sampler = seeded
-    return copy_loader(loader, sampler=seeded, batch_sampler=twin)
+    twin = lowest = copy.copy(batches)
+    while isinstance(lowest.sampler, BatchSampler):  # each sample is a batch of indices
+        lowest.sampler = copy.copy(lowest.sampler)
+        lowest = lowest.sampler
+    lowest.sampler = seeded
+    return copy_loader(loader, sampler=twin.sampler, batch_sampler=twin)
 
 
 def _shard(
@@ -245,7 +248,9 @@ def _shard(
 ) -> DataLoader[Any]:
     if isinstance(loader.dataset, IterableDataset):
         return _shard_stream(loader, count, index, split, even)
-    batches: Any = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    batches: Any = loader.batch_sampler
+    if batches is None and isinstance(loader.sampler, BatchSampler):
+        batches = loader.sampler
     if batches is None:
         single_batches = BatchSampler(loader.sampler, batch_size=1, drop_last=False)
         shard = BatchSamplerShard(single_batches, count, index, split_batches=False, even_batches=even)
