@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -195,6 +197,20 @@ def test_a_batch_is_on_the_device_before_the_next_one_is_read(batch_size: int | 
     collate = None if batch_size is None else same
     loader = Accelerator().prepare(DataLoader(OneBuffer(), batch_size=batch_size, collate_fn=collate))
     assert [batch.tolist() for batch in loader] == [[number, number] for number in range(4)]
+
+
+def test_a_loader_is_copied_inside_of_an_epoch_and_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copies of batches use a stream, which can be neither copied nor pickled."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    monkeypatch.setattr(type(accelerator.world.hardware), "pins_memory", True)
+    loader = accelerator.prepare(DataLoader(range(4), batch_size=2))  # type: ignore[arg-type]
+    whole = [[0, 1], [2, 3]]
+    for _ in loader:
+        assert [batch.tolist() for batch in copy.deepcopy(loader)] == whole
+    again = pickle.loads(pickle.dumps(loader))
+    assert [batch.tolist() for batch in again] == whole
 
 
 def test_a_small_copy_from_pinned_memory_does_not_go_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,6 +161,9 @@ class Epoch:
     copy_to_device: Callable[[Any], Any] | None = None
     inner_epochs: int = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "copy_to_device": None}  # it may hold a stream, which cannot be copied
+
 
 @dataclass(eq=False)
 class LoaderPosition:
