@@ -667,6 +667,10 @@ def hugging_face_rows(style: str) -> list[Any]:
         data = torch.utils.data.Subset(distributed.split_dataset_by_node(data, rank, count), range(8))
     elif style == "uneven parts":
         data = distributed.split_dataset_by_node(data.select(range(15)), rank, count)
+    elif style == "padded parts":
+        data = data.select([*range(rank, 15, 2), *[0] * rank])
+    elif style == "padded parts of some rows":
+        data = data.select([*range(rank, 9, 2), *[0] * rank])
     elif style == "part of a shuffled one":
         data = data.shuffle(seed=1).shard(count, rank, contiguous=False)
     elif style == "column with the rank":
@@ -698,6 +702,15 @@ def test_hugging_face_data_that_was_split_is_kept(ranks: RankServer, style: str)
 def test_parts_of_a_dataset_may_differ_by_a_row(ranks: RankServer) -> None:
     first, second = ranks(2, hugging_face_rows, "uneven parts")
     assert sorted(first + second) == list(range(15))
+
+
+@pytest.mark.parametrize(("style", "count"), [("padded parts", 15), ("padded parts of some rows", 9)])
+def test_parts_of_a_dataset_may_repeat_a_row_to_be_equally_long(
+    ranks: RankServer, style: str, count: int
+) -> None:
+    first, second = ranks(2, hugging_face_rows, style)
+    assert len(first) == len(second)
+    assert sorted(first + second) == [0, *range(count)]
 
 
 @pytest.mark.parametrize("style", ["column with the rank", "another cache", "transform"])

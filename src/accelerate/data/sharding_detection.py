@@ -479,9 +479,10 @@ def _find_split_rows(dataset: Any, name: str) -> str | None:
         return None
     lengths = [each.length for each in every]
     same_table = _are_same([each.table_rows for each in every])
-    # Parts of one table have no row in common; a random selection without a seed has some.
+    # Parts of one table have few rows in common, which make them equally long; a random selection has more.
     selected = Counter(row for each in every for row in each.selected or ())
-    is_split = sum(lengths) <= every[0].table_length and max(selected.values(), default=1) == 1
+    repeats = max(sum(lengths) - every[0].table_length, sum(selected.values()) - len(selected))
+    is_split = repeats < len(every)
     if max(lengths) - min(lengths) <= 1 and (not same_table or is_split):
         return f"its {type(dataset).__name__} has other rows on each process, {sum(lengths)} in all"
     raise CollectiveError(
