@@ -164,6 +164,31 @@ def test_numbers_go_on_where_some_saves_are_by_the_main_process(
     assert one == ([0, 0, 3, 4], ["checkpoint_2", "checkpoint_3"])
 
 
+def after_another_run(folder: str) -> tuple[str, int]:
+    """Ranks 0 and 2 save in a folder with a checkpoint of another run; what they are told."""
+    from accelerate.utils import ProjectConfiguration
+
+    training = Training(project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True))
+    accelerator = training.accelerator
+    accelerator.project_configuration.iteration = 5
+    accelerator.save_state()
+    accelerator.project_configuration.iteration = 0
+    training.step()
+    address = "" if accelerator.process_index == 1 else str(accelerator.save_state())
+    training.step()
+    return address, accelerator.save_iteration
+
+
+@pytest.mark.filterwarnings("ignore:.*has checkpoints of another run")
+def test_all_that_call_get_the_number_that_the_main_process_chooses(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    zero, one, two = ranks(3, after_another_run, str(tmp_path))
+    assert zero == two == (str(tmp_path / "checkpoints" / "checkpoint_6"), 7)
+    assert one == ("", 0)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_5", "checkpoint_6"]
+
+
 def while_others_wait_in_a_group_of_the_user(folder: str) -> None:
     """The watchdog counts no collectives of such a group. Rank 2 computes for a while before it saves."""
     speed_up_watchdog()

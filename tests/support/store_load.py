@@ -266,7 +266,7 @@ def save_together(world: SimulatedWorld, ranks: range) -> None:
     begin = world.clock.now
     for rank in ranks:
         world.clock.now = begin
-        assert not SoloCallDetector(world.ranks[rank]).is_solo("save_state", SITE)
+        assert SoloCallDetector(world.ranks[rank]).solo_number("save_state", SITE, int) is None
 
 
 def await_background_save(world: SimulatedWorld, ranks: range, seconds: float) -> float:

@@ -199,11 +199,12 @@ class WrittenFilesReport:
     shard_infos: dict[str, Any] = field(default_factory=dict)
 
 
-def saves_alone(operation: str) -> bool:
-    """Return whether rank 0 makes this call alone; a rank that makes it too gets the same answer.
+def saves_alone(operation: str, choose_number: Callable[[], int] = int) -> int | None:
+    """Return a number of rank 0 if it makes this call alone, else None; a rank that calls gets the same.
 
     Args:
         operation: the call, for errors: ``"save_state"``.
+        choose_number: chooses the number of the checkpoint, on rank 0 where it is alone.
 
     Raises:
         CheckpointPeerError: rank 0 is elsewhere, a rank failed, or the timeout of the group passed.
@@ -211,11 +212,11 @@ def saves_alone(operation: str) -> bool:
     global _detector
     watch = watchdog.current()
     if watch is None:
-        return False
+        return None
     if _detector is None or _detector.watchdog is not watch:
         _detector = SoloCallDetector(watch)
     try:
-        return _detector.is_solo(operation, find_call_site(inspect.currentframe()))
+        return _detector.solo_number(operation, find_call_site(inspect.currentframe()), choose_number)
     except CollectiveError as error:
         raise CheckpointPeerError.from_collective(error) from error.__cause__
 
@@ -237,16 +238,16 @@ class SoloCallDetector:
         # By rank, with those that not all ranks made: rank 0 counts those of the others, they their own.
         self._calls = dict.fromkeys([self.rank] if self.rank else range(1, self.size), 0)
 
-    def is_solo(self, operation: str, site: CallSite) -> bool:
-        """Return whether not all ranks make this call."""
+    def solo_number(self, operation: str, site: CallSite, choose_number: Callable[[], int]) -> int | None:
+        """Return the number of rank 0 if not all ranks make this call, else None."""
         # The exchanges are counted by calls that all ranks make, so this one is not.
         self.watchdog.active_call = operation, site
         try:
-            return self._wait_for_peers() if self.rank == 0 else self._wait_for_rank0(operation)
+            return self._wait_for_rank0(operation) if self.rank else self._wait_for_peers(choose_number)
         finally:
             self.watchdog.active_call = None
 
-    def _wait_for_peers(self) -> bool:
+    def _wait_for_peers(self, choose_number: Callable[[], int]) -> int | None:
         keys = {f"at/{rank}/{calls}": rank for rank, calls in self._calls.items()}
         until = time.monotonic() + self.watchdog.timeout
         # Rank 0 alone asks for all, so its intervals do not grow as much as those of the others.
@@ -261,18 +262,19 @@ class SoloCallDetector:
                 still, still_since = waiting, time.monotonic()
             is_still = not still or time.monotonic() - still_since >= self._still_delay
             if missing and len(ahead) + len(still) == len(missing) and is_still:
+                number = choose_number()
                 for rank in [rank for rank in keys.values() if rank not in missing]:
-                    self._store.put(f"solo/{rank}/{self._calls[rank]}", "")
+                    self._store.put(f"solo/{rank}/{self._calls[rank]}", str(number))
                     self._calls[rank] += 1
-                return True
+                return number
         self._store.put(f"joint/{self._joint_calls}", "")
         # Every rank has read the answer before, since it has made this call.
         self._store.delete(f"joint/{self._joint_calls - 1}")
         self._joint_calls += 1
         self._calls = {rank: calls + 1 for rank, calls in self._calls.items()}
-        return False
+        return None
 
-    def _wait_for_rank0(self, operation: str) -> bool:
+    def _wait_for_rank0(self, operation: str) -> int | None:
         own = f"{self.rank}/{self._calls[self.rank]}"
         joint, solo = f"joint/{self._joint_calls}", f"solo/{own}"
         self._store.put(f"at/{own}", "")
@@ -283,9 +285,10 @@ class SoloCallDetector:
             while not self._store.wait([joint], interval, lambda: self.watchdog.check_wait(until)):
                 # Rank 0 answers before it goes on, so look where it is first.
                 is_ahead = bool(self.watchdog.find_ahead([0])[0])
-                if self._store.has(solo):
+                number = self._store.get(solo)
+                if number is not None:
                     self._store.delete(solo)
-                    return True
+                    return int(number)
                 if is_ahead and not self._store.has(joint):
                     raise CollectiveError(
                         f"rank {self.rank} called {operation}, rank 0 did not",
@@ -299,7 +302,7 @@ class SoloCallDetector:
         finally:
             self._store.delete(f"at/{own}")
         self._joint_calls += 1
-        return False
+        return None
 
 
 _detector: SoloCallDetector | None = None

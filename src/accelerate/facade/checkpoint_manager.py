@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from accelerate.checkpoint import async_save, load, save
-from accelerate.checkpoint.discovery import ProjectConfiguration, save_address
+from accelerate.checkpoint.discovery import ProjectConfiguration, first_iteration, save_address
 from accelerate.checkpoint.layout import CheckpointContents, Manifest, RankStateful, StatefulAdapter
 from accelerate.checkpoint.load import CheckpointLoadResult
 from accelerate.checkpoint.rank_group import CheckpointPeerError, CheckpointRankGroup, saves_alone
@@ -151,12 +151,13 @@ class CheckpointManager:
         """
         strategy, prepared, options = self.strategy, self.prepared, dict(engine_options or {})
         is_sharded = strategy.saves_sharded if sharded is None else sharded
-        is_solo = not is_sharded and self._may_be_solo and saves_alone("save_state")
-        if is_solo and self.world.rank > 0:
-            address = save_address(output_dir, self.project)
-            self.project.iteration += 1
+        may_be_solo = not is_sharded and self._may_be_solo
+        number = saves_alone("save_state", self._choose_number) if may_be_solo else None
+        if number is not None and self.world.rank > 0:
+            self.project.iteration = number
+            address, self.project.iteration = save_address(output_dir, self.project), number + 1
             return address
-        if is_solo:
+        if number is not None:
             warn_user(
                 "save_state on the main process alone: the random states of the other processes are not in "
                 "the checkpoint. A run that is resumed from it derives them from those of the main process"
@@ -168,7 +169,7 @@ class CheckpointManager:
             if optimizer.fuses_backward:
                 optimizer.warn_of_unsaved_state()
         train_state = self._train_state()
-        train_state.gradients = self.window if self.window.is_saved(is_solo) else None
+        train_state.gradients = self.window if self.window.is_saved(number is not None) else None
         if replaced_state is not None and not (strategy.shards_params or strategy.owns_step):
             for adapter in train_state.models:
                 adapter.state_dict = partial(replaced_state, adapter.module, unwrap=False)
@@ -205,7 +206,7 @@ class CheckpointManager:
             project=self.project,
             safe_serialization=safe_serialization,
             before=hooks,
-            ranks=CheckpointRankGroup() if is_solo else None,
+            ranks=None if number is None else CheckpointRankGroup(),
             in_background=self.project.async_save if async_save is None else async_save,
         )
 
@@ -250,6 +251,12 @@ class CheckpointManager:
                     warn_user(_describe_drift(by_rank))
         except CollectiveError as lost:  # a save may only meet a save
             raise CheckpointPeerError.from_collective(lost) from lost.__cause__
+
+    def _choose_number(self) -> int:
+        """Choose the number of the checkpoint that the main process saves alone."""
+        if self.project.automatic_checkpoint_naming and self.project.iteration == 0:
+            self.project.iteration = first_iteration(self.project)
+        return self.project.iteration
 
     @property
     def _may_be_solo(self) -> bool:
@@ -388,7 +395,7 @@ class CheckpointManager:
                 )
         folder = Path(save_directory)
         # Before anything is written: the main process may be the only one that calls.
-        is_solo = self._may_be_solo and saves_alone("save_model")
+        is_solo = self._may_be_solo and saves_alone("save_model") is not None
         ranks = CheckpointRankGroup() if is_solo else CheckpointRankGroup.current()
         with ranks.collective_section(f"export the weights to {folder}"):
             if self.writes_exports:
