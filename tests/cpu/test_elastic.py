@@ -384,7 +384,7 @@ def test_a_failure_is_told_where_processes_take_long_to_stop(
         with pytest.raises(RankError, match=r"on other \(machine 0\): rank 0 of 2 failed"):
             runner.run()
     restart = "on other (machine 0): it failed; restart 1 of 1\n"
-    assert capfd.readouterr().err == f"ValueError: no data\n{restart}"
+    assert capfd.readouterr().err == f"the attempt that failed ended in\nValueError: no data\n{restart}"
 
     class StoreOfEndedMachine(dist.HashStore):  # pyright: ignore[reportPrivateImportUsage] - documented
         def set(self, key: str, value: str) -> None:
