@@ -272,6 +272,7 @@ seen, watched = [], False
 
 def hook(event, args):
     ours = event == "import" and args[0].startswith("encodings.")  # a name of an encoding, of Python's own
+    ours |= event == "open" and args[0] == __file__  # a warning shows the line below that caused it
     if watched and event.startswith(harmful) and not ours:
         seen.append((event, args))
 
