@@ -93,6 +93,9 @@ def test_a_configuration_comes_as_dict_file_text_and_object(
     assert DeepSpeedPlugin().zero_stage == 3
     monkeypatch.delenv("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     assert "steps_per_print" not in CONFIG
+    for steps, kept in (("auto", float("inf")), ("inf", float("inf")), (10, 10)):
+        plugin = DeepSpeedPlugin(hf_ds_config={**CONFIG, "steps_per_print": steps})
+        assert plugin.deepspeed_config["steps_per_print"] == kept
     for wrong in ("nowhere.json", 5):
         with pytest.raises(ValueError, match="no path of a file"):
             DeepSpeedPlugin(hf_ds_config=wrong)
@@ -339,12 +342,15 @@ def test_the_accelerator_takes_and_refuses() -> None:
     accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(gradient_accumulation_steps=4))
     assert accelerator.gradient_accumulation_steps == 4
     assert accelerator.state.deepspeed_plugins["default"].selected
-    with pytest.raises(SettingError, match="gradient_accumulation_steps: 4"):
-        Accelerator(
+    with pytest.warns(UserWarning, match="is 2, but .* gradient_accumulation_steps: 4, which counts"):
+        warned = Accelerator(
             cpu=True,
             gradient_accumulation_steps=2,
             deepspeed_plugin=DeepSpeedPlugin(gradient_accumulation_steps=4),
         )
+    assert warned.gradient_accumulation_steps == 4
+    told = {effect.option: effect for effect in warned.effects()}
+    assert told["gradient_accumulation_steps"].applied is False
     with pytest.raises(SettingError, match="fp16 on the CPU"):
         Accelerator(
             cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={**CONFIG, "fp16": {"enabled": True}})

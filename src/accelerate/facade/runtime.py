@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accelerate.core.argument_checks import KwargsHandler
-from accelerate.core.errors import SettingError
+from accelerate.core.errors import SettingError, warn_user
 from accelerate.core.setting import SettingsWithOrigins, load_settings
 from accelerate.core.torch_internals import COMMON, require
 from accelerate.data.active_loaders import ActiveLoaders
@@ -228,10 +228,10 @@ def resolve_accumulation(
 
     Args:
         steps: ``gradient_accumulation_steps`` of the ``Accelerator``; 1 means not given.
-        engine_steps: those of the DeepSpeed or Megatron-LM config, if given there.
+        engine_steps: those of the DeepSpeed or Megatron-LM config, which win with a warning, if given there.
 
     Raises:
-        SettingError: the two differ, or there are fewer than one.
+        SettingError: there are fewer than one.
     """
     name = "gradient_accumulation_steps"
     loaded = load_settings(GradientAccumulationSettings, code={name: None if steps == 1 else steps})
@@ -240,11 +240,11 @@ def resolve_accumulation(
     if engine_steps is not None and origin.source == "default":
         count = engine_steps
     elif engine_steps not in (None, count):
-        raise SettingError(
-            f"{origin.where} is {count}, but the DeepSpeed configuration says {name}: {engine_steps}",
-            why="each of the two would train in another way",
-            fix='keep one of them, or write "auto" there',
+        warn_user(
+            f"{origin.where} is {count}, but the DeepSpeed configuration says {name}: {engine_steps}, "
+            f'which counts, as in 1.x: keep one of them, or write "auto" there'
         )
+        count = engine_steps
     if count < 1:  # in DeepSpeed's own configuration
         raise SettingError(f"{name} is {count}", fix="use 1 or more")
     return SettingsWithOrigins(GradientAccumulationSettings(count), {name: tuple(origins)})

@@ -118,7 +118,6 @@ def build_config(plugin: DeepSpeedPlugin, inputs: DeepSpeedConfigInputs) -> Engi
     engine_config.fill_auto("gradient_clipping", 0.0)  # clip_grad_norm_ says it when it is called
     gathers = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
     engine_config.fill_auto(gathers, plugin.may_gather)
-    engine_config.set_default("steps_per_print", float("inf"))
     if inputs.optimizer is None:
         # Partitioned in stage 3, unpartitioned otherwise.
         for name in ("optimizer", "scheduler"):

@@ -83,7 +83,8 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         else:
             self._read_configuration(source)
         self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
-        self.deepspeed_config.setdefault("steps_per_print", float("inf"))
+        if not isinstance(self.deepspeed_config.get("steps_per_print"), int):  # "auto" and "inf" as in 1.x
+            self.deepspeed_config["steps_per_print"] = float("inf")
         if self.zero3_init_flag and self.zero_stage != 3:
             self.zero3_init_flag = False
 
