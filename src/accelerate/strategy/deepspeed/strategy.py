@@ -362,11 +362,13 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, Modul
                 f"clip_grad_norm_ with norm_type={norm_type}", why="DeepSpeed clips by the Euclidean norm"
             )
         if handle.clip_norm and max_norm not in (handle.clip_norm, float("inf")):
+            is_set = "gradient_clipping" in handle.config
+            says = "says gradient_clipping:" if is_set else "has no gradient_clipping, and DeepSpeed takes"
             raise SettingError(
-                f"clip_grad_norm_ was given {max_norm}, but the DeepSpeed configuration says "
-                f"gradient_clipping: {handle.clip_norm}",
+                f"clip_grad_norm_ was given {max_norm}, but the DeepSpeed configuration {says} "
+                f"{handle.clip_norm}",
                 why="each of the two would train in another way",
-                fix='keep one of them, or write "auto" for gradient_clipping',
+                fix='write "gradient_clipping": "auto" there' + (", or keep one of them" if is_set else ""),
             )
         norm = handle.global_norm()
         if max_norm != float("inf"):
