@@ -387,9 +387,12 @@ def engine_of_the_accelerator() -> None:
     assert isinstance(wrapped, DeepSpeedEngineWrapper)
     assert wrapped.engine is model
     assert accelerator.deepspeed_config["zero_optimization"]["stage"] == 2
-    accelerator.backward(loss_of(model, next(batches(1))))
-    optimizer.step()
-    assert wrapped.get_global_grad_norm() > 0
+    for words in batches(2):
+        accelerator.backward(loss_of(model, words))
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.5).item()
+        assert wrapped.get_global_grad_norm() == norm > 0  # Trainers ask for it before the step
+        optimizer.step()
+        assert wrapped.get_global_grad_norm() == pytest.approx(norm)
     accelerator.free_memory()
     assert accelerator.deepspeed_engine_wrapped is None
     assert not hasattr(accelerator, "deepspeed_config")

@@ -210,7 +210,10 @@ class EngineHandle:
         else:
             norm = _grad_norm(p.grad for p in self.module.parameters() if p.grad is not None)
         loss_scale = float(getattr(inner, "loss_scale", 1.0) or 1.0)
-        return torch.as_tensor(norm, dtype=torch.float32) * (self.grad_factor / loss_scale)
+        norm = torch.as_tensor(norm, dtype=torch.float32) * (self.grad_factor / loss_scale)
+        # Trainers ask for it after clipping, when DeepSpeed would tell that of the step before.
+        self.engine._global_grad_norm = norm
+        return norm
 
     def set_clipping(self, value: float) -> None:
         """Make the next step scale gradients so that their norm is at most ``value``; 0 scales nothing."""
