@@ -257,6 +257,7 @@ def bf16() -> None:
         same_losses(loop(accelerator, model, optimizer, steps=4), within=2e-2)
     words = next(batches(1))
     assert model(words).dtype is torch.float32
+    cast_inputs()
     assert model.module.embed.weight.dtype is torch.bfloat16
     flat = optimizer.param_groups[0]["params"][0]
     assert flat.dtype is torch.float32
@@ -267,6 +268,34 @@ def bf16() -> None:
         assert accelerator.strategy.model_state(model)["embed.weight"].dtype is torch.bfloat16
     accelerator.get_state_dict(model)
     assert accelerator.mixed_precision == "bf16"
+
+
+class InputDtypes(nn.Module):
+    """Tells the dtypes of its inputs; the timesteps of a diffusion model are one number for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, latents: torch.Tensor, timesteps: torch.Tensor, labels: Any) -> Any:
+        """(rows, 2), (rows,), a dict of (rows,) -> its outputs, and the dtypes."""
+        return self.layer(latents), [str(each.dtype) for each in (latents, timesteps, labels["y"])]
+
+
+def cast_inputs() -> None:
+    """Numbers that 16 bits round away, such as timesteps, keep their 32; labels go with the outputs."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    plugin = DeepSpeedPlugin(hf_ds_config=ASKED["2"])
+    accelerator, module = (
+        Accelerator(cpu=True, deepspeed_plugin=plugin, mixed_precision="bf16"),
+        InputDtypes(),
+    )
+    model, _ = accelerator.prepare(module, torch.optim.AdamW(module.parameters()))
+    inputs = torch.ones(3, 2), torch.tensor([998.66, 1.0, 2.0]), {"y": torch.ones(3)}
+    expected = ["torch.bfloat16", "torch.float32", "torch.bfloat16"]
+    assert model(*inputs)[1] == expected
+    assert model(inputs[0], timesteps=inputs[1], labels=inputs[2])[1] == expected
 
 
 def windows() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, zip_longest
 from operator import attrgetter
 from typing import Any
 from weakref import WeakValueDictionary
@@ -384,18 +385,32 @@ def _undo_first_step(handle: EngineHandle) -> None:
 
 
 def _cast_inputs_outputs(module: nn.Module, dtype: torch.dtype) -> list[Any]:
-    """Cast floating point inputs of the module to ``dtype``, and outputs back to float32, by hooks."""
+    """Cast floating point inputs of the module to ``dtype``, and outputs back to float32, by hooks.
 
-    def to_half(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+    Inputs with less than two dimensions are numbers, such as the timesteps of a diffusion model, of which 16
+    bits round some away: they stay as they are, unless they are labels, which are compared with outputs.
+    """
+
+    names = tuple(inspect.signature(module.forward).parameters)
+
+    def cast(name: str, value: Any) -> Any:
+        least_dim = 0 if "label" in name or "target" in name else 2
+
+        def to_half(leaf: Any) -> Any:
+            is_cast = isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() >= least_dim
+            return leaf.to(dtype) if is_cast else leaf
+
+        return tree.map_tree(to_half, value)
+
+    def cast_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        named = zip_longest(names[: len(args)], args, fillvalue="")
+        return tuple(cast(*each) for each in named), {name: cast(name, kwargs[name]) for name in kwargs}
 
     def to_float32(leaf: Any) -> Any:
         return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype is dtype else leaf
 
     return [
-        module.register_forward_pre_hook(
-            lambda _, args, kwargs: tree.map_tree(to_half, (args, kwargs)), with_kwargs=True
-        ),
+        module.register_forward_pre_hook(cast_inputs, with_kwargs=True),
         module.register_forward_hook(lambda _, __, output: tree.map_tree(to_float32, output)),
     ]
 
