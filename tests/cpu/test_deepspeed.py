@@ -582,6 +582,13 @@ def refused_case() -> None:
     accelerator.backward(loss_of(model, next(batches(1))))
     with pytest.raises(SettingError, match=r"given 0\.5, but the DeepSpeed configuration says"):
         accelerator.clip_grad_norm_(model.parameters(), 0.5)
+    accelerator, model, optimizer = engine({"zero_optimization": {"stage": 2}})
+    accelerator.backward(loss_of(model, next(batches(1))))
+    with pytest.raises(SettingError, match=r"has no gradient_clipping, and DeepSpeed takes 1\.0"):
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+    accelerator, model, optimizer = engine({**ASKED["2"], "scheduler": {"type": "WarmupLR", "params": {}}})
+    with pytest.raises(SettingError, match="LambdaLR in prepare, and WarmupLR in"):
+        accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda _: 1.0))
     closed = {**ASKED["3"]}
     closed["zero_optimization"] = {
         **closed["zero_optimization"],

@@ -254,6 +254,7 @@ def test_contradictions_name_both_places() -> None:
         ({"train_batch_size": 7}, {"batches": [2]}, "2 processes says 4.*train_batch_size: 7"),
         ({"fp16": {"enabled": True}}, {"precision": "bf16"}, "fp16.enabled: true"),
         ({"optimizer": {"type": "Adam"}}, {}, "SGD in prepare, and Adam in"),
+        ({"scheduler": {"type": "WarmupLR"}}, {"scheduler": object()}, "object in prepare, and WarmupLR in"),
         (
             {"zero_optimization": {"stage": 2, "sub_group_size": "auto"}},
             {},

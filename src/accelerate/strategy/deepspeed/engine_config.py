@@ -35,7 +35,7 @@ class DeepSpeedConfigInputs:
         host: whether the device is the CPU, for which no kernels are compiled.
         batches: samples per rank of the loaders of the same ``prepare``; None where unknown.
         optimizer: of torch, or a ``DummyOptim``; None for a model that is not trained.
-        scheduler: a ``DummyScheduler``, or None.
+        scheduler: a ``DummyScheduler``, a schedule of DeepSpeed or of torch, or None.
         schedule_advances: how often an optimizer step advances a schedule of torch; the steps of a
             ``DummyScheduler`` are counted like those, while DeepSpeed advances its own once.
     """
@@ -207,6 +207,8 @@ def _fill_dummy(engine_config: EngineConfig, optimizer: DummyOptim) -> None:
 def _fill_scheduler(engine_config: EngineConfig, inputs: DeepSpeedConfigInputs) -> None:
     scheduler = inputs.scheduler
     if not isinstance(scheduler, DummyScheduler):
+        if scheduler is not None:
+            refuse_second_schedule(scheduler, engine_config.config)
         return
     if not engine_config.config.get("scheduler"):
         if scheduler.lr_scheduler_callable is None:
@@ -230,6 +232,21 @@ def _fill_scheduler(engine_config: EngineConfig, inputs: DeepSpeedConfigInputs) 
     if scheduler.total_num_steps is not None:
         total = math.ceil(scheduler.total_num_steps / inputs.schedule_advances)
         engine_config.fill_auto(f"{params}.total_num_steps", total)
+
+
+def refuse_second_schedule(scheduler: Any, config: Mapping[str, Any]) -> None:
+    """Refuse a schedule beside the one of the configuration: each would go on from the other's rates.
+
+    Raises:
+        SettingError: the configuration has one.
+    """
+    if config.get("scheduler"):
+        raise SettingError(
+            f"the schedule is said twice: {type(scheduler).__name__} in prepare, and "
+            f"{config_tree.get_key(config, 'scheduler.type')} in {_CONFIG_NAME}",
+            why="both would change the learning rate in each step",
+            fix="take scheduler out of the configuration, or prepare a DummyScheduler in the place of yours",
+        )
 
 
 _SIZES = {

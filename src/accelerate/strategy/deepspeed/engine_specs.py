@@ -12,7 +12,12 @@ from torch import nn
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.base import PrepareBundle
 from accelerate.strategy.deepspeed.config_tree import DummyOptim, as_param_groups, get_key
-from accelerate.strategy.deepspeed.engine_config import DeepSpeedConfigInputs, EngineConfig, build_config
+from accelerate.strategy.deepspeed.engine_config import (
+    DeepSpeedConfigInputs,
+    EngineConfig,
+    build_config,
+    refuse_second_schedule,
+)
 
 if TYPE_CHECKING:
     from accelerate.strategy.deepspeed.engine_handle import DeepSpeedEngineRegistry
@@ -61,17 +66,10 @@ def engine_specs(
         PrepareError: an optimizer or a stand-in belongs to no model, or to two, or two to one.
         SettingError: the configuration contradicts what is prepared.
     """
-    # DeepSpeed advances a ``DummyScheduler``, and a schedule of a class of its own.
-    schedulers = [
-        s
-        for s in _unique(bundle.objects_of("scheduler"))
-        if getattr(s, "prepared_as", "") == "scheduler" or type(s).__module__.startswith("deepspeed.")
-    ]
+    schedulers = sorted(_unique(bundle.objects_of("scheduler")), key=_is_advanced, reverse=True)
     for model, optimizer in _pair_optimizers(bundle, engines):
-        engine_scheduler = next(
-            (s for s in schedulers if optimizer is not None and _belongs_to(s, optimizer)), None
-        )
-        schedulers = [s for s in schedulers if s is not engine_scheduler]
+        scheduler = next((s for s in schedulers if optimizer is not None and _belongs_to(s, optimizer)), None)
+        schedulers = [s for s in schedulers if s is not scheduler]
         is_engine = engines.find(model) is not None or any(model is e for e in engines.released_engines())
         module = model.module if is_engine else model
         shared_by = processes if bundle.split_batches else 1
@@ -83,15 +81,18 @@ def engine_specs(
             host,
             [_micro_batch_size(loader, shared_by) for loader in bundle.objects_of("loader")],
             optimizer,
-            engine_scheduler,
+            scheduler,
             schedule_advances,
         )
         engine_config = build_config(plugin, inputs)
         _refuse_unsupported_params(module, optimizer, engine_config.config)
-        yield EngineSpec(model, optimizer, engine_scheduler, engine_config)
+        yield EngineSpec(model, optimizer, scheduler if _is_advanced(scheduler) else None, engine_config)
     for scheduler in schedulers:
         if hasattr(scheduler, "prepared_as"):
             raise _stray_scheduler_error(scheduler)
+        handle = engines.find_by_optimizer(_user_optimizer(getattr(scheduler, "optimizer", None)))
+        if handle is not None and getattr(scheduler, "scheduler", scheduler) is not handle.scheduler:
+            refuse_second_schedule(scheduler, handle.config)
 
 
 def _pair_optimizers(bundle: PrepareBundle, engines: DeepSpeedEngineRegistry) -> list[tuple[Any, Any]]:
@@ -213,6 +214,12 @@ def _trains_model(optimizer: Any, model: nn.Module, alone: bool = False) -> bool
     """Return whether the optimizer has parameters of ``model``."""
     parameters = _optimizer_params(optimizer)
     return not parameters.isdisjoint(model.parameters()) or (alone and not parameters)
+
+
+def _is_advanced(scheduler: Any) -> bool:
+    """Return whether DeepSpeed advances it: a ``DummyScheduler``, and a schedule of a class of its own."""
+    is_dummy = getattr(scheduler, "prepared_as", "") == "scheduler"
+    return is_dummy or type(scheduler).__module__.startswith("deepspeed.")
 
 
 def _belongs_to(scheduler: Any, optimizer: Any) -> bool:
