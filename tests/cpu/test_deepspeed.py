@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -336,6 +337,82 @@ def drop_gradients() -> None:
         optimizer.step()
 
 
+def train_without_step(window: int, ends: str) -> tuple[Numbers, list[str]]:
+    """Train by a loop for Accelerate 1.x, where DeepSpeed steps in ``backward``; return what is said too.
+
+    Args:
+        window: micro-batches of ``accumulate()``; 0 for a loop without it.
+        ends: how a micro-batch ends: by the schedule, ``zero_grad``, both, or neither.
+    """
+    accelerator, model, optimizer = engine(ASKED["2"], window or 1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda _: 1.0)
+    schedule = accelerator.prepare(schedule)
+    losses = []
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for words in batches(4):
+            mine = share(words, accelerator.process_index, accelerator.num_processes)
+            with accelerator.accumulate(model) if window else nullcontext():
+                loss = loss_of(model, mine)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                if "schedule" in ends:
+                    schedule.step()
+                if "zero_grad" in ends:
+                    optimizer.zero_grad()
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    return {"losses": losses}, [str(w.message) for w in heard if "step() was never called" in str(w.message)]
+
+
+def omitted_steps() -> None:
+    """Where a loop shows that no step will come, it is taken, and that is said once."""
+    for window, ends in ((2, "schedule"), (1, "zero_grad"), (2, "neither"), (0, "schedule, zero_grad")):
+        numbers, said = train_without_step(window, ends)
+        same_losses(numbers, window or 1)
+        assert len(said) == 1, (window, ends, said)
+    # Nothing shows it before the gradients are dropped.
+    numbers, said = train_without_step(0, "zero_grad")
+    assert [" drops them. " in each for each in said] == [True]
+
+
+def omitted_step_before_a_save(folder: str) -> None:
+    """The checkpoint has the step that no call has taken yet; weights that are only read have not."""
+    accelerator, model, _ = engine(ASKED["2"])
+    accelerator.backward(loss_of(model, share(next(batches(1)), accelerator.process_index, 2)))
+    with pytest.warns(UserWarning, match="never called: the weights are those before it"):
+        accelerator.get_state_dict(model)
+    assert torch.equal(model.module.embed.weight, tiny().embed.weight)
+    accelerator.save_state(f"{folder}/omitted")
+    assert not torch.equal(model.module.embed.weight, tiny().embed.weight)
+    assert not list(Path(folder, "omitted").glob("open_gradients*"))
+
+
+def accumulate_by_hand() -> None:
+    """Steps that the program takes by itself are its own, of as many backwards as it likes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        accelerator, model, optimizer = engine(ASKED["2"])
+        losses = []
+        for number, words in enumerate(batches(4), 1):
+            loss = loss_of(model, share(words, accelerator.process_index, accelerator.num_processes))
+            accelerator.backward(loss / 2)
+            if number % 2 == 0:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        same_losses({"losses": losses}, 2)
+
+
+def step_without_backward() -> None:
+    """The gradients of a plain ``loss.backward()`` are not DeepSpeed's, and the step says that."""
+    _, model, optimizer = engine(ASKED["2"])
+    loss_of(model, next(batches(1))).backward()
+    with pytest.warns(UserWarning, match=r"before any accelerator.backward\(loss\)"):
+        optimizer.step()
+
+
 def two_models() -> None:
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.core.errors import PrepareError
@@ -600,13 +677,15 @@ def refused_case() -> None:
 
 
 USES = (
+    *(omitted_steps, accumulate_by_hand, step_without_backward),
     *(bf16, windows, drop_gradients, two_models, two_accelerators, reference_model, apart, prepare_again),
     *(engine_of_the_accelerator, stand_ins, total_of_a_schedule, refused_case),
 )
 
 
-def uses() -> list[str]:
+def uses(folder: str) -> list[str]:
     """Runs them; the first that fails ends it on its rank."""
+    omitted_step_before_a_save(folder)
     done = []
     for use in USES:
         use()
@@ -614,8 +693,8 @@ def uses() -> list[str]:
     return done
 
 
-def test_ways_of_use(ranks: RankServer) -> None:
-    assert same_on_all(ranks(2, uses, timeout=200)) == [use.__name__ for use in USES]
+def test_ways_of_use(ranks: RankServer, tmp_path: Path) -> None:
+    assert same_on_all(ranks(2, uses, str(tmp_path), timeout=200)) == [use.__name__ for use in USES]
 
 
 def trained_as_told() -> tuple[str, int, float]:

@@ -98,6 +98,8 @@ class CheckpointManager:
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the full state dict of a model by the names of the user's module, also where compiled."""
         if self.strategy.shards_params:
+            for optimizer in self.prepared.optimizers:
+                optimizer.warn_of_omitted_step("the weights are those before it")
             state = self.strategy.model_state(self.unwrap(model))
         else:
             if unwrap:
@@ -168,6 +170,8 @@ class CheckpointManager:
         for optimizer in prepared.optimizers:
             if optimizer.fuses_backward:
                 optimizer.warn_of_unsaved_state()
+            if strategy.owns_step:
+                optimizer.take_omitted_step("save_state()")
         train_state = self._train_state()
         train_state.gradients = self.window if self.window.is_saved(number is not None) else None
         if replaced_state is not None and not (strategy.shards_params or strategy.owns_step):
@@ -192,20 +196,18 @@ class CheckpointManager:
                 f"save_state was given {', '.join(sorted(options))}, "
                 f"which the strategy {strategy.name!r} does not know"
             )
-        train_state.sharded = is_sharded
-        train_state.metadata = dict(metadata or {})
+        train_state.sharded, train_state.metadata = is_sharded, dict(metadata or {})
 
         def run_save_hooks(weights: Any, folder: Path) -> None:
             for hook in list(self.save_hooks.values()):
                 hook(prepared.models, weights, str(folder))
 
-        hooks = run_save_hooks if self.save_hooks else None
         return save.save(
             train_state,
             output_dir,
             project=self.project,
             safe_serialization=safe_serialization,
-            before=hooks,
+            before=run_save_hooks if self.save_hooks else None,
             ranks=None if number is None else CheckpointRankGroup(),
             in_background=self.project.async_save if async_save is None else async_save,
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from accelerate.core.errors import warn_user
 from accelerate.facade.optimizer import AcceleratedOptimizer
 from accelerate.facade.scheduler import AcceleratedScheduler
 
@@ -20,10 +22,47 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
         self.__has_overflow__: bool = hasattr(optimizer, "overflow")
+        self._is_stepped_by_program = self._has_warned_of_steps = False
 
     def step(self) -> None:  # type: ignore[override]
         """Take DeepSpeed's step, unless gradients are being accumulated."""
+        self._is_stepped_by_program = True
         super().step()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear gradients, unless they are being accumulated, or wait for a step that the program omits."""
+        if self.gradient_state.uses_accumulate or self._has_warned_of_steps:
+            self.take_omitted_step("optimizer.zero_grad()")
+        else:
+            self.warn_of_omitted_step("optimizer.zero_grad() drops them")
+        super().zero_grad(set_to_none)
+
+    def _omits_step(self, models: Sequence[Any] | None) -> bool:
+        """Return whether complete gradients of ``models`` wait, and the program has never called ``step``."""
+        strategy: Any = self._strategy
+        if self._is_stepped_by_program or strategy is None or not self.gradient_state.sync_gradients:
+            return False
+        return strategy.has_complete_gradients(self.optimizer, models)
+
+    def take_omitted_step(self, signal: str, models: Sequence[Any] | None = None) -> None:
+        """Take the step of complete gradients for a program that leaves it to ``backward``, as 1.x takes it.
+
+        A program that has ever called ``step`` decides by itself when to: it may accumulate by hand.
+        """
+        if self._omits_step(models):
+            self.warn_of_omitted_step(f"it is taken now, at {signal}")
+            super().step()
+
+    def warn_of_omitted_step(self, consequence: str) -> None:
+        """Warn once of complete gradients for which the program has never called ``step``."""
+        if self._has_warned_of_steps or not self._omits_step(None):
+            return
+        self._has_warned_of_steps = True
+        warn_user(
+            f"the gradients of a backward are complete and optimizer.step() was never called: {consequence}. "
+            "Accelerate 1.x takes DeepSpeed's step in accelerator.backward(loss), and here optimizer.step() "
+            "takes it: call it under DeepSpeed too"
+        )
 
     @property
     def step_was_skipped(self) -> bool:
@@ -46,7 +85,8 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
         super().__init__(scheduler, optimizers)
 
     def step(self) -> None:  # type: ignore[override]
-        """Do nothing: DeepSpeed advances the schedule."""
+        """Do nothing: DeepSpeed advances the schedule in its step, which a program may omit."""
+        self._take_omitted_steps()
 
 
 class DeepSpeedEngineWrapper:

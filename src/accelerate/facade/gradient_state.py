@@ -36,6 +36,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 # What a ``GradientState`` says of gradients, before there are any.
 _WITHOUT_GRADIENTS: dict[str, Any] = {
     "sync_gradients": True,
+    "uses_accumulate": False,
     "step": 0,
     "window": None,
     "abandoned_window": "",
@@ -57,6 +58,7 @@ class GradientState:
 
     Attributes:
         sync_gradients: gradients are complete after this backward, so the optimizer may step.
+        uses_accumulate: under DeepSpeed or Megatron-LM, ``accumulate()`` was entered.
         plugin_kwargs: the options that were given, by name.
         backward_count: backwards since it was created.
     """
@@ -65,6 +67,7 @@ class GradientState:
     _shared_state = _SharedStateDescriptor()
 
     sync_gradients: bool
+    uses_accumulate: bool
     plugin_kwargs: dict[str, Any]
     loaders: ActiveLoaders
     step: int

@@ -341,6 +341,17 @@ class AcceleratedOptimizer(Optimizer):
             self._run_pending()
         return result
 
+    def take_omitted_step(self, signal: str, models: Sequence[Any] | None = None) -> None:
+        """Take the step that a program leaves to ``backward``: only under DeepSpeed there is such a program.
+
+        Args:
+            signal: the call that shows that no step will come.
+            models: those whose gradients count; None for all.
+        """
+
+    def warn_of_omitted_step(self, consequence: str) -> None:
+        """Warn of such a step, where it cannot be taken."""
+
     @property
     def is_in_train_mode(self) -> bool:
         """Return whether the weights are those of the training mode of an optimizer that has modes."""

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accelerate.core.errors import warn_user
 from accelerate.facade.gradient_state import GradientState
+from accelerate.facade.optimizer import AcceleratedOptimizer
 from accelerate.world import collective
 
 _UNPREPARED_OPTIMIZER = (
@@ -74,6 +75,7 @@ class AcceleratedScheduler:
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance, if the optimizer did; one that was never prepared counts as having stepped."""
+        self._take_omitted_steps()
         count = self._count_advances()
         if count == 0:
             return
@@ -86,6 +88,11 @@ class AcceleratedScheduler:
         while count and (end is None or self.scheduler._step_count <= end):
             self.scheduler.step(*args, **kwargs)
             count -= 1
+
+    def _take_omitted_steps(self) -> None:
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, AcceleratedOptimizer):
+                optimizer.take_omitted_step("scheduler.step()")
 
     def _count_advances(self) -> int:
         """Return how many steps of the schedule are due after what the optimizer did last."""

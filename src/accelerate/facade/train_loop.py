@@ -382,8 +382,12 @@ class AccumulationContext(AbstractContextManager[None]):
             )
         if gradients.abandoned_window:
             gradients.refuse_abandoned("accumulate() began")
-        sync = gradients.advance() or gradients.plugin_kwargs.get("sync_each_batch", False)
         models = self.models or self.loop.prepared.models
+        if self.loop.engine is not None:
+            gradients.uses_accumulate = True
+            for optimizer in self.loop.prepared.optimizers:
+                optimizer.take_omitted_step("the next accumulate()", models)
+        sync = gradients.advance() or gradients.plugin_kwargs.get("sync_each_batch", False)
         if self.loop.accumulated_ids != (ids := tuple(map(id, models))):
             self.loop.note_accumulated(models, ids)
         if sync or self.no_sync is None:

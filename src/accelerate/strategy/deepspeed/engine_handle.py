@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from accelerate.core import environ, tree
-from accelerate.core.errors import PrepareError, SettingError, list_first
+from accelerate.core.errors import PrepareError, SettingError, list_first, warn_user
 from accelerate.strategy.deepspeed import reduced_gradients
 from accelerate.strategy.deepspeed.config_tree import DummyOptim, DummyScheduler, as_param_groups
 from accelerate.strategy.deepspeed.config_tree import get_key as config_value
@@ -24,6 +24,11 @@ from accelerate.world import call_site, watchdog
 from accelerate.world.world import World
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_NO_BACKWARD = (
+    "optimizer.step() before any accelerator.backward(loss): DeepSpeed has no gradients to step with, and "
+    "changes nothing. Those of loss.backward() and of engine.backward(loss) are not used: call "
+    "accelerator.backward(loss)"
+)
 
 
 @dataclass
@@ -38,6 +43,7 @@ class EngineHandle:
         scheduler: the schedule that DeepSpeed advances, or None.
         clip_norm: ``gradient_clipping`` of the configuration; 0 is none.
         has_gradients: whether a backward has run since gradients were used or cleared.
+        has_run_backward: whether one has ever run, or its lack was told.
         window_complete: whether the last backward was the last of its window.
         grad_factor: the factor for gradients when they are used, set for a short window.
         reduced: the gradients of complete backwards, while another one runs.
@@ -52,6 +58,7 @@ class EngineHandle:
     scheduler: Any = None
     clip_norm: float = 0.0
     has_gradients: bool = False
+    has_run_backward: bool = False
     window_complete: bool = False
     grad_factor: float = 1.0
     reduced: reduced_gradients.ReducedGradients = field(default_factory=dict)
@@ -95,7 +102,7 @@ class EngineHandle:
         self.engine.set_gradient_accumulation_boundary(complete)
         # In a short window only this loss was divided by the window's true number of micro-batches.
         share = loss if self.grad_factor == 1.0 else loss / self.grad_factor
-        self.has_gradients, self.window_complete = True, complete
+        self.has_gradients, self.window_complete, self.has_run_backward = True, complete, True
         self.engine.backward(share, scale_wrt_gas=False, **kwargs)
         if complete:
             reduced_gradients.finish_window(self.engine_optimizer)
@@ -119,6 +126,9 @@ class EngineHandle:
                 fix="run the last backward of a step outside no_sync",
             )
         if not self.has_gradients:
+            if not self.has_run_backward:
+                self.has_run_backward = True
+                warn_user(_NO_BACKWARD)
             return
         self.engine.set_gradient_accumulation_boundary(True)
         if self.grad_factor != 1.0 and not hasattr(self.engine_optimizer, "loss_scaler"):

@@ -295,6 +295,13 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, Modul
             if handle.has_gradients and not handle.window_complete:
                 handle.grad_factor = factor
 
+    def has_complete_gradients(self, optimizer: Any, models: Sequence[nn.Module] | None) -> bool:
+        """Return whether gradients wait for the optimizer's step; those of ``models``, None for all."""
+        handle = self.engines.find_by_optimizer(optimizer)
+        if handle is None or not (handle.has_gradients and handle.window_complete):
+            return False
+        return models is None or any(self.engines.find(model) is handle for model in models)
+
     def optimizer_params(self, optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
         """Return the user's parameters: DeepSpeed's optimizer has flat vectors of its own."""
         handle = self.engines.find_by_optimizer(optimizer)
