@@ -405,6 +405,22 @@ def accumulate_by_hand() -> None:
         same_losses({"losses": losses}, 2)
 
 
+def zero_grad_first() -> None:
+    """At the beginning of a micro-batch it leaves the gradients of the others alone, as under 1.x."""
+    accelerator, model, optimizer = engine(ASKED["2"], 2)
+    losses = []
+    for words in batches(4):
+        with accelerator.accumulate(model):
+            optimizer.zero_grad()
+            loss = loss_of(model, share(words, accelerator.process_index, accelerator.num_processes))
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    same_losses({"losses": losses}, 2)
+
+
 def step_without_backward() -> None:
     """The gradients of a plain ``loss.backward()`` are not DeepSpeed's, and the step says that."""
     _, model, optimizer = engine(ASKED["2"])
@@ -677,7 +693,7 @@ def refused_case() -> None:
 
 
 USES = (
-    *(omitted_steps, accumulate_by_hand, step_without_backward),
+    *(omitted_steps, accumulate_by_hand, step_without_backward, zero_grad_first),
     *(bf16, windows, drop_gradients, two_models, two_accelerators, reference_model, apart, prepare_again),
     *(engine_of_the_accelerator, stand_ins, total_of_a_schedule, refused_case),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -423,6 +424,27 @@ def test_a_loaded_checkpoint_ends_the_window_that_is_open(tmp_path: Path) -> Non
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.ones(1, 1)).sum())
     assert model.weight.grad.tolist() == [[0.5]]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("steps", "is_first", "gradient"), [(2, True, 0.5), (2, False, 0.0), (1, True, 1.0)])
+def test_gradients_that_zero_grad_drops_in_an_open_window_are_told(
+    steps: int, is_first: bool, gradient: float
+) -> None:
+    """Before the last backward of a window it drops those of the others, as in 1.x."""
+    accelerator, model, optimizer = line(gradient_accumulation_steps=steps)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            with accelerator.accumulate(model):
+                if is_first:
+                    optimizer.zero_grad(set_to_none=False)
+                accelerator.backward(model(torch.ones(1, 1)).sum())
+                optimizer.step()
+                if not is_first:
+                    optimizer.zero_grad(set_to_none=False)
+    told = [str(w.message) for w in heard if "drops the gradients of the others, of 2" in str(w.message)]
+    assert len(told) == (steps == 2 and is_first)
+    assert model.weight.grad.tolist() == [[gradient]]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("copied", ["accelerator", "loader", "optimizer"])

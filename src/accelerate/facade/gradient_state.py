@@ -37,6 +37,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 _WITHOUT_GRADIENTS: dict[str, Any] = {
     "sync_gradients": True,
     "uses_accumulate": False,
+    "closing_at": -1,
     "step": 0,
     "window": None,
     "abandoned_window": "",
@@ -59,6 +60,8 @@ class GradientState:
     Attributes:
         sync_gradients: gradients are complete after this backward, so the optimizer may step.
         uses_accumulate: under DeepSpeed or Megatron-LM, ``accumulate()`` was entered.
+        closing_at: the number of backwards before the last block ``accumulate()`` of a window of several, as
+            long as it is open; else -1.
         plugin_kwargs: the options that were given, by name.
         backward_count: backwards since it was created.
     """
@@ -68,6 +71,7 @@ class GradientState:
 
     sync_gradients: bool
     uses_accumulate: bool
+    closing_at: int
     plugin_kwargs: dict[str, Any]
     loaders: ActiveLoaders
     step: int

@@ -103,7 +103,7 @@ class AcceleratedOptimizer(Optimizer):
         self._unreduced: set[torch.Tensor] = set()
         # Of a lazy device: it runs what the step has recorded.
         self._run_pending: Callable[[], None] | None = None
-        self._is_accelerate_prepared = True
+        self._is_accelerate_prepared, self._has_warned_of_drop = True, False
 
     def bind(
         self,
@@ -267,10 +267,17 @@ class AcceleratedOptimizer(Optimizer):
             self.optimizer.eval()  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients, unless they are being accumulated."""
+        """Clear gradients, unless they are being accumulated.
+
+        DeepSpeed and Megatron-LM keep those of the window's earlier micro-batches until its step, as in 1.x.
+        """
         gradients = self.gradient_state
         if not gradients.sync_gradients or self.fuses_backward:
             return
+        if gradients.closing_at == gradients.backward_count:  # all gradients are of earlier micro-batches
+            if self._engine is not None:
+                return
+            self._warn_of_dropped_gradients()
         zero = self.optimizer.zero_grad
         if set_to_none is not None:
 
@@ -289,6 +296,17 @@ class AcceleratedOptimizer(Optimizer):
         if gradients.loss_weighting is not None:
             gradients.loss_weighting.reset_used(self.optimizer)
 
+    def _warn_of_dropped_gradients(self) -> None:
+        if not self._has_warned_of_drop and self._strategy is not None:
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            self._has_warned_of_drop = bool(self._strategy.gradients(parameters))
+            if self._has_warned_of_drop:
+                warn_user(
+                    "optimizer.zero_grad() before the backward of the last micro-batch of a window drops the "
+                    f"gradients of the others, of {self.gradient_state.num_steps} in all: call it after "
+                    "optimizer.step()"
+                )
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take a step, unless gradients are being accumulated; return the result of the inner ``step``.
 
@@ -299,6 +317,7 @@ class AcceleratedOptimizer(Optimizer):
         gradients = self.gradient_state
         if not gradients.sync_gradients or self.fuses_backward:
             return None
+        gradients.closing_at = -1
         if gradients.abandoned_window:
             gradients.refuse_abandoned("optimizer.step()")
         if self._first_step_checks:
