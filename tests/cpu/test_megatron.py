@@ -133,8 +133,12 @@ def prepared(accelerator: Any, kind: str, batches: int) -> tuple[Any, Any, Any, 
                 parameter.zero_()
     optimizer = optimizer_of(model)
     scheduler = schedule(optimizer)
-    loader = DataLoader(samples(batches), batch_size=ROWS // accelerator.strategy.data_shard.count)  # type: ignore[arg-type]
-    return accelerator.prepare(model, optimizer, loader, scheduler)
+    plugin = accelerator.state.megatron_lm_plugin
+    micro_batch = ROWS // accelerator.strategy.data_shard.count // plugin.num_micro_batches
+    loader = DataLoader(samples(batches), batch_size=micro_batch)  # type: ignore[arg-type]
+    prepared = accelerator.prepare(model, optimizer, loader, scheduler)
+    assert (plugin.micro_batch_size, plugin.global_batch_size) == (micro_batch, ROWS)
+    return prepared
 
 
 def trained(kind: str, steps: int, window: int, precision: str = "no", **options: Any) -> Run:

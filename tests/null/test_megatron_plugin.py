@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate.core.errors import FeatureNotBuiltError, PrepareError, SettingError, UnknownNameError
+from accelerate.data.prepare import join_batches
 from accelerate.strategy.megatron import model_families
 from accelerate.strategy.megatron.engine_factory import build_lr_schedule
 from accelerate.strategy.megatron.layout import MegatronLayout, megatron_layout
@@ -135,6 +138,32 @@ def test_the_arguments_of_megatron_have_the_training_scripts_names() -> None:
     assert arguments(MegatronLMPlugin(tensorboard_dir="logs"))["tensorboard_dir"] == "logs"
     with pytest.raises(FeatureNotBuiltError, match="logs of Megatron-LM's training script"):
         MegatronLMPlugin(tensorboard_dir="logs", set_all_logging_options=True)
+
+
+class Stream(IterableDataset[int]):
+    """Eight numbers."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+def test_a_batch_of_a_loader_is_a_micro_batch() -> None:
+    """As in the public package; a loader that does not tell its batch size stays, and the user's own too."""
+    rows: Any = range(8)
+    chosen = BatchSampler(rows, batch_size=2, drop_last=False)
+    loaders: list[DataLoader[Any]] = [
+        DataLoader(rows, batch_size=2),
+        DataLoader(rows, batch_sampler=chosen),
+        DataLoader(Stream(), batch_size=2),
+        DataLoader(torch.arange(8), batch_size=None, sampler=chosen),  # type: ignore[arg-type]
+    ]
+    for loader in loaders:
+        joined = join_batches(loader, 2)
+        assert [each.tolist() for each in joined] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert joined.batch_size in (4, None)
+        assert len(next(iter(loader))) == 2
+    listed = DataLoader(rows, batch_sampler=[[0, 1], [2]])
+    assert join_batches(listed, 2) is listed
 
 
 def test_arguments_of_precision_batches_and_optimizers() -> None:

@@ -179,6 +179,18 @@ def prepare_data_loader(
     return prepared
 
 
+def join_batches(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
+    """Return the loader with batches of ``count`` times its size; one whose batch size is not known stays."""
+    batches = find_batch_sampler(loader)
+    size = getattr(batches, "batch_size", None)
+    if not isinstance(size, int):
+        return loader
+    twin = copy.copy(batches)
+    twin.batch_size = size * count
+    sizes = {} if loader.batch_size is None else {"batch_size": size * count}
+    return copy_loader(loader, batch_sampler=twin, **sizes)
+
+
 def _check_shard_option(shard: bool | str, dispatch: bool | None) -> None:
     if shard not in (True, False):
         raise SettingError(f"shard is {shard!r}", fix="use 'auto', True or False")

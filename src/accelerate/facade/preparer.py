@@ -23,7 +23,7 @@ from accelerate.core.errors import PrepareError, warn_user
 from accelerate.core.torch_internals import require
 from accelerate.core.units import show_bytes
 from accelerate.data.loader import DataLoaderShard
-from accelerate.data.prepare import DataLoaderConfiguration, prepare_data_loader
+from accelerate.data.prepare import DataLoaderConfiguration, join_batches, prepare_data_loader
 from accelerate.facade.compilation import compile_regions
 from accelerate.facade.device_availability import is_bitsandbytes_multi_backend_available
 from accelerate.facade.host_copies import HOST_COPIES, check_host_copies
@@ -427,6 +427,8 @@ class Preparer:
         slicer = None
         if isinstance(strategy, DataSharding):
             share, slicer = strategy.data_shard_for(loader), strategy.batch_slicer_for(loader)
+        if share.micro_batches > 1 and not isinstance(loader, DataLoaderShard):
+            loader = join_batches(loader, share.micro_batches)
         more.update((name, value) for name, value in options.items() if value is not None)
         # Some programs patch this public function; call theirs then.
         prepare = lazy_names.get_override(

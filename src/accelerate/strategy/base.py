@@ -71,6 +71,13 @@ class PrepareBundle:
         """Return how often an optimizer step advances a schedule: once, or once for each data shard."""
         return 1 if self.split_batches or self.step_scheduler_once else data_shards
 
+    def batch_sizes(self, data_shards: int) -> list[int]:
+        """Return the samples per rank of a batch of each loader that tells its batch size."""
+        shared_by = data_shards if self.split_batches else 1
+        samplers = [(each, getattr(each, "batch_sampler", None)) for each in self.objects_of("loader")]
+        sizes = [getattr(each, "batch_size", None) or getattr(s, "batch_size", None) for each, s in samplers]
+        return [max(1, size // shared_by) for size in sizes if isinstance(size, int)]
+
     def positions(self, kind: ObjectKind) -> list[int]:
         """Return the indices of the objects of one kind."""
         return [index for index, item in enumerate(self.kinds) if item == kind]
@@ -151,11 +158,13 @@ class RankDataShard:
         index: this process's part.
         counts_samples: of the ranks with the same part (tensor or pipeline parallel), this one counts the
             samples where each is counted once.
+        micro_batches: the batches of the user's loader that make one batch of the prepared one.
     """
 
     count: int
     index: int
     counts_samples: bool = True
+    micro_batches: int = 1
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class DeepSpeedConfigInputs:
         precision: mixed precision of the ``Accelerator``.
         processes: the world size.
         host: whether the device is the CPU, for which no kernels are compiled.
-        batches: samples per rank of the loaders of the same ``prepare``; None where unknown.
+        batches: samples per rank of the loaders of the same ``prepare`` that tell them.
         optimizer: of torch, or a ``DummyOptim``; None for a model that is not trained.
         scheduler: a ``DummyScheduler``, a schedule of DeepSpeed or of torch, or None.
         schedule_advances: how often an optimizer step advances a schedule of torch; the steps of a
@@ -45,7 +45,7 @@ class DeepSpeedConfigInputs:
     precision: str
     processes: int
     host: bool
-    batches: Sequence[int | None] = ()
+    batches: Sequence[int] = ()
     optimizer: Any = None
     scheduler: Any = None
     schedule_advances: int = 1
@@ -146,18 +146,17 @@ def _fill_batch(engine_config: EngineConfig, plugin: DeepSpeedPlugin, inputs: De
         )
     steps = int(config_tree.get_key(engine_config.config, "gradient_accumulation_steps"))
     micro = "train_micro_batch_size_per_gpu"
-    batch_sizes = [size for size in inputs.batches if size]
     written = config_tree.get_key(engine_config.config, micro)
     if written in (None, AUTO):
-        if batch_sizes:
-            chosen = min(batch_sizes) if plugin.is_train_batch_min else max(batch_sizes)
+        if inputs.batches:
+            chosen = (min if plugin.is_train_batch_min else max)(inputs.batches)
             engine_config.set_owned(micro, chosen, "the loader")
         else:
             total = config_tree.get_key(engine_config.config, "train_batch_size")
             chosen = max(1, int(total) // (steps * inputs.processes)) if total not in (None, AUTO) else 1
             engine_config.set_owned(micro, chosen, "nothing: it is only for reports of DeepSpeed")
-    elif batch_sizes and int(written) not in batch_sizes:
-        engine_config.set_owned(micro, batch_sizes[0], "the batch size of the loader")
+    elif inputs.batches and int(written) not in inputs.batches:
+        engine_config.set_owned(micro, inputs.batches[0], "the batch size of the loader")
     total = int(config_tree.get_key(engine_config.config, micro)) * steps * inputs.processes
     engine_config.set_owned(
         "train_batch_size", total, f"{micro} x gradient_accumulation_steps x {inputs.processes} processes"

@@ -72,14 +72,13 @@ def engine_specs(
         schedulers = [s for s in schedulers if s is not scheduler]
         is_engine = engines.find(model) is not None or any(model is e for e in engines.released_engines())
         module = model.module if is_engine else model
-        shared_by = processes if bundle.split_batches else 1
         inputs = DeepSpeedConfigInputs(
             module,
             bundle.accumulation_steps,
             precision,
             processes,
             host,
-            [_micro_batch_size(loader, shared_by) for loader in bundle.objects_of("loader")],
+            bundle.batch_sizes(processes),
             optimizer,
             scheduler,
             schedule_advances,
@@ -177,19 +176,6 @@ def _refuse_mixed_dtypes(model: nn.Module, optimizer: Any, config: Mapping[str, 
         if stage == 0 or (len(first_names) > 1 and (is_strict or torch.float64 in first_names)):
             listed = ", ".join(f"{name} in {dtype}" for dtype, name in first_names.items())
             raise PrepareError(f"DeepSpeed cannot train {listed} in stage {stage}", why=why, fix=fix)
-
-
-def _micro_batch_size(loader: Any, shared_by: int) -> int | None:
-    """Return the samples per rank and micro-batch, None where the loader does not say.
-
-    Args:
-        loader: any loader.
-        shared_by: the ranks that share one of its batches.
-    """
-    size = getattr(loader, "batch_size", None)
-    if size is None:
-        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    return max(1, size // shared_by) if isinstance(size, int) else None
 
 
 def _unique(items: Iterable[Any]) -> list[Any]:

@@ -30,12 +30,14 @@ class MegatronLayout:
     Attributes:
         size, rank: of the world.
         tp, pp: tensor parallel and pipeline parallel size.
+        micro_batches: of a step.
     """
 
     size: int
     rank: int
     tp: int
     pp: int
+    micro_batches: int = 1
 
     @property
     def dp(self) -> int:
@@ -60,7 +62,8 @@ class MegatronLayout:
     @property
     def share(self) -> RankDataShard:
         """The data shard: processes of one model replica read the same samples."""
-        return RankDataShard(self.dp, self.dp_rank, counts_samples=self.tp_rank == 0 and self.pp_rank == 0)
+        counts_samples = self.tp_rank == 0 and self.pp_rank == 0
+        return RankDataShard(self.dp, self.dp_rank, counts_samples, self.micro_batches)
 
 
 def megatron_layout(plugin: MegatronLMPlugin, world: World) -> MegatronLayout:
@@ -79,7 +82,7 @@ def megatron_layout(plugin: MegatronLMPlugin, world: World) -> MegatronLayout:
             why="every copy of the model takes as many processes as the two multiply to",
             fix=f"start {tp * pp} processes or a multiple, or use degrees whose product is one of {fits}",
         )
-    return MegatronLayout(world.size, world.rank, tp, pp)
+    return MegatronLayout(world.size, world.rank, tp, pp, plugin.num_micro_batches)
 
 
 def check_supported(world: World) -> None:

@@ -112,6 +112,14 @@ class Megatron(MegatronOpenGradients, EngineStrategy):
     def prepare_steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
         """Build Megatron-LM's model, with the optimizer on it."""
         models = [model for model in dict.fromkeys(bundle.objects_of("model")) if model not in self._engines]
+        sizes = bundle.batch_sizes(self.layout.dp)
+        if sizes and (models or not hasattr(self.plugin, "global_batch_size")):
+            micro_batch = (min if self.plugin.is_train_batch_min else max)(sizes)
+            yield PrepareStep(
+                "batch",
+                f"the {self.layout.micro_batches} micro-batches of a step have {micro_batch} samples each",
+                lambda _: self.plugin.set_training_args(micro_batch, self.layout.dp),
+            )
         if not models:
             return
         from accelerate.strategy.megatron.model_families import model_family
