@@ -468,6 +468,13 @@ class DataSharding:
         raise NotImplementedError
 
 
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Return the further names of tied parameters, each with the first name of its parameter."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: names[id(p)] for name, p in every if names[id(p)] != name}
+
+
 class EngineCheckpoint(Protocol):
     """A checkpoint in an engine's own format (DeepSpeed), read as full state dicts.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.core.errors import CheckpointError, SettingError
+from accelerate.strategy.base import tied_names
 from accelerate.strategy.deepspeed import full_state
 from accelerate.strategy.deepspeed.engine_handle import EngineHandle, replicate_buffers
 from accelerate.strategy.deepspeed.zero_checkpoint import (
@@ -61,7 +62,7 @@ class DeepSpeedEngineCheckpointer:
         self.handle.engine.save_checkpoint(str(folder), tag=self.name, **self.options)
         tag_folder = folder / self.name
         if self.world.rank == 0:
-            ties = full_state.tied_names(self.handle.module)
+            ties = tied_names(self.handle.module)
             facts = {**self._layout, "optimizer": _describe_optimizer(self.handle), "tied": ties}
             (tag_folder / MARK_FILE).write_text(json.dumps(facts), encoding="utf-8")
         return self._own_file_names(folder)
@@ -97,7 +98,7 @@ class DeepSpeedEngineCheckpointer:
         return "; ".join(sorted(wrong)[:6]) or self._compare_optimizer(read_mark(folder / self.name))
 
     def _open_checkpoint(self, tag_folder: Path) -> ZeroCheckpoint:
-        return ZeroCheckpoint(tag_folder, tied_names=full_state.tied_names(self.handle.module))
+        return ZeroCheckpoint(tag_folder, tied_names=tied_names(self.handle.module))
 
     def _compare_optimizer(self, facts: dict[str, Any]) -> str:
         """Return why the saved optimizer state does not fit; empty where that was not recorded."""

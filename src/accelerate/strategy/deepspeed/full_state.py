@@ -205,13 +205,6 @@ def shape_template(module: nn.Module) -> dict[str, Any]:
     return {name: like.get(id(value), value) for name, value in state.items()}
 
 
-def tied_names(module: nn.Module) -> dict[str, str]:
-    """Return the further names of tied parameters, each with the first name of its parameter."""
-    names = {id(p): name for name, p in module.named_parameters()}
-    every = module.named_parameters(remove_duplicate=False)
-    return {name: names[id(p)] for name, p in every if names[id(p)] != name}
-
-
 @torch.no_grad()
 def load_model(handle: EngineHandle, state: Mapping[str, Any], *, strict: bool = True) -> Any:
     """Load a full state dict that every rank passes into the weights, and into the float32 copies.

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from accelerate.core.errors import PrepareError
-from accelerate.strategy.megatron.gpt_model import params_with_rules, tied_names
+from accelerate.strategy.base import tied_names
+from accelerate.strategy.megatron.gpt_model import params_with_rules
 from accelerate.strategy.megatron.model_families import WeightRule
 from accelerate.world.collective import gather_to_first
 

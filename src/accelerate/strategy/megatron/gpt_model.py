@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -222,11 +222,3 @@ def drop_values(model: nn.Module) -> None:
 def trainable_names(model: nn.Module) -> dict[str, bool]:
     """Return ``requires_grad`` of the user's parameters, by all their names."""
     return {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return the names of tied parameters: alias -> first name."""
-    first: dict[int, str] = {}
-    named: Iterable[tuple[str, nn.Parameter]] = model.named_parameters(remove_duplicate=False)
-    first_names = {name: first.setdefault(id(parameter), name) for name, parameter in named}
-    return {alias: name for alias, name in first_names.items() if alias != name}
