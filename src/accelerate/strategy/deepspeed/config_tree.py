@@ -16,37 +16,67 @@ from typing import Any, ClassVar
 from accelerate.core.errors import SettingError
 
 AUTO = "auto"
+CONFIG_NAME = "the DeepSpeed configuration"
 _ABSENT: Any = object()
 
 
-def read_config(source: Any) -> dict[str, Any]:
+def read_config(source: Any, label: str = CONFIG_NAME) -> dict[str, Any]:
     """Return a copy of the configuration in a dict, a path, JSON, or an ``HfDeepSpeedConfig``.
 
+    Args:
+        source: one of these.
+        label: the setting that gives it, for the error.
+
     Raises:
-        SettingError: it is none of these, or not valid JSON.
+        SettingError: it is none of these, cannot be read, or is not valid JSON.
     """
     if isinstance(source, HfDeepSpeedConfig):
         return source.config
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source))
+    what = f"{label} is {source!r}"
     try:
-        content = json.loads(read_text(source))
-    except (TypeError, FileNotFoundError, IsADirectoryError) as error:
+        content = json.loads(_read_text(source))
+    except (TypeError, FileNotFoundError) as error:
         raise SettingError(
-            f"the DeepSpeed configuration is {source!r}",
-            why="it is no path of a file that is there, no dict, and no JSON as text or in base 64",
-            fix='hf_ds_config="ds_config.json", or hf_ds_config={"zero_optimization": {"stage": 2}}',
+            f"{what}, but there is no such file",
+            why="it is no dict, and no JSON as text or in base 64, either",
+            fix='give the path of a JSON file, or its content: {"zero_optimization": {"stage": 2}}',
         ) from error
     except json.JSONDecodeError as error:
-        raise SettingError(
-            f"the DeepSpeed configuration {source!r} is not valid JSON: line {error.lineno}", why=error.msg
-        ) from error
+        raise SettingError(f"{what}, which is not valid JSON: line {error.lineno}", why=error.msg) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"{what}, which cannot be read", why=str(error)) from error
     if not isinstance(content, dict):
-        raise SettingError(f"the DeepSpeed configuration {source!r} is not a table of keys")
+        raise SettingError(f"{what}, which is not a table of keys")
     return content
 
 
-def read_text(source: str | os.PathLike[str]) -> str:
+def contradiction(claim: str, key: str, configured: Any, file: str = "") -> SettingError:
+    """Return the error of a setting that differs from the configuration.
+
+    Args:
+        claim: the setting with its value, as "--zero_stage is 3".
+        key: its path in the configuration.
+        configured: the value there.
+        file: the file of the configuration and the setting that names it, if they are known.
+    """
+    return SettingError(
+        f"{claim}, but {file or CONFIG_NAME} says {key}: {json.dumps(configured)}",
+        why="each of the two would train in another way",
+        fix=f'keep one of them, or write "auto" for {key} there',
+    )
+
+
+def missing_nvme_folder(device: str) -> SettingError:
+    """Return the error of an offload to NVMe without a folder; ``device`` is the setting that asks for it."""
+    return SettingError(
+        f"{device} is nvme, but nothing says in which folder",
+        fix=f"give {device.replace('_device', '_nvme_path')}, a folder on the drive",
+    )
+
+
+def _read_text(source: str | os.PathLike[str]) -> str:
     """Return JSON that is given as it is or in base 64 (from an encoded brace on); else the text of a file.
 
     Raises:

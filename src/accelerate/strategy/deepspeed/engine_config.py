@@ -17,10 +17,8 @@ from torch import nn
 
 from accelerate.core.errors import SettingError
 from accelerate.strategy.deepspeed import config_tree
-from accelerate.strategy.deepspeed.config_tree import AUTO, DummyOptim, DummyScheduler, is_same
+from accelerate.strategy.deepspeed.config_tree import AUTO, CONFIG_NAME, DummyOptim, DummyScheduler, is_same
 from accelerate.strategy.deepspeed.plugin import DeepSpeedPlugin
-
-_CONFIG_NAME = "the DeepSpeed configuration"
 
 
 @dataclass(frozen=True)
@@ -69,12 +67,8 @@ class EngineConfig:
         """
         configured = config_tree.get_key(self.config, path)
         if configured not in (None, AUTO) and not is_same(configured, value):
-            raise SettingError(
-                f"{source} says {_short_text(value)}, but {_CONFIG_NAME} says {path}: "
-                f"{json.dumps(configured)}",
-                why="each of the two would train in another way",
-                fix=f'keep one of them, or write "auto" for {path}',
-            )
+            shown = json.dumps(value) if isinstance(value, dict | list | bool) else value
+            raise config_tree.contradiction(f"{source} says {shown}", path, configured)
         if configured in (None, AUTO):
             config_tree.set_key(self.config, path, value)
 
@@ -93,10 +87,6 @@ class EngineConfig:
         shown = {k: v for k, v in self.config.items() if k != "steps_per_print"}
         stage = config_tree.get_key(self.config, "zero_optimization.stage")
         return f"ZeRO stage {stage}; its configuration: {json.dumps(shown)}"
-
-
-def _short_text(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, dict | list | bool) else str(value)
 
 
 def build_config(plugin: DeepSpeedPlugin, inputs: DeepSpeedConfigInputs) -> EngineConfig:
@@ -128,7 +118,7 @@ def build_config(plugin: DeepSpeedPlugin, inputs: DeepSpeedConfigInputs) -> Engi
     left = sorted(config_tree.auto_keys(engine_config.config))
     if left:
         raise SettingError(
-            f'{_CONFIG_NAME} says "auto" for {", ".join(left)}, and nothing here says what they are',
+            f'{CONFIG_NAME} says "auto" for {", ".join(left)}, and nothing here says what they are',
             fix="write these values into the configuration",
         )
     return engine_config
@@ -168,7 +158,7 @@ def _fill_optimizer(engine_config: EngineConfig, inputs: DeepSpeedConfigInputs) 
     if isinstance(optimizer, DummyOptim):
         if not config.get("optimizer"):
             raise SettingError(
-                f"a DummyOptim was prepared, but {_CONFIG_NAME} has no optimizer",
+                f"a DummyOptim was prepared, but {CONFIG_NAME} has no optimizer",
                 why="it stands for the one that DeepSpeed makes",
                 fix='add "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, or prepare one of torch',
             )
@@ -183,7 +173,7 @@ def _fill_optimizer(engine_config: EngineConfig, inputs: DeepSpeedConfigInputs) 
     if config.get("optimizer"):
         raise SettingError(
             f"the optimizer is said twice: {type(optimizer).__name__} in prepare, and "
-            f"{config_tree.get_key(config, 'optimizer.type')} in {_CONFIG_NAME}",
+            f"{config_tree.get_key(config, 'optimizer.type')} in {CONFIG_NAME}",
             fix="take optimizer out of the configuration, or prepare a DummyOptim in the place of yours",
         )
     # An optimizer of the user's own computes what it computes in one process.
@@ -212,13 +202,13 @@ def _fill_scheduler(engine_config: EngineConfig, inputs: DeepSpeedConfigInputs) 
     if not engine_config.config.get("scheduler"):
         if scheduler.lr_scheduler_callable is None:
             raise SettingError(
-                f"a DummyScheduler was prepared, but {_CONFIG_NAME} has no scheduler",
+                f"a DummyScheduler was prepared, but {CONFIG_NAME} has no scheduler",
                 fix="add one there, give DummyScheduler(lr_scheduler_callable=...), or prepare one of torch",
             )
         return
     if scheduler.lr_scheduler_callable is not None:
         raise SettingError(
-            f"the schedule is said twice: by lr_scheduler_callable and in {_CONFIG_NAME}",
+            f"the schedule is said twice: by lr_scheduler_callable and in {CONFIG_NAME}",
             fix="keep one of them",
         )
     params = "scheduler.params"
@@ -242,7 +232,7 @@ def refuse_second_schedule(scheduler: Any, config: Mapping[str, Any]) -> None:
     if config.get("scheduler"):
         raise SettingError(
             f"the schedule is said twice: {type(scheduler).__name__} in prepare, and "
-            f"{config_tree.get_key(config, 'scheduler.type')} in {_CONFIG_NAME}",
+            f"{config_tree.get_key(config, 'scheduler.type')} in {CONFIG_NAME}",
             why="both would change the learning rate in each step",
             fix="take scheduler out of the configuration, or prepare a DummyScheduler in the place of yours",
         )

@@ -113,10 +113,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
             if offload["device"] != "nvme":
                 offload["nvme_path"] = None
             elif offload["nvme_path"] == "none":
-                raise SettingError(
-                    f"offload_{part}_device is nvme, but nothing says in which folder",
-                    fix=f"give offload_{part}_nvme_path, a folder on the drive",
-                )
+                raise config_tree.missing_nvme_folder(f"offload_{part}_device")
         self._apply_zero3_init()
         self.hf_ds_config = HfDeepSpeedConfig(config)
 
@@ -166,11 +163,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
             if configured is None or configured == AUTO:
                 config_tree.set_key(self.hf_ds_config.config, key, value)
             return
-        raise SettingError(
-            f"{label} is {value}, but the DeepSpeed configuration says {key}: {configured}",
-            why="each of the two would train in another way",
-            fix=f'keep one of them, or write "auto" for {key}',
-        )
+        raise config_tree.contradiction(f"{label} is {value}", key, configured)
 
     def _apply_zero3_init(self) -> None:
         flag = self._settings.value.zero3_init_flag
@@ -259,12 +252,8 @@ class DeepSpeedPlugin(DeepSpeedOptions):
             other = enabled is True and mixed_precision in _PRECISIONS and mixed_precision != kind
             is_disabled = enabled is False and mixed_precision == kind and kind in self._disabled_precisions
             if other or is_disabled:
-                raise SettingError(
-                    f"mixed_precision is {mixed_precision}, but the DeepSpeed configuration says "
-                    f"{kind}.enabled: {str(enabled).lower()}",
-                    why="one model computes in one format",
-                    fix=f'keep one of them, or write "auto" for {kind}.enabled',
-                )
+                claim = f"mixed_precision is {mixed_precision}"
+                raise config_tree.contradiction(claim, f"{kind}.enabled", enabled)
         chosen = self.precision or (mixed_precision if mixed_precision in _PRECISIONS else None)
         for kind in _PRECISIONS:
             if chosen is not None or self._is_enabled(kind) == AUTO:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from accelerate.core import environ
-from accelerate.core.errors import SettingError
 from accelerate.core.setting import SettingOrigin, declared_settings, setting
 from accelerate.core.value_types import (
     FilledPath,
@@ -22,6 +21,7 @@ from accelerate.core.value_types import (
     frozen_dataclass,
     mutable_dataclass,
 )
+from accelerate.strategy.deepspeed import config_tree
 
 Origins = Callable[[str], tuple[SettingOrigin, ...]]
 _SEVERAL_MACHINES = {"num_machines": range(2, 10_000)}
@@ -228,19 +228,33 @@ class DeepSpeedSettings(DeepSpeedOptions):
 
     @staticmethod
     def check(origins: Origins) -> None:
-        """Refuse a DeepSpeed file that is missing or contradicts other settings.
+        """Refuse a DeepSpeed file that is missing or contradicts other settings, and NVMe without a folder.
 
         Raises:
-            SettingError: the file is missing, or contradicts a setting; names both places.
+            SettingError: it is; names both places of a contradiction.
         """
-        file_origin = origins("deepspeed_config_file")[0]
-        if _is_empty(file_origin.value):
-            _check_paths(origins)
+        source = origins("deepspeed_config_file")[0]
+        if _is_empty(source.value):
+            for target in ("optimizer", "param"):
+                device, path = (origins(f"offload_{target}_{part}")[0] for part in ("device", "nvme_path"))
+                if device.value == "nvme" and _is_empty(path.value):
+                    raise config_tree.missing_nvme_folder(device.where)
             return
-        content = _read_json(file_origin)
-        for name in COUNTERPARTS:
-            _check_counterpart(origins(name)[0], file_origin, content, name)
-        _check_precision(origins("mixed_precision")[0], file_origin, content)
+        config = config_tree.read_config(str(source.value), source.where)
+        file = f"{source.where} ({source.value})"
+        for name, (key, absent) in COUNTERPARTS.items():
+            given, configured = origins(name)[0], config_tree.get_key(config, key, absent)
+            # "auto" leaves it to us, and so does what is not there.
+            silent = given.source == "default" or "auto" in (given.value, configured) or configured is None
+            if not silent and not config_tree.is_same(given.value, configured):
+                raise config_tree.contradiction(f"{given.where} is {given.value}", key, configured, file)
+        given = origins("mixed_precision")[0]
+        is_silent = given.source == "default" or given.value is None
+        for kind in () if is_silent else ("fp16", "bf16"):
+            enabled = config_tree.get_key(config, f"{kind}.enabled", "auto")
+            if isinstance(enabled, bool) and enabled != (given.value == kind):
+                claim = f"{given.where} is {given.value}"
+                raise config_tree.contradiction(claim, f"{kind}.enabled", enabled, file)
 
     @staticmethod
     def launch_variables(origins: Origins) -> Mapping[str, str]:
@@ -261,77 +275,6 @@ class DeepSpeedSettings(DeepSpeedOptions):
 
 def _is_empty(value: object) -> bool:
     return value is None or str(value).lower() == "none"
-
-
-def _read_json(file_origin: SettingOrigin) -> Mapping[str, Any]:
-    """Return the content of DeepSpeed's file, or of the same JSON in base 64."""
-    import json
-
-    from accelerate.strategy.deepspeed.config_tree import read_text
-
-    text = str(file_origin.value)
-    try:
-        content = json.loads(read_text(text))
-    except FileNotFoundError as error:
-        raise SettingError(f"{file_origin.where} is {text!r}, but there is no such file") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(
-            f"{file_origin.where} is {text!r}, which cannot be read", why=str(error)
-        ) from error
-    except json.JSONDecodeError as error:
-        raise SettingError(
-            f"{file_origin.where} is {text!r}, which is not valid JSON: line {error.lineno}", why=error.msg
-        ) from error
-    if not isinstance(content, dict):
-        raise SettingError(f"{file_origin.where} is {text!r}, which is not a table of keys")
-    return content
-
-
-def _check_counterpart(
-    given: SettingOrigin, file_origin: SettingOrigin, content: Mapping[str, Any], name: str
-) -> None:
-    from accelerate.strategy.deepspeed.config_tree import get_key, is_same
-
-    key, absent = COUNTERPARTS[name]
-    in_file = get_key(content, key, absent)
-    # "auto" leaves it to us, and so does what is not there.
-    silent = given.source == "default" or "auto" in (given.value, in_file) or in_file is None
-    if not silent and not is_same(given.value, in_file):
-        raise _contradiction(given, file_origin, key, in_file)
-
-
-def _contradiction(given: SettingOrigin, file_origin: SettingOrigin, key: str, in_file: Any) -> SettingError:
-    import json
-
-    return SettingError(
-        f"{given.where} is {given.value}, but {file_origin.where} ({file_origin.value}) says "
-        f"{key}: {json.dumps(in_file)}",
-        why="each of the two would train in another way",
-        fix=f'keep one of them, or write "auto" for {key} in {file_origin.value}',
-    )
-
-
-def _check_precision(given: SettingOrigin, file_origin: SettingOrigin, content: Mapping[str, Any]) -> None:
-    """Refuse a file that enables another 16-bit format than the mixed precision, or none."""
-    if given.source == "default" or given.value is None:
-        return
-    from accelerate.strategy.deepspeed.config_tree import get_key
-
-    for kind in ("fp16", "bf16"):
-        enabled = get_key(content, f"{kind}.enabled", "auto")
-        if isinstance(enabled, bool) and enabled != (given.value == kind):
-            raise _contradiction(given, file_origin, f"{kind}.enabled", enabled)
-
-
-def _check_paths(origins: Origins) -> None:
-    for target in ("optimizer", "param"):
-        device, path = origins(f"offload_{target}_device")[0], origins(f"offload_{target}_nvme_path")[0]
-        if device.value == "nvme" and _is_empty(path.value):
-            name = device.where.replace("_device", "_nvme_path")
-            raise SettingError(
-                f"{device.where} is nvme, but nothing says in which folder",
-                fix=f"give {name}, a folder on the drive",
-            )
 
 
 PLUGIN = (UseDeepSpeedSetting, DeepSpeedSettings)
