@@ -395,33 +395,45 @@ def _undo_first_step(handle: EngineHandle) -> None:
 
 
 def _cast_inputs_outputs(module: nn.Module, dtype: torch.dtype) -> list[Any]:
-    """Cast floating point inputs of the module to ``dtype``, and outputs back to float32, by hooks.
+    """Cast floating point inputs of the module to ``dtype``, and then outputs back to float32, by hooks.
+
+    Outputs keep ``dtype`` where no input was cast, as with token ids: programs give them to layers of that
+    ``dtype``, and a copy of the logits may take more memory than there is.
 
     Inputs with less than two dimensions are numbers, such as the timesteps of a diffusion model, of which 16
     bits round some away: they stay as they are, unless they are labels, which are compared with outputs.
     """
 
     names = tuple(inspect.signature(module.forward).parameters)
+    has_cast = False
 
     def cast(name: str, value: Any) -> Any:
         least_dim = 0 if "label" in name or "target" in name else 2
 
         def to_half(leaf: Any) -> Any:
-            is_cast = isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() >= least_dim
-            return leaf.to(dtype) if is_cast else leaf
+            nonlocal has_cast
+            if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or leaf.dim() < least_dim:
+                return leaf
+            has_cast = has_cast or leaf.dtype is not dtype
+            return leaf.to(dtype)
 
         return tree.map_tree(to_half, value)
 
     def cast_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal has_cast
+        has_cast = False
         named = zip_longest(names[: len(args)], args, fillvalue="")
         return tuple(cast(*each) for each in named), {name: cast(name, kwargs[name]) for name in kwargs}
 
     def to_float32(leaf: Any) -> Any:
         return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype is dtype else leaf
 
+    def cast_outputs(_: nn.Module, __: Any, outputs: Any) -> Any:
+        return tree.map_tree(to_float32, outputs) if has_cast else outputs
+
     return [
         module.register_forward_pre_hook(cast_inputs, with_kwargs=True),
-        module.register_forward_hook(lambda _, __, output: tree.map_tree(to_float32, output)),
+        module.register_forward_hook(cast_outputs),
     ]
 
 
