@@ -593,7 +593,8 @@ def test_save_model_exports_the_whole_model(ranks: RankServer, tmp_path: Path) -
     assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), tiny(0).parameters(), strict=True))
 
 
-def trainer(asked: bool, folder: str) -> tuple[str, float]:
+def trainer(version: int, folder: str) -> tuple[str, float, list[tuple[int, float]]]:
+    """Train by a version of FSDP, or by DDP (0); return also the parameters and the decay of each group."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
     torch.manual_seed(0)
@@ -602,26 +603,72 @@ def trainer(asked: bool, folder: str) -> tuple[str, float]:
         num_key_value_heads=2, tie_word_embeddings=True,
     )  # fmt: skip
     rows = torch.randint(32, (32, 6))
-    asked_so = {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    sharded_by = {"fsdp_version": version, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     arguments = TrainingArguments(
         folder, max_steps=4, per_device_train_batch_size=4, use_cpu=True, report_to=[], save_strategy="no",
-        disable_tqdm=True, fsdp=asked, fsdp_config=asked_so if asked else None,
+        disable_tqdm=True, weight_decay=0.1, fsdp=bool(version), fsdp_config=sharded_by if version else None,
     )  # fmt: skip
     data: Any = [{"input_ids": row, "labels": row} for row in rows]
     ours = Trainer(model=LlamaForCausalLM(config), args=arguments, train_dataset=data)
     loss = ours.train().training_loss
-    return ours.accelerator.strategy.name, loss
+    groups = [(len(group["params"]), group["weight_decay"]) for group in ours.optimizer.param_groups]
+    return ours.accelerator.strategy.name, loss, groups
 
 
 @needs("transformers")
 def test_the_trainer_of_transformers_shards_when_it_is_asked_to(ranks: RankServer, tmp_path: Path) -> None:
-    """F3: it does not train by replicas without a word; the loss is theirs."""
-    home = {"TMPDIR": str(tmp_path)}
-    sharded = ranks(2, trainer, True, str(tmp_path / "out"), timeout=120, env=home)
-    replicated = ranks(2, trainer, False, str(tmp_path / "out"), timeout=120, env=home)
-    assert [name for name, _ in (*sharded, *replicated)] == ["fsdp", "fsdp", "ddp", "ddp"]
-    for (_, ours), (_, theirs) in zip(sharded, replicated, strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-5)
+    """F3: it does not train by replicas without a word; the loss is theirs, and so is the weight decay."""
+    ddp, *sharded = (
+        ranks(2, trainer, version, str(tmp_path), timeout=120, env={"TMPDIR": str(tmp_path)})
+        for version in range(3)
+    )
+    assert [[name for name, *_ in each] for each in (ddp, *sharded)] == [
+        [n] * 2 for n in ("ddp", "fsdp1", "fsdp")
+    ]
+    for rank, (_, loss, groups) in enumerate(ddp):
+        assert [decay for _, decay in groups] == [0.1, 0.0]
+        assert groups[0][0] > groups[1][0] > 0
+        for each in sharded:
+            assert each[rank][1] == pytest.approx(loss, abs=1e-5)
+            assert each[rank][2] == groups
+
+
+def names_of_parameters(kind: str) -> tuple[set[str], set[str]]:
+    """Names of parameters as a walk over children composes them, and as ``named_parameters`` has them."""
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+    from accelerate.utils import TorchTensorParallelConfig
+
+    plan = TorchTensorParallelConfig(plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"})
+    mesh = ParallelismConfig(tp_size=2, tp_handler=plan)
+    options: dict[str, Any] = {"ddp": {}, "tp": {"parallelism_config": mesh}}
+    for version in (1, 2):
+        options[f"fsdp{version}"] = {"fsdp_version": version, **LAYERS}
+    options["flat"] = {"fsdp_version": 1, "use_orig_params": False, **LAYERS}
+    given = options[kind]
+    if "fsdp_version" in given:
+        given = {"fsdp_plugin": FullyShardedDataParallelPlugin(**given)}
+    model = Accelerator(**given).prepare(tiny().requires_grad_(True))
+    walked, named = set[str](), set[str]()
+    for name, module in {
+        "": model, "compiled.": torch.compile(model), "loss.": nn.ModuleDict({"model": model}),
+    }.items():  # fmt: skip
+        walked |= {name + each for each in get_parameter_names(module, [])}
+        named |= {name + each for each, _ in module.named_parameters(remove_duplicate=False)}
+        members = dict(module.named_parameters())
+        assert {*map(id, members.values())} == {*map(id, module.parameters())}
+        assert all(module.get_parameter(each) is value for each, value in members.items())
+    return walked, named
+
+
+@needs("transformers")
+@pytest.mark.parametrize("kind", ["ddp", "tp", "fsdp1", "flat", "fsdp2"])
+def test_names_of_parameters_are_those_of_a_walk_over_children(ranks: RankServer, kind: str) -> None:
+    """The Trainer compares them to choose what decays, also in a loss that has the model as a part."""
+    walked, named = same_on_all(ranks(2, names_of_parameters, kind))
+    assert named <= walked  # which names biases that are None, too
+    assert any("_fsdp_wrapped_module" in name for name in named) == (kind in ("fsdp1", "flat"))
 
 
 def wrapped_before_sharding() -> list[str]:
@@ -824,9 +871,7 @@ def adapter_names() -> tuple[list[str], list[str], list[str]]:
     modules = {name for name, _ in model.named_modules()}
     assert modules == {name for name, _ in accelerator.unwrap_model(model).named_modules()}
     assert all(model.get_submodule(name) is not None for name in modules)
-    parameters = [name for name, _ in model.named_parameters()]
-    assert len(parameters) == len({*parameters})
-    assert not [name for name in (*modules, *parameters) if "_fsdp_wrapped_module" in name]
+    assert not [name for name in modules if "_fsdp_wrapped_module" in name]
     saved = [*get_peft_model_state_dict(accelerator.unwrap_model(model), state_dict=state)]
     return names, saved, [*get_peft_model_state_dict(model, state_dict=state)]
 

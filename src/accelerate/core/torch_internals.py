@@ -144,7 +144,8 @@ INTERNALS = (
         ("strategy/fsdp1/", "strategy/sharding/fsdp_unit_plan.py"),
         {
             "torch.distributed.fsdp": "FullyShardedDataParallel._handle "
-            "FullyShardedDataParallel._fsdp_wrapped_module ShardingStrategy._HYBRID_SHARD_ZERO2",
+            "FullyShardedDataParallel._fsdp_wrapped_module FullyShardedDataParallel._named_members "
+            "ShardingStrategy._HYBRID_SHARD_ZERO2",
             "torch.distributed.fsdp._runtime_utils": "_lazy_init _reshard",
             "torch.distributed.fsdp._flat_param": "FlatParamHandle.flat_param "
             "FlatParamHandle.uses_sharded_strategy FlatParamHandle.rank FlatParamHandle.world_size "

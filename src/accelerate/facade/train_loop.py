@@ -295,7 +295,9 @@ class TrainLoop:
             )
         elif self.monitor is not None and (late := self.monitor.late_parameters(parameters)):
             named: dict[torch.Tensor, str] = {
-                p: name for model in self.prepared.models for name, p in model.named_parameters()
+                p: name
+                for model in map(self.strategy.unwrap, self.prepared.models)
+                for name, p in model.named_parameters()
             }
             names = [named.get(p, f"a parameter of shape {tuple(p.shape)}") for p in late]
             warn_user(

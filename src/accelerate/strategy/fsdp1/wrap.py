@@ -43,27 +43,50 @@ InitFunction = Callable[[nn.Module], None]
 
 
 class FullyShardedDataParallel(fsdp.FullyShardedDataParallel):
-    """The wrapper of torch, without a name of its own in the names of modules and parameters.
+    """The wrapper of torch, without a name of its own in the names of modules.
 
     peft 0.21 chooses adapters by comparing names of modules with those of state dicts, which torch gives
-    without the wrappers: where they differ, it saves a file without any weight.
+    without the wrappers: where they differ, it saves a file without any weight. Parameters and buffers of the
+    root have torch's names: transformers' Trainer looks for those that it composes from ``named_children``,
+    and gives weight decay to no other.
     """
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Generator[tuple[str, nn.Module]]:
-        """Yield this wrapper, the module in it under the same name, and all modules in both."""
-        memo = set() if memo is None else memo
-        if self in memo:
-            return
-        if remove_duplicate:
-            memo.add(self)
-        yield prefix, self
-        for name, child in self._modules.items():
-            # Assigned to the prepared model, a module is beside the wrapped one.
-            path = prefix if name == "_fsdp_wrapped_module" else f"{prefix}.{name}" if prefix else name
-            if child is not None:
-                yield from child.named_modules(memo, path, remove_duplicate)
+        """Yield this wrapper, the module in it under the same name, and all modules in both.
+
+        In a module around the root they have torch's names, of which those of its parameters are made.
+        """
+        hide = memo is None or _RECORD not in vars(self)
+        return _walk(self, set() if memo is None else memo, prefix, remove_duplicate, hide)
+
+    def _named_members(
+        self, get_members_fn: Any, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Generator[tuple[str, Any]]:
+        """Yield parameters or buffers by torch's names, which torch cleans in ``summon_full_params``."""
+        seen: set[Any] = set()
+        for path, module in _walk(self, set(), prefix, remove_duplicate, hide=False):
+            for name, value in get_members_fn(module) if recurse or module is self else ():
+                if value is not None and value not in seen:
+                    seen.update([value] if remove_duplicate else ())
+                    yield f"{path}.{name}" if path else name, value
+
+
+def _walk(
+    module: nn.Module, memo: set[nn.Module], prefix: str, remove_duplicate: bool, hide: bool
+) -> Generator[tuple[str, nn.Module]]:
+    """Yield modules as ``nn.Module.named_modules`` does; with ``hide``, wrapped ones have no own name."""
+    if module in memo:
+        return
+    if remove_duplicate:
+        memo.add(module)
+    yield prefix, module
+    for name, child in module._modules.items():
+        # Assigned to the prepared model, a module is beside the wrapped one.
+        path = prefix if hide and name == "_fsdp_wrapped_module" else f"{prefix}.{name}" if prefix else name
+        if child is not None:
+            yield from _walk(child, memo, path, remove_duplicate, hide)
 
 
 @dataclass(frozen=True)
