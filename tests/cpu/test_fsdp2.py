@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -882,3 +883,54 @@ def test_names_are_those_of_the_user(ranks: RankServer) -> None:
     names, saved, of_wrapped = ranks(2, adapter_names)[0]  # rank 0 has the state
     assert names
     assert saved == of_wrapped == names
+
+
+def adapter_in_files(folder: str, kind: str, replaced: bool, load: bool) -> tuple[float, int]:
+    """Save or load a trained adapter; return a loss, and the all-gathers of the save or load."""
+    from peft import LoraConfig, get_peft_model
+
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import fsdp_utils, load_fsdp_model, save_fsdp_model
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, state_dict_type=kind, **LAYERS)
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    model: Any = get_peft_model(tiny(), LoraConfig(target_modules=["up"], init_lora_weights=False))
+    with torch.no_grad():
+        for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+            parameter.fill_(0.0 if load else 0.3)
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    get_state = fsdp_utils._get_model_state_dict
+    if replaced:
+        fsdp_utils._get_model_state_dict = lambda model, **more: get_state(model, **more)
+    gathers = 0
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gather = getattr(dist, name)
+
+    def count(*args: Any, **more: Any) -> Any:
+        nonlocal gathers
+        gathers += 1
+        return gather(*args, **more)
+
+    setattr(dist, name, count)
+    (load_fsdp_model if load else save_fsdp_model)(plugin, accelerator, model, folder, adapter_only=True)
+    setattr(dist, name, gather)
+    loss = loss_of(model, next(batches(1)))
+    accelerator.backward(loss)
+    optimizer.step()
+    return loss.item(), gathers
+
+
+@needs("peft")
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_adapters_are_loaded_before_the_first_forward(
+    ranks: RankServer, tmp_path: Path, kind: str, replaced: bool
+) -> None:
+    """The Trainer resumes so. Names in PEFT's files are known without gathering: the values are, once."""
+    saved, loaded = (
+        same_on_all(ranks(2, adapter_in_files, str(tmp_path), kind, replaced, load)) for load in (False, True)
+    )
+    assert loaded[0] == pytest.approx(saved[0], abs=1e-6)
+    if not replaced:
+        # Two layers and the rest; the load of a part of a shard has DTensors to fill.
+        assert (saved[1], loaded[1]) == (3, 3 if "SHARDED" in kind else 0)

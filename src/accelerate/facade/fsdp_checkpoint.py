@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from accelerate.checkpoint import layout, torch_files
@@ -32,6 +33,7 @@ from accelerate.facade.checkpoint_adapters import (
     sharded_optimizer_state,
 )
 from accelerate.facade.module_queries import is_peft_model
+from accelerate.strategy.sharding.forward_bypass import STRATEGIES
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -226,7 +228,7 @@ def get_model_state_dict(
         state = state_dict.get_model_state_dict(model, options=sd_options)
     if not adapter_only or not is_peft_model(model) or not state:  # full states are on rank 0 only
         return state
-    names_in_file = _names_in_peft_file(model)
+    names_in_file = _names_in_peft_file(model, state)
     return {names_in_file[name]: value for name, value in state.items() if name in names_in_file}
 
 
@@ -248,7 +250,10 @@ def set_model_state_dict(
     state = dict(state_dict)
     is_adapter = adapter_only and is_peft_model(model)
     if is_adapter:
-        names = {saved: name for name, saved in _names_in_peft_file(model).items()}
+        strategy = STRATEGIES.get(model)
+        view: Any = model if strategy is None else strategy.model_checkpoint_view(model)
+        names_in_file = _names_in_peft_file(model, view.state_dict(keep_vars=True))
+        names = {saved: name for name, saved in names_in_file.items()}
         state = {names.get(name, name): value for name, value in state.items()}
     if sd_options is None:
         return model.load_state_dict(state, strict=not is_adapter)
@@ -352,16 +357,24 @@ def _load_program_state(
 
 def adapter_tensor_names(accelerator: Accelerator, model: nn.Module) -> dict[str, str] | None:
     """Map names of adapter tensors in the model to their names in a PEFT file; None without PEFT."""
-    module: Any = accelerator.strategy.unwrap(model)
-    return _names_in_peft_file(module) if is_peft_model(module) else None
+    strategy = accelerator.strategy
+    module: Any = strategy.unwrap(model)
+    if not is_peft_model(module):
+        return None
+    return _names_in_peft_file(module, strategy.model_checkpoint_view(model).state_dict(keep_vars=True))
 
 
-def _names_in_peft_file(module: Any) -> dict[str, str]:
+def _names_in_peft_file(module: Any, state: Mapping[str, Any]) -> dict[str, str]:
+    """Map the names in the state dict of a PEFT model to those in its files; the values do not count.
+
+    ``module.state_dict()`` would all-gather each FSDP1 unit, and make it a root before the first forward.
+    """
     from peft import get_peft_model_state_dict
 
-    state = module.state_dict()
-    names_by_id = {id(value): name for name, value in state.items()}
-    saved = get_peft_model_state_dict(module, state_dict=state, adapter_name=module.active_adapter)
+    # A value of its own for each name, by which it is found again.
+    own = {n: torch.empty(()).expand(v.shape) for n, v in state.items() if isinstance(v, torch.Tensor)}
+    names_by_id = {id(value): name for name, value in own.items()}
+    saved = get_peft_model_state_dict(module, state_dict=own, adapter_name=module.active_adapter)
     return {names_by_id[id(value)]: name for name, value in saved.items() if id(value) in names_by_id}
 
 

@@ -101,23 +101,25 @@ class FSDP1WrappedModel:
     # --- values
 
     @torch.no_grad()
-    def gather_state(self, take: TakeValue) -> dict[str, Any]:
-        """Return the model's state dict; collective.
+    def gather_state(self, take: TakeValue | None) -> dict[str, Any]:
+        """Return the model's state dict; collective, except with the stand-ins.
 
         Args:
             take: ``as_distributed``, ``to_host`` or ``discard_value``: makes the value of the state dict from
-                the unsharded value, which is freed afterwards, and the stand-in.
+                the unsharded value, which is freed afterwards, and the stand-in. None takes the stand-in.
         """
         state: dict[str, Any] = {}
         for prefix, module in walk_modules(self.module):
-            module._save_to_state_dict(state, prefix, keep_vars=take is as_distributed)
+            module._save_to_state_dict(state, prefix, keep_vars=take in (as_distributed, None))
             state.pop(f"{prefix}{_FLAT}", None)
         if take is to_host:
             state = {n: v.cpu().clone() if isinstance(v, torch.Tensor) else v for n, v in state.items()}
         for unit in self.flat_params:
-            whole = unit.gather_flat(unit.local_values())
+            whole = None if take is None else unit.gather_flat(unit.local_values())
             for slot in unit.slots:
-                value = take(unit.view_param(slot, whole), slot.stand_in)
+                value = slot.stand_in
+                if take is not None and whole is not None:
+                    value = take(unit.view_param(slot, whole), value)
                 state.update(dict.fromkeys(slot.names, value))
             del whole
         if take is discard_value:
@@ -207,8 +209,8 @@ class WrappedModelView:
         self.wrapped_model = wrapped_model
 
     def state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]:
-        """Return the sharded state dict; the values are no parameters in any case."""
-        return self.wrapped_model.gather_state(as_distributed)
+        """Return the sharded state dict; with ``keep_vars`` of the stand-ins, without any values."""
+        return self.wrapped_model.gather_state(None if keep_vars else as_distributed)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, **more: Any) -> Any:
         """Load a sharded or full state dict."""
