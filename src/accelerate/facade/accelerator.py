@@ -1113,7 +1113,11 @@ class Accelerator(ProcessMixin):
         self._checkpoints.register(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook(models, weights, output_dir)`` before ``save_state`` writes."""
+        """Call ``hook(models, weights, output_dir)`` before ``save_state`` writes.
+
+        ``weights`` are the state dicts that will be written: one that is taken out is not. Where parameters
+        are sharded it is empty.
+        """
         return register_hook(self._checkpoints.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:

@@ -199,8 +199,8 @@ class CheckpointManager:
         train_state.sharded, train_state.metadata = is_sharded, dict(metadata or {})
 
         def run_save_hooks(weights: Any, folder: Path) -> None:
-            for hook in list(self.save_hooks.values()):
-                hook(prepared.models, weights, str(folder))
+            for hook in list(self.save_hooks.values()):  # as in 1.x, of shards they get no weights
+                hook(prepared.models, [] if strategy.shards_params else weights, str(folder))
 
         return save.save(
             train_state,
