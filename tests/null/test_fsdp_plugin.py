@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -278,6 +280,37 @@ def test_options_of_fsdp1_that_mean_nothing_are_said() -> None:
         backward_prefetch="BACKWARD_PRE", use_orig_params=True, sync_module_states=True
     )
     assert not [effect for effect in fsdp_statuses(plugin) if effect.not_applied]
+
+
+def test_it_has_the_policy_of_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """trl shards a reference model by it: with another the two models differ from the start."""
+    models = {"model": [tiny()], "optimizer": []}
+    bundle: Any = SimpleNamespace(objects_of=models.__getitem__, training=True)
+    for version, kind in ((1, MixedPrecision), (2, MixedPrecisionPolicy)):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+        strategy = chosen(2, plugin, precision="bf16")
+        policy = plugin.mixed_precision_policy
+        assert strategy.plugins["fsdp_plugin"] is plugin
+        assert policy == kind(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        copied = copy.deepcopy(plugin)
+        for each in (plugin, copied):  # another Accelerator's
+            chosen(2, each, precision="fp16")
+            assert each.mixed_precision_policy.param_dtype == torch.float16
+            chosen(2, each, precision="fp8", autocast_format="bf16")
+            assert each.mixed_precision_policy == policy
+            chosen(2, each)
+            assert each.mixed_precision_policy is None
+        # The first one shards after that by its own.
+        assert [step.name for step in strategy.prepare_steps(bundle)] == ["shard"]
+        assert plugin.mixed_precision_policy == policy
+        plugin.set_mixed_precision("fp16", override=True)
+        given = plugin.mixed_precision_policy
+        chosen(2, plugin, precision="bf16")
+        assert plugin.mixed_precision_policy is given
+        chosen(2, plugin)
+        assert plugin.mixed_precision_policy is given
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert chosen(2, precision="bf16").plugins["fsdp_plugin"].mixed_precision_policy == policy
 
 
 def test_its_methods() -> None:

@@ -64,15 +64,9 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
     def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
         """Return the status of each option; see ``fsdp2_options.py``."""
         from accelerate.strategy.sharding.fsdp2_options import option_statuses
-        from accelerate.strategy.sharding.plugin import precision_policy
 
-        sharded = [model for model in models if model in self.models]
-        return option_statuses(
-            self._requested_options,
-            self.plugin,
-            sharded,
-            precision_policy(self.request.compute_format),
-        )
+        self.plugin.imply_mixed_precision(self.request.compute_format)  # another Accelerator may have it too
+        return option_statuses(self._requested_options, self.plugin, [m for m in models if m in self.models])
 
     def call_late_hooks(self, model: nn.Module) -> None:
         """Call the hooks on the unsharded parameters, which the graph reaches."""
@@ -94,14 +88,9 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
     # --- prepare
 
     def _plan_layout(self, model: nn.Module) -> FSDPShardingPlan:
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
         from accelerate.strategy.sharding.fsdp_unit_plan import plan_layout
-        from accelerate.strategy.sharding.plugin import precision_policy
 
-        precision = self.request.compute_format
-        policy = MixedPrecisionPolicy() if precision == "no" else precision_policy(precision)
-        return plan_layout(model, self.plugin, policy)
+        return plan_layout(model, self.plugin, self.request.compute_format)
 
     def _shard_models(self, bundle: PrepareBundle) -> None:
         for model in dict.fromkeys(bundle.objects_of("model")):

@@ -162,7 +162,7 @@ class XLASPMDStrategy(XLADataParallel):
         from accelerate.strategy.sharding.fsdp_unit_plan import plan_layout
 
         for model in dict.fromkeys(bundle.objects_of("model")):
-            layout = plan_layout(model, self.plugin, None)
+            layout = plan_layout(model, self.plugin, "no")
             for parameter in model.parameters():
                 if parameter not in layout.ignored:
                     self._shard_tensor(parameter)

@@ -94,9 +94,8 @@ class FSDP1Strategy(ShardedStrategy, ModuleWrapping):
 
     def _plan_layout(self, model: nn.Module) -> FSDP1WrapLayout:
         from accelerate.strategy.fsdp1.wrap import make_layout
-        from accelerate.strategy.sharding.plugin import precision_policy
 
-        return make_layout(model, self.plugin, precision_policy(self.request.compute_format, 1))
+        return make_layout(model, self.plugin, self.request.compute_format)
 
     def _is_sharded(self, model: nn.Module) -> bool:
         """Return whether ``model`` is wrapped already.

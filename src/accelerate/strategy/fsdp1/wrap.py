@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffload, FlatParameter, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import CPUOffload, FlatParameter, ShardingStrategy
 
 from accelerate.core.errors import PrepareError, warn_user
 from accelerate.strategy.fsdp1.flat_parameter_layout import walk_modules
@@ -110,9 +110,7 @@ class FSDP1WrapLayout(FSDPShardingPlan):
         return -(-parameter.numel() // size)
 
 
-def make_layout(
-    model: nn.Module, plugin: FullyShardedDataParallelPlugin, precision: MixedPrecision | None
-) -> FSDP1WrapLayout:
+def make_layout(model: nn.Module, plugin: FullyShardedDataParallelPlugin, precision: str) -> FSDP1WrapLayout:
     """Return how ``model`` will be wrapped; changes nothing.
 
     Raises:

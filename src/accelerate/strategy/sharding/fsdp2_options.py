@@ -218,7 +218,6 @@ def option_statuses(
     switch: Iterable[RequestedOption],
     plugin: Any,
     models: Sequence[nn.Module],
-    implied: MixedPrecisionPolicy | None = None,
 ) -> Iterator[OptionStatus]:
     """Return the status of the switch and of each option of the plugin.
 
@@ -226,7 +225,6 @@ def option_statuses(
         switch: the options that ask for FSDP.
         plugin: the other options.
         models: the sharded models.
-        implied: the mixed precision policy that follows from the precision, where the plugin has none.
     """
     sharded = sum(len(group.fsdp_params) for model in models for group in fsdp_param_groups(model))
     for option in switch:
@@ -234,8 +232,10 @@ def option_statuses(
             continue
         applied = option.report_applied(f"{sharded} parameters are sharded")
         yield applied if models else option.report_pending(NO_TRAINED_MODEL)
-    objects = {"mixed_precision_policy": plugin.mixed_precision_policy, "buffer_dtype": plugin._buffer_dtype}
-    given = ((name, value) for name, value in objects.items() if value is not None)
+    policy = plugin.mixed_precision_policy
+    implied = policy if policy is plugin._implied[1] else None
+    objects = {"mixed_precision_policy": policy, "buffer_dtype": plugin._buffer_dtype}
+    given = ((name, value) for name, value in objects.items() if value not in (None, implied))
     for option in (
         *plugin_options(plugin),
         *(RequestedOption(name, value, type(plugin).__name__) for name, value in given),
@@ -249,7 +249,7 @@ def option_statuses(
             yield option.report_pending(NO_TRAINED_MODEL)
         else:
             yield look(option, models)
-    dtypes = used_dtypes(models) if implied is not None and plugin.mixed_precision_policy is None else None
+    dtypes = used_dtypes(models) if implied is not None else None
     wrong = dtypes.differences(implied) if dtypes is not None and implied is not None else ""
     if wrong:
         yield RequestedOption("mixed_precision", str(implied), "the precision").report_not_applied(wrong)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -104,7 +104,8 @@ class Sharder:
         Raises:
             PrepareError: the ranks have other models, or torch is too old.
         """
-        plugin, policy, optimizer_list = self.plugin, layout.precision, list(optimizers)
+        plugin, policy = self.plugin, layout.precision or MixedPrecisionPolicy()
+        optimizer_list = list(optimizers)
         if self.device.type == "cpu" and not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
             raise _old_torch_error("does not compute on a CPU")
         if layout.ignored and not accepts(fully_shard, "ignored_params"):

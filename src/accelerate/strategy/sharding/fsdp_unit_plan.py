@@ -106,13 +106,13 @@ class FSDPShardingPlan:
         return -(-rows // size) * (parameter.numel() // max(1, rows))
 
 
-def plan_layout(model: nn.Module, plugin: FullyShardedDataParallelPlugin, precision: Any) -> FSDPShardingPlan:
-    """Return how ``model`` will be sharded; changes nothing.
+def plan_layout(model: nn.Module, plugin: FullyShardedDataParallelPlugin, precision: str) -> FSDPShardingPlan:
+    """Return how ``model`` will be sharded; does not change it.
 
     Args:
         model: the model.
         plugin: the options.
-        precision: the mixed precision policy where the plugin has none; may be None.
+        precision: of the ``Accelerator``, for a plugin to which no policy was given.
 
     Raises:
         SettingError, PrepareError: the model cannot be sharded so.
@@ -121,7 +121,9 @@ def plan_layout(model: nn.Module, plugin: FullyShardedDataParallelPlugin, precis
     blocks: list[nn.Module] = []
     if plugin.auto_wrap_policy is not None:
         blocks = find_units(model, plugin.policy_for(model), ignored)
-    policy = plugin.mixed_precision_policy or precision
+    if precision != plugin._implied[0]:  # another Accelerator has the plugin too
+        plugin.imply_mixed_precision(precision)
+    policy = plugin.mixed_precision_policy
     compute = policy.param_dtype if policy else None
     is_half = compute is not None and compute.itemsize == 2
     norms: list[nn.Module] = []

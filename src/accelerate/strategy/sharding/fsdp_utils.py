@@ -66,15 +66,13 @@ def shard_by(shard: Callable[[Any, nn.Module], nn.Module], accelerator: Any, mod
 
     Args:
         shard: takes the place of ``fsdp2_prepare_model``.
-        accelerator: an ``Accelerator`` that trains by FSDP2; its plugin gets the policy of its precision.
+        accelerator: an ``Accelerator`` that trains by FSDP2.
         model: a model that is sharded already comes back as it is.
     """
     strategy = accelerator.strategy
     if strategy._is_sharded(model):
         return model
-    precision, before = strategy.request.compute_format, dict(model.named_parameters())
-    if precision != "no":
-        strategy.plugin.set_mixed_precision(precision)
+    before = dict(model.named_parameters())
     sharded = shard(accelerator, model)
     if GLOO_SUMS:
         average_on_cpu(sharded, strategy.world.device)

@@ -43,7 +43,7 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
     Attributes:
         limit_all_gathers: of FSDP1: prefetch only a few units.
         mixed_precision_policy: a ``MixedPrecisionPolicy`` (FSDP1: ``MixedPrecision``), its fields as a dict,
-            or ``"bf16"``/``"fp16"``; None follows the precision of the ``Accelerator``.
+            or ``"bf16"``/``"fp16"``; None follows the precision of the ``Accelerator``, which sets it.
         state_dict_config, optim_state_dict_config: follow ``state_dict_type``.
         param_init_fn: fills the parameters and buffers of one module, some of which are on the meta device
             on rank 0 too. What it leaves without values needs a load before the first forward.
@@ -74,6 +74,8 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
         # The buffer dtype of an FSDP1 policy; FSDP2 does not cast buffers.
         self._buffer_dtype: Any = getattr(self.mixed_precision_policy, "buffer_dtype", None)
         self._ignored_options: set[str] = set()
+        # The precision of the Accelerator that has set the policy, and that policy.
+        self._implied: tuple[str, Any] = "no", None
         options = _VERSIONS[self.fsdp_version]
         options.apply_settings(self, loaded)
         if isinstance(self.auto_wrap_policy, str):
@@ -185,6 +187,13 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
                 mixed_precision, buffer_autocast
             )
 
+    def imply_mixed_precision(self, precision: str) -> None:
+        """Set the policy of an ``Accelerator`` where none was given; that of another one is replaced."""
+        known, policy = self._implied
+        if precision != known and self.mixed_precision_policy is policy:
+            policy = None if precision == "no" else _VERSIONS[self.fsdp_version].parse_precision(precision)
+            self.mixed_precision_policy, self._implied = policy, (precision, policy)
+
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Replace a policy by class names with one that has the classes of ``model``.
 
@@ -204,11 +213,6 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
             least = self.min_num_params
             return functools.partial(size_based_auto_wrap_policy, min_num_params=least) if least else None
         return self.auto_wrap_policy
-
-
-def precision_policy(precision: str, version: int = 2) -> Any:
-    """Return the FSDP policy of a ``mixed_precision``: weights and gradient reduction in float32."""
-    return None if precision == "no" else _VERSIONS[version].parse_precision(precision)
 
 
 def find_layer_classes(model: nn.Module, names: Iterable[str] | None) -> set[type[nn.Module]]:

@@ -66,6 +66,9 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor, ParamReplacemen
         self.plugin: FullyShardedDataParallelPlugin = (
             plugins[0] if plugins else FullyShardedDataParallelPlugin()
         )
+        if request.precision != self.plugin._implied[0]:
+            # Programs shard further models by the policy of the plugin, such as a reference.
+            self.plugin.imply_mixed_precision(request.compute_format)
         if self.plugin.cpu_ram_efficient_loading:
             # transformers reads pretrained weights on rank 0 alone where both variables say so.
             environ.set_variables({"ACCELERATE_USE_FSDP": "true"})
