@@ -285,6 +285,9 @@ def export_model(folder: str) -> bool:
     run = prepared("1", 0, SHARDED)
     step(run, 0)
     run[0].save_model(run[1], f"{folder}/exported")
+    compiled, state = torch.compile(run[1]), run[0].get_state_dict(run[1])
+    run[0].save_model(compiled, f"{folder}/compiled")
+    assert run[0].get_state_dict(compiled).keys() == state.keys()
     run[0].save_state(f"{folder}/parts")
     return True
 
@@ -296,9 +299,11 @@ def test_weights_are_exported_and_parts_merged(ranks: RankServer, tmp_path: Path
 
     ranks(2, export_model, str(tmp_path))
     merge_fsdp_weights(f"{tmp_path}/parts", f"{tmp_path}/merged")
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("exported", "merged"))
-    assert one.keys() <= other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    one, compiled, other = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("exported", "compiled", "merged")
+    )
+    assert one.keys() == compiled.keys() <= other.keys()
+    assert all(torch.equal(one[name], each[name]) for name in one for each in (compiled, other))
     assert {"embed.weight", "norm.running_mean", "frozen.weight", "seen"} <= one.keys()
 
 

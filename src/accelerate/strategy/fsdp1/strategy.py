@@ -219,11 +219,15 @@ class FSDP1Strategy(ShardedStrategy, ModuleWrapping):
         ]
 
     def _wrapped_model(self, model: nn.Module) -> FSDP1WrappedModel | None:
-        """Return the ``FSDP1WrappedModel`` of torch's root wrapper, or of the user's module in one."""
+        """Return the ``FSDP1WrappedModel`` of torch's root wrapper, or of the user's module in one.
+
+        Either may have been compiled after ``prepare``, and the user's module before it.
+        """
         from accelerate.strategy.fsdp1.wrap import wrapped_model_of
 
-        root = self._roots.get(model)
-        return wrapped_model_of(model if root is None else root())
+        inner = getattr(model, "_modules", {}).get("_orig_mod", model)
+        root = self._roots.get(model) or self._roots.get(inner)
+        return wrapped_model_of(inner if root is None else root())
 
     def reduces_gradients(self, model: nn.Module) -> bool:
         """Return whether no ``no_sync`` is active."""
