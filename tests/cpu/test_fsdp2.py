@@ -894,7 +894,7 @@ def adapter_in_files(folder: str, kind: str, replaced: bool, load: bool) -> tupl
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1, state_dict_type=kind, **LAYERS)
     accelerator = Accelerator(fsdp_plugin=plugin)
-    model: Any = get_peft_model(tiny(), LoraConfig(target_modules=["up"], init_lora_weights=False))
+    model: Any = get_peft_model(tiny(), LoraConfig(target_modules=["down"], init_lora_weights=False))
     with torch.no_grad():
         for parameter in filter(lambda p: p.requires_grad, model.parameters()):
             parameter.fill_(0.0 if load else 0.3)

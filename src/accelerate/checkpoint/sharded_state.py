@@ -235,9 +235,14 @@ class ShardedModelState(_ShardedState):
             elif name in state:
                 state[name] = read_nested(shards, group, 2)
         if self.only is not None:
-            return partial(_read_and_load, read_plan, lambda _: _IncompatibleKeys([], []), state)
+            return partial(_read_and_load, read_plan, self._load_only, state)
         # What is not the model's own memory (extra states, tensors that hooks have made) is loaded there.
         return partial(_read_and_load, read_plan, self.module.load_state_dict, state, **context.model_kwargs)
+
+    def _load_only(self, state: Mapping[str, Any]) -> Any:
+        """Load a part of the module: of FSDP1, copies of its shards were read."""
+        self.module.load_state_dict({n: state[s] for n, s in (self.only or {}).items()}, strict=False)
+        return _IncompatibleKeys([], [])
 
     def _compare_names(
         self,
