@@ -281,6 +281,29 @@ def test_hooks_leave_no_sharded_model_out_of_a_checkpoint(
     assert same_on_all(ranks(2, saved_beside_hooks, kind, str(tmp_path))) == ([1, 0, 1], True)
 
 
+def step_before_async_save() -> tuple[int, int]:
+    """Count the state dicts of torch at the first step, which measures what saves in the background copy."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import ProjectConfiguration
+
+    plugin, project = FullyShardedDataParallelPlugin(fsdp_version=1), ProjectConfiguration(async_save=True)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, project_config=project)
+    model: Any = Net()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    calls: list[Any] = []
+    model.register_state_dict_pre_hook(lambda *each: calls.append(each))
+    accelerator.backward(model(torch.tensor([1, 5, 2])))
+    optimizer.step()
+    at_step = len(calls)
+    model.state_dict()
+    return at_step, len(calls)
+
+
+def test_no_step_gathers_the_model_to_measure_it(ranks: RankServer) -> None:
+    """``state_dict()`` of the wrapper holds all unsharded parameters on each rank at once."""
+    assert same_on_all(ranks(2, step_before_async_save)) == (0, 1)
+
+
 def export_model(folder: str) -> bool:
     run = prepared("1", 0, SHARDED)
     step(run, 0)

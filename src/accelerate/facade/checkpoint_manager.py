@@ -78,7 +78,8 @@ class CheckpointManager:
         ):  # DeepSpeed and Megatron-LM write files of their own, before a save returns
             return
         if self.writes_exports or self.strategy.shards_params:
-            weights = (tensor for model in self.prepared.models for tensor in model.state_dict().values())
+            views = map(self.strategy.model_checkpoint_view, self.prepared.models)
+            weights = (tensor for view in views for tensor in view.state_dict().values())
             # One that steps through optimizers of its own may have no state.
             kept = (getattr(each.optimizer, "state", {}) for each in self.prepared.optimizers)
             states = (state for of_params in kept for state in of_params.values())
