@@ -106,6 +106,39 @@ def test_a_compiled_model_trains_as_it_is(ranks: RankServer, size: int, precisio
         assert found["graphs"] > 0
 
 
+def compiled_later(how: str) -> tuple[bool, bool, int]:
+    """What is inside, its state, and how often a hook ran in a call of one rank alone."""
+    from accelerate import Accelerator
+
+    torch._dynamo.reset()
+    accelerator = Accelerator(cpu=True)
+    user = Net()
+    model: Any = accelerator.prepare(user)
+    if how == "in place":
+        model.compile(backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
+    x = torch.ones(2, 4, 2, 2) * accelerator.process_index
+    accelerator.backward(model(x).mean())
+    calls: list[int] = []
+    user.register_forward_hook(lambda *_: calls.append(1))
+    net = accelerator.unwrap_model(model).eval()
+    with torch.no_grad():
+        if accelerator.is_main_process:
+            net(x)
+        user(x)
+    accelerator.wait_for_everyone()
+    inside = accelerator.unwrap_model(model, keep_torch_compile=False) is user
+    kept = getattr(net, "_orig_mod", None) is user if how == "wrapper" else net is user
+    return inside and kept, [*accelerator.get_state_dict(model)] == [*SHAPES], len(calls)
+
+
+@pytest.mark.parametrize("how", ["wrapper", "in place"])
+def test_a_model_that_is_compiled_after_prepare_unwraps(ranks: RankServer, how: str) -> None:
+    """One rank alone may call it: its buffers were broadcast, and others did not."""
+    assert ranks(2, compiled_later, how) == [(True, True, 2), (True, True, 1)]
+
+
 def names_of_a_model_that_the_user_compiled() -> list[bool]:
     """Compiled as a whole, with a compiled part, under data parallelism and both kinds of sharding."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin

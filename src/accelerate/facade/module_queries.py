@@ -15,6 +15,7 @@ from accelerate.core.units import parse_bytes
 from accelerate.offload.module_sizes import named_module_tensors
 from accelerate.strategy import STRATEGIES
 from accelerate.strategy.base import ModuleWrapping
+from accelerate.strategy.protocol.replicated_module import ReplicatedModule
 
 # torch's own classes that hold a model as ``module``; strategies unwrap what else wraps.
 WRAPPERS = (DataParallel, DistributedDataParallel)
@@ -136,8 +137,11 @@ def extract_model_from_parallel(
         keep_torch_compile: the result is compiled when ``model`` is; False gives the model inside.
         recursive: also unwrap submodules, in place.
     """
+    model = _unwrap_parallel(model)
     compiled = model if is_compiled_module(model) else None
-    inner = _unwrap_parallel(compiled._orig_mod if compiled is not None else model)
+    inner = model
+    while is_compiled_module(inner):
+        inner = _unwrap_parallel(inner._orig_mod)
     if recursive:
         _unwrap_children(inner)
     if not keep_fp32_wrapper:
@@ -151,8 +155,9 @@ def extract_model_from_parallel(
 
 
 def _unwrap_parallel(model: Any) -> Any:
-    while isinstance(model, WRAPPERS) or is_compiled_module(model):
-        model = model._orig_mod if is_compiled_module(model) else model.module
+    """Return what is inside of the parallel wrappers around ``model``, which may be compiled."""
+    while isinstance(model, (*WRAPPERS, ReplicatedModule)):
+        model = model._user_module if isinstance(model, ReplicatedModule) else model.module
     # Strategies take time to import.
     if any(name in getattr(model, "_modules", ()) for name in _WRAPPED_NAMES):
         for strategy in STRATEGIES:

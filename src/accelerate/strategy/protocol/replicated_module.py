@@ -130,6 +130,10 @@ class ReplicatedModule:
             progress.is_armed = True
         return output
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the call of the user's module: both objects run it, and only this one reduces around it."""
+        self._user_module.compile(*args, **kwargs)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Return a copy of the user's module; ``DDP.backward`` averages its gradients."""
         return _watch_copy(copy.deepcopy(self._user_module, memo))
