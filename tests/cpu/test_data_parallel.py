@@ -841,6 +841,27 @@ def test_a_checkpoint_of_two_ranks_has_the_names_of_the_users_module(
     assert names == [plain, plain, plain, ["module.bias", "module.weight"], ["bias"]]
 
 
+def average_loaded(folder: str) -> float:
+    from torch.optim.swa_utils import AveragedModel
+
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    model = accelerator.prepare(AveragedModel(nn.Linear(1, 1)))
+    saved = model.module.weight.item()
+    path = accelerator.save_state(f"{folder}/c")
+    with torch.no_grad():
+        model.module.weight.zero_()
+    accelerator.load_state(path)
+    assert saved
+    return model.module.weight.item() - saved
+
+
+def test_a_child_called_module_is_no_prefix(ranks: RankServer, tmp_path: Path) -> None:
+    """The average of a model has one, and a counter beside it: load_state took it for a wrapper."""
+    assert ranks(2, average_loaded, str(tmp_path)) == [0.0, 0.0]
+
+
 def kept_apart() -> list[float]:
     """A tensor parallel program says that there is one process, so that nobody replicates its shards."""
     from accelerate import Accelerator, DistributedType, PartialState

@@ -455,9 +455,9 @@ class DDP(OpenGradients, Strategy, ReductionMonitor, WrapperNames):
         """Load a state with or without the prefix ``module.``."""
         plain = {name.removeprefix(_PREFIX): value for name, value in state.items()}
         module = self.unwrap(model)
-        model_keys = module.state_dict().keys()
-        # A model whose own names begin with the prefix keeps them.
-        is_prefixed = plain.keys() != state.keys() and (plain.keys() & model_keys or not model_keys)
+        own = module.state_dict().keys()
+        # A model may have a child of that name: the names count that fit better.
+        is_prefixed = len(plain.keys() & own) > len(state.keys() & own)
         return module.load_state_dict(plain if is_prefixed else state, strict=strict)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
