@@ -139,6 +139,43 @@ def test_a_model_that_is_compiled_after_prepare_unwraps(ranks: RankServer, how: 
     assert ranks(2, compiled_later, how) == [(True, True, 2), (True, True, 1)]
 
 
+def syncs_when_compiled(version: int | None) -> tuple[list[bool], dict[str, Any]]:
+    """Whether gradients are reduced in the contexts of a model compiled after ``prepare``; and its state."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version) if version else None
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2)
+    net = Net()
+    prepared, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    model: Any = torch.compile(prepared, backend="eager")
+    found: list[bool] = []
+
+    def look() -> None:
+        found.append(accelerator.strategy.reduces_gradients(prepared))
+
+    with accelerator.no_sync(model):
+        look()
+        if version is None:  # torch's reducer wants a forward before it
+            model(torch.ones(2, 4, 2, 2))
+        with accelerator.trigger_sync_in_backward(model):
+            look()
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            look()
+    for window in accelerator.windows([0, 1], models=model):
+        for _ in window:
+            look()
+    return found, {name: value.shape for name, value in accelerator.get_state_dict(model).items()}
+
+
+@pytest.mark.parametrize("version", [None, 1])
+def test_a_model_that_is_compiled_after_prepare_accumulates(ranks: RankServer, version: int | None) -> None:
+    """Its gradients were all-reduced in each micro-batch; under FSDP1 its state was that of one shard."""
+    (found, state), (same, _) = ranks(2, syncs_when_compiled, version)
+    assert found == same == [False, True] * 3
+    assert state == SHAPES
+
+
 def names_of_a_model_that_the_user_compiled() -> list[bool]:
     """Compiled as a whole, with a compiled part, under data parallelism and both kinds of sharding."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin

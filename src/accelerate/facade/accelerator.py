@@ -804,14 +804,17 @@ class Accelerator(ProcessMixin):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context for forward and backward in which gradients of ``model`` stay local."""
-        return self.strategy.accumulation_context((model,), sync=False)
+        return self.strategy.accumulation_context((self._prepared.find_model(model),), sync=False)
 
     @staticmethod
     @contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Generator[None]:
         """Reduce gradients in the backward inside, although its forward ran in ``no_sync``."""
-        for strategy in STRATEGIES:
-            strategy.sync_next_backward(model)
+        inside: Any = model
+        while inside is not None:  # it may have been compiled
+            for strategy in STRATEGIES:
+                strategy.sync_next_backward(inside)
+            inside = getattr(inside, "_orig_mod", None)
         yield
 
     def windows(

@@ -98,15 +98,16 @@ class CheckpointManager:
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the full state dict of a model by the names of the user's module, also where compiled."""
+        prepared = self.prepared.find_model(model)
         if self.strategy.shards_params:
             for optimizer in self.prepared.optimizers:
                 optimizer.warn_of_omitted_step("the weights are those before it")
-            state = self.strategy.model_state(self.unwrap(model))
+            state = self.strategy.model_state(self.unwrap(prepared))
         else:
             if unwrap:
                 own = self.unwrap(model).state_dict()
-            elif isinstance(self.strategy, WrapperNames) and self.unwrap(model) is not model:
-                own = self.strategy.wrapped_state(model)
+            elif isinstance(self.strategy, WrapperNames) and self.unwrap(prepared) is not prepared:
+                own = self.strategy.wrapped_state(prepared)
             else:
                 own = self.strategy.model_state(model)
             state = resolve_offloaded(own)

@@ -27,6 +27,7 @@ from accelerate.data.prepare import DataLoaderConfiguration, join_batches, prepa
 from accelerate.facade.compilation import compile_regions
 from accelerate.facade.device_availability import is_bitsandbytes_multi_backend_available
 from accelerate.facade.host_copies import HOST_COPIES, check_host_copies
+from accelerate.facade.module_queries import is_compiled_module
 from accelerate.facade.optimizer import AcceleratedOptimizer, agree_on_optimizers, move_optimizer
 from accelerate.facade.runtime import Runtime
 from accelerate.facade.scheduler import AcceleratedScheduler
@@ -67,6 +68,15 @@ class PreparedObjects:
             items.append(item)
             for watch in self.on_add:
                 watch(kind, item)
+
+    def find_model(self, model: nn.Module) -> nn.Module:
+        """Return the prepared model inside what ``torch.compile`` made of it; another one as it is."""
+        inner: Any = model
+        while all(inner is not each for each in self.models):
+            if not is_compiled_module(inner):
+                return model
+            inner = inner._orig_mod
+        return inner
 
     def clear(self) -> None:
         """Forget all objects. Lists that were handed out keep them."""

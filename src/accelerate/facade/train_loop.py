@@ -73,7 +73,8 @@ class TrainLoop:
         model_list = None if models is None else [models] if isinstance(models, nn.Module) else list(models)
 
         def trained_models() -> list[nn.Module]:
-            return self.prepared.models if model_list is None else model_list
+            prepared = self.prepared
+            return prepared.models if model_list is None else [*map(prepared.find_model, model_list)]
 
         def trained_params() -> Iterable[torch.Tensor]:
             groups = (group for optimizer in self.prepared.optimizers for group in optimizer.param_groups)
@@ -396,7 +397,8 @@ class AccumulationContext(AbstractContextManager[None]):
         if self.loop.accumulated_ids != (ids := tuple(map(id, models))):
             self.loop.note_accumulated(models, ids)
         if sync or self.no_sync is None:
-            self.inner = self.loop.strategy.accumulation_context(models, sync=sync)
+            prepared = map(self.loop.prepared.find_model, models)
+            self.inner = self.loop.strategy.accumulation_context(prepared, sync=sync)
         else:
             with ExitStack() as entered:
                 for model in models:
