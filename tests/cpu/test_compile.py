@@ -70,7 +70,11 @@ def trained(precision: str, how: str) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
     copied = copy.deepcopy(accelerator.unwrap_model(model))
+    graphs = counters["stats"]["unique_graphs"]
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        user.eval()(x[:1])
     return {
+        "uncompiled": counters["stats"]["unique_graphs"] == graphs,
         "losses": losses,
         "weight": user.head.weight.detach().clone(),
         "names": sorted(accelerator.get_state_dict(model)) == sorted(Net().state_dict()),
@@ -99,7 +103,7 @@ def test_a_compiled_model_trains_as_it_is(ranks: RankServer, size: int, precisio
         near = 1e-6 if precision == "no" else 2e-2
         assert found["losses"] == pytest.approx(plain["losses"], rel=near)
         torch.testing.assert_close(found["weight"], plain["weight"], rtol=near, atol=near)
-        for fact in ("names", "own names", "unwraps", "last", "copy"):
+        for fact in ("names", "own names", "unwraps", "last", "copy", "uncompiled"):
             assert found[fact], fact
         assert found["dtype"] == torch.float32
         assert found["breaks"] == 0

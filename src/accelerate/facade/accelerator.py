@@ -739,7 +739,8 @@ class Accelerator(ProcessMixin):
                 that changes the module itself, which computes in the format of its weights from now on, also
                 as a part of ``model``: ``prepare`` it again to train on in mixed precision. A prepared model
                 can be copied, pickled and saved as it is.
-            keep_torch_compile: False also takes the model out of what ``torch.compile(model)`` made.
+            keep_torch_compile: False also takes the model out of what ``torch.compile(model)`` made. What is
+                compiled in place stays so: ``torch.compiler.set_stance("force_eager")`` runs it uncompiled.
         """
         if FORWARD_CONTEXTS.entered:
             FORWARD_CONTEXTS.exit_interrupted()
