@@ -113,11 +113,13 @@ def test_a_compiled_model_trains_as_it_is(ranks: RankServer, size: int, precisio
 def compiled_later(how: str) -> tuple[bool, bool, int]:
     """What is inside, its state, and how often a hook ran in a call of one rank alone."""
     from accelerate import Accelerator
+    from accelerate.utils import extract_model_from_parallel
 
     torch._dynamo.reset()
     accelerator = Accelerator(cpu=True)
     user = Net()
     model: Any = accelerator.prepare(user)
+    assert extract_model_from_parallel(model) is user
     if how == "in place":
         model.compile(backend="eager")
     else:

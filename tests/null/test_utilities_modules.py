@@ -269,6 +269,7 @@ def test_the_users_model_comes_out_of_its_wrappers():
     assert torch.equal(kept(x), model(x))
     plain = torch.compile(model, backend="eager")
     assert utils.extract_model_from_parallel(plain) is plain
+    assert utils.extract_model_from_parallel(nn.DataParallel(plain)) is plain, "as in 1.x"
 
 
 def test_wrappers_inside_a_model_come_off_on_request():
