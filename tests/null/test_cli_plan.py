@@ -15,8 +15,8 @@ import yaml
 
 from accelerate.cli.main import run
 from accelerate.core.errors import SettingError
-from accelerate.offload.estimate.memory_estimate import MemoryEstimateConfig, ModelSizes, measure_model
-from accelerate.offload.estimate.parallel_layouts import (
+from accelerate.facade.estimate.memory_estimate import MemoryEstimateConfig, ModelSizes, measure_model
+from accelerate.facade.estimate.parallel_layouts import (
     SPARE,
     ClusterDeviceMemory,
     ParallelLayoutEstimate,
@@ -25,7 +25,7 @@ from accelerate.offload.estimate.parallel_layouts import (
     parse_cluster,
     recommend_layout,
 )
-from accelerate.offload.estimate.skeleton import build_skeleton
+from accelerate.facade.estimate.skeleton import build_skeleton
 from accelerate.offload.module_sizes import build_module_tree
 from accelerate.offload.placement_planner import plan_placement
 from tests.null.test_cli_estimate import LLAMA, write

@@ -15,13 +15,13 @@ from torch import nn
 
 from accelerate.cli.main import run
 from accelerate.core.errors import SettingError
-from accelerate.offload.estimate.activation_formula import (
+from accelerate.facade.estimate.activation_formula import (
     TransformerShape,
     activation_bytes,
     reserve_for_inference,
     transformer_shape,
 )
-from accelerate.offload.estimate.skeleton import build_skeleton
+from accelerate.facade.estimate.skeleton import build_skeleton
 
 transformers = pytest.importorskip("transformers")
 

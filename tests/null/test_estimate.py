@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import SettingError, UnknownNameError
-from accelerate.offload.estimate.activation_formula import (
+from accelerate.facade.estimate.activation_formula import (
     TransformerShape,
     activation_bytes,
     transformer_shape,
 )
-from accelerate.offload.estimate.memory_estimate import (
+from accelerate.facade.estimate.memory_estimate import (
     OPTIMIZERS,
     MemoryEstimateConfig,
     ModelSizes,
@@ -25,7 +25,7 @@ from accelerate.offload.estimate.memory_estimate import (
     measure_model,
     rule_of_thumb,
 )
-from accelerate.offload.estimate.skeleton import build_skeleton
+from accelerate.facade.estimate.skeleton import build_skeleton
 from accelerate.utils import convert_bytes
 from tests.null.test_meta_models import BERT, write
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.offload.estimate import activation_trace
-from accelerate.offload.estimate.activation_formula import activation_bytes, transformer_shape
-from accelerate.offload.estimate.activation_trace import SavedActivationBytes, trace_saved
-from accelerate.offload.estimate.skeleton import build_skeleton
+from accelerate.facade.estimate import activation_trace
+from accelerate.facade.estimate.activation_formula import activation_bytes, transformer_shape
+from accelerate.facade.estimate.activation_trace import SavedActivationBytes, trace_saved
+from accelerate.facade.estimate.skeleton import build_skeleton
 from tests.null.test_estimate import LLAMA
 from tests.null.test_meta_models import BERT, write
 from tests.support.torch_versions import is_torch

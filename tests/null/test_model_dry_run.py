@@ -14,8 +14,8 @@ from torch import nn
 from accelerate import DeepSpeedPlugin
 from accelerate.core.errors import AccelerateError
 from accelerate.facade.dry_run import dry_run_model, fake_process_group, main
-from accelerate.offload.estimate.memory_estimate import MemoryEstimateConfig, measure_model
-from accelerate.offload.estimate.parallel_layouts import ClusterDeviceMemory, list_layouts
+from accelerate.facade.estimate.memory_estimate import MemoryEstimateConfig, measure_model
+from accelerate.facade.estimate.parallel_layouts import ClusterDeviceMemory, list_layouts
 from accelerate.parallelism_config import ParallelismConfig
 from tests.support.command import launch
 from tests.support.parity import Decoder

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.offload.estimate.activation_trace import SavedActivationBytes, trace_saved
-from accelerate.offload.estimate.memory_estimate import (
+from accelerate.facade.estimate.activation_trace import SavedActivationBytes, trace_saved
+from accelerate.facade.estimate.memory_estimate import (
     MemoryEstimateConfig,
     RankMemoryEstimate,
     estimate_training,

@@ -14,8 +14,8 @@ from accelerate.cli.bar_charts import create_ascii_table, draw_bars, plot_bars, 
 from accelerate.cli.main import WordListCommand, command_parser, flag_spellings
 from accelerate.core.errors import MissingExtraError
 from accelerate.core.units import ProgressBar, show_count
-from accelerate.offload.estimate import memory_estimate as sums
-from accelerate.offload.estimate.activation_formula import RECOMPUTE
+from accelerate.facade.estimate import memory_estimate as sums
+from accelerate.facade.estimate.activation_formula import RECOMPUTE
 
 if TYPE_CHECKING:
     import argparse
@@ -118,7 +118,7 @@ def _model_facts(
     model_name: str, given: Mapping[str, Any], *, head: bool
 ) -> tuple[sums.ModelSizes, list[str]]:
     """The sizes of the model, and what should be known about them."""
-    from accelerate.offload.estimate import skeleton
+    from accelerate.facade.estimate import skeleton
 
     options = _skeleton_options(given)
     whole = skeleton.build_skeleton(model_name, **options)
@@ -146,7 +146,7 @@ def trace_activations(model_name: str, options: Mapping[str, Any], how: sums.Mem
         return None
     import torch
 
-    from accelerate.offload.estimate import activation_trace, skeleton
+    from accelerate.facade.estimate import activation_trace, skeleton
 
     narrow = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(how.mixed_precision)
     dtype = torch.float32 if narrow else getattr(torch, how.dtype)
@@ -164,15 +164,14 @@ def _skeleton_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _weight_files_note(model_name: str) -> list[str]:
     """Return a note about the weight files of the folder, if it holds any."""
-    from accelerate.offload.estimate import safetensors_headers
+    from accelerate.facade.estimate.skeleton import open_safetensors
 
-    path = Path(model_name).expanduser()
-    if not path.exists() or not safetensors_headers.find_safetensors(path):
+    tensors = open_safetensors(Path(model_name).expanduser()).values()
+    if not tensors:
         return []
-    header_list = safetensors_headers.read_headers(path).values()
-    kinds = sorted({str(header.dtype).removeprefix("torch.") for header in header_list})
-    size = size_text(sum(header.nbytes for header in header_list))
-    return [f"Its files hold {size}: {len(header_list)} tensor(s) of {', '.join(kinds)}."]
+    kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
+    size = size_text(sum(tensor.nbytes for tensor in tensors))
+    return [f"Its files hold {size}: {len(tensors)} tensor(s) of {', '.join(kinds)}."]
 
 
 # ---------------------------------------------------------------- what is shown
@@ -359,7 +358,7 @@ def create_empty_model(
         trust_remote_code: run code that lies beside the configuration.
         access_token: of the hub, for models that not everybody may see.
     """
-    from accelerate.offload.estimate.skeleton import build_skeleton
+    from accelerate.facade.estimate.skeleton import build_skeleton
 
     return build_skeleton(
         model_name, library=library_name, trust_remote_code=trust_remote_code, token=access_token, head=False
@@ -369,7 +368,7 @@ def create_empty_model(
 def estimate_training_usage(
     bytes: int, mixed_precision: str, msamp_config: str | None = None
 ) -> dict[str, int]:
-    """Bytes that training with Adam takes, by the rule of thumb of ``offload/estimate/memory_estimate.py``.
+    """Bytes that training with Adam takes, by the rule of thumb of ``facade/estimate/memory_estimate.py``.
 
     Args:
         bytes: of the model in float32.

@@ -18,8 +18,8 @@ from accelerate.core.errors import SettingError
 from accelerate.core.units import show_count, show_decimal_bytes
 
 if TYPE_CHECKING:
-    from accelerate.offload.estimate.memory_estimate import MemoryEstimateConfig
-    from accelerate.offload.estimate.parallel_layouts import ClusterDeviceMemory, ParallelLayoutEstimate
+    from accelerate.facade.estimate.memory_estimate import MemoryEstimateConfig
+    from accelerate.facade.estimate.parallel_layouts import ClusterDeviceMemory, ParallelLayoutEstimate
 
 _HELP = """Show what each device holds under every way to spread a training, and which way to take.
 
@@ -61,8 +61,8 @@ accelerate plan ./my-model --gpus 4x8x80GB --batch 4 --length 4096 --write accel
 @click.option("--plot", metavar="FILE", help="draw the bars into this picture")
 @click.option("--json", "as_json", is_flag=True, help="print a JSON object and nothing else")
 def _plan(model: str, gpus: str, **given: Any) -> None:
-    from accelerate.offload.estimate import parallel_layouts, skeleton
-    from accelerate.offload.estimate.memory_estimate import MemoryEstimateConfig, measure_model
+    from accelerate.facade.estimate import parallel_layouts, skeleton
+    from accelerate.facade.estimate.memory_estimate import MemoryEstimateConfig, measure_model
 
     _refuse_existing(given["write"])
     cluster = parallel_layouts.parse_cluster(gpus)
@@ -102,7 +102,7 @@ def _activation_tracer(model: str, options: Mapping[str, Any]) -> Callable[[Memo
 
     @cache
     def trace(batch: int, length: int | None, dtype: str, mixed: str, narrow: bool, attention: str) -> Any:
-        from accelerate.offload.estimate.memory_estimate import MemoryEstimateConfig
+        from accelerate.facade.estimate.memory_estimate import MemoryEstimateConfig
 
         strategy = "zero1" if narrow else "single"
         config = MemoryEstimateConfig(

@@ -66,7 +66,7 @@ class WeightNumberFormat(NamedTuple):
 )
 @click.option("--json", "as_json", is_flag=True, help="print a JSON object and nothing else")
 def _plan_inference(model: str, **given: Any) -> None:
-    from accelerate.offload.estimate.skeleton import build_skeleton
+    from accelerate.facade.estimate.skeleton import build_skeleton
 
     limits = device_budgets(given["devices"], given["cpu"], given["disk"])
     empty = build_skeleton(model, library=given["library"], trust_remote_code=given["trust"])
@@ -115,7 +115,7 @@ def plan_placement(
     """(the plan, how its reserve was counted) of a model on the meta device.
 
     With a length, keys and values are counted with the blocks that keep them, and activations are reserved on
-    every device that computes. The formulas are those of ``offload/estimate/activation_formula.py``:
+    every device that computes. The formulas are those of ``facade/estimate/activation_formula.py``:
 
     - keys and values of a block: ``2 x batch x length x kv_heads x head_size x bytes``;
     - activations: what one block makes of ``batch x length`` tokens, and for the words of the last of them
@@ -130,8 +130,8 @@ def plan_placement(
         no_split: classes that stay whole, besides those that the model names.
         offload_buffers, fill: see ``PlacementRules``.
     """
-    from accelerate.offload.estimate.activation_formula import reserve_for_inference
-    from accelerate.offload.estimate.memory_estimate import dtype_bits
+    from accelerate.facade.estimate.activation_formula import reserve_for_inference
+    from accelerate.facade.estimate.memory_estimate import dtype_bits
     from accelerate.offload.module_sizes import build_module_tree, no_split_classes
     from accelerate.offload.placement import CPU, DISK
     from accelerate.offload.placement_planner import PlacementRules, plan_placement

@@ -272,11 +272,12 @@ INTERNALS = (
     ),
     Internals(
         "fake tensors",
-        ("checkpoint/lazy_weights.py", "offload/", "strategy/parallelism/pipeline/"),
+        ("checkpoint/lazy_weights.py", "facade/estimate/", "offload/", "strategy/parallelism/pipeline/"),
         {
             "torch": "UntypedStorage._cdata",
             "torch._subclasses.fake_tensor": "FakeTensor FakeTensorMode",
             "torch.utils._python_dispatch": "TorchDispatchMode",
+            "torch.utils._pytree": "tree_map_only",
         },
     ),
     Internals(

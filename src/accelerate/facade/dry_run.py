@@ -26,9 +26,9 @@ from accelerate.core.torch_internals import require
 from accelerate.core.units import show_count
 from accelerate.core.units import show_decimal_bytes as show_bytes
 from accelerate.facade import runtime
+from accelerate.facade.estimate.memory_estimate import model_state_bytes
+from accelerate.facade.estimate.skeleton import build_skeleton
 from accelerate.facade.launch_settings import PrecisionSettings
-from accelerate.offload.estimate.memory_estimate import model_state_bytes
-from accelerate.offload.estimate.skeleton import build_skeleton
 from accelerate.precision import PRECISIONS
 from accelerate.strategy.base import PrepareBundle, StrategyRequest
 from accelerate.world.world import World

@@ -8,5 +8,5 @@
   attached. dispatch.py, dispatch_steps.py, dispatch_hook.py: ``dispatch_model`` and its like.
 - weight_block.py, pager.py: copying weights to an accelerator, with prefetch.
 - module_input_output.py: moving inputs and outputs between devices.
-- pipeline: pipeline-parallel inference. estimate: memory estimates.
+- pipeline: pipeline-parallel inference.
 """

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accelerate.core.errors import SettingError, UnknownNameError
-from accelerate.offload.estimate.activation_formula import (
+from accelerate.facade.estimate.activation_formula import (
     RECOMPUTE,
     TransformerShape,
     activation_bytes,
@@ -31,7 +31,7 @@ from accelerate.offload.estimate.activation_formula import (
 if TYPE_CHECKING:
     from torch import nn
 
-    from accelerate.offload.estimate.activation_trace import SavedActivationBytes
+    from accelerate.facade.estimate.activation_trace import SavedActivationBytes
 
 # Bits of one number. The names of the formats that a table may have a row for.
 BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "float8": 8, "fp8": 8, "int8": 8, "int4": 4}

@@ -22,17 +22,14 @@ from urllib.request import getproxies
 import torch
 from torch import nn
 
+from accelerate.checkpoint.lazy_weights import open_weights
+from accelerate.checkpoint.model_tensors import LazyTensor
 from accelerate.core import packages
 from accelerate.core.errors import AccelerateError, MissingExtraError, UnknownNameError
-from accelerate.offload.estimate.safetensors_headers import (
-    SafetensorsTensorHeader,
-    find_safetensors,
-    read_headers,
-)
 from accelerate.offload.module_sizes import as_torch_dtype
 
 LIBRARIES = ("transformers", "diffusers", "timm")
-CONFIG, PIPELINE = "config.json", "model_index.json"
+CONFIG, PIPELINE, _INDEX = "config.json", "model_index.json", ".safetensors.index.json"
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _KEYS = "a config.json with 'model_type' (transformers), '_class_name' (diffusers) or 'architecture' (timm)"
 _TRUST = "read that code; if you trust it: --trust_remote_code (trust_remote_code=True)"
@@ -386,21 +383,34 @@ class NameOnlyModule(nn.Module):
     """A module that has weights with names, shapes and dtypes, and no forward."""
 
 
+def open_safetensors(path: Path) -> dict[str, LazyTensor]:
+    """Open the weights in safetensors files by name, tied ones once; empty if there are no such files.
+
+    Args:
+        path: a file, an index of shards, or a folder that holds either; an index stands for its files.
+
+    Raises:
+        CheckpointError: a file is damaged, or an index names one that is missing.
+    """
+    files = [path] if path.is_file() else sorted(path.glob(f"*{_INDEX}"))[:1] or path.glob("*.safetensors")
+    tensors: dict[str, LazyTensor] = {}
+    for file in files:
+        if file.name.endswith((".safetensors", _INDEX)):
+            tensors |= open_weights(file).tensors
+    return dict(sorted(tensors.items()))
+
+
 def _build_from_headers(location: _ModelLocation) -> nn.Module:
-    """Build modules from the names of the weights in safetensors files."""
-    if not location.local or not find_safetensors(location.folder):
-        message = f"{location.name} has no {CONFIG}"
-        fix = "a folder with config.json, a name on the hub, or module:factory"
+    """Build a tree of modules with the names, shapes and dtypes of safetensors files, and no forward."""
+    tensors = open_safetensors(location.folder) if location.local else {}
+    if not tensors:
         raise ModelNotFoundError(
-            message, why="it says which model to build, and there is no safetensors file", fix=fix
+            f"{location.name} has no {CONFIG}",
+            why="it says which model to build, and there is no safetensors file with weights",
+            fix="a folder with config.json, a name on the hub, or module:factory",
         )
-    return from_headers(read_headers(location.folder))
-
-
-def from_headers(headers: Mapping[str, SafetensorsTensorHeader]) -> nn.Module:
-    """Build a tree of modules with the names, shapes and dtypes of ``headers``, and no forward."""
     root = NameOnlyModule()
-    for name, header in headers.items():
+    for name, tensor in tensors.items():
         *path, last = name.split(".")
         holder: nn.Module = root
         for part in path:
@@ -409,7 +419,7 @@ def from_headers(headers: Mapping[str, SafetensorsTensorHeader]) -> nn.Module:
                 holder.add_module(part, NameOnlyModule())
             holder = holder.get_submodule(part)
         _refuse_twice(holder, last, name)
-        weight = torch.empty(header.shape, dtype=header.dtype, device="meta")
+        weight = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         if weight.is_floating_point():
             holder.register_parameter(last, nn.Parameter(weight, requires_grad=False))
         else:

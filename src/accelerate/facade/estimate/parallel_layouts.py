@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 from accelerate.core.errors import SettingError
 from accelerate.core.units import parse_bytes
 from accelerate.core.units import show_decimal_bytes as show_bytes
-from accelerate.offload.estimate.memory_estimate import (
+from accelerate.facade.estimate.memory_estimate import (
     MemoryEstimateConfig,
     ModelSizes,
     RankMemoryEstimate,
