@@ -99,27 +99,40 @@ class Several(nn.Module):
         return Answer(x, states)
 
 
-class Chained(nn.Module):
-    """Cannot be traced: what it does depends on values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.linear(x)
-        return x.relu() if x.sum().item() > 0 else x.tanh()
-
-
 class Untraceable(nn.Module):
+    """What it does depends on values."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Chained() for _ in range(4))
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = layer(x) + 1
+            x = layer(x) if x.sum().item() > 0 else x
         return x
+
+
+ACTIONS: dict[int, Callable[[], Any]] = {}  # what stages do with each chunk, beside computing
+
+
+@torch.library.custom_op("accelerate_tests::act", mutates_args=(), schema="(Tensor x, int stage) -> Tensor")
+def act(x: torch.Tensor, stage: int) -> torch.Tensor:
+    """An operation of the user's own: it is not traced."""
+    if stage in ACTIONS:
+        ACTIONS[stage]()
+    return x.clone()
+
+
+act.register_fake(lambda x, stage: torch.empty_like(x))
+
+
+class Acting(nn.Module):
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.stage, self.linear = stage, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return act(self.linear(x), self.stage)
 
 
 def seeded(build: Callable[[], nn.Module]) -> nn.Module:
@@ -324,7 +337,7 @@ def refusals() -> dict[str, str]:
         "no example": (PrepareError, lambda: prepare_pippy(seeded(Plain))),
         "no chunks": (SettingError, lambda: prepare_pippy(seeded(Plain), example_args=example, num_chunks=0)),
         "no values": (PrepareError, lambda: prepare_pippy(seeded(Plain).to("meta"), example_args=example)),
-        "no chain": (PrepareError, lambda: prepare_pippy(seeded(Untraceable), example_args=(floats(4),))),
+        "no trace": (PrepareError, lambda: prepare_pippy(seeded(Untraceable), example_args=(floats(4),))),
         "cache": (PrepareError, lambda: prepare_pippy(seeded(Plain), example_args=(tokens(4), object()))),
     }
     texts = {}
@@ -343,8 +356,8 @@ def test_refusals(ranks: RankServer) -> None:
     assert "example_args=(input,)" in texts["no example"]
     assert "at least 1" in texts["no chunks"]
     assert "'embedding.weight' has no values" in texts["no values"]
-    assert "cannot be traced" in texts["no chain"]
-    assert "between 'layers.0' and 'layers.1' the forward does more" in texts["no chain"]
+    assert "cannot be traced" in texts["no trace"]
+    assert "torch.library.custom_op" in texts["no trace"]
     assert "[0][1] is a object" in texts["cache"]
 
 
@@ -398,63 +411,17 @@ def test_a_mean_over_the_batch_is_refused(ranks: RankServer) -> None:
     ranks(2, mean_of_a_batch)
 
 
-def chain_of_blocks(processes: int) -> nn.Module:
-    return nn.Sequential(*(Chained() for _ in range(2 * processes + 1)))
-
-
-def compare_chain() -> list[str]:
-    from accelerate import PartialState, prepare_pippy
-
-    state = PartialState()
-    model, plain = (seeded(lambda: chain_of_blocks(2)) for _ in range(2))
-    with pytest.raises(UnknownNameError, match="split point"):
-        prepare_pippy(model, split_points=["1.linear"], example_args=(floats(4),))
-    prepare_pippy(model, example_args=(floats(4),), num_chunks=4)
-    for rows, length in [(4, 6), (7, 6), (4, 3)]:
-        x = floats(rows, length).sign()
-        expected = torch.cat(
-            [plain(sample) for sample in torch.cat([x, x[-1:]])[: -(-rows // 4) * 4].split(-(-rows // 4))]
-        )
-        found = model(x)
-        if state.is_last_process:
-            torch.testing.assert_close(found, expected[:rows], **CLOSE)
-    return model.hf_split_points
-
-
-def test_a_chain_of_blocks_needs_no_trace(ranks: RankServer) -> None:
-    """A forward that depends on values cannot be traced; nn.Sequential hands on one tensor."""
-    assert same_on_all(ranks(2, compare_chain)) in (["2"], ["3"])
-
-
-class Meeting(nn.Module):
-    """Stage 0 does not end its last chunk before stage 1 begins its first; ``float`` cannot be traced."""
-
-    def __init__(self, stage: int) -> None:
-        super().__init__()
-        self.stage, self.linear = stage, nn.Linear(8, 8)
-        self.armed, self.chunk = False, -1
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        import torch.distributed as dist
-
-        float(x.sum())
-        if self.armed:
-            self.chunk += 1
-            store = dist.distributed_c10d._get_default_store()
-            if (self.stage, self.chunk) == (1, 0):
-                store.set("stage 1 has begun", "yes")
-            if (self.stage, self.chunk) == (0, 3):
-                store.wait(["stage 1 has begun"])
-        return self.linear(x)
-
-
 def overlap() -> list[tuple[int, int, float, float]]:
+    """Stage 0 does not end its last chunk before stage 1 begins its first."""
+    import torch.distributed as dist
+
     from accelerate import prepare_pippy
 
-    model: Any = nn.Sequential(Meeting(0), Meeting(1))
+    model: Any = nn.Sequential(Acting(0), Acting(1))
     prepare_pippy(model, example_args=(floats(8),), num_chunks=4)
-    for block in model:
-        block.armed = True
+    store, chunks = dist.distributed_c10d._get_default_store(), iter(range(4))
+    ACTIONS[0] = lambda: next(chunks) == 3 and store.wait(["stage 1 has begun"])
+    ACTIONS[1] = lambda: store.set("stage 1 has begun", "yes")
     return [(i.stage, i.chunk, i.begin, i.end) for i in model.pipeline_timeline(floats(8))]
 
 
@@ -469,21 +436,15 @@ def test_stages_work_at_the_same_time(ranks: RankServer) -> None:
         assert end[0, chunk] <= begin[1, chunk], "a chunk is sent when it is done"
 
 
-class Failing(Chained):
-    armed = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.armed:
-            raise ArithmeticError("the second stage fails")
-        return super().forward(x)
+def fail() -> None:
+    raise ArithmeticError("the stage fails")
 
 
 def failing() -> None:
     from accelerate import PartialState, prepare_pippy
 
-    model = nn.Sequential(Chained(), Failing())
-    prepare_pippy(model, example_args=(floats(4),))
-    model[1].armed = True
+    model = prepare_pippy(nn.Sequential(Acting(0), Acting(1)), example_args=(floats(4),))
+    ACTIONS[1] = fail
     model(floats(4))
     PartialState().wait_for_everyone()
 
@@ -492,7 +453,7 @@ def test_a_stage_that_fails_ends_all(ranks: RankServer) -> None:
     """C3: a stage that waits for another in torch's schedule is freed as well."""
     first, second = ranks.outcomes(2, failing, grace=30)
     assert (first.status, second.status) == ("raised", "raised")
-    assert "ArithmeticError: the second stage fails" in second.traceback
+    assert "ArithmeticError: the stage fails" in second.traceback
 
 
 def fail_in_turn(gathered: bool) -> list[str]:
@@ -500,20 +461,20 @@ def fail_in_turn(gathered: bool) -> list[str]:
     from accelerate import PartialState, prepare_pippy
 
     state, seen = PartialState(), list[str]()
-    plain, model = (seeded(lambda: nn.Sequential(*(Failing() for _ in range(3)))) for _ in range(2))
+    plain, model = (seeded(lambda: nn.Sequential(*map(Acting, range(3)))) for _ in range(2))
     prepare_pippy(model, example_args=(floats(6),), gather_output=gathered)
-    for place, stage in enumerate(model, start=1):
-        stage.armed = True
+    for stage in range(3):
+        ACTIONS[stage] = fail
         try:
             assert model(floats(6)) is None
             seen.append("nothing")
         except RuntimeError as error:
             seen.append(f"{type(error).__name__} {type(error.__cause__).__name__}")
-        stage.armed = False
-        x = place * floats(6)
+        del ACTIONS[stage]
+        x = (stage + 1) * floats(6)
         found = model(x)
         if gathered or state.is_last_process:
-            torch.testing.assert_close(found, torch.cat([plain(chunk) for chunk in x.split(2)]), **CLOSE)
+            torch.testing.assert_close(found, plain(x), **CLOSE)
     return seen
 
 

@@ -9,6 +9,7 @@ one of the next batch. A flag goes with each chunk and says whether a stage has 
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -21,9 +22,15 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from accelerate.core import tree
-from accelerate.core.errors import AccelerateError, PeerError, PrepareError
+from accelerate.core.errors import AccelerateError, PeerError, PrepareError, SettingError
 from accelerate.core.packages import is_torch_version
-from accelerate.offload.pipeline.inference_stages import InferenceStage
+from accelerate.offload.pipeline.inference_stages import (
+    InferenceStage,
+    TracedForward,
+    keep_weights,
+    named_tensors,
+)
+from accelerate.stages import split
 from accelerate.stages.split import TensorLeafIndex, flatten_tree, unflatten_tree
 from accelerate.world import collective
 from accelerate.world.world import World
@@ -309,32 +316,70 @@ def _pad_batch(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 class InferencePipeline:
-    """A pipeline-parallel model for inference.
+    """A model for pipeline-parallel inference: this rank runs one of its stages, and keeps its weights only.
 
     Args:
-        make: makes this rank's stage and says what the model gives, for some shapes, a number of rows, and a
-            batch that has them (on rank 0).
-        settle: brings a stage's weights to where they belong.
-        chunks: how many a batch is cut into.
-        training: says whether the model is in training mode.
+        model: whole, in host memory.
+        split_points: as ``prepare_pippy`` takes them.
+        no_split: class names of modules that ``"auto"`` does not open.
+        num_chunks: how many a batch is cut into; None takes the number of processes.
+
+    Attributes:
+        points: the names of the first module of every stage but the first, once they are known.
+
+    Raises:
+        UnknownNameError: a split point is no module of the model.
+        PrepareError: the split points do not fit the processes, or a weight has no values.
     """
 
     def __init__(
         self,
-        make: Callable[
-            [PipelineInputSignature, int, Sequence[torch.Tensor]], tuple[InferenceStage, ResultLayout]
-        ],
-        settle: Callable[[InferenceStage], None],
-        chunks: int,
+        model: nn.Module,
         world: World,
-        training: Callable[[], bool],
+        split_points: str | list[str] | None,
+        no_split: list[str],
+        num_chunks: int | None,
     ) -> None:
-        self.build_stage, self.load_stage_weights, self.chunks = make, settle, chunks
-        self.world, self.training = world, training
-        self.schedules: list[
-            tuple[bytes, InferenceSchedule]
-        ] = []  # the last used comes last, on all ranks alike
+        self.model, self.world, self.forward, self.no_split = model, world, model.forward, no_split
+        self.chunks = world.size if num_chunks is None else num_chunks
+        self.is_auto = split_points is None or split_points == "auto"
+        if isinstance(split_points, str) and not self.is_auto:
+            split_points = [split_points]
+        self.points: list[str] = []
+        if not self.is_auto:
+            self.points = split.check_split_points(model, split_points or [], world.size)
+        takes = inspect.signature(model.forward).parameters
+        self.cache_options = {"use_cache": False} if "use_cache" in takes else {}
+        self.own_weights: frozenset[str] | None = None
+        # The last used comes last, on all ranks alike.
+        self.schedules: list[tuple[bytes, InferenceSchedule]] = []
         self.shared: dict[str, torch.Size] = {}
+        for name, tensor in model.named_parameters():
+            if tensor.device.type == "meta":
+                raise PrepareError(
+                    f"the weight {name!r} has no values",
+                    why="it is on the meta device, or offloaded",
+                    fix="load the model into host memory before prepare_pippy",
+                )
+
+    def plan_example(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Build the stages for an example, and drop the weights of the other ranks' stages.
+
+        Raises:
+            PrepareError: there is no example, or the model cannot be traced or has too few blocks.
+            SettingError: the number of chunks is less than 1.
+        """
+        if self.chunks < 1:
+            raise SettingError(f"num_chunks is {self.chunks}, but it is at least 1", fix="leave it out")
+        form, tensors = flatten_tree((args, kwargs), "the example argument ")
+        if not tensors:
+            raise PrepareError(
+                "prepare_pippy was given no example",
+                why="the shapes of what goes from stage to stage are learned from one",
+                fix="prepare_pippy(model, example_args=(input,))",
+            )
+        shapes, size = collective.broadcast_object(self.measure_call(form, tensors), 0, "prepare_pippy")
+        self.find_schedule(shapes, size)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch of rank 0's inputs; return the result on the last rank, None on the others.
@@ -369,7 +414,7 @@ class InferencePipeline:
         if isinstance(call_info, AccelerateError):
             raise call_info
         assert call_info is not None
-        plan = self.find_schedule(*call_info, tensors)
+        plan = self.find_schedule(*call_info)
         return plan.run(tensors, call_info[1], clock=clock), plan
 
     def measure_call(self, form: Any, tensors: Sequence[torch.Tensor]) -> tuple[PipelineInputSignature, int]:
@@ -399,11 +444,9 @@ class InferencePipeline:
             (tuple(tensor.shape)[1 if cut else 0 :], tensor.dtype)
             for tensor, cut in zip(tensors, batched, strict=True)
         )
-        return PipelineInputSignature(form, metas, batched, self.training()), size
+        return PipelineInputSignature(form, metas, batched, self.model.training), size
 
-    def find_schedule(
-        self, shapes: PipelineInputSignature, size: int, tensors: Sequence[torch.Tensor]
-    ) -> InferenceSchedule:
+    def find_schedule(self, shapes: PipelineInputSignature, size: int) -> InferenceSchedule:
         """Return the schedule for a batch: an existing one that is at most twice too large, or a new one."""
         rows, key = -(-size // self.chunks), pickle.dumps(shapes)
         fitting = [
@@ -412,9 +455,35 @@ class InferencePipeline:
         if fitting:
             plan = min(fitting, key=lambda plan: plan.rows)
         else:
-            stage, result = run_collectively(lambda: self.build_stage(shapes, rows, tensors))
-            self.load_stage_weights(stage)
+            stage, result = run_collectively(lambda: self._build_stage(shapes, rows))
+            if self.own_weights is None:
+                self.own_weights = stage.weights
+                keep_weights(self.model, stage.weights, self.world.device)
+            stage.load_weights(named_tensors(self.model))
             plan = InferenceSchedule(stage, result, shapes, rows, self.chunks, self.world)
         others = [(saved_key, other) for saved_key, other in self.schedules if other is not plan]
         self.schedules = [*others[1 - _MAX_SCHEDULES :], (key, plan)]
         return plan
+
+    def _build_stage(self, shapes: PipelineInputSignature, rows: int) -> tuple[InferenceStage, ResultLayout]:
+        """Trace this rank's stage for inputs of these shapes, and the layout of the model's result."""
+
+        def call(flat: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+            args, kwargs = unflatten_tree(shapes.form, flat)
+            # A cache of keys and values would be spread over the stages, and is of no use to one forward.
+            return flatten_tree(self.forward(*args, **(self.cache_options | kwargs)), "the result")
+
+        traced = TracedForward(self.model, call, shapes.make_inputs, rows, self.world.device)
+        if self.is_auto and not self.points:
+            size = self.world.size
+            blocks = split.list_blocks(self.model, self.no_split, size, traced.computing_modules)
+            self.points = [blocks[index].name for index in split.find_even_cuts(blocks, size)]
+        stage = traced.build_stage(self.points, self.world.rank)
+        dropped_weights = stage.weights - self.own_weights if self.own_weights is not None else ()
+        if dropped_weights:
+            raise PrepareError(
+                f"this call uses the weight {min(dropped_weights)!r} in stage {self.world.rank}",
+                why="the example did not, so this process has let go of it",
+                fix="give prepare_pippy an example that calls the model in the same way",
+            )
+        return stage, ResultLayout(traced.output_form, traced.per_row)

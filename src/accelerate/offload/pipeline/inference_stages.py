@@ -1,13 +1,9 @@
-"""The stages of a model for inference: of a traced forward, or of blocks that are called one after the other.
+"""The stages of a model for inference, cut from its traced forward.
 
 ``torch.export`` traces the forward without reading a weight. The trace runs on tensors that have shapes and
 no values (torch's FakeTensorMode), so it needs no memory, and it can be repeated for other shapes when the
 weights of the other stages are gone. A stage takes a tuple of tensors and gives one to the next stage. A
 value that is needed two stages later is passed on by the one between.
-
-A forward that cannot be traced is run once. If it is a chain of blocks, each called with the output of the
-one before, these are split. Nothing else of such a forward would be run, so every tensor must go from block
-to block as it is.
 """
 
 from __future__ import annotations
@@ -30,8 +26,6 @@ from torch.export.graph_signature import InputKind, OutputKind
 from accelerate.core.errors import AccelerateError, PrepareError
 from accelerate.core.torch_internals import require
 from accelerate.offload.module_tensors import tensor_slots
-from accelerate.world import collective
-from accelerate.world.world import World
 
 require("fake tensors")
 
@@ -41,10 +35,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 Call: TypeAlias = Callable[[Sequence[torch.Tensor]], tuple[Any, list[torch.Tensor]]]
 
 _PREFIX = "model."  # where the model stands in the module that is traced
-
-
-class TraceError(PrepareError):
-    """The forward of a model cannot be traced."""
 
 
 @dataclass
@@ -113,7 +103,7 @@ class TracedForward:
         computed: the names of all modules that compute something, in the order of their first computation.
 
     Raises:
-        TraceError: ``torch.export`` cannot trace the forward.
+        PrepareError: ``torch.export`` cannot trace the forward.
     """
 
     def __init__(
@@ -182,7 +172,7 @@ class TracedForward:
 
 @contextmanager
 def _translate_trace_errors() -> Generator[None]:
-    """Raise errors of torch.export as TraceError; hide the graph that it prints first."""
+    """Raise errors of torch.export as PrepareError; hide the graph that it prints first."""
     try:
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore", FutureWarning)  # of torch, about torch
@@ -191,10 +181,11 @@ def _translate_trace_errors() -> Generator[None]:
         raise
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
-        raise TraceError(
+        raise PrepareError(
             "the model's forward cannot be traced",
             why=f"torch.export says: {type(error).__name__}: {lines[0]}",
-            fix="write the part that depends on values as torch operations (torch.where, torch.cond)",
+            fix="write what depends on values as torch operations (torch.where, torch.cond), or as your own "
+            "operation (torch.library.custom_op), which is not traced",
         ) from error
 
 
@@ -342,100 +333,31 @@ def _meta_tensors(nodes: Iterable[fx.Node]) -> tuple[torch.Tensor, ...]:
     return tuple(torch.empty(v.shape, dtype=v.dtype, device="meta") for v in values)
 
 
-# ------------------------------------------------------------------------------------------- without a trace
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return all parameters and buffers, tied ones under each of their names."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
 
 
-def find_chain(
-    model: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[str]:
-    """Return the blocks among ``names`` in the order of their calls, if the model is a chain of them.
+def keep_weights(model: nn.Module, names: Iterable[str], device: torch.device) -> None:
+    """Move some weights to ``device`` and drop all others; tied ones stay tied."""
+    named = named_tensors(model)
+    weight_ids = {id(named[name]) for name in names}
+    relocated: dict[int, torch.Tensor] = {}
 
-    Raises:
-        PrepareError: it is no chain; the error names the blocks between which something else happens.
-    """
-    calls: list[tuple[str, tuple[Any, ...], dict[str, Any], Any]] = []
+    def relocate(tensor: torch.Tensor) -> torch.Tensor:
+        target = device if id(tensor) in weight_ids else torch.device("meta")
+        if tensor.device == target:
+            return tensor
+        if id(tensor) not in relocated:
+            moved = tensor.detach().to(target)
+            if isinstance(tensor, nn.Parameter):
+                moved = nn.Parameter(moved, tensor.requires_grad)
+            vars(moved).update(vars(tensor))
+            relocated[id(tensor)] = moved
+        return relocated[id(tensor)]
 
-    def recorder(name: str) -> Callable[..., None]:
-        return lambda _, inputs, named, output: calls.append((name, inputs, named, output))
-
-    handles = [
-        model.get_submodule(name).register_forward_hook(recorder(name), with_kwargs=True) for name in names
-    ]
-    try:
-        with torch.no_grad():
-            result = model(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    if len(args) != 1 or kwargs:
-        raise _no_chain_error("it takes more than one tensor")
-    value, before = args[0], "the input"
-    for name, inputs, named, output in calls:
-        if len(inputs) != 1 or named or inputs[0] is not value:
-            raise _no_chain_error(
-                f"between {before} and {name!r} the forward does more than hand on one tensor"
-            )
-        value, before = output, repr(name)
-    if result is not value or not isinstance(value, torch.Tensor):
-        raise _no_chain_error(f"after {before} the forward does more than return its output")
-    called = [name for name, *_ in calls]
-    if len(set(called)) < len(called):
-        raise _no_chain_error("a block is called more than once")
-    return called
-
-
-def _no_chain_error(why: str) -> PrepareError:
-    return PrepareError("the model is no chain of blocks", why=why)
-
-
-class _BlockRangeStage(nn.Sequential):
-    """Consecutive blocks of a chain as one module, which returns a tuple as all stages do."""
-
-    def forward(self, value: torch.Tensor) -> tuple[torch.Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Run one block after the other."""
-        return (super().forward(value),)
-
-
-def block_weight_names(model: nn.Module, names: Sequence[str]) -> frozenset[str]:
-    """Return the full names of some blocks' parameters and buffers, tied ones under each name."""
-    return frozenset(
-        f"{name}.{inner}"
-        for name in names
-        for inner, _ in [
-            *model.get_submodule(name).named_parameters(remove_duplicate=False),
-            *model.get_submodule(name).named_buffers(remove_duplicate=False),
-        ]
-    )
-
-
-def build_chain_stage(
-    model: nn.Module, parts: Sequence[Sequence[str]], chunk: torch.Tensor | None, world: World
-) -> InferenceStage:
-    """Build this rank's stage: one chunk is sent through all stages, to learn the shapes between them.
-
-    Args:
-        parts: the blocks of each stage.
-        chunk: the first, on rank 0.
-    """
-    chain = _BlockRangeStage(*(model.get_submodule(name) for name in parts[world.rank]))
-    value = None if chunk is None else chunk.to(world.device)
-
-    def broadcast_meta(source: int) -> tuple[tuple[int, ...], torch.dtype]:
-        own = None if world.rank != source or value is None else (tuple(value.shape), value.dtype)
-        return collective.broadcast_object(own, source)
-
-    metas = [broadcast_meta(0)]
-    for stage in range(world.size):
-        if world.rank == stage:
-            assert value is not None
-            with torch.no_grad():
-                (value,) = chain(value)
-        metas.append(broadcast_meta(stage))
-        if world.rank != stage:
-            shape, dtype = metas[-1]
-            value = torch.empty(shape, dtype=dtype, device=world.device)
-        value = collective.broadcast(value, stage)
-    before, after = (
-        torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in metas[world.rank :][:2]
-    )
-    return InferenceStage(chain, (before,), (after,), frozenset())  # its weights are in place
+    for table, name, tensor in tensor_slots(model.modules()):
+        table[name] = relocate(tensor)
