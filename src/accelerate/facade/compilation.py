@@ -239,7 +239,4 @@ def _shorten_graph_break(text: str) -> str:
 
 def _is_compiled(module: nn.Module) -> bool:
     """Return whether calls of ``module`` go to something that torch compiles."""
-    call: Any = module._compiled_call_impl
-    while call is not None and not hasattr(call, "_torchdynamo_orig_callable"):
-        call = getattr(call, "__wrapped__", None)
-    return call is not None
+    return hasattr(module._compiled_call_impl, "_torchdynamo_orig_callable")

@@ -342,7 +342,6 @@ class Preparer:
                 compile_regions(model, **compiler.to_kwargs())
             else:
                 model.compile(**compiler.to_kwargs())
-                self.runtime.precision.adapt_to_compile(model)
 
     # --- objects that are left alone, and refused
 

@@ -73,8 +73,6 @@ class _AutocastScope:
         options = options or AutocastKwargs()
         # What ``torch.autocast`` takes.
         self.arguments = device.type, dtype, options.enabled, options.cache_enabled
-        # Enter autocast around the compiled call: inside, it would split the graph.
-        self.around_compiled_call = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.device, self.dtype, self.options)
@@ -153,7 +151,7 @@ class _AutocastPreHook:
     def __call__(self, module: nn.Module, args: Any) -> None:
         scope = self.scope
         if is_dynamo_compiling():
-            if not (scope.around_compiled_call or _enter_in_graph(*scope.arguments)):
+            if not _enter_in_graph(*scope.arguments):
                 _call_untraced(self, module, args)
             return
         # No function of this package is called: where the compiler runs the hook as it is, it traces these.
@@ -180,7 +178,7 @@ class _AutocastExitHook:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         scope, convert = self.scope, self.convert
         if is_dynamo_compiling():
-            if not (scope.around_compiled_call or _exit_in_graph()):
+            if not _exit_in_graph():
                 _call_untraced(self, module, args, None)
         else:
             latest = get_override("accelerate.utils.operations", "convert_to_fp32", convert_to_fp32)
@@ -220,27 +218,6 @@ def attach_autocast(
     module.register_forward_hook(_AutocastExitHook(scope, upcast), prepend=True, always_call=True)
 
 
-def attach_around_compiled_call(module: nn.Module) -> None:
-    """Enter autocast around the compiled call of ``module``, not inside: its graph is not split.
-
-    A copy of the module is not compiled, and computes under its hooks.
-    """
-    compiled: Any = module._compiled_call_impl
-    scopes = [hook.scope for hook in module._forward_pre_hooks.values() if isinstance(hook, _AutocastPreHook)]
-    if compiled is None or not scopes:
-        return
-    scope = scopes[0]
-    scope.around_compiled_call = True
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with autocast(scope.device, scope.dtype, scope.options):
-            return compiled(*args, **kwargs)
-
-    call.__wrapped__ = compiled  # type: ignore[attr-defined]  # code that checks whether it is compiled reads it
-    call.enters_autocast = True  # type: ignore[attr-defined]
-    module._compiled_call_impl = call
-
-
 def get_attached_autocast(module: nn.Module) -> tuple[torch.dtype, AutocastKwargs | None, bool] | None:
     """Return (dtype, options, upcast) of the attached autocast; None without ``attach_autocast``."""
     for hook in module._forward_hooks.values():
@@ -250,10 +227,7 @@ def get_attached_autocast(module: nn.Module) -> tuple[torch.dtype, AutocastKwarg
 
 
 def detach_autocast(module: nn.Module) -> None:
-    """Remove autocast from a module: its hooks, and what surrounds its compiled call; do nothing without."""
-    compiled: Any = module._compiled_call_impl
-    if getattr(compiled, "enters_autocast", False):
-        module._compiled_call_impl = compiled.__wrapped__
+    """Remove autocast from a module, if it has it."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key in [
             key for key, hook in hooks.items() if isinstance(hook, _AutocastPreHook | _AutocastExitHook)
@@ -290,10 +264,6 @@ class HalfPrecisionAutocast(Precision):
     def attach(self, model: nn.Module) -> None:
         """Attach autocast by hooks."""
         attach_autocast(model, self.device, self.dtype, self.options, upcast=self._upcasts)
-
-    def adapt_to_compile(self, model: nn.Module) -> None:
-        """Move autocast around the compiled call."""
-        attach_around_compiled_call(model)
 
     def replaces_attached(self, model: nn.Module) -> bool:
         """Return True when the model has computed in another format or with other options so far."""

@@ -141,9 +141,6 @@ class Precision(ABC):
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Follow the steps of a prepared optimizer, whose parameters are those that it will step."""
 
-    def adapt_to_compile(self, model: nn.Module) -> None:
-        """Adapt the attached precision after ``model`` was compiled as a whole."""
-
     def replaces_attached(self, model: nn.Module) -> bool:
         """Return True when ``attach`` would replace another attached precision."""
         return False
