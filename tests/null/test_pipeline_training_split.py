@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import PrepareError, SettingError, UnknownNameError
-from accelerate.strategy.parallelism.pipeline.fake_tensor_model import FakeTensorModel
-from accelerate.strategy.parallelism.pipeline.forward_trace import BlockOutputKey, make_fake_mode
+from accelerate.strategy.parallelism.pipeline.forward_trace import BlockOutputKey, FakeTensorModel
 from accelerate.strategy.parallelism.pipeline.model_split import FullModelStateNames, assign_stages
 from accelerate.utils import PipelineParallelConfig
 from tests.support import parity
@@ -88,7 +87,7 @@ def test_a_dry_run_finds_what_travels() -> None:
     model = Skip()
     cut = assign_stages(model, options(3, split_points=["layers.1", "layers.2"]), 3)
     before, random = {n: p.clone() for n, p in model.named_parameters()}, torch.get_rng_state()
-    shadow = FakeTensorModel(model, list(cut.stage_of), CPU, make_fake_mode())
+    shadow = FakeTensorModel(model, list(cut.stage_of), CPU)
     trace = shadow.trace(cut.stage_of, 3, (torch.ones(5, 4),), {}, None)
     assert [(call.block, call.stage) for call in trace.calls] == [
         (f"layers.{n}", min(n, 2)) for n in range(4)

@@ -68,7 +68,7 @@ class GPipeCall:
         if not any(t.requires_grad for t in (*tensors, *outer_weights)):
             self.release()
         values = dict(zip(plan.batch_trace.result_inputs, tensors, strict=True))
-        final = StageForward(plan.batch_trace, None, values, (), runner.make_fake)
+        final = StageForward(plan.batch_trace, None, values, (), runner.shadow.make_fake)
         *given, goal = batch.all_samples()
         args, kwargs = runner.cast(given)
         output = runner.shadow.run_outer_code(final, args, kwargs, outer_weights)

@@ -20,13 +20,10 @@ from torch import nn
 
 from accelerate.core.errors import PrepareError
 from accelerate.stages.split import flatten_tree
-from accelerate.strategy.parallelism.pipeline.fake_tensor_model import FakeTensorModel
 from accelerate.strategy.parallelism.pipeline.forward_trace import (
     BlockOutputKey,
+    FakeTensorModel,
     PipelineForwardTrace,
-    TensorMeta,
-    make_fake_mode,
-    make_fake_tensor,
 )
 from accelerate.strategy.parallelism.pipeline.gpipe import GPipeCall
 from accelerate.strategy.parallelism.pipeline.micro_batches import (
@@ -119,8 +116,7 @@ class PipelineParallelRunner:
         self.pp_rank, self.processes = dist.get_rank(group), dist.get_world_size(group)
         self.stages = list(range(self.pp_rank, cut.count, self.processes))
         self._call_check = CallCheck(group, device)
-        self.mode = make_fake_mode()
-        self.shadow = FakeTensorModel(model, list(cut.stage_of), device, self.mode)
+        self.shadow = FakeTensorModel(model, list(cut.stage_of), device)
         self.model: Any = None
         self.names: Any = None
         self.shared: list[StageSharedParam] = []
@@ -304,7 +300,7 @@ class PipelineParallelRunner:
         """Run one micro-batch in one stage; return (the forward's result, the stage's outputs)."""
         assert self._model_call is not None
         inputs = dict(zip(trace.stage_inputs(stage), received, strict=True))
-        run = StageForward(trace, stage, inputs, wanted, self.make_fake, result=result)
+        run = StageForward(trace, stage, inputs, wanted, self.shadow.make_fake, result=result)
         run.outer_weights = outer_weights
         self.active_forward = run
         try:
@@ -328,10 +324,6 @@ class PipelineParallelRunner:
             "would send one back",
             fix="set requires_grad before prepare, or prepare the model and its optimizer anew",
         )
-
-    def make_fake(self, meta: TensorMeta) -> torch.Tensor:
-        """Make a fake tensor in place of one that another stage computes."""
-        return make_fake_tensor(self.mode, meta, self.device)
 
     @contextmanager
     def record_timing(self, kind: str, stage: int, chunk: int) -> Iterator[None]:
