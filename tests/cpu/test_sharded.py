@@ -256,30 +256,98 @@ REFUSED: dict[str, Callable[[int, int], DataLoader[Any]]] = {
         DATA, batch_size=2, sampler=DistributedSampler(DATA, size if rank else 1, 0)
     ),
 }
+IN_ORDER = {
+    "lengths differ",
+    "tensors differ",
+    "arrays differ",
+    "random splits differ",
+    "arrays of indices differ",
+}
 
 
 def refused(kind: str, dispatch: bool | None) -> str:
     from accelerate import Accelerator, DataLoaderConfiguration
 
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
-    loader = accelerator.prepare(REFUSED[kind](accelerator.process_index, accelerator.num_processes))
-    with pytest.raises(CollectiveError) as caught:
+    return error_of(accelerator.prepare(REFUSED[kind](accelerator.process_index, accelerator.num_processes)))
+
+
+def error_of(loader: Any) -> str:
+    """The error of the first batch; or nothing."""
+    try:
         next(iter(loader))
-    return str(caught.value)
+    except CollectiveError as error:
+        return str(error)
+    return ""
+
+
+def error_on_later_rank(texts: list[str]) -> str:
+    """The error of two ranks that read in order: the rank that comes first waits for none, and has none."""
+    (text,) = filter(None, texts)
+    return text
 
 
 @pytest.mark.parametrize("dispatch", [None, False, True])
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_differs_between_ranks_is_refused_on_all(
-    ranks: RankServer, kind: str, dispatch: bool | None
-) -> None:
-    """A6 and A14: found by comparing the ranks, before the first batch."""
+def test_what_differs_between_ranks_is_refused(ranks: RankServer, kind: str, dispatch: bool | None) -> None:
+    """A6 and A14: found by comparing the ranks, before the first batch; on all where they exchange more."""
     if kind == "orders differ, unseen" and dispatch:
         pytest.skip("rank 0's order is the only one that is asked for")
-    text = same_on_all(ranks(2, refused, kind, dispatch))
+    texts = ranks(2, refused, kind, dispatch)
+    text = error_on_later_rank(texts) if kind in IN_ORDER and not dispatch else same_on_all(texts)
     assert "rank 0:" in text
     assert "rank 1:" in text
     assert "shard=False" in text
+
+
+def validate_on_rank_0(folder: str) -> tuple[list[Any], list[int]]:
+    """Train on two ranks, and validate on the first one alone; what both have, and batches of rank 0."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    train, held_out = random_split(range(22), [12, 10], torch.Generator().manual_seed(0))  # type: ignore[arg-type]
+    model, optimizer, loader, validation, by_worker = accelerator.prepare(
+        model,
+        optimizer,
+        DataLoader(train, batch_size=2, shuffle=True),
+        DataLoader(held_out, batch_size=2),
+        DataLoader(held_out, batch_size=2, num_workers=1),
+    )
+    alone: list[int] = []
+    rows: list[list[int]] = []
+    for epoch in range(2):
+        trained: list[int] = []
+        for step, batch in enumerate(loader):
+            with accelerator.accumulate(model):
+                if step == 1 and accelerator.is_main_process:
+                    alone.append(len(next(iter(validation))))
+                accelerator.backward(model(batch[:, None] / 22).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            trained += accelerator.gather_for_metrics(batch).tolist()
+        rows.append(sorted(trained))
+        if accelerator.is_main_process:
+            validation.set_epoch(epoch)
+            alone += [len(list(each)) for each in (validation, by_worker)]
+    accelerator.save_state(folder)
+    accelerator.load_state(folder)
+    rows += [
+        [row for batch in each for row in accelerator.gather_for_metrics(batch).tolist()]
+        for each in (validation, by_worker)
+    ]
+    weights = [parameter.item() for parameter in model.parameters()]
+    return [rows, weights, [*train.indices], [*held_out.indices]], alone
+
+
+def test_one_rank_alone_reads_data_that_are_in_order(ranks: RankServer, tmp_path: Path) -> None:
+    """Validation under ``if accelerator.is_main_process:``; the training goes on as on any rank."""
+    results = ranks(2, validate_on_rank_0, str(tmp_path / "saved"))
+    rows, _, train, held_out = same_on_all([both for both, _ in results])
+    assert rows == [sorted(train)] * 2 + [held_out] * 2
+    assert [alone for _, alone in results] == [[2, 3, 3] * 2, []]
 
 
 class Picture:
@@ -455,7 +523,8 @@ class Ranked(Dataset[int]):
     def __getitem__(self, index: int) -> int:
         if index > 1000:
             print(f"[{os.environ['RANK']}/{os.environ['WORLD_SIZE']}] no sample {index}")
-        return int(self.items[index])
+        item = self.items[index]
+        return int(item["x"] if isinstance(item, dict) else item)
 
 
 class Logging(Ranked):
@@ -563,16 +632,15 @@ def read_stored(kind: str) -> str:
 
     accelerator = Accelerator(cpu=True)
     rank, size = accelerator.process_index, accelerator.num_processes
-    loader = accelerator.prepare(DataLoader(Ranked(STORED[kind](rank, size), rank, size), batch_size=2))
-    with pytest.raises(CollectiveError) as caught:
-        next(iter(loader))
-    return str(caught.value)
+    return error_of(
+        accelerator.prepare(DataLoader(Ranked(STORED[kind](rank, size), rank, size), batch_size=2))
+    )
 
 
 @pytest.mark.parametrize("kind", STORED)
 def test_parts_given_to_data_that_store_the_rank_are_not_halved_again(ranks: RankServer, kind: str) -> None:
     """A6: the ranks compare what such data hold."""
-    text = same_on_all(ranks(2, read_stored, kind))
+    text = error_on_later_rank(ranks(2, read_stored, kind))
     assert "Ranked.items differs" in text
     assert "shard=False" in text
 

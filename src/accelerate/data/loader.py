@@ -180,7 +180,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self.slice_batch: Callable[[Any], Any] | None = None
         # How the data are sharded, if the strategy has set it.
         self.data_shard: Any = None
-        # A collective check, once, when the first batch of all is requested.
+        # A check, once, when the first batch of all is requested.
         self.before_first_use: Callable[[], None] | None = None
         self.comparison: Callable[[], None] | None = None
         self._num_processes = 1

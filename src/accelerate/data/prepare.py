@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +38,8 @@ from accelerate.data.sample_order import SeedableRandomSampler, find_batch_sampl
 from accelerate.data.skip_first_batches import SkipDataLoader
 from accelerate.world import collective
 from accelerate.world.mesh_layout import mesh_data_shard
+
+_numbers = itertools.count()  # of loaders, which all ranks prepare in one order
 
 
 @check_arguments
@@ -168,7 +171,7 @@ def prepare_data_loader(
         reads_rank0 = bool(dispatch_batches) and not keeps_own
         prepared.comparison = partial(sharding_detection.compare_ranks, dataloader, mode, reads_rank0)
         if 1 < count == world[0]:
-            prepared.before_first_use = prepared.comparison
+            prepared.before_first_use = partial(prepared.comparison, number=next(_numbers))
     prepared.rng_types, prepared.skip_batches, prepared.position.is_per_rank = rng_types, skipped, keeps_own
     prepared.keeps_torch_numbers = legacy_random_numbers and world[0] == 1
     prepared.use_stateful_dataloader = use_stateful_dataloader

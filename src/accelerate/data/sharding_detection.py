@@ -10,6 +10,7 @@ its own cache. So a few rows are compared where the fingerprints differ.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 from collections import Counter
@@ -26,7 +27,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate.core import tree
 from accelerate.core.errors import CollectiveError, PrepareError
-from accelerate.data.epoch_order import capture_generators, find_generators
+from accelerate.data.batch_sampler_shard import slicer_for
+from accelerate.data.epoch_order import capture_generators, find_generators, inner_sampler, outer_sampler
 from accelerate.data.rank_arithmetic import (
     LIBRARIES,
     RANK_ATTRIBUTES,
@@ -39,7 +41,8 @@ from accelerate.data.rank_arithmetic import (
     held_functions,
     own_functions,
 )
-from accelerate.world import collective
+from accelerate.data.sample_order import is_random
+from accelerate.world import collective, watchdog
 from accelerate.world import world as worlds
 
 _logger = logging.getLogger(__name__)
@@ -351,25 +354,38 @@ def _shorten_text(text: str) -> str:
     return f"{text[:60]}... ({hashlib.blake2b(text.encode(), digest_size=6).hexdigest()})"
 
 
-def compare_ranks(loader: DataLoader[Any], how: str, is_rank0_read: bool = False) -> None:
-    """Compare the facts of a loader on all ranks. Collective.
+def compare_ranks(
+    loader: DataLoader[Any], how: str, is_rank0_read: bool = False, number: int | None = None
+) -> None:
+    """Compare the facts of a loader on all ranks. Collective where its epochs are.
+
+    Where they are not, rank 0 may iterate it alone, as for a validation. So no rank waits there, and each
+    compares its facts with those of the rank that came first.
 
     Args:
         loader: the user's.
         how: the way it is used: "kept", "sharded" or "dispatched".
         is_rank0_read: it is dispatched because the user says so.
+        number: tells it from others of its name, alike on all ranks; None: all ranks iterate it.
 
     Raises:
-        CollectiveError: on every rank, if it is used in different ways, or is to be sharded and differs.
+        CollectiveError: it is used in different ways, or is to be sharded and differs. On every rank if this
+            is collective, else on those that came later.
     """
-    seen, data = {"how it is used": how}, loader.dataset
+    seen, data, name = {"how it is used": how}, loader.dataset, describe_loader(loader)
     if how == "dispatched" and isinstance(data, IterableDataset):
         is_rank0_read, _read_by_rank0[data] = is_rank0_read or data in _read_by_rank0, None
     if how != "kept":
         seen.update(loader_facts(loader, how == "sharded", is_rank0_read))
     if how == "sharded":
         seen.update(shuffle_facts(data))
-    check_same(describe_loader(loader), seen, is_rank0_read)
+    sampler, watch = outer_sampler(loader), watchdog.current()
+    is_in_order = slicer_for(sampler) is not None and not is_random(inner_sampler(sampler))
+    if number is None or watch is None or how != "sharded" or not is_in_order:
+        check_same(name, seen, is_rank0_read)
+    elif first := watch.store.put_if_absent(f"loader/{number}/{name}", json.dumps([watch.rank, seen])):
+        rank, facts = json.loads(first)
+        _refuse_differences(name, {rank: facts, watch.rank: seen})
 
 
 def shuffle_facts(dataset: Any) -> dict[str, str]:
@@ -395,13 +411,16 @@ def check_same(name: str, seen: Any, is_rank0_read: bool = False) -> None:
     Raises:
         CollectiveError: with the facts of each rank, and the options.
     """
-    rank_facts = collective.all_gather_object(seen)
-    compared_facts = [row for row in rank_facts if row is not None]
+    _refuse_differences(name, dict(enumerate(collective.all_gather_object(seen))), is_rank0_read)
+
+
+def _refuse_differences(name: str, rank_facts: dict[int, Any], is_rank0_read: bool = False) -> None:
+    compared_facts = [row for row in rank_facts.values() if row is not None]
     names: Iterable[str] = dict.fromkeys(key for row in compared_facts for key in row)
     for key in names:
         if len({row.get(key) for row in compared_facts if key in row or not is_rank0_read}) > 1:
             table = "\n       ".join(
-                f"rank {rank}: {row and row.get(key)}" for rank, row in enumerate(rank_facts)
+                f"rank {rank}: {row and row.get(key)}" for rank, row in sorted(rank_facts.items())
             )
             fix = f"{_FIX}; with dispatch_batches=True and shard=True rank 0's data is read for all"
             if key == "Subset.indices":
