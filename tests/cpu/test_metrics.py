@@ -191,8 +191,15 @@ def test_every_sample_counts_once_with_workers(ranks: RankServer, mode: str) -> 
 
 def uneven() -> list[str]:
     """Ragged steps: without even_batches each rank has what there is, and as many steps."""
+    from accelerate import Accelerator, DataLoaderConfiguration
+
     cases = [Case(Map, make, 7, 4, even=False) for make in (number, text)]
-    return wrong(cases, {}) + wrong(cases, {"dispatch_batches": True})
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
+    batches = accelerator.prepare(DataLoader(Map(14, number), batch_size=4))
+    # As many rows as a full batch has samples, and no fillers.
+    masks = [len(accelerator.gather_for_metrics(torch.ones(4, 2))) for _ in batches]
+    different = [] if masks == [8, 8] else [f"{masks} masks"]
+    return wrong(cases, {}) + wrong(cases, {"dispatch_batches": True}) + different
 
 
 def test_rows_of_different_number_are_gathered(ranks: RankServer) -> None:
@@ -320,6 +327,17 @@ def test_a_loss_repeated_for_a_full_batch_counts_for_the_samples_of_a_shorter_on
     assert accelerator.gather_for_metrics(outputs, True) is outputs
     assert accelerator.gather_for_metrics({"a": outputs[0]}, True)["a"] is outputs[0]
     assert accelerator.gather_for_metrics([*outputs[0]], True) == [1.0] * 4  # an object per sample
+
+
+def test_all_rows_of_a_shorter_batch_without_fillers_count() -> None:
+    """As many masks of one image as a full batch has images are no padding."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    masks, names = torch.ones(4, 2), ["mask"] * 4
+    for _ in accelerator.prepare(DataLoader(Map(11, torch.tensor), batch_size=4)):
+        assert torch.equal(accelerator.gather_for_metrics(masks), masks)
+        assert accelerator.gather_for_metrics(names) == names
 
 
 def test_several_rows_of_a_sample_count_in_a_shorter_batch_too() -> None:

@@ -147,15 +147,16 @@ class _RealRowCounter:
     def _repeats_for_full_batch(self, output: Any, rows: int) -> int:
         """Return the rows of a sample where a shorter batch has as many rows as a full one; 0: it has not.
 
-        It is padded, or ``loss.repeat(batch_size)``: several rows of each sample where batches are split. In
-        the first step of an epoch it may have several rows of each sample, unless all are alike.
+        It is padded, or ``loss.repeat(batch_size)``: several rows of each sample where batches are split.
+        Unless all are alike, it may have several rows of each sample in the first step of an epoch, and of a
+        batch without fillers all rows count.
         """
         share = self.loader.data_shard
         count = self.loader._num_processes if share is None else share.count  # None: it was made by hand
         repeats, rest = divmod(rows * count, self.loader.total_batch_size or rows)
         if rows <= self.size or rest or not (repeats == 1 or self._is_known(repeats)):
             return 0
-        if self.epoch.batches - self.epoch.skip.batches > 1:
+        if self.fillers and self.epoch.batches - self.epoch.skip.batches > 1:
             return repeats
         is_array = isinstance(output, torch.Tensor | np.ndarray) and output.ndim == 1
         is_alike = is_array and "float" in str(output.dtype) and bool((output == output[0]).all())
