@@ -297,6 +297,33 @@ def test_objects_dicts_and_tuples_keep_their_structure(ranks: RankServer) -> Non
         assert [type(item) for item in step] == [type(item) for item in both]
 
 
+def values_of_batches() -> list[list[float]]:
+    """The means of the batches of the last step, as scalars and as single rows, for lengths of the data."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    last: list[list[float]] = []
+    for count, batch_size in ((10, 4), (16, 4), (17, 4), (13, 4), (10, 1), (11, 1)):
+        last.append([])
+        for batch in accelerator.prepare(DataLoader(Map(count, torch.tensor), batch_size)):
+            mean = batch.float().mean()
+            last[-1] = accelerator.gather_for_metrics(mean).tolist()
+            assert accelerator.gather_for_metrics(mean[None]).tolist() == last[-1]
+    return last
+
+
+def test_a_value_of_each_batch_counts_for_as_many_ranks_as_samples_are_left(ranks: RankServer) -> None:
+    """Programs stack them over steps, and add them up to divide by: the numbers are those of 1.15."""
+    assert same_on_all(ranks(3, values_of_batches)) == [
+        [1.5, 5.5, 4.5],
+        [13.5, 1.5, 5.5],
+        [13.5, 4.75, 4.5],
+        [3.75],
+        [9.0],
+        [9.0, 10.0],
+    ]
+
+
 def items(kind: str) -> list[int]:
     from accelerate import Accelerator
 

@@ -113,7 +113,7 @@ class _RealRowCounter:
         earlier = self._note_output(0 if rest else multiple)
         of_batch = not shape or (shape[0] == 1 and self.size > 1 and tuple(shape[1:2]) != (self.size,))
         if of_batch and not (shape and isinstance(self.per_sample, list)):
-            return min(1, self.size - self.fillers)
+            return self._count_batch_value()
         if self.per_sample is not None:
             return rows - self._count_filler_rows(shape, self.per_sample)
         # Where this output had a row for each sample, another one of several rows tells nothing of it.
@@ -130,6 +130,17 @@ class _RealRowCounter:
         if not steps or multiple % steps:
             raise self._error(shape, "these may be rows of several steps, or several rows of each sample")
         return rows - multiple // steps * self.fillers
+
+    def _count_batch_value(self) -> int:
+        """Return 1 where this rank's value of its whole batch counts, else 0.
+
+        Programs stack such values over steps, so the last step has one of each rank, as in 1.x; of fewer
+        samples than ranks, those of as many ranks.
+        """
+        if not self.fillers or not self.loader.end_of_dataloader or self.loader.remainder <= 0:
+            return min(1, self.size - self.fillers)
+        share = self.loader.data_shard
+        return int((collective.rank() if share is None else share.index) < self.loader.remainder)
 
     def _note_output(self, multiple: int) -> int | None:
         """Return the multiple of the same output of an earlier step, and note that of this one."""
