@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import UserDict, deque, namedtuple
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -14,9 +17,9 @@ import torch
 from torch.utils.data import TensorDataset
 
 from accelerate import Accelerator
-from accelerate.core.errors import CollectiveError, PrepareError
+from accelerate.core.errors import CheckpointError, CollectiveError, PrepareError
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration
 from tests.support.ranks import RankServer, same_on_all
 
 # What the rank server imports once for this module.
@@ -140,6 +143,49 @@ def _fails_second() -> str:
 
 def test_an_error_of_who_comes_second_is_its_own(ranks: RankServer) -> None:
     assert ranks(2, _fails_second, timeout=20) == ["", "'column'"]
+
+
+def _checkpoint_in_turn(folder: str, local: bool) -> list[Any]:
+    """Save, load, save and export in such blocks; what was restored on this rank, and the checkpoints."""
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    block = accelerator.local_main_process_first if local else accelerator.main_process_first
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    torch.manual_seed(accelerator.process_index)
+    accelerator.save_state()
+    drawn, weights = torch.rand(2), [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    with block():
+        accelerator.load_state()
+    is_restored = [torch.equal(*pair) for pair in zip(weights, model.parameters(), strict=True)]
+    is_restored += [torch.equal(torch.rand(2), drawn), len(optimizer.state_dict()["state"]) == 2]
+    said = (
+        pytest.warns(UserWarning, match="main process alone")
+        if accelerator.is_main_process
+        else nullcontext()
+    )
+    with block(), said:
+        accelerator.save_state()
+        accelerator.save_model(model, f"{folder}/export")
+    accelerator.save_state()
+    with pytest.raises(CollectiveError if accelerator.process_index else CheckpointError), block():
+        accelerator.load_state(f"{folder}/none")
+    return [is_restored, sorted(os.listdir(f"{folder}/checkpoints")), os.listdir(f"{folder}/export")]
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_checkpoints_are_saved_and_loaded_by_one_process_after_the_other(
+    ranks: RankServer, tmp_path: Path, local: bool
+) -> None:
+    """As in 1.x, where no rank waits for another one there. Random states are those of the rank."""
+    restored, checkpoints, exported = same_on_all(ranks(2, _checkpoint_in_turn, str(tmp_path), local))
+    assert restored == [True] * 4
+    assert checkpoints == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
+    assert exported == ["model.safetensors"]
 
 
 def _trigger() -> list[bool]:

@@ -106,7 +106,7 @@ def load(
     chosen: discovery.CheckpointCandidate | None = None
     with ranks.collective_section(action) as section:
         async_save.wait()
-        if ranks.rank == 0:
+        if ranks.rank == 0 or ranks.is_alone:
             chosen, ignored = discovery.choose_checkpoint(directory, project, common_ids)
             section.value = chosen.path, chosen.manifest.id if chosen.manifest else "", ignored
     rank0_address, id_, ignored = section.values[0]
@@ -282,7 +282,8 @@ def local_checkpoint(
                 target = Path(tempfile.mkdtemp(prefix="accelerate-fetch-"))
             section.value = ranks.node, target
         nodes = section.values
-        ranks_here = [rank for rank, (node, _) in enumerate(nodes) if node == ranks.node]
+        first = ranks.rank if ranks.is_alone else 0
+        ranks_here = [rank for rank, (node, _) in enumerate(nodes, first) if node == ranks.node]
         folder_here = next(path for node, path in nodes if node == ranks.node and path is not None)
         with ranks.collective_section(action):
             if manifest is None:

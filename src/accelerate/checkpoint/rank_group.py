@@ -78,6 +78,7 @@ class CheckpointRankGroup:
         node: this machine.
         channel: how values are exchanged, see ``ControlChannel.combine_objects``; the control channel of the
             training when None.
+        is_alone: this rank loads by itself, since the ranks do so one after another: nothing is exchanged.
     """
 
     rank: int = 0
@@ -86,18 +87,20 @@ class CheckpointRankGroup:
     local_size: int = 1
     node: int = 0
     channel: Callable[[str, Any, Callable[[list[Any]], Any]], Any] | None = field(default=None, compare=False)
+    is_alone: bool = False
 
     @classmethod
-    def current(cls) -> CheckpointRankGroup:
-        """Return the ranks of the open world."""
+    def current(cls, is_alone: bool = False) -> CheckpointRankGroup:
+        """Return the ranks of the open world; with ``is_alone`` this rank of them."""
         world = worlds.current()
         if world is None:
             return cls()
-        return cls(world.rank, world.size, world.local_rank, world.local_size, world.node)
+        local = (0, 1) if is_alone else (world.local_rank, world.local_size)
+        return cls(world.rank, world.size, *local, world.node, is_alone=is_alone)
 
     def is_writer(self, each_node: bool) -> bool:
         """Return True on the rank that writes replicated states: rank 0, or one rank of each machine."""
-        return self.local_rank == 0 if each_node else self.rank == 0
+        return self.local_rank == 0 if each_node or self.is_alone else self.rank == 0
 
     def open_channel(self, id: str, target: str) -> CheckpointStoreChannel | None:
         """Open the channel of a save in the background; None for one process, or where no store is shared."""
@@ -144,7 +147,7 @@ class CheckpointRankGroup:
             error, failure = raised, _as_checkpoint_error(raised, action)
         # Ctrl-C and exits have ended this rank by now; the others notice it.
         outcome = failure, section.value
-        if self.size == 1:
+        if self.size == 1 or self.is_alone:
             failures, section.values = merge([outcome])
         elif self.channel is not None:
             failures, section.values = self.channel(action, outcome, merge)
@@ -158,7 +161,7 @@ class CheckpointRankGroup:
                 raise CheckpointPeerError.from_collective(lost) from lost.__cause__
         if failures:
             (failed_ranks, first), *_ = failures.values()
-            if self.size == 1 and first is error:
+            if (self.size == 1 or self.is_alone) and first is error:
                 raise first
             combined = self._combine_failures(failures)
             combined.failed_rank = failed_ranks[0] if error is None else find_failed_rank(error)
@@ -170,7 +173,7 @@ class CheckpointRankGroup:
     def _combine_failures(self, failures: _Failures) -> AccelerateError:
         groups = list(failures.values())
         first = groups[0][1]
-        if self.size == 1 or isinstance(first, BackgroundSaveError):
+        if self.size == 1 or self.is_alone or isinstance(first, BackgroundSaveError):
             return first
         lines = [
             f"{_name_ranks(ranks)} of {self.size}: {failed.what}" for ranks, failed in groups[:_MAX_LINES]
@@ -199,17 +202,21 @@ class WrittenFilesReport:
     shard_infos: dict[str, Any] = field(default_factory=dict)
 
 
-def saves_alone(operation: str, choose_number: Callable[[], int] = int) -> int | None:
+def saves_alone(operation: str, choose_number: Callable[[], int] = int, turns: int = 0) -> int | None:
     """Return a number of rank 0 if it makes this call alone, else None; a rank that calls gets the same.
 
     Args:
         operation: the call, for errors: ``"save_state"``.
         choose_number: chooses the number of the checkpoint, on rank 0 where it is alone.
+        turns: how many blocks it is in that the ranks run one after another: with any, rank 0 is alone, and
+            each rank chooses the number.
 
     Raises:
         CheckpointPeerError: rank 0 is elsewhere, a rank failed, or the timeout of the group passed.
     """
     global _detector
+    if turns:
+        return choose_number()
     watch = watchdog.current()
     if watch is None:
         return None

@@ -37,6 +37,7 @@ from accelerate.facade.checkpoint_adapters import (
 from accelerate.facade.engine_checkpoint_import import engine_state_loaders
 from accelerate.facade.module_queries import extract_model_from_parallel
 from accelerate.facade.preparer import PreparedObjects
+from accelerate.facade.processes import FirstProcessBlock
 from accelerate.facade.runtime import Runtime
 from accelerate.strategy.base import EngineStrategy, WrapperNames
 from accelerate.world import collective, control_channel, rng
@@ -155,8 +156,8 @@ class CheckpointManager:
         """
         strategy, prepared, options = self.strategy, self.prepared, dict(engine_options or {})
         is_sharded = strategy.saves_sharded if sharded is None else sharded
-        may_be_solo = not is_sharded and self._may_be_solo
-        number = saves_alone("save_state", self._choose_number) if may_be_solo else None
+        may_be_solo, turns = not is_sharded and self._may_be_solo, FirstProcessBlock.open_count
+        number = saves_alone("save_state", self._choose_number, turns) if may_be_solo else None
         if number is not None and self.world.rank > 0:
             self.project.iteration = number
             address, self.project.iteration = save_address(output_dir, self.project), number + 1
@@ -314,6 +315,8 @@ class CheckpointManager:
             if present:
                 self._exclude_engine_objects(present, train_state, remaining)
 
+        # A strategy that shards loads in collectives, in which all ranks must be.
+        is_alone = FirstProcessBlock.open_count > 0 and self.strategy.replicates_model
         loaded = load.load(
             train_state,
             input_dir,
@@ -323,6 +326,7 @@ class CheckpointManager:
             load_kwargs=load_kwargs,
             model_kwargs=options,
             before=run_load_hooks,
+            ranks=CheckpointRankGroup.current(is_alone),
         )
         self.gradients.step = loaded.step
         return loaded
@@ -399,7 +403,8 @@ class CheckpointManager:
                 )
         folder = Path(save_directory)
         # Before anything is written: the main process may be the only one that calls.
-        is_solo = self._may_be_solo and saves_alone("save_model") is not None
+        turns = FirstProcessBlock.open_count
+        is_solo = self._may_be_solo and saves_alone("save_model", turns=turns) is not None
         ranks = CheckpointRankGroup() if is_solo else CheckpointRankGroup.current()
         with ranks.collective_section(f"export the weights to {folder}"):
             if self.writes_exports:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from functools import partial, wraps
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -89,7 +89,7 @@ class ProcessMixin:
         yield _split(inputs, apply_padding=apply_padding)
 
     def _first_block(self, is_main: bool) -> AbstractContextManager[None]:
-        return _FirstProcessBlock(self.world.rank, is_main)
+        return FirstProcessBlock(self.world.rank, is_main)
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """Run the block on rank 0 first, then on the others.
@@ -154,8 +154,14 @@ def _run_if(condition: Callable[[], bool], function: Function | None) -> Functio
     return wrapper
 
 
-class _FirstProcessBlock(ContextDecorator, AbstractContextManager[None]):
-    """The block that some ranks run before the others; its error is raised on the others too."""
+class FirstProcessBlock(ContextDecorator, AbstractContextManager[None]):
+    """The block that some ranks run before the others; its error is raised on the others too.
+
+    Attributes:
+        open_count: blocks that this process is in: what it calls there must wait for no other rank.
+    """
+
+    open_count: ClassVar[int] = 0
 
     def __init__(self, rank: int, first: bool) -> None:
         self.rank, self.first = rank, first
@@ -163,8 +169,10 @@ class _FirstProcessBlock(ContextDecorator, AbstractContextManager[None]):
     def __enter__(self) -> None:
         if not self.first:
             self._exchange_error()
+        FirstProcessBlock.open_count += 1
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        FirstProcessBlock.open_count -= 1
         # The others have no block to fail in yet. An exit or Ctrl-C ends this process, and they see it go.
         if self.first and (error is None or isinstance(error, Exception)):
             self._exchange_error(error)
