@@ -6,7 +6,9 @@ import os
 import pickle
 import random
 import signal
+import socket
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,7 +21,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator, InitProcessGroupKwargs
-from accelerate.checkpoint import async_save, discovery, rank_group
+from accelerate.checkpoint import async_save, discovery
 from accelerate.checkpoint.storage import FileRecord, LocalCheckpointStorage
 from accelerate.core.errors import CheckpointError
 from accelerate.utils import PreemptionKwargs, ProjectConfiguration
@@ -50,8 +52,12 @@ def fail_to_write(store: LocalCheckpointStorage, name: str, fill: Fill) -> FileR
 
 
 def deadly(store: LocalCheckpointStorage, name: str, fill: Fill) -> FileRecord:
-    """Kills its process when it has written something."""
+    """Kills its process when it has written something; a worker that it has forked lives on."""
     WRITE(store, name, fill)
+    if os.fork() == 0:
+        os.setsid()  # the group of a rank that has died is killed
+        time.sleep(60)
+        os._exit(0)
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 
@@ -303,7 +309,6 @@ def test_a_failure_that_one_rank_has_heard_of_is_still_raised_together(
 def be_killed(folder: str) -> str:
     run = TrainingRun(folder)
     run.accelerator.save_state()
-    rank_group.DEAD_AFTER, rank_group.HEARTBEAT = 1.0, 0.1
     patch = pytest.MonkeyPatch()
     if run.accelerator.process_index == 1:
         on(deadly, patch)
@@ -336,15 +341,16 @@ def leaves_at_once(folder: str) -> str | None:
     """Rank 1 is slow to read that all have committed; rank 0, which holds the store, ends right after."""
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(torch.nn.Linear(2, 1))
-    read = rank_group.CheckpointStoreChannel._answer
+    read = socket.socket.recv_into
 
-    def slowly(self: rank_group.CheckpointStoreChannel, doing: str, key: str) -> list[Any]:
-        threading.Event().wait(0.5)
-        return read(self, doing, key)
+    def slowly(endpoint: socket.socket, *args: Any) -> int:
+        if threading.current_thread().name == "accelerate-save":
+            threading.Event().wait(0.2)
+        return read(endpoint, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         if accelerator.process_index == 1:
-            patch.setattr(rank_group.CheckpointStoreChannel, "_answer", slowly)
+            patch.setattr(socket.socket, "recv_into", slowly)
         accelerator.save_state(folder, async_save=True)
         path = accelerator.wait_for_checkpoint()
     if accelerator.process_index == 0:

@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable
@@ -24,10 +25,11 @@ import torch
 from accelerate.checkpoint import discovery, layout, load, rank_group, save
 from accelerate.checkpoint.file_access import CheckpointNotFoundError
 from accelerate.checkpoint.layout import CheckpointContents, StatefulAdapter
-from accelerate.checkpoint.rank_group import CheckpointPeerError, CheckpointRankGroup
+from accelerate.checkpoint.rank_group import BackgroundSaveChannel, CheckpointPeerError, CheckpointRankGroup
 from accelerate.checkpoint.storage import FileRecord, LocalCheckpointStorage
 from accelerate.core.errors import CheckpointError, SettingError, find_failed_rank
 from accelerate.utils import ProjectConfiguration, constants
+from tests.support.control_trees import run_save_channels
 from tests.support.long_run import select_cases
 
 
@@ -640,7 +642,7 @@ def test_the_names_are_those_of_the_public_format() -> None:
 def failure_of(texts: list[str]) -> str:
     """What all ranks raise if each fails with one of these texts."""
 
-    def exchange(action: str, outcome: Any, merge: Callable[[list[Any]], Any]) -> Any:
+    def exchange(outcome: Any, merge: Callable[[list[Any]], Any]) -> Any:
         return merge([(CheckpointError(text), None) for text in texts])
 
     with (
@@ -662,7 +664,7 @@ def test_a_failure_of_many_ranks_is_told_once() -> None:
 
 def test_an_error_of_ours_is_in_a_traceback_once() -> None:
     def fail(error: Exception) -> CheckpointError:
-        def exchange(action: str, outcome: Any, merge: Callable[[list[Any]], Any]) -> Any:
+        def exchange(outcome: Any, merge: Callable[[list[Any]], Any]) -> Any:
             return merge([outcome, outcome])
 
         with (
@@ -685,8 +687,43 @@ def test_an_error_of_ours_is_in_a_traceback_once() -> None:
     assert find_failed_rank(fail(lost)) == 1
 
 
-@pytest.mark.parametrize("size", [2, 32, 960, 1024, 4096])
-def test_a_live_rank_of_a_large_world_never_counts_as_dead(size: int) -> None:
-    """Several heartbeats fit into the silence after which it would."""
-    interval = rank_group.get_heartbeat_interval(size)
-    assert rank_group.HEARTBEAT <= interval <= rank_group.DEAD_AFTER / 4
+def test_all_ranks_of_a_save_in_the_background_hear_why_one_has_left_it() -> None:
+    """Also those that are no neighbours of it in the tree."""
+
+    def save(rank: int, channel: BackgroundSaveChannel) -> Any:
+        assert channel.combine(rank, sum) == 10
+        if rank == 3:
+            raise OSError("the disk is full")
+        return channel.combine(rank, sum)
+
+    def killed(rank: int, channel: BackgroundSaveChannel) -> Any:
+        if rank == 3:
+            channel._tree.close()  # as its process would end
+        return channel.combine(rank, sum) if rank != 3 else None
+
+    outcomes = run_save_channels(5, save)
+    assert str(outcomes.pop(3)) == "the disk is full"
+    assert {error.why for error in outcomes} == {"rank 3 has given up: the disk is full"}
+    outcomes = run_save_channels(5, killed)
+    assert outcomes.pop(3) is None
+    assert {error.why for error in outcomes} == {"rank 3 is gone: it was killed, or does not answer"}
+
+
+def test_a_rank_that_does_not_come_to_a_save_in_the_background_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = threading.Event()
+
+    def save(rank: int, channel: BackgroundSaveChannel) -> Any:
+        channel.timeout = 30.0 if rank else 0.1
+        assert rank < 2 or ended.wait(30)
+        try:
+            return channel.combine(rank, sum)
+        finally:
+            ended.set()
+
+    reasons = {error.why for error in run_save_channels(4, save)}
+    assert reasons == {"one of ranks 2-3 was not ready within 0.1 s"}
+    monkeypatch.setattr(rank_group, "DEAD_AFTER", 0.2)
+    reasons = {error.why for error in run_save_channels(3, save, absent=[2])}
+    assert reasons == {"a rank is gone: not all have begun to write"}

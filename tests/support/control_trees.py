@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch.distributed as dist
 
+from accelerate.checkpoint.rank_group import BackgroundSaveChannel
 from accelerate.world import control_channel
 from accelerate.world.control_tree import ControlTree, TreeMessage
 from accelerate.world.process_group import StoreClient
 from accelerate.world.watchdog import Watchdog
-
-
-class PatientWatchdog:
-    """The part of a watchdog that a tree needs while it opens."""
-
-    timeout = 30.0
-
-    def check_store_wait(self, until: float) -> None:
-        """End a wait at the timeout alone."""
-        assert time.monotonic() < until, "the ranks did not connect"
 
 
 def check_nothing() -> None:
@@ -40,8 +32,13 @@ def open_trees(size: int) -> Iterator[Callable[..., list[Any]]]:
     trees = [ControlTree(rank, size) for rank in range(size)]
     root = StoreClient(dist.HashStore())  # pyright: ignore[reportPrivateImportUsage]
 
+    until = time.monotonic() + 30.0
+
+    def check() -> None:
+        assert time.monotonic() < until, "the ranks did not connect"
+
     def connect(tree: ControlTree) -> None:
-        tree.open(root.open_prefix("tree-test"), cast("Watchdog", PatientWatchdog()))
+        tree.open(root.open_prefix("tree-test"), check)
 
     with ThreadPoolExecutor(size) as pool:
 
@@ -54,6 +51,37 @@ def open_trees(size: int) -> Iterator[Callable[..., list[Any]]]:
         finally:
             for tree in trees:
                 tree.close()
+
+
+def run_save_channels(
+    size: int,
+    function: Callable[[int, BackgroundSaveChannel], Any],
+    *,
+    timeout: float = 30.0,
+    absent: Sequence[int] = (),
+) -> list[Any]:
+    """Run a function on the channel that each rank has for a save in the background.
+
+    Return what the function has returned on each rank, or the exception that ended it.
+
+    Args:
+        size: ranks; each is a thread.
+        function: takes the rank and its channel.
+        timeout: of the group.
+        absent: ranks that never come.
+    """
+    store = StoreClient(dist.HashStore())  # pyright: ignore[reportPrivateImportUsage]
+
+    def run(rank: int) -> Any:
+        watch = SimpleNamespace(rank=rank, size=size, timeout=timeout, store=store)
+        try:
+            with BackgroundSaveChannel(cast("Watchdog", watch), "id", "runs/a") as channel:
+                return function(rank, channel)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, [rank for rank in range(size) if rank not in absent]))
 
 
 def count_received() -> list[int]:

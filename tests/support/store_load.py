@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from accelerate.checkpoint import rank_group
-from accelerate.checkpoint.rank_group import CheckpointStoreChannel, SoloCallDetector
+from accelerate.checkpoint.rank_group import SoloCallDetector
 from accelerate.core.errors import CollectiveError
 from accelerate.world import peers, preemption, process_group, watchdog
 from accelerate.world.call_site import CallSite
@@ -215,7 +215,8 @@ class SimulatedWorld:
         with patch("socket.create_connection"), patch("accelerate.world.control_tree._Connection"):
             for rank in range(1, self.size):
                 self.clock.now = begin
-                ControlTree(rank, self.size)._connect(self.ranks[rank].store, "127.0.0.1", lambda: None)
+                tree = ControlTree(rank, self.size)
+                tree._connect(self.ranks[rank].store, "127.0.0.1", tree.parent_rank or 0, lambda: None)
         self.set_later("all_arrived", 10.0)
         begin = self.clock.now
         with patch.object(dist, "ProcessGroupGloo", create=True):
@@ -267,21 +268,6 @@ def save_together(world: SimulatedWorld, ranks: range) -> None:
     for rank in ranks:
         world.clock.now = begin
         assert SoloCallDetector(world.ranks[rank]).solo_number("save_state", SITE, int) is None
-
-
-def await_background_save(world: SimulatedWorld, ranks: range, seconds: float) -> float:
-    """Let ranks wait in an exchange of a background save until rank 0 answers.
-
-    Return how many heartbeats all ranks send in a second.
-    """
-    world.set_later("save/id/1/all", seconds, rank_group._encode("written"))
-    world.set_later("save/id/alive/0", 0.0, "1")
-    begin = world.clock.now
-    for rank in ranks:
-        world.clock.now = begin
-        channel = CheckpointStoreChannel(world.ranks[rank], rank, world.size, "id")
-        assert channel.combine("save", None, list) == "written"
-    return world.size / rank_group.get_heartbeat_interval(world.size)
 
 
 def explain_lost_peer(world: SimulatedWorld, ranks: range | list[int]) -> set[str]:

@@ -21,7 +21,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import cache, partial
 from itertools import zip_longest
 from typing import Any
@@ -55,24 +54,20 @@ class AsyncSave:
     Args:
         path: the checkpoint, as the user named it.
         finish: writes and commits it.
-        within: entered by the thread around ``finish``.
     """
 
-    def __init__(
-        self, path: Address | str, finish: Callable[[], None], context: AbstractContextManager[object]
-    ) -> None:
-        self.path, self._finish, self._context = path, finish, context
+    def __init__(self, path: Address | str, finish: Callable[[], None]) -> None:
+        self.path, self._finish = path, finish
         self.error: BaseException | None = None
         # A daemon thread: ``join`` waits for it at the exit, and a second Ctrl-C ends that.
         self._thread = threading.Thread(target=self._run, name="accelerate-save", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        finish, within = self._finish, self._context
-        del self._finish, self._context  # frees the copies as soon as they are written
+        finish = self._finish
+        del self._finish  # frees the copies as soon as they are written
         try:
-            with within:
-                finish()
+            finish()
         except BaseException as error:  # noqa: BLE001 - it is raised by the next call
             self.error = error
 
@@ -99,13 +94,13 @@ _current: AsyncSave | None = None
 _failed_at_exit = False
 
 
-def start(path: Address | str, finish: Callable[[], None], context: AbstractContextManager[object]) -> None:
+def start(path: Address | str, finish: Callable[[], None]) -> None:
     """Start a save in the background; the save before must have been waited for."""
     global _current
     assert _current is None
     worlds.add_close_action(join)
     _join_at_exit()
-    _current = AsyncSave(path, finish, context)
+    _current = AsyncSave(path, finish)
 
 
 @cache

@@ -1,9 +1,8 @@
 """The communication of the ranks of a save or load: they fail together or go on together.
 
-A save in the background has a channel of its own, through the group's store. The collectives of the training
-run in another thread at the same time, and a second user would get their messages. A save needs few and short
-messages: every rank writes its value to the store, and rank 0 writes all of them as one answer. Each rank
-also writes heartbeats, so the others notice a rank that was killed.
+A save in the background has a control tree of its own (``world/control_tree.py``), which its threads open.
+The collectives of the training run in another thread at the same time, and a second user would get their
+messages. The connections of a rank that was killed break, so its neighbours give up and close theirs.
 
 A save may be a call of all ranks, or of rank 0 alone: ``if accelerator.is_main_process: save_state(...)``.
 Each rank that makes such a call says so in the store. Rank 0 waits for the others. A rank that does not come
@@ -14,12 +13,11 @@ once all that do not come have waited for some seconds. Then rank 0 goes on alon
 
 from __future__ import annotations
 
-import base64
 import copy
 import inspect
+import io
 import logging
 import pickle
-import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -39,14 +37,11 @@ from accelerate.core.errors import (
 from accelerate.world import control_channel, watchdog
 from accelerate.world import world as worlds
 from accelerate.world.call_site import CallSite, find_call_site
-from accelerate.world.watchdog import Watchdog
+from accelerate.world.control_tree import ControlTree, LostNeighbourError, TreeMessage
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT = 2.0  # seconds between heartbeats; more in large worlds
-DEAD_AFTER = 60.0  # seconds without a heartbeat after which a rank counts as dead
-LINGER = 10.0  # seconds that rank 0 waits at most until the others have read its last answer
-_LONGEST_PAUSE = 1 / 32  # seconds and rank: of all ranks that wait, 32 ask in a second
+DEAD_AFTER = 60.0  # seconds after which a machine that does not answer, or a rank that never came, is gone
 _CHECK_INTERVAL = 0.25  # seconds between looks at where the ranks are that do not come to a save
 
 _MAX_LINES = 8  # of an error, each of another text
@@ -86,7 +81,7 @@ class CheckpointRankGroup:
     local_rank: int = 0
     local_size: int = 1
     node: int = 0
-    channel: Callable[[str, Any, Callable[[list[Any]], Any]], Any] | None = field(default=None, compare=False)
+    channel: Callable[[Any, Callable[[list[Any]], Any]], Any] | None = field(default=None, compare=False)
     is_alone: bool = False
 
     @classmethod
@@ -102,7 +97,7 @@ class CheckpointRankGroup:
         """Return True on the rank that writes replicated states: rank 0, or one rank of each machine."""
         return self.local_rank == 0 if each_node or self.is_alone else self.rank == 0
 
-    def open_channel(self, id: str, target: str) -> CheckpointStoreChannel | None:
+    def open_channel(self, id: str, target: str) -> BackgroundSaveChannel | None:
         """Open the channel of a save in the background; None for one process, or where no store is shared."""
         if self.size == 1:
             return None
@@ -110,7 +105,7 @@ class CheckpointRankGroup:
         if watch is None:
             logger.warning("%s is not saved in the background: the ranks share no store", target)
             return None
-        return CheckpointStoreChannel(watch, self.rank, self.size, id)
+        return BackgroundSaveChannel(watch, id, target)
 
     def log(self, name: str, text: str, *args: Any) -> None:
         """Log progress on rank 0, by the logger ``accelerate.<name>``: those of 1.x, which scripts select."""
@@ -150,7 +145,7 @@ class CheckpointRankGroup:
         if self.size == 1 or self.is_alone:
             failures, section.values = merge([outcome])
         elif self.channel is not None:
-            failures, section.values = self.channel(action, outcome, merge)
+            failures, section.values = self.channel(outcome, merge)
         else:
             try:
                 # A save may only meet a save, a load only a load; their folders may differ.
@@ -330,129 +325,77 @@ class CheckpointPeerError(CheckpointError, PeerError):
         return peer_error.with_traceback(error.__traceback__)
 
 
-class CheckpointStoreChannel:
-    """Exchanges among the ranks of one save; entered and left by the thread that saves.
+class BackgroundSaveChannel:
+    """The exchanges among the ranks of a save in the background; entered and left by the thread that saves.
 
     Args:
-        watch: what this process knows of the others.
-        rank, size: this process among them.
+        watch: the watchdog of this rank, whose store the ranks connect by.
         id: of the save.
+        target: its checkpoint, for errors.
     """
 
-    def __init__(self, watch: Watchdog, rank: int, size: int, id: str) -> None:
-        self.rank, self.size, self.timeout = rank, size, watch.timeout
+    def __init__(self, watch: watchdog.Watchdog, id: str, target: str) -> None:
+        self.timeout, self.target = watch.timeout, target
         self._store = watch.store.open_prefix(f"save/{id}")
-        self._pause = min(_LONGEST_PAUSE * size, DEAD_AFTER / 4)
-        self._round = 0
-        self._last_heartbeats: dict[int, tuple[str, float]] = {}
-        self._closing = threading.Event()
-        self._heartbeat_thread = threading.Thread(
-            target=self._send_heartbeats, name="accelerate-save-alive", daemon=True
-        )
+        self._tree = ControlTree(watch.rank, watch.size, DEAD_AFTER)
 
-    def __enter__(self) -> CheckpointStoreChannel:
-        self._heartbeat_thread.start()
+    def __enter__(self) -> BackgroundSaveChannel:
+        started_at = time.monotonic()
+
+        def check() -> None:
+            # The ranks have met just before, so their threads start together.
+            if time.monotonic() - started_at > min(self.timeout, DEAD_AFTER) or self._store.is_lost:
+                raise self._peer_error("a rank is gone: not all have begun to write")
+
+        try:
+            self._tree.open(self._store, check)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        self._store.delete(self._tree.address_key)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._closing.set()
-        self._heartbeat_thread.join()
-        self._store.delete(f"alive/{self.rank}")
         if error is not None:
             reason = str(error).partition("\n")[0]
-            self._store.put_if_absent("ended", f"rank {self.rank} has given up: {reason}")
-        elif self.rank > 0:
-            if self._store.add("left") == self.size - 1:
-                self._store.put("all_left", "")
-        # The store may be this process's, which may end now: the others still read the last answer.
-        elif self._store.wait(["all_left"], LINGER):
-            for key in ("left", "all_left", f"{self._round}/all"):
-                self._store.delete(key)
+            self._store.put_if_absent("ended", f"rank {self._tree.rank} has given up: {reason}")
+        self._tree.close()
 
-    def _send_heartbeats(self) -> None:
-        pause, count = get_heartbeat_interval(self.size), 0
-        while not self._store.is_lost:
-            self._store.put(f"alive/{self.rank}", str(count := count + 1))
-            if self._closing.wait(pause):
-                return
-
-    def combine(self, action: str, value: Any, combine: Callable[[list[Any]], T]) -> T:
+    def combine(self, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
         """Return on every rank what rank 0 makes of one picklable value per rank, in rank order.
 
         Raises:
             CheckpointPeerError: a rank has ended, was killed, or did not come within the timeout.
         """
-        self._round += 1
-        answer = f"{self._round}/all"
-        if self.rank > 0:
-            self._store.put(f"{self._round}/{self.rank}", _encode(value))
-            self._wait_for_keys(action, {answer: 0})
-            return self._answer(action, answer)
-        keys = {f"{self._round}/{rank}": rank for rank in range(1, self.size)}
-        try:
-            self._wait_for_keys(action, keys)
-        except CheckpointPeerError as error:
-            self._store.put(answer, _encode(error))
-            raise
-        messages = self._store.read(list(keys))
-        self._refuse_lost(action)
-        self._store.put(answer, _encode(combine([value, *(_decode(messages[key]) for key in keys)])))
-        # All have written this round's value, so all have read the answer of the round before.
-        for stale in (f"{self._round - 1}/all", *keys):
-            self._store.delete(stale)
-        return self._answer(action, answer)
+        tree, started_at = self._tree, time.monotonic()
 
-    def _answer(self, action: str, key: str) -> Any:
-        text = self._store.get(key)
-        self._refuse_lost(action)
-        assert text is not None
-        answer = _decode(text)
-        if isinstance(answer, CheckpointPeerError):
-            raise answer
-        return answer
-
-    def _wait_for_keys(self, action: str, rank_of_key: dict[str, int]) -> None:
-        """Wait until all keys are in the store; each is written by the rank it maps to."""
-        keys, started_at = list(rank_of_key), time.monotonic()
-        # Rank 0 looks at all the others. Where it is gone itself, the store mostly is too.
-        interval = min(DEAD_AFTER / 4 * self._store.pace, DEAD_AFTER)
-        if self.rank == 0:
-            interval = get_heartbeat_interval(self.size)
-        looked_at = started_at
+        def merge(message: TreeMessage) -> TreeMessage:
+            stream = io.BytesIO(message.values)
+            return TreeMessage((), _encode(combine([pickle.load(stream) for _ in range(tree.size)])), True)
 
         def check() -> None:
-            nonlocal looked_at
-            if time.monotonic() - looked_at >= interval:
-                looked_at = time.monotonic()
-                missing = [rank_of_key[key] for key in self._store.find_missing(keys)]
-                self._refuse_silent(action, missing, started_at)
+            if time.monotonic() - started_at > self.timeout:
+                late = list(tree.awaited_ranks)
+                name = f"{'one of ' if len(late) > 1 else ''}{_name_ranks(late)}" if late else "a rank"
+                raise self._peer_error(f"{name} was not ready within {self.timeout:g} s")
 
-        if not self._store.wait(keys, self.timeout, check, self._pause):
-            self._refuse_lost(action)
-            if missing := self._store.find_missing(keys):
-                rank = rank_of_key[missing[0]]
-                raise _peer_error(action, f"rank {rank} was not ready within {self.timeout:g} s")
+        try:
+            return pickle.loads(tree.exchange(b"", _encode(value), merge, check).values)
+        except LostNeighbourError as error:
+            raise self._peer_error(f"rank {error.rank} is gone: it was killed, or does not answer") from error
 
-    def _refuse_silent(self, action: str, missing: list[int], started_at: float) -> None:
-        """Raise the reason if a rank has ended, or one that is missing shows no heartbeat."""
-        reason, now = self._store.get("ended") if missing else None, time.monotonic()
-        if reason is not None:
-            raise _peer_error(action, reason)
-        signs = self._store.read([f"alive/{rank}" for rank in missing])
-        for rank in missing:
-            sign = signs.get(f"alive/{rank}", "")
-            if self._last_heartbeats.setdefault(rank, (sign, now))[0] != sign:
-                self._last_heartbeats[rank] = sign, now
-            if now - max(started_at, self._last_heartbeats[rank][1]) > DEAD_AFTER:
-                raise _peer_error(action, f"rank {rank} is gone: it was killed, or does not answer")
-
-    def _refuse_lost(self, action: str) -> None:
+    def _peer_error(self, reason: str) -> CheckpointPeerError:
+        """Return the error for a reason, or for the first that a rank has written before it left."""
+        written = self._store.put_if_absent("ended", reason)
         if self._store.is_lost:
-            raise _peer_error(
-                action, "rank 0, or the launcher, is gone: the store of the group does not answer"
-            )
+            written = "rank 0, or the launcher, is gone: the store of the group does not answer"
+        return CheckpointPeerError(
+            f"could not save {self.target} in the background",
+            why=written or reason,
+            fix="the first error in the output of the ranks says more; a committed checkpoint is whole",
+        )
 
 
 def _name_ranks(ranks: list[int]) -> str:
@@ -469,26 +412,5 @@ def _as_checkpoint_error(error: Exception, action: str) -> AccelerateError:
     return CheckpointError(f"could not {action}", why=f"{type(error).__name__}: {error}")
 
 
-def _peer_error(action: str, why: str) -> CheckpointPeerError:
-    return CheckpointPeerError(
-        f"could not {action} in the background",
-        why=why,
-        fix="the first error in the output of the ranks says more; the checkpoint before is as it was",
-    )
-
-
-def get_heartbeat_interval(size: int) -> float:
-    """Seconds between the heartbeats of a rank of ``size``.
-
-    It grows with the world, so that the store is asked as often, and stays well below the silence after which
-    a rank counts as dead.
-    """
-    return min(HEARTBEAT * max(1.0, size / watchdog.LARGE_WORLD), DEAD_AFTER / 4)
-
-
-def _encode(value: Any) -> str:
-    return base64.b64encode(pickle.dumps(value, pickle.HIGHEST_PROTOCOL)).decode()
-
-
-def _decode(text: str) -> Any:
-    return pickle.loads(base64.b64decode(text))
+def _encode(value: Any) -> bytearray:
+    return bytearray(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))

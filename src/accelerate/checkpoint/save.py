@@ -123,8 +123,8 @@ def save(
         run.collect(copy_states=copy_states)
     if copy_states:
         if channel is not None:
-            transaction.ranks = replace(ranks, channel=channel.combine)
-        async_save.start(address, run.finish, channel or contextlib.nullcontext())
+            run.channel, transaction.ranks = channel, replace(ranks, channel=channel.combine)
+        async_save.start(address, run.finish)
     else:
         run.finish()
     project.iteration = iteration + 1
@@ -195,7 +195,8 @@ class _SaveRun:
         metadata: of the caller, as plain values.
         own_files: names of the files that objects wrote on their own.
         waits: functions that wait for devices that may still be copying states.
-        in_background: a thread writes the states.
+        in_background: a thread writes the states, and
+        channel: opened by it, if there are several ranks.
     """
 
     transaction: CommitTransaction
@@ -211,6 +212,7 @@ class _SaveRun:
     own_files: list[str] = field(default_factory=list)
     waits: list[Callable[[], None]] = field(default_factory=list)
     in_background: bool = False
+    channel: contextlib.AbstractContextManager[object] = field(default_factory=contextlib.nullcontext[Any])
 
     def collect(self, *, copy_states: bool) -> None:
         """Collect the states; with ``copy_states``, later changes of the objects do not change them."""
@@ -302,7 +304,7 @@ class _SaveRun:
         shard_infos, reports = dict[str, Any](), list[WrittenFilesReport]()
         # A save in the background shows nothing: the training goes on meanwhile, and has output of its own.
         shows_progress = getattr(sys.stderr, "isatty", bool)() and not self.in_background
-        with transaction.discarded_on_error():
+        with transaction.discarded_on_error(), self.channel:
             collect = list if transaction.each_node else reports.extend
             with collective_section(self.action, collect) as section:
                 for wait in self.waits:

@@ -328,7 +328,7 @@ class ControlChannel:
             parts = message.encode(self.rank, limit, full=full)
             try:
                 if not self.tree.is_open:
-                    self.tree.open(watch.store, watch)
+                    self.tree.open(watch.store, lambda: watch.check_store_wait(until))
                 answer = self.tree.exchange(*parts, merge and merge_values, lambda: watch.check_wait(until))
             except OSError as error:
                 raise watch.explain_disconnect(error) from error

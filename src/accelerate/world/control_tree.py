@@ -6,13 +6,15 @@ run. Rank 0 sends the runs down again. Where all ranks agree that is a single on
 where they do not, the table of ranks for the error has come with the same messages.
 
 The connections are plain TCP sockets, since a wait of gloo that ends early closes its connections. Each wait
-is cut into slices, so that one that cannot end is noticed (``watchdog.py``).
+is cut into slices, so that one that cannot end is noticed (``watchdog.py``). A save in the background has a
+tree of its own (``checkpoint/rank_group.py``).
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import secrets
 import selectors
 import socket
@@ -20,11 +22,12 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from accelerate.world.network import LOOPBACK, is_loopback
 from accelerate.world.process_group import StoreClient
-from accelerate.world.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -82,17 +85,39 @@ class TreeMessage(NamedTuple):
 Merge = Callable[[TreeMessage], TreeMessage]
 
 
+class LostNeighbourError(ConnectionError):
+    """The connection to the parent or to a child broke.
+
+    Attributes:
+        rank: of that neighbour.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
 class _Connection:
     """A connection to the parent or to a child; at most one frame is on its way in each direction.
 
     An exception inside of ``send`` or ``receive`` leaves it whole: the next call goes on.
 
     Attributes:
+        rank: the one at the other end.
         unsent: the rest of the frame that ``send`` sends.
     """
 
-    def __init__(self, endpoint: socket.socket) -> None:
-        self._socket = endpoint
+    def __init__(self, endpoint: socket.socket, rank: int, dead_after: float) -> None:
+        self._socket, self.rank = endpoint, rank
+        _connections.add(self)
+        if dead_after:
+            endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            idle, interval = max(1, round(dead_after / 2)), max(1, round(dead_after / 10))
+            # By system; one that has none of them keeps its own limits, of hours.
+            limits = {"KEEPIDLE": idle, "KEEPALIVE": idle, "KEEPINTVL": interval, "KEEPCNT": 5}
+            for name, limit in limits.items():
+                if hasattr(socket, f"TCP_{name}"):
+                    endpoint.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), limit)
         endpoint.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # Timeouts of the system: one system call for each message, where Python's own poll first.
         endpoint.settimeout(None)
@@ -109,6 +134,8 @@ class _Connection:
                 count = self._socket.send(self.unsent)
             except BlockingIOError:
                 count = 0
+            except OSError as error:
+                raise LostNeighbourError(str(error), self.rank) from error
             if not count:  # outside of the handler: it is not the cause of what ``check`` raises
                 check()
             self.unsent = self.unsent[count:]
@@ -120,11 +147,13 @@ class _Connection:
                 count = self._socket.recv_into(memoryview(self._received)[self._filled :])
             except BlockingIOError:
                 count = -1
+            except OSError as error:
+                raise LostNeighbourError(str(error), self.rank) from error
             if count < 0:
                 check()
                 continue
             if not count:
-                raise ConnectionError("connection closed by peer")
+                raise LostNeighbourError("connection closed by peer", self.rank)
             self._filled += count
             if self._size == _FRAME.size <= self._filled:
                 self._size += _FRAME.unpack_from(self._received)[0]
@@ -137,6 +166,19 @@ class _Connection:
     def close(self) -> None:
         """Close the socket."""
         self._socket.close()
+
+
+_connections = WeakSet[_Connection]()
+
+
+def _close_in_child() -> None:
+    """Close the sockets of a forked process: they would hide from the others that its parent has ended."""
+    for connection in list(_connections):
+        connection.close()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 @dataclass
@@ -161,19 +203,25 @@ class _ExchangeProgress:
 class ControlTree:
     """The connections of this rank to its parent and children in the tree of all ranks.
 
+    Args:
+        rank, size: this rank, and the world size.
+        dead_after: seconds after which a machine that does not answer is gone; by default the system knows.
+
     Attributes:
         parent_rank: the rank of the parent; None on rank 0.
         child_ranks: the ranks of the children, ascending.
         message_count: messages that this rank has sent or received.
+        address_key: where the children find the address of this rank, until the tree is open.
+        is_open: all neighbours are connected.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, size: int, dead_after: float = 0.0) -> None:
+        self.rank, self.size, self._dead_after = rank, size, dead_after
         self.parent_rank = rank & (rank - 1) if rank else None
         lowest_bit = rank & -rank if rank else size
         steps = [1 << bit for bit in range(size.bit_length()) if 1 << bit < lowest_bit]
         self.child_ranks = [rank + step for step in steps if rank + step < size]
-        self.message_count = 0
+        self.message_count, self.address_key = 0, f"tree/{rank}"
         self._parent: _Connection | None = None
         self._children: list[_Connection] = []
         self._unfinished: _ExchangeProgress | None = None
@@ -235,20 +283,22 @@ class ControlTree:
 
     # --- connections
 
-    def open(self, store: StoreClient, watch: Watchdog) -> None:
+    @property
+    def awaited_ranks(self) -> range:
+        """The ranks below the child that an exchange waits for; none while it waits for its parent."""
+        state = self._unfinished
+        child = None if state is None else next(iter(self.child_ranks[len(state.received) - 1 :]), None)
+        return range(0) if child is None else range(child, min(2 * child - self.rank, self.size))
+
+    def open(self, store: StoreClient, check: Callable[[], None]) -> None:
         """Connect to the parent and the children; every rank calls it.
 
         Args:
             store: all ranks publish their addresses in it.
-            watch: ends the wait for a rank that does not come.
+            check: called several times a second; raises if the wait for a rank or the store cannot end.
         """
-        until = time.monotonic() + watch.timeout
-
-        def check() -> None:
-            watch.check_store_wait(until)
-
         store_host, host = _find_route(store.group_store)
-        token, accepted = secrets.token_hex(16), dict[int, _Connection]()
+        token, self._children = secrets.token_hex(16), []
         is_dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if is_dual else socket.AF_INET
         with (
@@ -256,12 +306,12 @@ class ControlTree:
             selectors.DefaultSelector() as selector,
         ):
             if self.child_ranks:
-                store.put(f"tree/{self.rank}", json.dumps([token, host, listener.getsockname()[1]]))
+                store.put(self.address_key, json.dumps([token, host, listener.getsockname()[1]]))
             if self.parent_rank is not None:
-                self._parent = self._connect(store, store_host, check)
+                self._parent = self._connect(store, store_host, self.parent_rank, check)
             listener.settimeout(WAIT_SLICE)
             selector.register(listener, selectors.EVENT_READ, (listener, bytearray()))
-            while len(accepted) < len(self.child_ranks):
+            while len(self._children) < len(self.child_ranks):
                 if not (ready := selector.select(WAIT_SLICE)):
                     check()
                 for endpoint, greeting in [key.data for key, _ in ready]:
@@ -280,17 +330,19 @@ class ControlTree:
                     selector.unregister(endpoint)
                     shown, rank = _GREETING.unpack(greeting.ljust(_GREETING.size))
                     if rank in self.child_ranks and secrets.compare_digest(shown, token.encode()):
-                        accepted[rank] = _Connection(endpoint)
+                        self._children.append(_Connection(endpoint, rank, self._dead_after))
                     else:
                         endpoint.close()
             for key in list(selector.get_map().values()):  # of others than children
                 key.data[0].close()
-        self._children = [accepted[rank] for rank in self.child_ranks]
+        self._children.sort(key=attrgetter("rank"))
         self.is_open = True
 
-    def _connect(self, store: StoreClient, store_host: str, check: Callable[[], None]) -> _Connection:
+    def _connect(
+        self, store: StoreClient, store_host: str, rank: int, check: Callable[[], None]
+    ) -> _Connection:
         """Connect to the parent, once it has published where."""
-        key = f"tree/{self.parent_rank}"
+        key = f"tree/{rank}"
         while (published := store.get(key)) is None:
             store.wait([key], CONNECT_TIMEOUT, check)
         token, host, port = json.loads(published)
@@ -300,9 +352,9 @@ class ControlTree:
             try:
                 endpoint = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT)
                 endpoint.sendall(_GREETING.pack(token.encode(), self.rank))
-                return _Connection(endpoint)
+                return _Connection(endpoint, rank, self._dead_after)
             except OSError as error:
-                logger.debug("rank %d does not answer at %s:%d: %s", self.parent_rank, host, port, error)
+                logger.debug("rank %d does not answer at %s:%d: %s", rank, host, port, error)
             check()
             time.sleep(WAIT_SLICE)
 
