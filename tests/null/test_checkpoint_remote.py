@@ -28,7 +28,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from accelerate import Accelerator
-from accelerate.checkpoint import discovery, load, save, save_lock
+from accelerate.checkpoint import checkpoint_maintenance, discovery, load, save, save_lock
 from accelerate.checkpoint.discovery import parse_address, split_address
 from accelerate.checkpoint.file_access import CheckpointExistsError, CheckpointNotFoundError
 from accelerate.checkpoint.layout import CheckpointContents
@@ -359,6 +359,11 @@ def test_a_flipped_byte_is_found_and_nothing_is_changed(remote: Remote) -> None:
     assert caught.value.what == f"{remote.url}/{file} is damaged"
     assert "its digest is" in caught.value.why
     assert fresh.models[0].value == 7
+    # ``accelerate checkpoint verify`` fetches each file.
+    checks = checkpoint_maintenance.check_files(
+        checkpoint_maintenance.open_checkpoints(str(url)).candidates[0]
+    )
+    assert [(damage.name, damage.state) for damage in checks] == [("optimizer.bin", "damaged")]
 
 
 def test_a_missing_object_is_named(remote: Remote) -> None:

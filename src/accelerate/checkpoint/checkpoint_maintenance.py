@@ -2,7 +2,7 @@
 
 folder = open_checkpoints("runs/a")   # a checkpoint, a folder of them, or a project's folder
 for candidate in folder.candidates: ...
-for file_check in check_files(candidate): ...   # every file against its size and digest
+for damage in check_files(candidate): ...   # every file against its size and digest
 removals, kept_reasons = plan_removal(folder, keep=3)
 """
 
@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from functools import partial
 from pathlib import Path, PurePosixPath
 
 from accelerate.checkpoint import discovery
 from accelerate.checkpoint.discovery import CheckpointCandidate
-from accelerate.checkpoint.file_access import PIECE, CheckpointNotFoundError, file_digest, file_errors
+from accelerate.checkpoint.file_access import PIECE, CheckpointNotFoundError, FileDamage, find_damage
 from accelerate.checkpoint.layout import AUTOMATIC_FOLDER, SHARDED_INDEX
-from accelerate.checkpoint.storage import CheckpointStorage, FileRecord, parse_working_name
+from accelerate.checkpoint.storage import CheckpointStorage, parse_working_name
 from accelerate.core.errors import CheckpointError
 
 # A running save writes all the time; one that has not written for this long counts as dead.
@@ -94,81 +93,46 @@ def weight_layout(checkpoint: CheckpointCandidate) -> str:
     return form if checkpoint.manifest is not None else f"{form}, no manifest"
 
 
-@dataclass(frozen=True)
-class CheckpointFileCheckResult:
-    """The result of checking one file.
-
-    Attributes:
-        name: of the file.
-        size: bytes that it has; None if it is missing.
-        problem: what was expected and what was found; empty if they agree.
-    """
-
-    name: str
-    size: int | None
-    problem: str = ""
-
-
 def check_files(
-    checkpoint: CheckpointCandidate, only: Collection[str] | None = None
-) -> Iterator[CheckpointFileCheckResult]:
-    """Compare every file of a checkpoint with its manifest, on all cores; large files first.
+    checkpoint: CheckpointCandidate, on_read: Callable[[int], object] | None = None
+) -> Iterator[FileDamage]:
+    """Compare every file of a checkpoint with its manifest; yield those that are not as they were saved.
+
+    Those of a remote store are fetched, large ones one at a time.
 
     Args:
         checkpoint: the checkpoint.
-        only: names of the files to look at; all when None.
+        on_read: called with the bytes that were read, by several threads.
 
     Raises:
         CheckpointError: the checkpoint has no manifest, or a file cannot be read.
     """
-    if checkpoint.manifest is None:
+    manifest, store = checkpoint.manifest, checkpoint.store
+    if manifest is None:
         raise CheckpointError(
             f"{checkpoint.path} has no manifest that could be read",
             why=checkpoint.problem or "another library saved it: sizes and digests are not known",
         )
-    hashing, sizes = checkpoint.manifest.hashing, checkpoint.store.files(checkpoint.folder)
-    files = [item for item in checkpoint.manifest.files.items() if only is None or item[0] in only]
-    by_size = sorted(files, key=lambda item: (-item[1].size, item[0]))
-    check_file = partial(_check_file, checkpoint, hashing, sizes)
-    large = [item for item in by_size if item[1].size > PIECE]
-    yield from (check_file(item, None) for item in large)  # each by all cores
+    local = store.local_path(checkpoint.folder)
+    if local is not None:
+        yield from find_damage(local, manifest.files, manifest.hashing, on_read)
+        return
+    sizes = store.files(checkpoint.folder)
+
+    def check_remote(name: str) -> list[FileDamage]:
+        with tempfile.TemporaryDirectory(prefix="accelerate-fetch-") as folder:
+            path = Path(folder, name)
+            if name in sizes:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                store.fetch(f"{checkpoint.folder}/{name}", path)
+            return list(find_damage(Path(folder), {name: manifest.files[name]}, manifest.hashing, on_read))
+
+    large = [name for name, record in manifest.files.items() if record.size > PIECE]
+    for name in large:
+        yield from check_remote(name)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield from pool.map(partial(check_file, threads=1), by_size[len(large) :])
-
-
-def _check_file(
-    checkpoint: CheckpointCandidate,
-    hashing: str,
-    sizes: dict[str, int],
-    item: tuple[str, FileRecord],
-    threads: int | None,
-) -> CheckpointFileCheckResult:
-    name, record = item
-    if name not in sizes:
-        return CheckpointFileCheckResult(
-            name, None, f"it is missing; rank {record.rank} saved it with {record.size} bytes"
-        )
-    if sizes[name] != record.size:
-        return CheckpointFileCheckResult(
-            name, sizes[name], f"it has {sizes[name]} bytes, expected {record.size}"
-        )
-    actual_digest = _digest(checkpoint.store, f"{checkpoint.folder}/{name}", hashing, threads)
-    if actual_digest != record.digest:
-        return CheckpointFileCheckResult(
-            name, record.size, f"its digest is {actual_digest}, expected {record.digest}"
-        )
-    return CheckpointFileCheckResult(name, record.size)
-
-
-def _digest(store: CheckpointStorage, name: str, hashing: str, threads: int | None) -> str:
-    path = store.local_path(name)
-    if path is not None:
-        with file_errors("read", path):
-            return file_digest(path, hashing, threads)
-    with tempfile.TemporaryDirectory(prefix="accelerate-fetch-") as folder:
-        path = Path(folder, "file")
-        store.fetch(name, path)
-        return file_digest(path, hashing, threads)
+        for damages in pool.map(check_remote, manifest.files.keys() - large):
+            yield from damages
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,13 @@ import pickle
 import socket
 import sys
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 from safetensors import SafetensorError
@@ -224,6 +224,58 @@ def file_digests(
                 list(pool.map(lambda piece: _piece(piece[0], piece[1], new(), on_read), pieces))
             )
     return [new(b"".join(islice(piece_digests, count))).hexdigest() for count in counts]
+
+
+class FileDamage(NamedTuple):
+    """A file that is not as it was saved.
+
+    Attributes:
+        name: of the file.
+        size: bytes that it has; None if it is missing.
+        why: what was expected, and what it has.
+    """
+
+    name: str
+    size: int | None
+    why: str
+
+    @property
+    def state(self) -> str:
+        """In a word, for errors."""
+        return "missing" if self.size is None else "damaged"
+
+
+def find_damage(
+    folder: Path,
+    records: Mapping[str, FileRecord],
+    hashing: str,
+    on_read: Callable[[int], object] | None = None,
+) -> Iterator[FileDamage]:
+    """Compare files with their records; all sizes first, then the digests.
+
+    Args:
+        folder: where they are.
+        records: by name.
+        hashing, on_read: see ``file_digests``.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    whole: dict[str, Path] = {}
+    for name, record in records.items():
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if size is None:
+            yield FileDamage(name, None, f"rank {record.rank} saved it with {record.size} bytes")
+        elif size != record.size:
+            yield FileDamage(name, size, f"it has {size} bytes, expected {record.size}")
+        else:
+            whole[name] = path
+    with file_errors("read", folder):
+        digests = file_digests(list(whole.values()), hashing, on_read=on_read)
+    for name, digest in zip(whole, digests, strict=True):
+        if digest != (expected := records[name].digest):
+            yield FileDamage(name, records[name].size, f"its digest is {digest}, expected {expected}")
 
 
 def usable_cores() -> int:

@@ -21,7 +21,7 @@ import torch
 
 from accelerate.checkpoint import async_save, discovery, layout
 from accelerate.checkpoint.discovery import Address, ProjectConfiguration
-from accelerate.checkpoint.file_access import MissingFileError, file_digests, file_errors
+from accelerate.checkpoint.file_access import MissingFileError, file_errors, find_damage
 from accelerate.checkpoint.layout import CheckpointContents, Manifest
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.state_reader import TrainingStateReader
@@ -227,28 +227,16 @@ def verify_files(folder: Path, manifest: Manifest, ranks: CheckpointRankGroup) -
         if not name.startswith(f"{layout.RNG_STATE_NAME}_") or (folder / name).exists()
     }
     by_size = sorted(files.items(), key=lambda item: (-item[1].size, item[0]))
-    local_share = {folder / name: record for name, record in by_size[ranks.local_rank :: ranks.local_size]}
-    for path, record in local_share.items():
-        if not path.is_file():
-            raise MissingFileError(
-                f"{path} is missing", why=f"it was saved by rank {record.rank} with {record.size} bytes"
-            )
-        size = path.stat().st_size
-        if size != record.size:
-            raise CheckpointError(f"{path} is damaged", why=f"it has {size} bytes, expected {record.size}")
+    local_share = dict(by_size[ranks.local_rank :: ranks.local_size])
     shows_progress = getattr(sys.stderr, "isatty", bool)()
     size = sum(record.size for record in local_share.values())
-    with (
-        ProgressBar("verifying the checkpoint", size) if shows_progress else nullcontext() as progress,
-        file_errors("read", folder),
-    ):
+    with ProgressBar("verifying the checkpoint", size) if shows_progress else nullcontext() as progress:
         on_read = None if progress is None else progress.advance
-        actual_digests = file_digests(list(local_share), manifest.hashing, on_read=on_read)
-    for (path, record), actual in zip(local_share.items(), actual_digests, strict=True):
-        if actual != record.digest:
-            raise CheckpointError(
-                f"{path} is damaged",
-                why=f"its digest is {actual[:16]}..., expected {record.digest[:16]}... ({manifest.hashing})",
+        for damage in find_damage(folder, local_share, manifest.hashing, on_read):
+            kind = MissingFileError if damage.size is None else CheckpointError
+            raise kind(
+                f"{folder / damage.name} is {damage.state}",
+                why=damage.why,
                 fix="load another checkpoint; nothing was changed",
             )
 

@@ -18,9 +18,9 @@ from typing import IO, Any, BinaryIO, cast
 
 import torch
 
-from accelerate.checkpoint import checkpoint_maintenance, layout, lazy_weights, state_dict_files, torch_files
+from accelerate.checkpoint import layout, lazy_weights, state_dict_files, torch_files
 from accelerate.checkpoint.discovery import CheckpointCandidate
-from accelerate.checkpoint.file_access import file_errors
+from accelerate.checkpoint.file_access import file_errors, find_damage
 from accelerate.checkpoint.lazy_weights import (
     LazyWeights,
     cast_to,
@@ -493,9 +493,16 @@ def export_weights(
     engine_weights = find_engine_weights(folder, model) if find_engine_weights is not None else None
     source = find_weights(folder, model) if engine_weights is None else engine_weights[0]
     if checkpoint.manifest is not None:
-        count = _verify_files(checkpoint, {p.relative_to(folder).as_posix() for p in files_of(source)})
+        manifest, names = checkpoint.manifest, {p.relative_to(folder).as_posix() for p in files_of(source)}
+        records = {name: record for name, record in manifest.files.items() if name in names}
+        for damage in find_damage(folder, records, manifest.hashing):
+            raise CheckpointError(
+                f"{checkpoint.path}: {damage.name} is {damage.state}",
+                why=damage.why,
+                fix="export another checkpoint; nothing was written",
+            )
         if on_progress is not None:
-            on_progress(f"{count} file(s) of model {model} in {checkpoint.name} are as they were saved")
+            on_progress(f"{len(names)} file(s) of model {model} in {checkpoint.name} are as they were saved")
     read = open_weights(source) if engine_weights is None else group_ties(engine_weights[1])
     weights = strip_wrappers(read, has_prefix=checkpoint.manifest is None)
     files = write_weights(
@@ -503,20 +510,6 @@ def export_weights(
     )
     size = sum(t.shape.numel() * cast_to(t.dtype, target_dtype).itemsize for t in weights.tensors.values())
     return ExportResult(source, files, len(weights.tensors), size, tuple(weights.others))
-
-
-def _verify_files(checkpoint: CheckpointCandidate, file_names: set[str]) -> int:
-    problems = [
-        checked for checked in checkpoint_maintenance.check_files(checkpoint, file_names) if checked.problem
-    ]
-    if problems:
-        first = problems[0]
-        raise CheckpointError(
-            f"{checkpoint.path}: {first.name} is damaged",
-            why=first.problem,
-            fix="export another checkpoint; nothing was written",
-        )
-    return len(file_names)
 
 
 def strip_wrappers(weights: LazyWeights, *, has_prefix: bool) -> LazyWeights:

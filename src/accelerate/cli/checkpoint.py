@@ -151,13 +151,21 @@ def _verify_candidate(candidate: CheckpointCandidate, progress: ProgressBar) -> 
         seen = candidate.problem or "no manifest: every file can be opened, digests are not known"
         line = {"name": candidate.name, "file": "", "size": "", "result": seen}
         return [line | {"ok": "no" if candidate.problem else "unknown"}]
+    damages = {each.name: each for each in checkpoint_maintenance.check_files(candidate, progress.advance)}
     lines: list[dict[str, str]] = []
-    for checked in checkpoint_maintenance.check_files(candidate):
-        progress.advance(checked.size or 0)
-        size = "" if checked.size is None else show_bytes(checked.size)
-        line = {"name": candidate.name, "file": checked.name, "size": size}
-        line |= {"result": checked.problem or "as saved", "ok": "no" if checked.problem else "yes"}
-        lines.append(line)
+    for name, record in sorted(candidate.manifest.files.items(), key=lambda item: (-item[1].size, item[0])):
+        damage = damages.get(name)
+        size = record.size if damage is None else damage.size
+        result = "as saved" if damage is None else f"it is {damage.state}: {damage.why}"
+        lines.append(
+            {
+                "name": candidate.name,
+                "file": name,
+                "size": "" if size is None else show_bytes(size),
+                "result": result,
+                "ok": "yes" if damage is None else "no",
+            }
+        )
     return lines
 
 
