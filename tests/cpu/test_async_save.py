@@ -324,8 +324,8 @@ def test_a_killed_rank_is_missed_and_the_checkpoint_before_is_whole(
     assert "SIGKILL" in one.message
     assert zero.value is not None, zero
     assert "rank 1 is gone" in pickle.loads(zero.value)
-    newest = discovery.latest_checkpoint(tmp_path / "checkpoints")
-    assert newest.candidate.name.endswith("checkpoint_0")
+    newest, _ = discovery.latest_checkpoint(tmp_path / "checkpoints")
+    assert newest.name.endswith("checkpoint_0")
 
 
 def save_late(folder: str) -> str:

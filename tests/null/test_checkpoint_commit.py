@@ -395,10 +395,10 @@ def save_at(folder: Path, name: str, value: float, day: int) -> None:
 def test_folders_with_other_names_are_ordered_by_the_time_of_saving(tmp_path: Path) -> None:
     save_at(tmp_path, "epoch_9", 1, day=2)
     save_at(tmp_path, "epoch_10", 2, day=1)
-    assert discovery.latest_checkpoint(tmp_path).candidate.name == "epoch_10"
+    assert discovery.latest_checkpoint(tmp_path)[0].name == "epoch_10"
     save_at(tmp_path, "best", 3, day=4)
     save_at(tmp_path, "step_500", 4, day=3)
-    assert discovery.latest_checkpoint(tmp_path).candidate.name == "best"
+    assert discovery.latest_checkpoint(tmp_path)[0].name == "best"
     assert [c.name for c in discovery.candidates(LocalCheckpointStorage(tmp_path))] == [
         "epoch_10",
         "epoch_9",
@@ -411,34 +411,30 @@ def test_folders_with_other_names_are_ordered_by_the_time_of_saving(tmp_path: Pa
 def test_a_folder_of_the_public_package_counts_only_if_nothing_is_torn(
     tmp_path: Path, torn: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from accelerate.world import rng
-
     settings = project(tmp_path)
     save.save(box(1), project=settings)
     parts = box(2)
-    parts.rng = rng
+    parts.rng = True
     path = save.save(parts, project=settings)
     (path / "manifest.json").unlink()
     if torn:
         data = (path / torn).read_bytes()
         (path / torn).write_bytes(data[: len(data) - 40])
-    newest = discovery.latest_checkpoint(tmp_path / "checkpoints")
-    assert newest.candidate.name == ("checkpoint_0" if torn else "checkpoint_1")
-    assert bool(newest.ignored) == bool(torn)
+    newest, ignored = discovery.latest_checkpoint(tmp_path / "checkpoints")
+    assert newest.name == ("checkpoint_0" if torn else "checkpoint_1")
+    assert bool(ignored) == bool(torn)
     if torn:
-        assert torn in newest.ignored[0]
+        assert torn in ignored[0]
     else:
         assert load.load(parts, project=project(tmp_path)).step == 2
         assert "has no manifest" in caplog.text
 
 
 def test_retention_counts_folders_of_the_public_package_and_leaves_half_ones(tmp_path: Path) -> None:
-    from accelerate.world import rng
-
     settings = project(tmp_path, limit=2)
     for step in range(2):
         parts = box(step)
-        parts.rng = rng
+        parts.rng = True
         (save.save(parts, project=settings) / "manifest.json").unlink()
     half = tmp_path / "checkpoints" / "checkpoint_2"
     half.mkdir()

@@ -227,13 +227,11 @@ def poison_pickle(path: Path) -> None:
 def test_a_pickle_that_would_run_code_is_refused_wherever_it_lies(
     tmp_path: Path, file: str, poison: Any
 ) -> None:
-    from accelerate.world import rng
-
     def parts() -> CheckpointContents:
         model = nn.Linear(1, 1)
         optimizer, scaler = torch.optim.SGD(model.parameters()), torch.amp.GradScaler("cpu")
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        contents = CheckpointContents([model], [optimizer], [schedule], scaler, [Holder(1)], rng=rng)
+        contents = CheckpointContents([model], [optimizer], [schedule], scaler, [Holder(1)], rng=True)
         contents.gradients = Holder(1)
         return contents
 

@@ -27,7 +27,6 @@ from accelerate.checkpoint.lazy_weights import open_weights
 from accelerate.cli.main import run
 from accelerate.core.errors import CheckpointError
 from accelerate.utils import ProjectConfiguration
-from accelerate.world import rng
 from tests.laws.test_8_no_torch import command as without_torch
 from tests.support.long_run import long_run_param
 
@@ -55,7 +54,7 @@ def parts(step: int = 0, value: float = 0.0) -> CheckpointContents:
     model = nn.Linear(3, 2)
     nn.init.constant_(model.weight, value)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return CheckpointContents([model], [optimizer], rng=rng, step=step, metadata={"epoch": step // 10})
+    return CheckpointContents([model], [optimizer], rng=True, step=step, metadata={"epoch": step // 10})
 
 
 @pytest.fixture
@@ -333,7 +332,9 @@ class WrappedNet(nn.Module):
 def save_wrapped(path: Path, model: WrappedNet, *, safe: bool) -> Path:
     """Save as older versions of 1.x did on several processes: names have a prefix, there is no manifest."""
     part = StatefulAdapter("Wrapped", model.state_as_saved, lambda state: None)
-    path = Path(save.save(CheckpointContents([part], rng=rng, strategy="ddp"), path, safe_serialization=safe))
+    path = Path(
+        save.save(CheckpointContents([part], rng=True, strategy="ddp"), path, safe_serialization=safe)
+    )
     (path / "manifest.json").unlink()
     return path
 
@@ -381,7 +382,7 @@ def test_export_keeps_a_module_of_that_name(cli: Run, tmp_path: Path, world: int
     """No number of processes puts a prefix in front: ``module.`` is the user's own."""
     model = nn.Module()
     model.module = nn.Linear(1, 1)
-    path = Path(save.save(CheckpointContents([model], rng=rng), tmp_path / "c"))
+    path = Path(save.save(CheckpointContents([model], rng=True), tmp_path / "c"))
     body = {**json.loads((path / "manifest.json").read_text()), "world_size": world}
     body.pop("digest")
     (path / "manifest.json").write_text(json.dumps({"digest": _manifest_digest(body), **body}))
@@ -394,7 +395,7 @@ def test_export_takes_the_newest_complete_checkpoint_and_the_model_asked_for(cli
     assert cli("export", project, project / "out").code == 0
     assert load_file(project / "out" / "model.safetensors")["weight"].unique() == 30.0
     two = [nn.Linear(1, 1), nn.Linear(2, 2)]
-    path = Path(save.save(CheckpointContents(two, rng=rng), project / "two"))
+    path = Path(save.save(CheckpointContents(two, rng=True), project / "two"))
     assert cli("export", path, project / "second", "--model", "1").code == 0
     assert load_file(project / "second" / "model.safetensors")["weight"].shape == (2, 2)
     result = cli("export", path, project / "third", "--model", "2")

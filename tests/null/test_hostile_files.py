@@ -24,7 +24,6 @@ from accelerate.checkpoint.layout import CheckpointContents
 from accelerate.core import pickle_scan
 from accelerate.core.errors import CheckpointError
 from accelerate.strategy.deepspeed.zero_checkpoint import ZeroCheckpoint
-from accelerate.world import rng
 
 INDEX = layout.SAFE_WEIGHTS_INDEX_NAME
 
@@ -197,7 +196,7 @@ def test_what_this_library_saves_passes_whatever_it_holds() -> None:
 
 def contents() -> CheckpointContents:
     model = nn.Linear(2, 2)
-    return CheckpointContents([model], [torch.optim.SGD(model.parameters(), momentum=0.9)], rng=rng)
+    return CheckpointContents([model], [torch.optim.SGD(model.parameters(), momentum=0.9)], rng=True)
 
 
 def to_pipe(path: Path) -> None:

@@ -17,7 +17,6 @@ from accelerate.checkpoint.rank_group import CheckpointRankGroup
 from accelerate.checkpoint.save import WholeStateFile
 from accelerate.checkpoint.state_reader import TrainingStateReader
 from accelerate.checkpoint.weight_files import replace_file
-from accelerate.world import rng
 
 
 def save_accelerator_state(
@@ -40,7 +39,7 @@ def save_accelerator_state(
         CheckpointError: a file cannot be written.
     """
     folder = Path(output_dir)
-    contents = CheckpointContents([], optimizers, schedulers, scaler, rng=rng, step=step)
+    contents = CheckpointContents([], optimizers, schedulers, scaler, rng=True, step=step)
     contents.stateful_loaders = _stateful(dataloaders)
     replicated = process_index == 0 or (save_on_each_node and CheckpointRankGroup.current().local_rank == 0)
     whole = [("models", index, "", state) for index, state in enumerate(model_states)]
@@ -77,7 +76,7 @@ def load_accelerator_state(
     ranks = CheckpointRankGroup(
         process_index, max(current.size, process_index + 1), current.local_rank, current.local_size
     )
-    train_state = CheckpointContents(models, optimizers, schedulers, scaler, rng=rng)
+    train_state = CheckpointContents(models, optimizers, schedulers, scaler, rng=True)
     train_state.stateful_loaders = _stateful(dataloaders)
     location = resolve_map_location(map_location, "cpu")
     reader = TrainingStateReader(

@@ -101,19 +101,6 @@ class CheckpointCandidate:
         return self.store.modified_at(self.name)
 
 
-@dataclass(frozen=True)
-class CheckpointSearchResult:
-    """The newest usable checkpoint of a folder.
-
-    Attributes:
-        candidate: the checkpoint.
-        ignored: newer or older folders that look like one and cannot be used, with the reason.
-    """
-
-    candidate: CheckpointCandidate
-    ignored: tuple[str, ...]
-
-
 def automatic_number(name: str) -> int | None:
     """Return the number of a folder that automatic naming made, None for any other folder."""
     match = re.fullmatch(rf"{AUTOMATIC_NAME}_(\d+)", name)
@@ -211,11 +198,11 @@ def candidates(store: CheckpointStorage, folder: str = "") -> list[CheckpointCan
 
 def latest_checkpoint(
     folder: str | Path, allowed_ids: Container[str] | None = None
-) -> CheckpointSearchResult:
-    """Return the newest usable checkpoint directly in ``folder``, a local one or a URL.
+) -> tuple[CheckpointCandidate, tuple[str, ...]]:
+    """Return (the newest usable checkpoint directly in a folder, the ones passed over with the reason).
 
     Args:
-        folder: where.
+        folder: a local one or a URL.
         allowed_ids: ids of the saves that may be taken; None for all.
 
     Raises:
@@ -233,7 +220,7 @@ def latest_checkpoint(
     if not usable:
         reason = "; ".join(ignored) if ignored else "it has no folder that looks like one"
         raise CheckpointNotFoundError(f"there is no complete checkpoint in {folder}", why=reason)
-    return CheckpointSearchResult(usable[-1], ignored)
+    return usable[-1], ignored
 
 
 def named_checkpoint(store: CheckpointStorage, name: str) -> CheckpointCandidate:
@@ -441,8 +428,7 @@ def choose_checkpoint(
         folder = automatic_folder(project)
         folder = folder.resolve() if isinstance(folder, Path) else folder
         _recover_all(open_store(folder))
-        newest = latest_checkpoint(folder, allowed_ids)
-        candidate, ignored = newest.candidate, newest.ignored
+        candidate, ignored = latest_checkpoint(folder, allowed_ids)
         for name in ignored:
             logger.warning("not a complete checkpoint, ignored: %s", name)
     else:

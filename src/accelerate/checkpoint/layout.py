@@ -1,7 +1,7 @@
 """The parts of a checkpoint: its objects, the names of their files, and the manifest, which lists them.
 
     contents = CheckpointContents(models=[model], optimizers=[optimizer], schedulers=[scheduler],
-                                  rng=rng, loaders=[loader], step=12, metadata={"epoch": 3})
+                                  rng=True, loaders=[loader], step=12, metadata={"epoch": 3})
 
     path = save(contents, "runs/a/last")      # replaces the folder in one step
     path = save(contents, project=project)    # runs/a/checkpoints/checkpoint_<iteration>
@@ -415,22 +415,6 @@ class ShardedState(Protocol):
         ...
 
 
-class RNGStates(Protocol):
-    """The random states of one rank; the module ``accelerate.world.rng`` is one."""
-
-    def capture(self) -> Mapping[str, Any]:
-        """Return all states, by the names of the public format."""
-        ...
-
-    def restore(self, state: Mapping[str, Any], /) -> Iterable[str]:
-        """Restore states; return the generators of this process that ``state`` has nothing for."""
-        ...
-
-    def set_seed(self, seed: int, /) -> Any:
-        """Seed every generator from one number of 63 bits."""
-        ...
-
-
 @dataclass(frozen=True)
 class ContentKind:
     """The place of one kind of objects in a checkpoint.
@@ -504,7 +488,7 @@ class CheckpointContents:
             the states of all ranks.
         gradients: the gradients of an accumulation window that is not complete; None if there are none. Its
             ``load_state_dict`` takes the states of all ranks that were saved, and the rank.
-        rng: captures and restores random states; None leaves them out.
+        rng: the random states of each rank are among them.
         sharded: a save writes models and optimizers sharded, where they have a ``sharded_state``. A load
             reads what is in the folder.
         own_files: objects that write files of their own.
@@ -524,7 +508,7 @@ class CheckpointContents:
     stateful_loaders: list[Any] = field(default_factory=list)
     rank_positions: list[Any] = field(default_factory=list)
     gradients: Any = None
-    rng: RNGStates | None = None
+    rng: bool = False
     sharded: bool = False
     own_files: list[FolderStateful] = field(default_factory=list)
     step: int = 0
@@ -539,8 +523,10 @@ class CheckpointContents:
             CheckpointError: one has no ``state_dict`` and ``load_state_dict``.
         """
         objects: dict[str, CheckpointObject] = {}
-        random_states, rng = None, self.rng
-        if rng is not None:
+        random_states = None
+        if self.rng:
+            from accelerate.world import rng  # it imports torch, and manifests are read without
+
             random_states = StatefulAdapter(
                 "random states", lambda: {"step": self.step, **rng.capture()}, rng.restore
             )

@@ -75,7 +75,6 @@ def load(
     load_kwargs: Mapping[str, Any] | None = None,
     model_kwargs: Mapping[str, Any] | None = None,
     before: Callable[[Path, Manifest | None], None] | None = None,
-    check_digests: bool = True,
     ranks: CheckpointRankGroup | None = None,
 ) -> CheckpointLoadResult:
     """Load a checkpoint into ``contents`` on all ranks together.
@@ -93,7 +92,6 @@ def load(
         load_kwargs: more arguments of ``torch.load``.
         model_kwargs: more arguments of the models' ``load_state_dict``.
         before: called on every rank with the folder and its manifest, before ``contents.models`` is read.
-        check_digests: compare digests with the manifest; sizes are always compared.
         ranks: those that load together; the open world's by default.
 
     Raises:
@@ -134,7 +132,7 @@ def load(
         ) as reader,
     ):
         with ranks.collective_section(action):
-            if fetched is not None and check_digests:
+            if fetched is not None:
                 verify_files(path, fetched, ranks)
         with ranks.collective_section(action):
             if before is not None:

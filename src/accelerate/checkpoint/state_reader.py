@@ -26,7 +26,6 @@ from accelerate.checkpoint.layout import (
     CheckpointObject,
     Manifest,
     RankStateful,
-    RNGStates,
     StatefulAdapter,
 )
 from accelerate.checkpoint.rank_group import CheckpointRankGroup
@@ -41,6 +40,7 @@ from accelerate.checkpoint.state_dict_files import (
 from accelerate.core import tree
 from accelerate.core.errors import CheckpointError
 from accelerate.core.units import ProgressBar
+from accelerate.world import rng
 
 logger = logging.getLogger(__name__)
 # Errors that objects raise when a state does not fit them.
@@ -101,7 +101,7 @@ class TrainingStateReader:
             elif each.category == "loaders":
                 self._read_position(each, len(contents.stateful_loaders))
             elif each.category == "rng":
-                self._read_rng(contents.rng)
+                self._read_rng()
             elif each.category in ("gradients", "rank_states", "rank_positions"):
                 self._read_rank_files(each)
             else:
@@ -396,8 +396,7 @@ class TrainingStateReader:
         load = partial(each.item.load_state_dict, states, self.ranks.rank)
         pending.append((f"load the {each.label} from {self.folder}", load))
 
-    def _read_rng(self, rng: RNGStates | None) -> None:
-        assert rng is not None
+    def _read_rng(self) -> None:
         rank, count = self.ranks.rank, self._saved_ranks
         path = self.folder / layout.file_name("rng", rank=rank)
         if path.exists():  # what is no file is refused

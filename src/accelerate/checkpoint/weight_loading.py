@@ -94,9 +94,11 @@ class WeightPlacer(Protocol):
 
     Attributes:
         uploads: a context in which tensors are placed; at its end their values are there.
+        loads_by_hooks: modules that may convert what they load do so, whatever the files hold.
     """
 
     uploads: DeviceUploads
+    loads_by_hooks: bool
 
     def check(self, pairs: Sequence[TensorMatch]) -> None:
         """Refuse, before anything is read, tensors that cannot be placed."""
@@ -133,27 +135,6 @@ class TensorMatch:
     saved: LazyTensor
     others: dict[str, LazyTensor]
     dtype: torch.dtype
-
-
-class CurrentDeviceWeightPlacer:
-    """Keeps tensors on their devices; those on the meta device are mapped into host memory."""
-
-    def __init__(self) -> None:
-        self.maps, self.uploads = MappedFiles(), DeviceUploads()
-
-    def check(self, pairs: Sequence[TensorMatch]) -> None:
-        """Accept everything."""
-
-    def place_tensor(self, target: ModelTensor, saved: LazyTensor, dtype: torch.dtype) -> torch.Tensor:
-        """Copy into memory that there is; otherwise return a view of the file."""
-        current = target.tensor
-        if current.device.type != "meta" or is_distributed(current):
-            return copy_into(current, saved, dtype, self.maps, self.uploads)
-        return host_tensor(saved, dtype, self.maps)
-
-    def device(self, name: str, current: torch.device) -> torch.device:
-        """Return the current device; the CPU for the meta device."""
-        return _HOST if current.type == "meta" else current
 
 
 def host_tensor(saved: LazyTensor, dtype: torch.dtype, maps: MappedFiles) -> torch.Tensor:
@@ -253,8 +234,7 @@ def load_weights(
             modules with loading code of their own, which may refuse after others have loaded.
     """
     targets, wanted, fp32_modules = list_model_tensors(model), as_dtype(dtype), tuple(keep_in_fp32)
-    by_hooks = isinstance(placement, CurrentDeviceWeightPlacer)
-    custom = find_custom_modules(model, saved_tensors, targets, by_hooks=by_hooks)
+    custom = find_custom_modules(model, saved_tensors, targets, by_hooks=placement.loads_by_hooks)
     persistent = [t for t in targets if t.is_persistent]
     own_targets = [t for t in persistent if custom.covers(t)]
     direct_targets = [t for t in persistent if not custom.covers(t)]

@@ -22,7 +22,6 @@ from accelerate.checkpoint.lazy_weights import open_weights, weights_from_rank0
 from accelerate.checkpoint.model_tensors import LazyTensor
 from accelerate.checkpoint.state_dict_files import as_dtype, is_distributed
 from accelerate.checkpoint.weight_loading import (
-    CurrentDeviceWeightPlacer,
     MappedFiles,
     MismatchedKeys,
     ModelTensor,
@@ -315,12 +314,29 @@ class MmapWeightSource(TensorSource):
         return self.host_tensor().to(device)
 
 
-class CurrentDevicePlacement(CurrentDeviceWeightPlacer):
-    """A ``WeightPlacer`` without a device map: tensors stay where they are, and views know their file."""
+class CurrentDevicePlacement:
+    """A ``WeightPlacer`` without a device map: tensors stay on their devices, and views know their file."""
+
+    loads_by_hooks = True
+
+    def __init__(self) -> None:
+        self.maps, self.uploads = MappedFiles(), DeviceUploads()
+
+    def check(self, pairs: Sequence[TensorMatch]) -> None:
+        """Accept everything."""
 
     def place_tensor(self, target: ModelTensor, saved: LazyTensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the present tensor with the values of the file, or a view of the file."""
-        return _with_file_source(target, super().place_tensor(target, saved, dtype), saved, dtype)
+        """Copy into memory that there is; return a view of the file for a tensor on the meta device."""
+        current = target.tensor
+        if current.device.type != "meta" or is_distributed(current):
+            value = copy_into(current, saved, dtype, self.maps, self.uploads)
+        else:
+            value = host_tensor(saved, dtype, self.maps)
+        return _with_file_source(target, value, saved, dtype)
+
+    def device(self, name: str, current: torch.device) -> torch.device:
+        """Return the current device; the CPU for the meta device."""
+        return _HOST if current.type == "meta" else current
 
 
 class DeviceMapPlacement:
@@ -340,6 +356,8 @@ class DeviceMapPlacement:
     Raises:
         DeviceError: there is no such device.
     """
+
+    loads_by_hooks = False
 
     def __init__(
         self,

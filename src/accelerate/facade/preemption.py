@@ -175,10 +175,12 @@ def _choose_checkpoint(wanted: str, project: ProjectConfiguration, among: set[st
     if not store.is_folder(name) or discovery.inspect_folder(store, name) is not None:
         return discovery.named_checkpoint(store, name).path
     inside = store.is_folder(f"{name}/{AUTOMATIC_FOLDER}")
-    latest = discovery.latest_checkpoint(join_address(folder, AUTOMATIC_FOLDER) if inside else folder)
-    for each in latest.ignored:
+    latest, ignored = discovery.latest_checkpoint(
+        join_address(folder, AUTOMATIC_FOLDER) if inside else folder
+    )
+    for each in ignored:
         logger.warning("not a complete checkpoint, ignored: %s", each)
-    return latest.candidate.path
+    return latest.path
 
 
 def _common_checkpoints(
