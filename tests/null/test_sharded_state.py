@@ -529,13 +529,18 @@ def test_merging_into_torch_files(tmp_path: Path) -> None:
     assert torch.equal(state["head.weight"], model.state_dict()["embed.weight"])
 
 
-def test_merging_into_shards_with_an_index(tmp_path: Path) -> None:
+def test_merging_into_shards_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))
     folder = save(ShardedModelState(model), tmp_path / "m")
     for safe, stem in ((True, "model"), (False, "pytorch_model")):
         out = tmp_path / stem
-        written = weight_files.write_merged(lazy_tensors(folder), out, safe=safe, limit=2 * 8 * 8 * 4)
+
+        def merge_shards(safe: bool = safe, out: Path = out, limit: int | str = 2 * 8 * 8 * 4) -> list[str]:
+            monkeypatch.setattr(weight_files, "LIMIT", limit)
+            return weight_files.merge(lazy_tensors, str(folder), str(out), safe).files
+
+        written = merge_shards()
         assert len(written) == 3
         (index,) = out.glob("*.index.json")
         content = json.loads(index.read_text())
@@ -549,9 +554,9 @@ def test_merging_into_shards_with_an_index(tmp_path: Path) -> None:
         for file in written:
             read |= load_file(out / file) if safe else torch.load(out / file, weights_only=True)
         assert all(torch.equal(read[name], value) for name, value in model.state_dict().items())
-        whole = weight_files.write_merged(lazy_tensors(folder), out, safe=safe)
+        whole = merge_shards(limit="10GB")
         assert [p.name for p in out.iterdir()] == whole  # nothing is left that would be loaded in its place
-        weight_files.write_merged(lazy_tensors(folder), out, safe=safe, limit=2 * 8 * 8 * 4)
+        merge_shards()
         assert {p.name for p in out.iterdir()} == {*written, index.name}
 
 
@@ -564,7 +569,7 @@ def test_merging_reads_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.
     assert reads == []
     assert torch.equal(saved_tensors["1.bias"].read(), saved_tensors["1.bias"].read())
     assert reads == ["model.1.bias"] * 2
-    weight_files.write_merged(saved_tensors, tmp_path / "out")
+    weight_files.merge(lambda _: saved_tensors, str(folder), str(tmp_path / "out"))
     assert len(reads) == 2 + 4
 
 

@@ -52,14 +52,13 @@ WrittenItems = list[tuple[MetadataIndex, int, int]]
 KeyPath = tuple[Any, ...]
 
 
-def only_distributed(state: Any) -> Any:
-    """Return ``state`` with its DTensors only: the rest is saved by another rank."""
+def filter_tensors(state: Any, kind: type[torch.Tensor]) -> Any:
+    """Return what a nested state has of tensors of a class, and of lists of them; None if it has none."""
     if isinstance(state, Mapping):
-        distributed = {key: only_distributed(value) for key, value in state.items()}
-        return {key: value for key, value in distributed.items() if value is not None} or None
-    if isinstance(state, list) and state and all(isinstance(item, DTensor) for item in state):
-        return state
-    return state if isinstance(state, DTensor) else None
+        tensors = {key: filter_tensors(value, kind) for key, value in state.items()}
+        return {key: value for key, value in tensors.items() if value is not None} or None
+    items = state if isinstance(state, list) and state else [state]
+    return state if all(isinstance(item, kind) for item in items) else None
 
 
 @dataclass
@@ -516,12 +515,3 @@ class ParamStateOnDisk(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._entries)
-
-
-def drop_non_tensors(state: Any) -> Any:
-    """Return a nested state without what is neither a tensor nor a list of tensors."""
-    if isinstance(state, Mapping):
-        return {key: drop_non_tensors(value) for key, value in state.items()}
-    if isinstance(state, list) and all(isinstance(item, torch.Tensor) for item in state):
-        return state
-    return state if isinstance(state, torch.Tensor) else {}

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from accelerate.checkpoint import layout, state_dict_files, torch_files
 from accelerate.checkpoint.file_access import CheckpointNotFoundError, MissingFileError, file_errors
-from accelerate.checkpoint.file_reads import FileRegion
+from accelerate.checkpoint.file_reads import FileRegion, read_exactly
 from accelerate.checkpoint.model_tensors import LazyTensor, SavedTensors
 from accelerate.core.errors import AccelerateError, CheckpointError
 from accelerate.world import collective
@@ -240,16 +240,9 @@ def _read_tensor(
     path: Path, offset: int, shape: torch.Size, dtype: torch.dtype, stride: tuple[int, ...] | None = None
 ) -> torch.Tensor:
     span = shape if stride is None else (1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)),)
-    done = 0
-    with file_errors("read", path), path.open("rb", buffering=0) as file:
+    with file_errors("read", path):
         tensor = torch.empty(span, dtype=dtype)
-        target = state_dict_files.raw_bytes(tensor)
-        file.seek(offset)
-        while done < len(target):
-            got = file.readinto(target[done:])
-            if not got:
-                raise CheckpointError(f"{path} is damaged", why=f"it ends at {offset + done} bytes")
-            done += got
+        read_exactly(path, offset, state_dict_files.raw_bytes(tensor))
     return tensor if stride is None else tensor.as_strided(shape, stride)
 
 

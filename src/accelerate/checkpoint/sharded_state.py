@@ -30,8 +30,7 @@ from accelerate.checkpoint import layout, state_dict_files, torch_files
 from accelerate.checkpoint.dcp_files import (
     RankShardFile,
     ShardFolderReader,
-    drop_non_tensors,
-    only_distributed,
+    filter_tensors,
     optimizer_entries,
     read_nested,
 )
@@ -304,9 +303,9 @@ class ShardedOptimizerState(_ShardedState):
             pairs = zip(whole["param_groups"], self.group_names, strict=True)
             whole["param_groups"] = [{**group, "params": list(members)} for group, members in pairs]
         if rank > 0 and self.local_training:
-            whole = only_distributed(whole) or {}
+            whole = filter_tensors(whole, DTensor) or {}
         elif rank > 0:
-            whole = {"state": drop_non_tensors(whole["state"])}
+            whole = {"state": filter_tensors(whole["state"], torch.Tensor) or {}}
         return self.optimizer, {"optimizer": whole}, {}
 
     def prepare_load(self, folder: Path, context: CheckpointLoadContext, /) -> Callable[[], Any]:

@@ -30,8 +30,6 @@ from typing import IO, Any, BinaryIO, ClassVar, cast
 
 import numpy as np
 import torch
-from torch import _utils as torch_utils
-from torch.storage import TypedStorage, _LegacyStorage
 
 from accelerate.checkpoint.file_access import CodeInFileError, file_errors
 from accelerate.checkpoint.file_reads import FileRangeReader
@@ -53,6 +51,7 @@ _NUMBERS = (decimal.Decimal, fractions.Fraction)
 _LONG_NUMBER = re.compile(r"[eE]\s*[+-]?[\d_]{6}")  # 1e999999 as a fraction takes a million digits
 TRUST = "load_state(..., load_kwargs={'weights_only': False})"
 _PICKLED_BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType)  # pickled as their names
+_accepted_types: set[Any] = set()  # classes and functions in files that a ``weights_only`` load accepts
 _warned: set[tuple[str, tuple[str, ...]]] = set()
 _allowing = threading.Lock()
 
@@ -124,38 +123,18 @@ def write(value: Any, file: BinaryIO, what: str = "") -> None:
     try:
         torch.save(value, file, pickle_module=module)
         for pickler in picklers if what else ():
-            if isinstance(pickler.file, io.BytesIO) and not pickler.seen_types <= _known_types():
-                _warn_refused(what, pickler.file.getvalue())
+            if isinstance(pickler.file, io.BytesIO) and not pickler.seen_types <= _accepted_types:
+                _warn_refused(what, pickler.seen_types, pickler.file.getvalue())
     finally:
         picklers.clear()  # the class and they hold each other, and they hold all that was written
 
 
-@cache
-def _known_types() -> frozenset[Any]:
-    """Return the classes and functions that a ``weights_only`` load accepts."""
-    classes = (torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, torch.device)
-    storages = TypedStorage.__subclasses__() + _LegacyStorage.__subclasses__()
-    rebuild = [value for name, value in vars(torch_utils).items() if name.startswith("_rebuild_")]
-    refused = _refusals_of_pickle(pickle.dumps(rebuild, protocol=2))  # torch 2.15 refuses nested tensors
-    rebuild = [value for value in rebuild if f"{value.__module__}.{value.__qualname__}" not in refused]
-    return frozenset(
-        (
-            *classes,
-            *storages,
-            *rebuild,
-            collections.OrderedDict,
-            collections.Counter,
-            set,
-            *_NUMBERS,
-            *safe_globals(),
-        )
-    )
-
-
-def _warn_refused(what: str, pickled: bytes) -> None:
-    """Warn once that loading will refuse an object."""
+def _warn_refused(what: str, types_in_it: set[Any], pickled: bytes) -> None:
+    """Warn once that loading will refuse an object; remember the types of one that it will not refuse."""
     refused = _refusals_of_pickle(pickled)
-    if refused and (what, refused) not in _warned:
+    if not refused:
+        _accepted_types.update(types_in_it)
+    elif (what, refused) not in _warned:
         _warned.add((what, refused))
         logger.warning(
             "%s saves %s, which loading refuses unless you type %s or torch.serialization.add_safe_globals: "

@@ -415,21 +415,15 @@ def merge(
 
     def join() -> ExportResult:
         tensors = find(source)
-        files = write_merged(tensors, target, safe=safe)
+        # Tied tensors are written under each name: readers may not know of the ties.
+        weights = LazyWeights(dict(tensors), {})
+        files = write_weights(weights, target, max_shard_size=LIMIT, safe=safe, action="merging")
         if remove:
             with file_errors("remove", source):
                 shutil.rmtree(source)
         return ExportResult(source, files, len(tensors), sum(each.nbytes for each in tensors.values()), ())
 
     return CheckpointRankGroup.current().run_on_rank0(f"merge the weights of {source}", join)
-
-
-def write_merged(
-    lazy_tensors: Mapping[str, LazyTensor], folder: Path, *, safe: bool = True, limit: int | str = LIMIT
-) -> list[str]:
-    """Write tensors like ``write_weights``, tied ones under each name: readers may not know of the ties."""
-    weights = lazy_weights.LazyWeights(dict(lazy_tensors), {})
-    return write_weights(weights, folder, max_shard_size=limit, safe=safe, action="merging")
 
 
 @dataclass(frozen=True)
