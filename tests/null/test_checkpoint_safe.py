@@ -312,16 +312,23 @@ def test_the_list_holds_no_function_but_those_that_make_numpy_data_and_numbers()
     }
 
 
-def test_looking_for_what_would_be_refused_costs_nothing_for_plain_states(
+def test_looking_for_what_would_be_refused_costs_nothing_for_a_state_like_one_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The pickle is read again only if a class is in it that is not known to be plain."""
-    looked: list[str] = []
-    monkeypatch.setattr(torch_files, "_warn_refused", lambda what, pickled: looked.append(what))
+    """The pickle is read again only if a class is in it that no accepted one had."""
+    looked: list[bytes] = []
+    look = torch_files._refusals_of_pickle
+    monkeypatch.setattr(torch_files, "_refusals_of_pickle", lambda text: looked.append(text) or look(text))
+    monkeypatch.setattr(torch_files, "_accepted_types", set())
     weights = nn.Linear(2, 2).state_dict()
-    torch_files.write({"ema": weights, "all": PLAIN[:3], "array": np.ones(3)}, io.BytesIO(), what="plain")
-    torch_files.write({"ema": weights, "colour": Colour.RED}, io.BytesIO(), what="coloured")
-    assert looked == ["coloured"]
+    for state, count in (
+        ({"ema": weights, "all": PLAIN[:3], "array": np.ones(3)}, 1),
+        ({"all": PLAIN[:3], "other": np.ones(5)}, 1),
+        ({"ema": weights, "colour": Colour.RED}, 2),
+        ({"ema": weights, "colour": Colour.RED}, 3),
+    ):
+        torch_files.write(state, io.BytesIO(), what="state")
+        assert len(looked) == count
 
 
 def test_what_was_written_is_not_held(tmp_path: Path) -> None:

@@ -1083,7 +1083,7 @@ def test_a_gap_in_the_ranks_is_missing_not_derived(tmp_path: Path, caplog: pytes
     (path / "random_states_1.pkl").unlink()
     reader = TrainingStateReader(path, None, CheckpointRankGroup(1, 3))
     reader.read(CheckpointContents(rng=True))
-    assert reader.pending_last == []
+    assert reader.steps == []
     assert "random_states_1.pkl is missing: the random states of rank 1 stay as they are" in caplog.text
 
 

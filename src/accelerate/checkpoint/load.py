@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -125,12 +125,12 @@ def load(
     location = resolve_map_location(map_location, "on_device" if ranks.size > 1 else "cpu")
     with (
         local_checkpoint(store, name, manifest, contents, ranks, action) as (path, fetched),
-        closing(
-            TrainingStateReader(
-                path, manifest, ranks, strict, location, load_kwargs or {}, model_kwargs or {}
-            )
-        ) as reader,
+        ExitStack() as read_states,
     ):
+        reader = TrainingStateReader(
+            path, manifest, ranks, strict, location, load_kwargs or {}, model_kwargs or {}
+        )
+        read_states.callback(reader.steps.clear)  # files are mapped until nothing refers to their states
         with ranks.collective_section(action):
             if fetched is not None:
                 verify_files(path, fetched, ranks)

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -48,6 +48,31 @@ _REFUSALS = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, Inde
 
 
 @dataclass
+class LoadStep:
+    """The load of one state that was read.
+
+    Attributes:
+        action: in words, for errors.
+        run: loads the state.
+        phase: ``"trial"`` where an object may still refuse it: it is loaded first, and taken back if one is
+            refused, on this rank or another. ``"load"`` where it fits, or is too large to be taken back.
+            ``"last"`` for open gradients, which own files would clear, and then random states.
+        source: its file or folder, whose size the progress bar counts.
+        item, copy_of: the object of a trial, and the function that copies its state.
+        writes_into_others: of a trial, the object may write into a model, which is loaded after it; once it
+            was run, that it has done so, and is to be run again.
+    """
+
+    action: str
+    run: Callable[[], Any]
+    phase: Literal["trial", "load", "last"] = "load"
+    source: Path | None = None
+    item: Any = None
+    copy_of: Callable[[Any], Any] = copy_state
+    writes_into_others: bool = False
+
+
+@dataclass
 class TrainingStateReader:
     """A reader of one checkpoint for one rank.
 
@@ -59,10 +84,7 @@ class TrainingStateReader:
         map_location: where torch files are loaded to.
         load_kwargs: more arguments of ``torch.load``.
         model_kwargs: more arguments of the models' ``load_state_dict``.
-        trials: states that an object may still refuse: (description, function, object, function that copies
-            its state). They are loaded first, and taken back if one is refused, on this rank or another.
-        pending: states that fit, or are too large to be taken back: (description, function).
-        pending_last: the same for open gradients, which own files would clear, and then random states.
+        steps: what is to be loaded.
         missing, notes: what the caller should know.
         step: the step counter beside the random states.
     """
@@ -74,16 +96,12 @@ class TrainingStateReader:
     map_location: Any = "cpu"
     load_kwargs: Mapping[str, Any] = field(default_factory=dict)
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    trials: list[tuple[str, Callable[[], Any], Any, Callable[[Any], Any]]] = field(default_factory=list)
-    pending: list[tuple[str, Callable[[], Any]]] = field(default_factory=list)
-    pending_last: list[tuple[str, Callable[[], Any]]] = field(default_factory=list)
+    steps: list[LoadStep] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     step: int | None = None
     _saved_ranks: int = field(default=0, init=False)
-    _sources: dict[str, Path] = field(default_factory=dict, init=False)  # file or folder of an action
-    _undo: list[tuple[str, Callable[[], Any]]] = field(default_factory=list, init=False)
-    _again: list[tuple[str, Callable[[], Any]]] = field(default_factory=list, init=False)
+    _undoing: ExitStack = field(default_factory=ExitStack, init=False)  # takes trials back
 
     def read(self, contents: CheckpointContents) -> None:
         """Read everything that ``contents`` asks for; change nothing yet.
@@ -121,15 +139,10 @@ class TrainingStateReader:
 
     @contextmanager
     def undone_on_error(self) -> Generator[None]:
-        """Give the objects of ``trials`` their states back after an error, also if one refuses its own."""
-        try:
+        """Give the objects of trials their states back after an error, also if one refuses its own."""
+        with self._undoing:  # calls all, whatever one of them raises
             yield
-        except BaseException:
-            with ExitStack() as undoing:  # calls all, whatever one of them raises
-                for action, undo in self._undo:
-                    undoing.callback(_take_back, action, undo)
-            raise
-        self._undo.clear()
+            self._undoing.pop_all()
 
     def try_to_apply(self, contents: CheckpointContents) -> None:
         """Load the states that can be taken back: of schedules, the scaler, loaders, the user's objects.
@@ -137,15 +150,16 @@ class TrainingStateReader:
         Raises:
             CheckpointError: an object refuses its state.
         """
-        registered, self._again = dict(self._again), []
-        for action, function, item, copy_of in self.trials:
+        for step in self.steps:
+            if step.phase != "trial":
+                continue
             with suppress(AttributeError, LookupError):  # it may have no state before it is loaded
-                before = copy_of(item.state_dict())
-                self._undo.append((f"take back: {action}", partial(item.load_state_dict, before)))
-            if action not in registered:
-                _attempt(action, function)
-            elif writes_into(contents, partial(_attempt, action, function)):
-                self._again.append((action, function))
+                undo = partial(step.item.load_state_dict, step.copy_of(step.item.state_dict()))
+                self._undoing.callback(_take_back, f"take back: {step.action}", undo)
+            if step.writes_into_others:
+                step.writes_into_others = writes_into(contents, partial(_attempt, step.action, step.run))
+            else:
+                _attempt(step.action, step.run)
 
     def apply(self) -> None:
         """Load the other states that were read, except for own files, open gradients and random states.
@@ -154,28 +168,24 @@ class TrainingStateReader:
             CheckpointError: a file cannot be read any more.
         """
         shows_progress = getattr(sys.stderr, "isatty", bool)()
-        sizes = (
-            {action: _size_of(source) for action, source in self._sources.items()} if shows_progress else {}
-        )
+        steps = [step for step in self.steps if step.phase == "load"]
+        steps += [step for step in self.steps if step.writes_into_others]
+        sizes = [_size_of(step.source) if shows_progress and step.source else 0 for step in steps]
         with (
-            ProgressBar("loading the checkpoint", sum(sizes.values())) if shows_progress else nullcontext()
+            ProgressBar("loading the checkpoint", sum(sizes)) if shows_progress else nullcontext()
         ) as progress:
-            for action, function in (*self.pending, *self._again):
-                _attempt(action, function)
+            for step, size in zip(steps, sizes, strict=True):
+                _attempt(step.action, step.run)
                 if progress is not None:
-                    progress.advance(sizes.get(action, 0))
+                    progress.advance(size)
 
     def finish(self, contents: CheckpointContents) -> None:
         """Load folders of own files, then open gradients, which DeepSpeed would clear, and random states."""
         for part in contents.own_files:
             _attempt(f"load {part.name} from {self.folder}", partial(part.load, self.folder))
-        for action, function in self.pending_last:
-            _attempt(action, function)
-
-    def close(self) -> None:
-        """Drop the states that were read: their files are mapped until nothing refers to them."""
-        for states in (self.trials, self.pending, self.pending_last, self._undo, self._again):
-            states.clear()
+        for step in self.steps:
+            if step.phase == "last":
+                _attempt(step.action, step.run)
 
     def _report_missing(self, file: str, what: str) -> None:
         if not self.strict:
@@ -203,9 +213,7 @@ class TrainingStateReader:
                 self._read_unsharded(each, folder, context)
             else:
                 load = sharded.prepare_load(folder, context)
-                action = f"load {label} from {folder}"
-                self._sources[action] = folder
-                self.pending.append((action, load))
+                self.steps.append(LoadStep(f"load {label} from {folder}", load, source=folder))
         return True
 
     def _read_unsharded(self, each: CheckpointObject, folder: Path, context: CheckpointLoadContext) -> None:
@@ -281,11 +289,8 @@ class TrainingStateReader:
         if not strict:
             self.missing += [f"{name} (in {source.name})" for name in missing]
             self.notes += [f"{name} is in {source.name}, and not in this model" for name in surplus]
-        if why and not (adapted and item.template):
-            self.trials.append((action, partial(load, **options), item, copy_state))
-        else:
-            self._sources[action] = source
-            self.pending.append((action, partial(load, **options)))
+        phase = "trial" if why and not (adapted and item.template) else "load"
+        self.steps.append(LoadStep(action, partial(load, **options), phase, source, item))
 
     def _read_torch_file(self, each: CheckpointObject) -> None:
         item, label = each.item, f"{each.label} ({each.class_name})"
@@ -321,12 +326,11 @@ class TrainingStateReader:
             self._add_model(each, path, state, item.state_dict(), load)
         elif each.category == "optimizers" or isinstance(item, torch.optim.Optimizer | StatefulAdapter):
             self._add_optimizer(each, path, state, load)
-        elif each.category == "stateful_loaders":  # asking for its state may start its workers
-            self.pending.append((action, load))
         else:
-            self.trials.append((action, load, item, copy_state))
-            if each.category == "custom":  # it may write into a model, which is loaded after it
-                self._again.append((action, load))
+            # Asking a loader for its state, to take it back, may start its workers.
+            phase = "load" if each.category == "stateful_loaders" else "trial"
+            is_custom = each.category == "custom"
+            self.steps.append(LoadStep(action, load, phase, path, item, writes_into_others=is_custom))
 
     def _add_optimizer(
         self, each: CheckpointObject, source: Path, state: Any, load: Callable[[], Any]
@@ -348,8 +352,7 @@ class TrainingStateReader:
         action = f"load {each.label} ({each.class_name}) from {source}"
         if why:
             raise _refusal(action, why)
-        self._sources[action] = source
-        self.pending.append((action, load))
+        self.steps.append(LoadStep(action, load, source=source))
 
     def check_custom_count(self, contents: CheckpointContents) -> None:
         """Refuse a number of registered objects that differs from the saved number.
@@ -370,7 +373,8 @@ class TrainingStateReader:
         if each.index < len(saved):
             load = partial(each.item.load_state_dict, saved[each.index])
             copy_of = partial(layout.to_plain, where=f"the position of {each.label}")
-            self.trials.append((f"put {each.label} to its position", load, each.item, copy_of))
+            action = f"put {each.label} to its position"
+            self.steps.append(LoadStep(action, load, "trial", item=each.item, copy_of=copy_of))
         elif self.manifest is None:
             file = layout.file_name("stateful_loaders", each.index)
             if not (self.folder / file).is_file():
@@ -392,9 +396,9 @@ class TrainingStateReader:
         if any(path.is_file() for path in paths):
             states = torch_files.MappedStates(paths, self.load_kwargs)
             states[min(self.ranks.rank, len(paths) - 1)]  # may be damaged
-        pending = self.pending_last if each.category == "gradients" else self.pending
         load = partial(each.item.load_state_dict, states, self.ranks.rank)
-        pending.append((f"load the {each.label} from {self.folder}", load))
+        phase = "last" if each.category == "gradients" else "load"
+        self.steps.append(LoadStep(f"load the {each.label} from {self.folder}", load, phase))
 
     def _read_rng(self) -> None:
         rank, count = self.ranks.rank, self._saved_ranks
@@ -404,14 +408,16 @@ class TrainingStateReader:
             state = dict(torch_files.read(path, **{**self.load_kwargs, "map_location": "cpu"}))
             self.step = state.pop("step", None)
             note = "no random state is saved for the generator {}: it stays as it is"
-            self.pending_last.append(
-                (
+            self.steps.append(
+                LoadStep(
                     f"restore the random states of {path}",
                     lambda: self.notes.extend(map(note.format, rng.restore(state))),
+                    "last",
                 )
             )
         elif rank >= count > 0 and (self.folder / layout.file_name("rng", rank=0)).is_file():
-            self.pending_last.append((f"seed rank {rank}", partial(rng.set_seed, self._derive_seed(rank))))
+            seed = partial(rng.set_seed, self._derive_seed(rank))
+            self.steps.append(LoadStep(f"seed rank {rank}", seed, "last"))
         else:
             self.missing.append(f"{path.name} ({KINDS['rng'].label} {rank})")
             if rank:  # rank 0 logs what is missing when all is loaded
