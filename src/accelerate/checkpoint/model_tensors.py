@@ -241,7 +241,7 @@ class CustomStateDictModules:
 
 def find_custom_modules(
     model: nn.Module,
-    saved_tensors: Mapping[str, LazyTensor],
+    saved: SavedTensors,
     targets: Sequence[ModelTensor],
     *,
     by_hooks: bool,
@@ -252,12 +252,11 @@ def find_custom_modules(
 
     Args:
         model: the model.
-        saved_tensors: what the files hold.
+        saved: what the files hold.
         targets: the model's tensors.
         by_hooks: also those that may convert what they load, whatever the files hold; not in a model with
             sharded tensors, which get their part of a value as it is in the file.
     """
-    saved = saved_tensors if isinstance(saved_tensors, SavedTensors) else SavedTensors(saved_tensors)
     file_names, own_names = [*saved, *saved.objects], [name for target in targets for name in target.names]
     names = dict(zip(canonical_names(file_names, own_names), file_names, strict=True))
     canonical = dict(zip(own_names, canonical_names(own_names, file_names), strict=True))

@@ -205,7 +205,7 @@ def _copy_into_shard(
 
 def load_weights(
     model: nn.Module,
-    saved_tensors: Mapping[str, LazyTensor],
+    saved_tensors: SavedTensors,
     source: Path,
     placement: WeightPlacer,
     *,
@@ -240,8 +240,7 @@ def load_weights(
     direct_targets = [t for t in persistent if not custom.covers(t)]
     remaining = {n: s for n, s in saved_tensors.items() if n not in custom.names}
     pairs, missing, unexpected = _match_tensors(direct_targets, remaining, wanted, fp32_modules)
-    objects = saved_tensors.objects if isinstance(saved_tensors, SavedTensors) else ()
-    unexpected = (*unexpected, *(name for name in objects if name not in custom.names))
+    unexpected = (*unexpected, *(name for name in saved_tensors.objects if name not in custom.names))
     absent = [*missing, *(t for t in own_targets if custom.saved(t) is None)]
     if any(t.is_parameter for t in absent) and _tie_weights(model):
         return load_weights(

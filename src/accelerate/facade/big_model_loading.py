@@ -19,7 +19,7 @@ from torch import nn
 
 from accelerate.checkpoint.file_reads import DeviceUploads, FileRegion
 from accelerate.checkpoint.lazy_weights import open_weights, weights_from_rank0
-from accelerate.checkpoint.model_tensors import LazyTensor
+from accelerate.checkpoint.model_tensors import LazyTensor, SavedTensors
 from accelerate.checkpoint.state_dict_files import as_dtype, is_distributed
 from accelerate.checkpoint.weight_loading import (
     MappedFiles,
@@ -134,7 +134,7 @@ def load_checkpoint_in_model(
 
 
 def load_placed_weights(
-    model: nn.Module, weights: Mapping[str, LazyTensor], path: Path, placer: WeightPlacer, **options: Any
+    model: nn.Module, weights: SavedTensors, path: Path, placer: WeightPlacer, **options: Any
 ) -> MismatchedKeys:
     """Load weights; in the end, also after an error, write the index of those in the offload folder.
 
@@ -240,9 +240,7 @@ def make_device_map(
     return dict(infer_auto_device_map(model, max_memory, no_split, offload_buffers=buffers, **sizes))
 
 
-def find_weights(
-    checkpoint: str | os.PathLike[str], broadcast_from_rank0: bool
-) -> tuple[Path, dict[str, LazyTensor]]:
+def find_weights(checkpoint: str | os.PathLike[str], broadcast_from_rank0: bool) -> tuple[Path, SavedTensors]:
     """Return (checkpoint path, its tensors, lazy); file headers are read and checked, no tensor is."""
     if broadcast_from_rank0:
         return weights_from_rank0(lambda: _resolve_checkpoint(checkpoint), Path(checkpoint))
@@ -511,9 +509,9 @@ class QuantizedPlacement(DeviceMapPlacement):
             device = self.device(f"{name}.weight", _HOST)
             layer.weight = self.quantizer.quantize(layer, layer.weight.data, device)
 
-    def take_saved_states(self, saved: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    def take_saved_states(self, saved: SavedTensors) -> SavedTensors:
         """Return the saved tensors without those of quantization states, which are kept for their layers."""
-        remaining = dict(saved)
+        remaining = SavedTensors(saved)
         for name, layer in self.layers.items():
             weight = saved.get(f"{name}.weight")
             if weight is None or weight.dtype.is_floating_point:
