@@ -504,10 +504,10 @@ def test_an_error_in_a_module_leaves_nothing_behind() -> None:
 
 
 def test_one_device_for_everything_needs_no_hooks() -> None:
-    model = dispatch_model(built(), {"inp": 0, "layers": "sim:0", "out": torch.device("sim:0")})
+    model = dispatch_model(built(), {"inp": 0, "layers": 0, "out": 0})
     assert not any("_hf_hook" in vars(module) for module in model.modules())
     assert {str(p.device) for p in model.parameters()} == {"sim:0"}
-    assert model.hf_device_map == {"inp": 0, "layers": "sim:0", "out": torch.device("sim:0")}
+    assert model.hf_device_map == {"inp": 0, "layers": 0, "out": 0}
 
 
 @pytest.mark.parametrize("device", ["cpu", "disk", 1])
@@ -576,10 +576,12 @@ def test_compiled_modules_have_their_weights_on_their_device(
     torch.testing.assert_close(model.to("cpu")(x), expected)
 
 
-def test_hooks_are_attached_if_asked_and_bring_the_inputs() -> None:
+@pytest.mark.parametrize(("places", "forced"), [({"": 0}, True), ({"": 0, "inp": "sim:0"}, False)])
+def test_hooks_are_attached_if_asked_and_bring_the_inputs(places: dict[str, Any], forced: bool) -> None:
+    """A map that writes one device in two ways asks for them too: as BAGEL's, on one GPU."""
     model, x = built(), inputs()
     expected = model(x)
-    dispatch_model(model, {"": 0}, force_hooks=True)
+    dispatch_model(model, places, force_hooks=forced)
     hooked = {name for name, module in model.named_modules() if "_hf_hook" in vars(module)}
     assert {"", "inp", "layers.0.up", "out"} <= hooked
     with torch.no_grad():

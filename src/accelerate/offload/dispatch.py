@@ -162,22 +162,23 @@ def dispatch_model(
     values = WeightStore(state_dict, offload_dir, offload_index)
     values.check_complete(model)
     remove_dispatch(model)
+    # Clients that name several devices give inputs on the CPU, also where only one gets weights. Devices are
+    # counted as they are written, as under 1.x: 0 and "cuda:0" are two.
+    hooks = force_hooks or len(set(device_map.values())) > 1
     options = DispatchOptions(
         main,
         offload_buffers,
         skip_keys,
         tuple(preload_module_classes or ()),
-        # Clients that name several devices give inputs on the CPU, also where only one gets weights; where
-        # the CPU computes what is on disk, they may be on an accelerator.
+        # Where the CPU computes what is on disk, inputs may be on an accelerator.
         force_hooks
-        or (len(set(homes.values())) > 1 and main.type != "cpu")
+        or (hooks and main.type != "cpu")
         or ("disk" in homes.values() and devices.detect().type != "cpu"),
         {name: home if isinstance(home, torch.device) else main for name, home in homes.items()},
     )
     attach = lazy_names.get_override(
         "accelerate.big_modeling", "attach_align_device_hook_on_blocks", attach_align_device_hook_on_blocks
     )
-    hooks = force_hooks or len(set(homes.values())) > 1
     if attach is attach_align_device_hook_on_blocks or not hooks:
         _place_and_hook(model, lambda name: device_maps.device_of(name, homes), values, options)
     else:
