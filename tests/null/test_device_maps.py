@@ -56,6 +56,7 @@ ON_BOTH = {"0": 0, "1.table": 0, "1.filter": 1, "1.stats": 1, "2": 1}
     [
         (TokenFilter, {0: "2KB"}, None, {"": 0}),
         (TokenFilter, {0: 350, 1: 260}, None, {"table": 0, "filter": 1, "stats": 1}),
+        (TokenFilter, {0: 350, 1: 260}, ["TokenFilter"], {"table": 0, "filter": 1, "stats": 1}),
         (three, {0: 0, 1: 1128}, None, {"": 1}),
         (three, {0: 730, 1: 860}, None, ON_BOTH),
         (three, {0: 850, 1: 700}, (), ON_BOTH),
@@ -268,6 +269,7 @@ def test_maps_of_random_models_are_whole(seed):
 )
 def test_balanced_budgets_of_1_x(budgets, expected):
     assert get_balanced_memory(three(), budgets) == expected
+    assert get_balanced_memory(three(), budgets, ["Sequential"]) == expected, "the model is no block"
 
 
 def test_the_first_accelerator_is_left_out_of_balanced_budgets_where_asked():

@@ -158,7 +158,7 @@ def get_balanced_memory(
     )
     sizes = compute_module_sizes(model, dtype, special_dtypes)
     share = sizes[""] // (len(accelerators) - 1 if low_zero else len(accelerators))
-    blocks = [sizes.get(each.name, 0) for each in part.walk() if each.kind in rules.no_split]
+    blocks = [sizes.get(each.name, 0) for each in part.walk() if each.name and each.kind in rules.no_split]
     spare = int(1.25 * max(*blocks, _mean_layer(sizes), 0))
     full = _offloaded_bytes(part, limits, rules)
     for doubled in range(_DOUBLINGS):

@@ -273,7 +273,7 @@ def split_into_units(
 
     Args:
         part: the module.
-        no_split: names of classes that are not divided.
+        no_split: names of classes that are not divided; the model itself is.
         cache: name of a module -> bytes; what belongs to a divided module goes with its first unit.
 
     Raises:
@@ -288,7 +288,8 @@ def split_into_units(
 
 
 def _collect_units(part: ModuleNode, closed: frozenset[str], cache: Mapping[str, int]) -> list[PlacementUnit]:
-    if not part.children or part.kind in closed:
+    # The model itself is divided whatever the classes say, as in 1.x: programs name that of the model too.
+    if not part.children or (part.name and part.kind in closed):
         below = sum(cache.get(each.name, 0) for each in part.walk()) if cache else 0
         return [PlacementUnit(part.name, tuple(part.all_weights()) if part.children else part.weights, below)]
     collected = [PlacementUnit(weight.name, (weight,), 0) for weight in part.weights if not weight.buffer]
