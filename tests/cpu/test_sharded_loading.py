@@ -179,7 +179,7 @@ def load_uninitialized(case: str, file: str) -> None:
         model: Any = TinyWithBuffer() if case == "buffer" else Tiny()
     model = accelerator.prepare(model)
     if case == "partly":
-        load_checkpoint_in_model(model, file, allow_missing=True)
+        load_checkpoint_in_model(model, file)
     loss_of(model, next(batches(1)))
 
 
@@ -222,7 +222,7 @@ def saved_empty(file: str, folder: str) -> dict[str, str]:
         "state": lambda: accelerator.get_state_dict(model),
     }
     results = {}
-    load_checkpoint_in_model(model, file, allow_missing=True)
+    load_checkpoint_in_model(model, file)
     for name, call in calls.items():
         with pytest.raises(ValueError, match="no values") as caught:
             call()

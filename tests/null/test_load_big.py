@@ -300,13 +300,22 @@ def test_a_model_with_hooks_is_refused(tmp_path: Path, net: Net) -> None:
 
 
 @pytest.mark.parametrize("device_map", [None, {"": "disk"}, "auto"], ids=str)
-def test_a_layer_that_no_file_holds_is_an_error(tmp_path: Path, net: Net, device_map: Any) -> None:
-    """E2: never random, never meta, never silent."""
+def test_a_layer_that_no_file_holds_has_its_own_values_or_is_an_error(
+    tmp_path: Path, net: Net, device_map: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """E2: never meta where it is to run, never silent."""
     state = {name: value for name, value in net.state_dict().items() if "blocks.2" not in name}
-    write_weights(state, tmp_path)
-    for model in (empty(), Net()):
-        with misfit(match=r"missing: blocks\.2\.weight, blocks\.2\.bias"):
-            load_checkpoint_and_dispatch(model, tmp_path, device_map)
+    write_weights(state, tmp_path / "w")
+    model: Any = empty()
+    if device_map is not None:
+        with misfit(match=r"missing: blocks\.2\.weight, blocks\.2\.bias") as caught:
+            load_checkpoint_and_dispatch(model, tmp_path / "w", device_map)
+        assert "load_checkpoint_in_model, and then dispatch_model" in caught.value.fix
+        assert all(p.is_meta for p in model.parameters()), "nothing was read"
+    model.blocks[2] = net.blocks[2]
+    load_checkpoint_and_dispatch(model, tmp_path / "w", device_map, offload_folder=tmp_path / "o")
+    assert "missing, left as they are: blocks.2.weight, blocks.2.bias" in caplog.text
+    torch.testing.assert_close(model(TOKENS), net(TOKENS))
 
 
 def test_a_model_that_can_tie_its_weights_is_asked(tmp_path: Path, net: Net) -> None:

@@ -215,6 +215,15 @@ def test_weights_in_memory_are_quantized_to_the_same_values(name: str, weights: 
     assert torch.equal(model(inputs()), loaded(inputs()))
 
 
+def test_a_layer_that_no_file_holds_is_quantized_with_its_own_weight(tmp_path: Path) -> None:
+    state = {name: value for name, value in net().state_dict().items() if "block.2" not in name}
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    model = load_and_quantize_model(net(), config("nf4"), tmp_path)
+    assert torch.equal(model(inputs()), load_and_quantize_model(net(), config("nf4"))(inputs()))
+    with pytest.raises(CheckpointError, match=r"missing: block\.2\.weight, block\.2\.bias"):
+        load_and_quantize_model(empty(), config("nf4"), tmp_path)
+
+
 def test_what_is_not_quantized_has_its_dtype(weights: Path) -> None:
     asked = config(torch_dtype="bf16", keep_in_fp32_modules=["norm", "shift"])
     for model in (load_and_quantize_model(empty(), asked, weights), load_and_quantize_model(net(), asked)):

@@ -106,30 +106,35 @@ def test_a_child_called_module_is_no_wrapper(tmp_path: Path, prefix: str, compil
 
 
 @pytest.mark.parametrize("make", [TiedNet, hollow])
-def test_a_missing_weight_is_an_error_that_names_it(tmp_path: Path, make: Any) -> None:
-    """E2: it would be random, or stay without data; the model is unchanged."""
+def test_missing_weights_are_listed_and_stay_as_they_are(
+    tmp_path: Path, make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """E2: programs may have loaded them already, as lmdeploy, or give them values next, as BAGEL."""
     state_dict = TiedNet().state_dict()
     del state_dict["norm.weight"], state_dict["scale"]
-    torch.save(state_dict, tmp_path / "pytorch_model.bin")
-    model = make()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with misfit(match=r"missing: scale, norm\.weight") as caught:
-        load_checkpoint_in_model(model, tmp_path)
-    assert "allow_missing=True" in caught.value.fix
-    assert isinstance(caught.value, ValueError | RuntimeError)
+    torch.save({**state_dict, "scales": torch.ones(4)}, tmp_path / "pytorch_model.bin")
+    model, scale = make(), torch.tensor([1.0, 2.0, 3.0, 4.0])
     if make is TiedNet:
-        torch.testing.assert_close(dict(model.state_dict()), before)
+        model.scale.copy_(scale)
+    with misfit(match=r"missing: scale, norm\.weight; not in the model: scales") as caught:
+        load_checkpoint_in_model(model, tmp_path, strict=True)
+    assert isinstance(caught.value, ValueError | RuntimeError)
+    assert not caplog.text
+    keys = load_checkpoint_in_model(model, tmp_path)
+    assert keys == (("scale", "norm.weight"), ("scales",))
+    label = "left as they are" if make is TiedNet else "still on the meta device"
+    assert f"missing, {label}: scale, norm.weight" in caplog.text
+    assert "unused: scales" in caplog.text
+    assert model.scale.is_meta if make is hollow else torch.equal(model.scale, scale)
+    assert torch.equal(model.embed.weight, state_dict["embed.weight"])
 
 
-def test_missing_weights_can_be_allowed_and_are_listed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    state_dict = TiedNet().state_dict()
-    del state_dict["scale"]
-    torch.save(state_dict, tmp_path / "pytorch_model.bin")
-    model = TiedNet()
-    assert load_checkpoint_in_model(model, tmp_path, allow_missing=True).missing == ("scale",)
-    assert "missing, left as they are: scale" in caplog.text
+def test_a_file_that_holds_nothing_of_the_model_is_refused(tmp_path: Path) -> None:
+    torch.save({"other.scale": torch.ones(4)}, tmp_path / "pytorch_model.bin")
+    with misfit(match=r"missing: .*scale, .*; not in the model: other\.scale") as caught:
+        load_checkpoint_in_model(TiedNet(), tmp_path)
+    assert caught.value.fix.endswith("allow_missing=True")
+    assert len(load_checkpoint_in_model(TiedNet(), tmp_path, allow_missing=True).missing) == 7
 
 
 def test_a_missing_buffer_keeps_the_value_it_was_made_with(
@@ -142,9 +147,10 @@ def test_a_missing_buffer_keeps_the_value_it_was_made_with(
     keys = load_checkpoint_in_model(TiedNet(), tmp_path)
     assert keys.missing == ("norm.num_batches_tracked",)
     assert "norm.num_batches_tracked" in caplog.text
-    for model, strict in ((hollow(), False), (TiedNet(), True)):
-        with misfit(match=r"missing: norm\.num_batches_tracked"):
-            load_checkpoint_in_model(model, tmp_path, strict=strict)
+    with misfit(match=r"missing: norm\.num_batches_tracked"):
+        load_checkpoint_and_dispatch(hollow(), tmp_path, {"": "cpu"})
+    with misfit(match=r"missing: norm\.num_batches_tracked"):
+        load_checkpoint_in_model(TiedNet(), tmp_path, strict=True)
 
 
 def test_names_that_the_model_does_not_have_are_listed(
@@ -230,7 +236,7 @@ def test_two_tensors_for_one_weight_are_told(tmp_path: Path, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("device_map", [None, {"": "cpu"}, {"": "disk"}])
-def test_buffers_that_no_file_holds_must_be_there(
+def test_buffers_that_no_file_holds_are_listed_and_must_be_there_at_a_dispatch(
     tmp_path: Path, device_map: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """E3: a buffer that is not saved and was made without data would be garbage; nothing is loaded."""
@@ -238,12 +244,12 @@ def test_buffers_that_no_file_holds_must_be_there(
     with torch.device("meta"):
         model = TiedNet()
     with misfit(match="on the meta device, and files never hold them: mask") as caught:
-        load_checkpoint_in_model(model, tmp_path, device_map)
+        load_checkpoint_and_dispatch(model, tmp_path, device_map, strict=device_map is None)
     assert "init_empty_weights" in caught.value.fix
     assert "model.mask = " in caught.value.fix
     assert model.embed.weight.device.type == "meta"
-    load_checkpoint_in_model(model, tmp_path, device_map, allow_missing=True)
-    assert "mask" in caplog.text
+    load_checkpoint_in_model(model, tmp_path, device_map)
+    assert "on the meta device, and files never hold them: mask" in caplog.text
 
 
 def test_places_without_weights_are_named(tmp_path: Path) -> None:
@@ -439,8 +445,8 @@ def test_modules_that_lack_a_weight_are_told(tmp_path: Path) -> None:
     with torch.device("meta"):
         model: Any = nn.Sequential(Renamed(), nn.Linear(2, 2, bias=False))
     with misfit(match=r"missing: 0\.inner\.weight"):
-        load_checkpoint_in_model(model, tmp_path / "m.bin")
-    keys = load_checkpoint_in_model(model, tmp_path / "m.bin", allow_missing=True)
+        load_checkpoint_in_model(model, tmp_path / "m.bin", strict=True)
+    keys = load_checkpoint_in_model(model, tmp_path / "m.bin")
     assert keys.missing == ("0.inner.weight",)
     assert model[0].inner.weight.is_meta
     assert torch.equal(model[1].weight, torch.ones(2, 2))

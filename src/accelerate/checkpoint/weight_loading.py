@@ -213,9 +213,10 @@ def load_weights(
     keep_in_fp32: Iterable[str] = (),
     strict: bool = False,
     allow_missing: bool = False,
+    before_dispatch: bool = False,
     local_shards: bool = False,
 ) -> MismatchedKeys:
-    """Load weights into a model.
+    """Load weights into a model. What no file holds stays as it is, with a warning that lists it.
 
     Args:
         model: the model.
@@ -224,13 +225,13 @@ def load_weights(
         placement: says where each tensor goes.
         dtype: what floating point weights become; None keeps the model's.
         keep_in_fp32: names of modules, at any depth, whose floating point weights become float32.
-        strict: names that the model does not have are an error, not a warning; so are missing buffers.
-        allow_missing: weights that no file holds stay as they are, with a warning that lists them. Otherwise
-            they are an error: they would be random, or stay on the meta device.
+        strict: names that only the model or only the files have are an error, not a warning.
+        allow_missing: accept files that hold nothing of the model, and what ``before_dispatch`` refuses.
+        before_dispatch: the model is dispatched next, so that what would stay on the meta device is an error.
         local_shards: files hold this process's local shard of each DTensor.
 
     Raises:
-        WeightsMismatchError: names are missing, or shapes or kinds differ; the model is unchanged, but for
+        WeightsMismatchError: names do not meet, or shapes or kinds differ; the model is unchanged, but for
             modules with loading code of their own, which may refuse after others have loaded.
     """
     targets, wanted, fp32_modules = list_model_tensors(model), as_dtype(dtype), tuple(keep_in_fp32)
@@ -245,11 +246,12 @@ def load_weights(
     if any(t.is_parameter for t in absent) and _tie_weights(model):
         return load_weights(
             model, saved_tensors, source, placement, dtype=dtype, keep_in_fp32=keep_in_fp32, strict=strict,
-            allow_missing=allow_missing, local_shards=local_shards,
+            allow_missing=allow_missing, before_dispatch=before_dispatch, local_shards=local_shards,
         )  # fmt: skip
     _refuse_mismatches(source, pairs, local_shards)
-    _refuse_missing_keys(source, missing, unexpected, strict=strict, allow_missing=allow_missing)
-    _refuse_uninitialized(targets, allow_missing=allow_missing)
+    wishes = {"strict": strict, "allow_missing": allow_missing, "before_dispatch": before_dispatch}
+    _refuse_missing_keys(source, missing, unexpected, matched=bool(pairs or custom.names), **wishes)
+    _check_unsaved_buffers(targets, refuse=(before_dispatch or strict) and not allow_missing)
     placement.check(pairs)
     own_places = [
         (t, _target_dtype(t, wanted, fp32_modules), placement.device(t.names[0], t.tensor.device))
@@ -262,19 +264,26 @@ def load_weights(
     for target, own_dtype, device in own_places:
         settle_assigned(target, own_dtype, device)
     own_missing = [target for target in own_targets if lacking.issuperset(target.names)]
-    _refuse_missing_keys(source, own_missing, unused, strict=strict, allow_missing=allow_missing)
+    matched = bool(pairs) or len(own_missing) < len(own_targets)
+    _refuse_missing_keys(source, own_missing, unused, matched=matched, **wishes)
     total = sum(pair.saved.nbytes for pair in pairs)
     with ProgressBar("loading weights", total) as progress, placement.uploads:
         for pair in pairs:
             assign_tensor(pair.target, placement.place_tensor(pair.target, pair.saved, pair.dtype))
             _warn_untied(pair)
             progress.advance(pair.saved.nbytes)
-    names = tuple(t.names[0] for t in [*missing, *own_missing])
+    missing += own_missing
+    names = [t.names[0] for t in missing]
+    empty = [t.names[0] for t in missing if t.tensor.is_meta]
     unexpected = (*unexpected, *unused)
-    for label, keys in (("missing, left as they are", names), ("unused", unexpected)):
+    for label, keys in (
+        ("missing, left as they are", [name for name in names if name not in empty]),
+        ("missing, still on the meta device", empty),
+        ("unused", unexpected),
+    ):
         if keys:
             logger.warning("%s: %s", source, _format_names(label, keys))
-    return MismatchedKeys(names, unexpected)
+    return MismatchedKeys(tuple(names), unexpected)
 
 
 def _tie_weights(model: nn.Module) -> bool:
@@ -323,32 +332,41 @@ def _refuse_missing_keys(
     missing: list[ModelTensor],
     unexpected: tuple[str, ...],
     *,
+    matched: bool,
     strict: bool,
     allow_missing: bool,
+    before_dispatch: bool,
 ) -> None:
-    uninitialized = [t for t in missing if t.is_parameter or t.tensor.device.type == "meta"]
-    if not ((uninitialized and not allow_missing) or (strict and (missing or unexpected))):
+    """Refuse files of another model, what could not run once dispatched, and differences if ``strict``."""
+    empty = [t for t in missing if t.tensor.is_meta] if before_dispatch else []
+    needed = [] if allow_missing else empty if matched else [t for t in missing if t.is_parameter]
+    if not (needed or (strict and (missing or unexpected))):
         return
-    lines = [_format_names("missing", (t.names[0] for t in (missing if strict else uninitialized)))]
+    lines = [_format_names("missing", (t.names[0] for t in (missing if strict else needed)))]
     lines += [_format_names("not in the model", unexpected)] if unexpected else []
-    remedies = ["strict=False"] * strict + ["allow_missing=True"] * bool(uninitialized)
+    remedies = ["strict=False"] * strict + ["allow_missing=True"] * bool(needed)
+    fix = f"to load what fits, and leave the rest as it is: {', '.join(remedies)}"
+    if not needed:
+        why = "strict=True asks for the names of the model, and no others"
+    elif not matched:
+        why = "it holds nothing of the model"
+    else:
+        why = "what is missing is on the meta device: the model could not run"
+        fix = "to load what fits, and give the rest values: load_checkpoint_in_model, and then dispatch_model"
     raise WeightsMismatchError(
         f"{source} does not fit the model: " + "; ".join(line for line in lines if line),
-        why="what is missing would stay random or on the meta device"
-        if uninitialized
-        else "strict=True asks for the names of the model, and no others",
-        fix="check that the file is this model's; to load what fits, and leave the rest as it is: "
-        + ", ".join(remedies),
+        why=why,
+        fix=f"check that the file is this model's; {fix}",
     )
 
 
-def _refuse_uninitialized(targets: list[ModelTensor], *, allow_missing: bool) -> None:
-    """Refuse buffers on the meta device that no file ever holds."""
+def _check_unsaved_buffers(targets: list[ModelTensor], *, refuse: bool) -> None:
+    """Warn of buffers on the meta device that no file ever holds, or refuse them."""
     uninitialized = [t.names[0] for t in targets if not t.is_persistent and t.tensor.device.type == "meta"]
     if not uninitialized:
         return
     line = _format_names("on the meta device, and files never hold them", uninitialized)
-    if allow_missing:
+    if not refuse:
         logger.warning("%s", line)
         return
     raise WeightsMismatchError(

@@ -103,18 +103,18 @@ def load_checkpoint_in_model(
         keep_in_fp32_modules: names of modules, at any depth, whose floating point weights become float32.
         offload_8bit_bnb: quantize the weights of 8-bit layers (``replace_with_bnb_layers``) while
             they are read; on disk they are in 8 bits too.
-        strict: names that the model does not have are an error, not a warning; so are missing buffers.
+        strict: names that only the model or only the files have are an error, not a warning.
         full_state_dict: files hold full tensors; False: they hold this rank's local shards of tensors
             that are sharded.
         broadcast_from_rank0: rank 0 reads, the others receive, and keep their shards.
-        allow_missing: weights that no file holds stay as they are, with a warning that lists them. Otherwise
-            they are an error: they would be random, or stay on the meta device.
+        allow_missing: accept files that hold nothing of the model, too. What no file holds stays as it is in
+            any case, with a warning that lists it.
 
     Returns:
         Names that did not meet.
 
     Raises:
-        WeightsMismatchError: names are missing, or shapes or kinds differ; the model is unchanged.
+        WeightsMismatchError: no name meets, or shapes or kinds differ; the model is unchanged.
         CheckpointError: a file is missing, damaged, would run code, or leads out of its folder.
         SettingError: the map leaves a weight out.
         DeviceError: the map names a device that is not here.
@@ -142,7 +142,10 @@ def load_placed_weights(
         model, weights, path, placer, options: the arguments of ``load_weights``.
     """
     try:
-        return load_weights(model, weights, path, placer, **options)
+        differences = load_weights(model, weights, path, placer, **options)
+        if isinstance(placer, QuantizedPlacement):
+            placer.quantize_present_weights(differences.missing)
+        return differences
     finally:
         if isinstance(placer, DeviceMapPlacement) and placer.folder is not None:
             save_offload_index(placer.index, placer.folder)
@@ -189,7 +192,8 @@ def load_checkpoint_and_dispatch(
 
     Raises:
         PrepareError: the model has been dispatched already.
-        CheckpointError: see ``load_checkpoint_in_model``.
+        WeightsMismatchError: a weight would stay on the meta device; and see ``load_checkpoint_in_model``.
+        CheckpointError: see there.
     """
     refuse_dispatched(model)
     dtype = as_dtype(dtype)
@@ -197,10 +201,13 @@ def load_checkpoint_and_dispatch(
         device_map = make_device_map(
             model, device_map, max_memory, no_split_module_classes, dtype=dtype, buffers=offload_buffers
         )
-    load_checkpoint_in_model(
-        model, checkpoint, device_map, offload_folder, dtype, offload_buffers=offload_buffers, strict=strict,
-        full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0,
-        allow_missing=allow_missing,
+    path, weights = find_weights(checkpoint, broadcast_from_rank0)
+    placer: WeightPlacer = CurrentDevicePlacement()
+    if device_map is not None:
+        placer = DeviceMapPlacement(model, device_map, offload_folder, offload_buffers)
+    load_placed_weights(
+        model, weights, path, placer, dtype=dtype, strict=strict, allow_missing=allow_missing,
+        before_dispatch=device_map is not None, local_shards=not full_state_dict,
     )  # fmt: skip
     if device_map is None:
         return model
@@ -502,10 +509,16 @@ class QuantizedPlacement(DeviceMapPlacement):
                 fix="offload_folder='a folder with room'",
             )
 
-    def quantize_present_weights(self) -> None:
-        """Quantize the weights that the layers have, each on its device."""
+    def quantize_present_weights(self, only: Sequence[str] | None = None) -> None:
+        """Quantize the weights that the layers have, each on its device.
+
+        Args:
+            only: names of weights; of these, those that are in no layer or have no values are left out.
+        """
         for name in self.names.values():
             layer: Any = self.layers[name]
+            if only is not None and (f"{name}.weight" not in only or layer.weight.is_meta):
+                continue
             device = self.device(f"{name}.weight", _HOST)
             layer.weight = self.quantizer.quantize(layer, layer.weight.data, device)
 

@@ -93,7 +93,9 @@ def load_and_quantize_model(
     else:
         path, saved = find_weights(weights_location, broadcast_from_rank0=False)
         saved = placement.take_saved_states(saved)
-        load_placed_weights(model, saved, path, placement, dtype=config.torch_dtype, keep_in_fp32=fp32)
+        load_placed_weights(
+            model, saved, path, placement, dtype=config.torch_dtype, keep_in_fp32=fp32, before_dispatch=True
+        )
     for name, value in quantizer.model_attributes.items():
         setattr(model, name, value)
     record_trainable(model)
