@@ -700,6 +700,19 @@ def test_a_part_that_is_called_alone_gets_its_inputs(part: str) -> None:
         torch.testing.assert_close(model(x), built()(x))
 
 
+@pytest.mark.parametrize("places", [{"": 0, "1": "sim:0"}, {"": 0, "1": 1}, {"": "cpu"}])
+def test_a_part_without_weights_of_its_own_is_called_alone(places: dict[str, Any]) -> None:
+    """As BAGEL calls decoder layers: it adds its input to what the layers inside give. The last map makes
+    a block of the part around it.
+    """
+    plain, x = built(lambda: nn.Sequential(Net(), nn.Linear(WIDTH, WIDTH))), inputs()
+    model = dispatch_model(copy.deepcopy(plain), places, main_device=0)
+    with torch.no_grad():
+        for part in ("", "0", "0.layers.2"):
+            y = model.get_submodule(part)(x)
+            torch.testing.assert_close(y.cpu(), plain.get_submodule(part)(x))
+
+
 def test_a_part_that_reads_its_weights_device_is_called_alone() -> None:
     """BART and its like make positions on the device of their weights."""
 

@@ -384,9 +384,10 @@ def attach_hooks(
     options: DispatchOptions,
 ) -> None:
     """Attach hooks to the model, where execution changes device, around blocks, and inside of these."""
-    devices = {p.device for p in slots if p.home is not None} or {options.main_device}
-    mover = ModuleInputOutputMover({d for d in devices if d.type != "cpu"} | {options.main_device})
-    entries = dict(_device_changes(model, slots, options)) if len(devices) > 1 else {}
+    devices, named_devices = _devices_of_modules(model, slots), options.named_devices
+    used = devices[id(model)] or {options.main_device}
+    mover = ModuleInputOutputMover({d for d in used if d.type != "cpu"} | {options.main_device})
+    entries = dict(_device_changes("", model, devices, named_devices)) if len(used) > 1 else {}
     modules = dict(model.named_modules())
     around_blocks = _modules_around_blocks(modules, blocks)
     for slot in slots:
@@ -411,12 +412,16 @@ def attach_hooks(
     enclosing = {id(module): block for block in blocks.values() for module in block.modules()}
     own_devices = {id(slot.module): slot.device for slot in slots if slot.home is not None}
     for name, module in modules.items():
+        device = own_devices.get(id(module), named_devices.get(name))
+        if len(devices[id(module)]) == 1 and is_callable(module):
+            # Programs call layers alone, which add their inputs to what the layers inside of them give.
+            [device] = devices[id(module)]
         if not name or name in entries or name in around_blocks:
             hook = make_hook(name, module, entries.get(name, options.main_device))
             if name in around_blocks:
                 hook._pager, hook.block = pager, blocks.get(name)
             attach_hook(module, hook)
-        elif device := own_devices.get(id(module), options.named_devices.get(name)):
+        elif device is not None:
             hook = make_hook(name, module, device)
             hook.enclosing_block = enclosing.get(id(module))
             attach_inner_hook(module, hook)
@@ -442,33 +447,36 @@ def _modules_around_blocks(modules: dict[str, nn.Module], blocks: dict[str, Weig
     return names
 
 
+def _devices_of_modules(
+    model: nn.Module, slots: Sequence[DeviceMapTensorSlot]
+) -> dict[int, set[torch.device]]:
+    """Return identity of a module -> the devices on which it, or what is in it, computes."""
+    devices = {id(module): set[torch.device]() for module in model.modules()}
+    for slot in slots:
+        if slot.home is not None:
+            devices[id(slot.module)].add(slot.device)
+
+    def collect(module: nn.Module) -> set[torch.device]:
+        devices[id(module)].update(*(collect(child) for child in module.children()))
+        return devices[id(module)]
+
+    collect(model)
+    return devices
+
+
 def _device_changes(
-    model: nn.Module, slots: Sequence[DeviceMapTensorSlot], options: DispatchOptions
+    name: str, module: nn.Module, devices: dict[int, set[torch.device]], named: dict[str, torch.device]
 ) -> Iterator[tuple[str, torch.device]]:
     """Return (name, device) of the modules at which execution changes device.
 
     These are the largest modules that compute on one device each, and those that the map names.
     """
-    devices: dict[int, set[torch.device]] = {}
-    for slot in slots:
-        if slot.home is not None:
-            devices.setdefault(id(slot.module), set()).add(slot.device)
-
-    def below(module: nn.Module) -> set[torch.device]:
-        return devices.get(id(module), set()).union(*(below(child) for child in module.children()))
-
-    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, torch.device]]:
-        module_devices = below(module)
-        if len(module_devices) == 1 and is_callable(module):
-            yield name, next(iter(module_devices))
-            return
-        if not module_devices and name in options.named_devices and is_callable(module):
-            yield name, options.named_devices[name]
-            return
+    device = next(iter(devices[id(module)]), named.get(name))
+    if device is not None and len(devices[id(module)]) < 2 and is_callable(module):
+        yield name, device
+    else:
         for key, child in module.named_children():
-            yield from visit(f"{name}.{key}" if name else key, child)
-
-    yield from visit("", model)
+            yield from _device_changes(f"{name}.{key}" if name else key, child, devices, named)
 
 
 # --------------------------------------------------------------------------------------------- inner hooks
