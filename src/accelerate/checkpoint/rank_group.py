@@ -99,7 +99,7 @@ class CheckpointRankGroup:
 
     def open_channel(self, id: str, target: str) -> BackgroundSaveChannel | None:
         """Open the channel of a save in the background; None for one process, or where no store is shared."""
-        if self.size == 1:
+        if self.size == 1 or self.is_alone:
             return None
         watch = watchdog.current()
         if watch is None:
