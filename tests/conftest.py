@@ -115,3 +115,4 @@ def _reset() -> None:
     world = loaded("accelerate.world.world")
     if world is not None and world.current() is not None:
         world.close()
+        world.forget()

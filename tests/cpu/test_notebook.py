@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from accelerate import Accelerator, debug_launcher, notebook_launcher
+from accelerate import Accelerator, PartialState, debug_launcher, notebook_launcher
 from accelerate.core.errors import LaunchError
 from tests.cpu.test_docs_pages import blocks
 from tests.support.command import Running
@@ -424,7 +424,7 @@ def test_copies_of_a_process_with_an_accelerator_are_refused() -> None:
 
     def train() -> int:
         with lock:
-            return Accelerator().num_processes
+            return PartialState().num_processes
 
     with pytest.raises(LaunchError, match=r"'lock'.*cannot be pickled[\s\S]*accelerator\.end_training\(\)"):
         debug_launcher(train)

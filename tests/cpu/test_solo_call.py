@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate.core.errors import CheckpointError
+from accelerate.core.errors import AccelerateError, CheckpointError, CollectiveError
 from tests.support.ranks import RanksError, RankServer, same_on_all
 from tests.support.scripts import run_to_exit
 from tests.support.watchdog import speed_up_watchdog
@@ -82,6 +83,79 @@ def test_the_main_process_saves_alone(
     assert ("random_states_1.pkl" in files) is not is_solo
     assert "random_states_1.pkl" in os.listdir(tmp_path / "c-joint")
     assert sorted(os.listdir(tmp_path)) == ["c", "c-joint"], "nothing is left"
+
+
+def after_the_end(folder: str, callers: list[int], named: bool) -> tuple[str, str, list[Path]]:
+    """What rank ``callers`` can do when the group is gone; the end of kohya's scripts."""
+    from accelerate import PartialState
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import ProjectConfiguration
+
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=named, total_limit=2)
+    training = Training(project_config=project)
+    accelerator = training.accelerator
+    rank = accelerator.process_index
+    training.step()
+    if named:
+        accelerator.save_state()
+    weights = training.weights()
+    accelerator.end_training()
+    before = repr(accelerator.state)
+    assert (PartialState().process_index, AcceleratorState().num_processes) == (rank, 2), "no group is opened"
+    with accelerator.split_between_processes([10, 11]) as own:
+        assert own == [10 + rank]
+    saved: list[Path] = []
+    if rank in callers:
+        saved = [Path(accelerator.save_state(f"{folder}/end{n}")) for n in range(2)]
+        accelerator.save_model(training.model, f"{folder}/model")
+        accelerator.save(accelerator.get_state_dict(training.model), f"{folder}/weights.bin")
+        if rank == 0:
+            next(training.model.parameters()).data.zero_()
+            accelerator.load_state(str(saved[-1]))
+            assert training.weights() == weights
+    with pytest.raises(CollectiveError, match="the process group is closed") as error:
+        accelerator.gather(torch.ones(1))
+    accelerator.end_training()
+    return before, str(error.value), saved
+
+
+@pytest.mark.parametrize(("callers", "named"), [([0], False), ([0, 1], False), ([0], True), ([0, 1], True)])
+def test_the_main_process_saves_after_the_end_of_the_training(
+    ranks: RankServer, tmp_path: Path, callers: list[int], named: bool
+) -> None:
+    """As in 1.x, the state and the numbers of the ranks outlive the group; nothing there waits for a rank."""
+    (text, error, saved), other = ranks(2, after_the_end, str(tmp_path), callers, named)
+    assert "Num processes: 2" in text
+    assert "end_training() or destroy_process_group() was called before" in error
+    place = tmp_path / "checkpoints"
+    names = ["checkpoint_1", "checkpoint_2"]
+    assert saved == [place / name if named else tmp_path / f"end{n}" for n, name in enumerate(names)]
+    if named:
+        assert sorted(os.listdir(place)) == names, "of three, the newest two"
+    assert other[2] == (saved if len(callers) == 2 else [])
+    assert {"model.safetensors", "optimizer.bin", "random_states_0.pkl"} <= set(os.listdir(saved[-1]))
+    assert torch.load(tmp_path / "weights.bin").keys() == {"weight", "bias"}
+    assert os.listdir(tmp_path / "model") == ["model.safetensors"]
+
+
+def sharded_after_the_end(folder: str) -> list[str]:
+    from accelerate import FullyShardedDataParallelPlugin
+
+    training = Training(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    training.accelerator.end_training()
+    errors: list[str] = []
+    for call in (training.accelerator.save_state, partial(training.accelerator.save_model, training.model)):
+        with pytest.raises(AccelerateError) as error:
+            call(folder)
+        errors.append(str(error.value))
+    return errors
+
+
+def test_shards_are_not_saved_after_the_end_of_the_training(ranks: RankServer, tmp_path: Path) -> None:
+    state, model = same_on_all(ranks(2, sharded_after_the_end, str(tmp_path)))
+    assert "call save_state before end_training()" in state
+    assert "the process group is closed" in model
+    assert not os.listdir(tmp_path)
 
 
 class Counter:

@@ -86,9 +86,9 @@ class CheckpointRankGroup:
 
     @classmethod
     def current(cls, is_alone: bool = False) -> CheckpointRankGroup:
-        """Return the ranks of the open world; with ``is_alone`` this rank of them."""
+        """Return the ranks of the open world, with ``is_alone`` this rank of them; this process without one."""
         world = worlds.current()
-        if world is None:
+        if world is None or world.is_closed:
             return cls()
         local = (0, 1) if is_alone else (world.local_rank, world.local_size)
         return cls(world.rank, world.size, *local, world.node, is_alone=is_alone)
@@ -200,6 +200,8 @@ class WrittenFilesReport:
 def saves_alone(operation: str, choose_number: Callable[[], int] = int, turns: int = 0) -> int | None:
     """Return a number of rank 0 if it makes this call alone, else None; a rank that calls gets the same.
 
+    In a closed world each rank is alone, and chooses the number itself.
+
     Args:
         operation: the call, for errors: ``"save_state"``.
         choose_number: chooses the number of the checkpoint, on rank 0 where it is alone.
@@ -214,7 +216,7 @@ def saves_alone(operation: str, choose_number: Callable[[], int] = int, turns: i
         return choose_number()
     watch = watchdog.current()
     if watch is None:
-        return None
+        return None if worlds.is_open() else choose_number()
     if _detector is None or _detector.watchdog is not watch:
         _detector = SoloCallDetector(watch)
     try:

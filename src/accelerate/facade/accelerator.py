@@ -770,7 +770,10 @@ class Accelerator(ProcessMixin):
         return self.free_memory(*objects)
 
     def end_training(self) -> None:
-        """End the runs of trackers, and close the world. The last call of a script."""
+        """End the runs of trackers, and close the process group. The last call of a script.
+
+        Ranks and device can still be read, and models that are not sharded be saved: by the main process.
+        """
         try:
             try:
                 self._option_reporter.warn_of_other_ranks()
@@ -1154,9 +1157,10 @@ class Accelerator(ProcessMixin):
         The checkpoint is complete or absent: it becomes visible in one step. All processes call it. Where
         each has the whole model (DDP), the main process may call it alone; it waits until the others have
         begun a collective without it, or have waited in one of the program's own groups for some seconds, and
-        the checkpoint lacks their random states. A save before it that is still written in the background is
-        waited for. A ``get_state_dict`` that a subclass overrides or a program replaces gives the states of
-        models that are not sharded.
+        the checkpoint lacks their random states. After ``end_training`` it is the main process that saves,
+        whoever calls; where models are sharded that is refused. A save before it that is still written in the
+        background is waited for. A ``get_state_dict`` that a subclass overrides or a program replaces gives
+        the states of models that are not sharded.
 
         Args:
             output_dir: the checkpoint's folder, or a URL; not used under automatic naming.

@@ -40,7 +40,8 @@ from accelerate.facade.preparer import PreparedObjects
 from accelerate.facade.processes import FirstProcessBlock
 from accelerate.facade.runtime import Runtime
 from accelerate.strategy.base import EngineStrategy, WrapperNames
-from accelerate.world import collective, control_channel
+from accelerate.world import collective, control_channel, rng
+from accelerate.world import world as worlds
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -158,7 +159,7 @@ class CheckpointManager:
         is_sharded = strategy.saves_sharded if sharded is None else sharded
         may_be_solo, turns = not is_sharded and self._may_be_solo, FirstProcessBlock.open_count
         number = saves_alone("save_state", self._choose_number, turns) if may_be_solo else None
-        if number is not None and self.world.rank > 0:
+        if number is not None and not self.writes_exports:
             self.project.iteration = number
             address, self.project.iteration = save_address(output_dir, self.project), number + 1
             return address
@@ -169,7 +170,7 @@ class CheckpointManager:
             )
         else:
             address = f" {output_dir}" if output_dir else ""
-            self._check_replicas(f"save_state (save the checkpoint{address})")
+            self._check_ranks(f"save_state (save the checkpoint{address})")
         for optimizer in prepared.optimizers:
             if optimizer.fuses_backward:
                 optimizer.warn_of_unsaved_state()
@@ -215,7 +216,7 @@ class CheckpointManager:
             in_background=self.project.async_save if async_save is None else async_save,
         )
 
-    def _check_replicas(self, action: str) -> None:
+    def _check_ranks(self, action: str) -> None:
         """Warn on rank 0 about the first parameter of a replica, or the first learning rate, that differs.
 
         Collective, at each so many saves. Each parameter is read once, and one message is exchanged; a
@@ -223,7 +224,17 @@ class CheckpointManager:
 
         Args:
             action: the save, for the error if another rank does not save.
+
+        Raises:
+            CheckpointPeerError: the ranks cannot save together any more.
         """
+        world = worlds.current()
+        if world is not None and world.is_closed and world.size > 1:
+            raise CheckpointPeerError(
+                f"save_state after the process group was closed, with the strategy {self.strategy.name!r}",
+                why="each process would save its shard of the state, and they can no longer communicate",
+                fix="call save_state before end_training()",
+            )
         interval = self.project.replica_check_interval
         if not interval or self.world.size == 1 or self.strategy.local_training:
             return
@@ -266,8 +277,8 @@ class CheckpointManager:
     @property
     def _may_be_solo(self) -> bool:
         """Return whether the main process has all that an unsharded save needs, so that it may save alone."""
-        is_whole = self.strategy.replicates_model and not self.project.save_on_each_node
-        return is_whole and self.world.size > 1
+        each_node = self.project.save_on_each_node and worlds.is_open()
+        return self.strategy.replicates_model and self.world.size > 1 and not each_node
 
     def wait(self, release: bool = False) -> Path | str | None:
         """Wait until the checkpoint that is written in the background is committed; return its folder."""

@@ -163,6 +163,8 @@ class _AcceleratorStateDictDescriptor:
 class PartialState(ProcessMixin):
     """The rank, world size and device of this process. The first instance opens the world.
 
+    Without arguments it shows the world that ``end_training`` has closed, as in 1.x: a rank may ask alone.
+
     Args:
         cpu: compute on the CPU.
         kwargs: ``backend``, ``timeout`` and more arguments of ``torch.distributed.init_process_group``; they
@@ -175,11 +177,13 @@ class PartialState(ProcessMixin):
     _shared_state = _PartialStateDictDescriptor()
     _unpickled_world: World | None = None  # that of the process which pickled this instance
 
-    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+    def __init__(self, cpu: bool = False, *, _opens: bool = False, **kwargs: Any) -> None:
+        before = worlds.current()
+        if before is not None and before.is_closed and not (_opens or cpu or kwargs):
+            return
         kwargs.pop("_use_sagemaker_dp", None)
         if getattr(self._prepare_backend, "__func__", None) is not _PREPARE_BACKEND:  # a program's
             kwargs["backend"], _ = self._prepare_backend(cpu, False, kwargs.get("backend"))
-        before = worlds.current()
         world = worlds.open(cpu=cpu or None, **kwargs)
         if world is not before and world.size > 1:
             # Libraries make this state, then the model, and the Accelerator last. A strategy that partitions
@@ -230,7 +234,7 @@ class PartialState(ProcessMixin):
         """The open world; in a process without one, such as a worker of a loader, that of the pickled state.
 
         Raises:
-            WorldError: it was closed by ``_reset_state`` or ``end_training``.
+            WorldError: there is none yet, or ``_reset_state`` was called.
         """
         world = worlds.current() or self._unpickled_world
         if world is None:
@@ -303,14 +307,12 @@ class PartialState(ProcessMixin):
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Destroy one group, or (None) the world's."""
-        if self.fork_launched and group is None:
-            return
-        if group is None:
-            worlds.close()
-        else:
+        if group is not None:
             import torch.distributed as dist
 
             dist.destroy_process_group(group)
+        elif not self.fork_launched:
+            worlds.close()
 
 
 _PREPARE_BACKEND = PartialState._prepare_backend
@@ -380,7 +382,7 @@ class AcceleratorState(ProcessMixin):
                 fix="create Accelerator() first, or use PartialState() for ranks and devices",
             )
         state = super().__new__(cls)
-        state._partial, opened = PartialState(cpu=cpu, **kwargs), worlds.current()
+        state._partial, opened = PartialState(cpu=cpu, _opens=True, **kwargs), worlds.current()
         assert opened is not None
         state._world = opened
         # Scripts log ``accelerator.state.__dict__``. The properties of these names do not read it.
@@ -488,9 +490,8 @@ class AcceleratorState(ProcessMixin):
 
     @classmethod
     def _current_if_open(cls) -> AcceleratorState | None:
-        """Return the newest one, as long as its world is open and its ``_shared_state`` is not cleared."""
-        is_open = worlds.current() is not None and cls._current is not None and vars(cls._current)
-        return cls._current if is_open else None
+        """Return the newest one, until it, its ``_shared_state`` or its world is reset."""
+        return cls._current if worlds.current() and cls._current and vars(cls._current) else None
 
     @classmethod
     def reusable(cls, mixed_precision: str | None) -> AcceleratorState | None:
@@ -499,7 +500,8 @@ class AcceleratorState(ProcessMixin):
         None where the ``Accelerator`` of the newest one is gone or was refused: its choices are over.
         """
         accelerator, newest = cls.newest_accelerator and cls.newest_accelerator(), cls._current
-        if accelerator is None or newest is not accelerator.state or worlds.current() is None:
+        world = worlds.current()
+        if accelerator is None or newest is not accelerator.state or world is None or world.is_closed:
             return None
         # Cleared; or notebook_launcher(mixed_precision=...) has called the function around this one.
         if not vars(newest) or cls._precision_variable != environ.get(_PRECISION_VARIABLE):

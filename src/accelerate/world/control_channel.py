@@ -35,6 +35,7 @@ import torch.distributed as dist
 
 from accelerate.core.errors import CollectiveError
 from accelerate.world import watchdog
+from accelerate.world import world as worlds
 from accelerate.world.call_site import CallSite, find_call_site
 from accelerate.world.control_tree import ControlTree, TreeMessage
 from accelerate.world.deferred_agreement import DeferredAgreement
@@ -523,6 +524,13 @@ def channel() -> ControlChannel:
     global _channel
     watch = watchdog.current()
     if watch is None:
+        world = worlds.current()
+        if world is not None and world.is_closed:
+            raise CollectiveError(
+                "the process group is closed",
+                why="end_training() or destroy_process_group() was called before",
+                fix="make this call before it, on all ranks",
+            )
         raise CollectiveError(
             "this process takes no part in collectives",
             why="it was forked from a rank, or its group has no store to meet by",

@@ -64,6 +64,7 @@ class World:
         owns_group: the process group was opened here and is destroyed by ``close``.
         reported: ranks, world size and type that a program has assigned to the states: what they say, and no
             more.
+        is_closed: ``close`` has destroyed its process group; what it says can still be read.
     """
 
     rank: int
@@ -80,6 +81,7 @@ class World:
     debug: bool = False
     owns_group: bool = False
     reported: dict[str, Any] = field(default_factory=dict[str, Any], init=False, compare=False, repr=False)
+    is_closed: bool = field(default=False, init=False, compare=False, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -157,8 +159,13 @@ def add_close_action(action: Callable[[], None]) -> None:
 
 
 def current() -> World | None:
-    """Return the open world, or None."""
+    """Return the open world, or else the one that was closed; None before any, and after ``forget``."""
     return _current
+
+
+def is_open() -> bool:
+    """Return whether a world is open."""
+    return _current is not None and not _current.is_closed
 
 
 def get_rank_info() -> tuple[int, int, int]:
@@ -196,7 +203,7 @@ def open(
     """
     global _current
     settings = load_settings(ProcessDeviceSettings, code={"use_cpu": cpu or None}).value
-    if _current is not None:
+    if _current is not None and not _current.is_closed:
         _current = _reuse(_current, settings, asked_cpu=bool(cpu))
         return _current
     import torch.distributed as dist
@@ -228,8 +235,8 @@ def _close_at_exit() -> None:
 
 
 def close() -> None:
-    """Close the world; destroy the process group if it was created here."""
-    global _current, _owns_group
+    """Close the world, which stays readable; destroy the process group if it was created here."""
+    global _owns_group
     for action in _close_actions:
         action()
     watchdog.shut_down()
@@ -238,7 +245,9 @@ def close() -> None:
 
         if dist.is_initialized():
             dist.destroy_process_group()
-    _current, _owns_group = None, False
+    _owns_group = False
+    if _current is not None:
+        object.__setattr__(_current, "is_closed", True)
 
 
 def forget() -> None:

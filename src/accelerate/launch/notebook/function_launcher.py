@@ -160,7 +160,7 @@ def _why_no_copies() -> str:
     """Return why copies of this process cannot be ranks: its world would be theirs, one for each copy."""
     from accelerate.world import world
 
-    if world.current() is None:
+    if not world.is_open():
         return ""
     return (
         "but it has an Accelerator or PartialState already, and each copy would train alone with it: create "

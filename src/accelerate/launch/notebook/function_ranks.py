@@ -226,6 +226,7 @@ def _call_forked(rank: int, copy: ForkedRankSpec) -> int:
     from accelerate.world import world
 
     sys.excepthook = ExceptionHook(copy.folder, rank)
+    world.forget()  # that the copied process has closed
     try:
         call_function(copy.function, copy.args, copy.folder, rank)
         world.close()
