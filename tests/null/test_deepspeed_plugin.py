@@ -387,6 +387,23 @@ def test_stand_ins_mean_nothing_without_deepspeed() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(PrepareError, match="DummyOptim stands for one of DeepSpeed"):
         Accelerator(cpu=True).prepare(model, DummyOptim(model.parameters()))
+    with pytest.raises(PrepareError, match="DummyScheduler stands for one of DeepSpeed"):
+        Accelerator(cpu=True).prepare_scheduler(DummyScheduler(None))
+
+
+def test_a_stand_in_for_a_schedule_comes_back_without_deepspeed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in 1.x: SimpleTuner has one beside a schedule-free optimizer."""
+    model = nn.Linear(2, 2)
+    optimizer, accelerator = torch.optim.SGD(model.parameters()), Accelerator(cpu=True)
+    dummy = DummyScheduler(optimizer)
+    assert accelerator.prepare(model, dummy, optimizer)[1] is dummy
+    assert "gives back a DummyScheduler as it is" in caplog.text
+    accelerator.save_state(tmp_path / "c")
+    accelerator.load_state(tmp_path / "c")
+    with pytest.raises(PrepareError, match="a DummyScheduler cannot be prepared"):
+        Accelerator(cpu=True, strict=True).prepare(model, dummy)
 
 
 class Recorded:

@@ -178,7 +178,7 @@ class Preparer:
         assigned = getattr(self.runtime.state, "distributed_type", None), reported
         return PrepareBundle(
             list(objects),
-            [object_kind(item) for item in objects],
+            [object_kind(item, self.runtime.strategy.owns_step) for item in objects],
             training,
             [default if wish is None else wish for wish in place or [None] * len(objects)],
             self.runtime.gradients.plugin_kwargs.get("num_steps") or 1,
@@ -293,8 +293,8 @@ class Preparer:
 
     def _check_trained(self, bundle: PrepareBundle) -> None:
         """Refuse objects of DeepSpeed and Megatron-LM, and see what this precision says of parameters."""
-        for item in bundle.objects:
-            if hasattr(type(item), "prepared_as"):
+        for item, kind in zip(bundle.objects, bundle.kinds, strict=True):
+            if kind != "other" and hasattr(type(item), "prepared_as"):
                 raise PrepareError(
                     f"a {type(item).__name__} stands for one of DeepSpeed or Megatron-LM, and the strategy "
                     f"is {self.runtime.strategy.name!r}",
@@ -470,13 +470,19 @@ class Preparer:
         return shard
 
 
-def object_kind(value: Any) -> ObjectKind:
-    """Return the kind of an object given to ``prepare``; ``"other"`` comes back as it is."""
+def object_kind(value: Any, owns_step: bool) -> ObjectKind:
+    """Return the kind of an object given to ``prepare``; ``"other"`` comes back as it is.
+
+    Args:
+        value: the object.
+        owns_step: the strategy is DeepSpeed or Megatron-LM. Under others a stand-in for a schedule comes back
+            as it is: programs have one beside a schedule-free optimizer, and never step it.
+    """
     if isinstance(value, DataLoader):
         return "loader"
     stands_for = getattr(type(value), "prepared_as", None)
     if stands_for is not None:
-        return stands_for
+        return stands_for if owns_step or stands_for == "optimizer" else "other"
     if isinstance(value, nn.Module):
         return "model"
     if isinstance(value, Optimizer) or (hasattr(value, "param_groups") and hasattr(value, "step")):
