@@ -265,10 +265,12 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor, ParamReplacemen
 
     def accumulation_context(self, models: Iterable[nn.Module], *, sync: bool) -> AbstractContextManager[Any]:
         """Keep unsharded gradients on each rank where ``sync`` is False: they take unsharded memory."""
-        if sync:
+        # Scripts also give a list of models as one argument: as in 1.x its gradients are reduced each time.
+        local_models = [] if sync else [model for model in models if isinstance(model, nn.Module)]
+        if not local_models:
             return NO_CONTEXT
         self._has_unreduced = True
-        return self._no_sync(list(models))
+        return self._no_sync(local_models)
 
     @contextmanager
     def _no_sync(self, models: list[nn.Module]) -> Iterator[None]:
