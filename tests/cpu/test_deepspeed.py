@@ -668,10 +668,10 @@ def refused_case() -> None:
     batch = {**ASKED["2"], "train_micro_batch_size_per_gpu": 3}
     loader = torch.utils.data.DataLoader(Rows(range(8)), batch_size=4)
     given = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=batch))
-    with pytest.raises(
-        SettingError, match=r"batch size of the loader says 4.*train_micro_batch_size_per_gpu: 3"
-    ):
-        given.prepare(loose, adamw(loose), loader)
+    with pytest.warns(UserWarning, match=r"train_micro_batch_size_per_gpu: 3.*batches of 4"):
+        wrapped, _, taken = given.prepare(loose, adamw(loose), loader)
+    assert wrapped.train_batch_size() == 3 * given.num_processes
+    assert [len(batch) for batch in taken] == [4]
     clipped = {**ASKED["2"], "gradient_clipping": 1.0}
     accelerator, model, optimizer = engine(clipped)
     accelerator.backward(loss_of(model, next(batches(1))))

@@ -244,8 +244,14 @@ def test_each_number_has_one_owner() -> None:
     assert (changed["train_batch_size"], changed["gradient_clipping"]) == (4, 1.5)
     assert changed["zero_optimization"]["stage"] == 2
     plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 5
-    with pytest.raises(SettingError, match=r"loader says 2, but .*train_micro_batch_size_per_gpu: 5"):
-        build_config(plugin, wanted(steps=4, batches=[2]))
+    # Kohya's scripts write it; their data sets give whole batches.
+    with pytest.warns(UserWarning, match=r"train_micro_batch_size_per_gpu: 5.*batches of 1") as caught:
+        kept = build_config(plugin, wanted(steps=4, batches=[1])).config
+    assert (kept["train_micro_batch_size_per_gpu"], kept["train_batch_size"]) == (5, 5 * 4 * 2)
+    assert len(caught) == 1
+    plugin.deepspeed_config["train_batch_size"] = 8
+    with pytest.raises(SettingError, match=r"says 40, but .*train_batch_size: 8"):
+        build_config(plugin, wanted(steps=4, batches=[5]))
 
 
 def test_contradictions_name_both_places() -> None:

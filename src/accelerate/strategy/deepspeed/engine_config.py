@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from accelerate.core.errors import SettingError
+from accelerate.core.errors import SettingError, warn_user
 from accelerate.strategy.deepspeed import config_tree
 from accelerate.strategy.deepspeed.config_tree import AUTO, CONFIG_NAME, DummyOptim, DummyScheduler, is_same
 from accelerate.strategy.deepspeed.plugin import DeepSpeedPlugin
@@ -146,7 +146,11 @@ def _fill_batch(engine_config: EngineConfig, plugin: DeepSpeedPlugin, inputs: De
             chosen = max(1, int(total) // (steps * inputs.processes)) if total not in (None, AUTO) else 1
             engine_config.set_owned(micro, chosen, "nothing: it is only for reports of DeepSpeed")
     elif inputs.batches and int(written) not in inputs.batches:
-        engine_config.set_owned(micro, inputs.batches[0], "the batch size of the loader")
+        # As in 1.x: programs write the number of samples that one item of their data set is a batch of.
+        warn_user(
+            f"{CONFIG_NAME} says {micro}: {written}, and the loader has batches of {inputs.batches[0]}. "
+            "Batches are those of the loader; only DeepSpeed's reports go by the number"
+        )
     total = int(config_tree.get_key(engine_config.config, micro)) * steps * inputs.processes
     engine_config.set_owned(
         "train_batch_size", total, f"{micro} x gradient_accumulation_steps x {inputs.processes} processes"
