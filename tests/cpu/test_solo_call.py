@@ -104,6 +104,8 @@ def after_the_end(folder: str, callers: list[int], named: bool) -> tuple[str, st
     assert (PartialState().process_index, AcceleratorState().num_processes) == (rank, 2), "no group is opened"
     with accelerator.split_between_processes([10, 11]) as own:
         assert own == [10 + rank]
+    with pytest.warns(UserWarning, match="waits for nobody"):
+        accelerator.wait_for_everyone()
     saved: list[Path] = []
     if rank in callers:
         saved = [Path(accelerator.save_state(f"{folder}/end{n}")) for n in range(2)]

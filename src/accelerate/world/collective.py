@@ -63,11 +63,16 @@ def rank() -> int:
 def barrier() -> None:
     """Wait until every rank has called this, and for the queued work of this rank's device.
 
+    Does nothing once the process group is closed: scripts that end the training first save their model then.
+
     Raises:
         CollectiveError: a rank failed, ended, called another collective, or the timeout passed.
     """
     world = worlds.current()
     if world is None or world.size == 1:
+        return
+    if world.is_closed:
+        warn_user("wait_for_everyone() after end_training() waits for nobody: the process group is closed")
         return
     if world.device.type != "cpu":
         world.hardware.synchronize()
