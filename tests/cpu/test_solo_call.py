@@ -96,6 +96,7 @@ def after_the_end(folder: str, callers: list[int], named: bool) -> tuple[str, st
     accelerator = training.accelerator
     rank = accelerator.process_index
     training.step()
+    evaluated = accelerator.prepare(DataLoader(TensorDataset(torch.arange(8)), batch_size=2))
     if named:
         accelerator.save_state()
     weights = training.weights()
@@ -104,6 +105,10 @@ def after_the_end(folder: str, callers: list[int], named: bool) -> tuple[str, st
     assert (PartialState().process_index, AcceleratorState().num_processes) == (rank, 2), "no group is opened"
     with accelerator.split_between_processes([10, 11]) as own:
         assert own == [10 + rank]
+    assert [batch.tolist() for (batch,) in evaluated] == [
+        [2 * rank, 2 * rank + 1],
+        [2 * rank + 4, 2 * rank + 5],
+    ]
     with pytest.warns(UserWarning, match="waits for nobody"):
         accelerator.wait_for_everyone()
     saved: list[Path] = []

@@ -14,7 +14,7 @@ from tests.support.ranks import RanksError, RankServer, same_on_all
 from tests.support.watchdog import speed_up_watchdog
 
 
-def search(full_above: list[int], wrong_on: int | None) -> tuple[int, list[int]]:
+def search(full_above: list[int], wrong_on: int | None, ends: bool = False) -> tuple[int, list[int]]:
     rank = PartialState(cpu=True).process_index
     tried: list[int] = []
 
@@ -25,6 +25,8 @@ def search(full_above: list[int], wrong_on: int | None) -> tuple[int, list[int]]
             raise KeyError("no such column")
         if batch_size > full_above[rank]:
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        if ends:
+            PartialState().destroy_process_group()
         return batch_size
 
     return train(), tried
@@ -34,6 +36,10 @@ def test_all_ranks_end_with_the_same_batch_size(ranks: RankServer) -> None:
     """C8: one rank's memory is smaller than the other's."""
     first, second = ranks(2, search, [100, 15], None)
     assert first == second == (14, [20, 18, 16, 14])
+
+
+def test_the_function_may_end_the_training(ranks: RankServer) -> None:
+    assert ranks(2, search, [20, 20], None, True) == [(20, [20])] * 2
 
 
 def test_another_error_ends_the_search_on_all_ranks(ranks: RankServer) -> None:

@@ -372,6 +372,9 @@ def compare_ranks(
         CollectiveError: it is used in different ways, or is to be sharded and differs. On every rank if this
             is collective, else on those that came later.
     """
+    world = worlds.current()
+    if world is not None and world.is_closed:  # data in order are evaluated after end_training, too
+        return
     seen, data, name = {"how it is used": how}, loader.dataset, describe_loader(loader)
     if how == "dispatched" and isinstance(data, IterableDataset):
         is_rank0_read, _read_by_rank0[data] = is_rank0_read or data in _read_by_rank0, None

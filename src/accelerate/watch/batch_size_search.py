@@ -271,10 +271,11 @@ class _BatchSizeTrial:
             failure = FailureReport.from_exception(collective.rank(), self.error, what)
         while True:
             lost_group = self.lost_group or is_disconnect(self.error)
+            result = _TrialResult(self.outcome, size, lost_group, failure)
+            if not world.is_open():  # the function ends the training itself
+                return [result]
             try:
-                return collective.all_gather_object(
-                    _TrialResult(self.outcome, size, lost_group, failure), OPERATION
-                )
+                return collective.all_gather_object(result, OPERATION)
             except DepartureError:
                 continue
 
