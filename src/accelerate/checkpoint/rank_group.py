@@ -86,7 +86,7 @@ class CheckpointRankGroup:
 
     @classmethod
     def current(cls, is_alone: bool = False) -> CheckpointRankGroup:
-        """Return the ranks of the open world, with ``is_alone`` this rank of them; this process without one."""
+        """Return the ranks of the open world, with ``is_alone`` this rank; without a world this process."""
         world = worlds.current()
         if world is None or world.is_closed:
             return cls()
@@ -99,7 +99,7 @@ class CheckpointRankGroup:
 
     def open_channel(self, id: str, target: str) -> BackgroundSaveChannel | None:
         """Open the channel of a save in the background; None for one process, or where no store is shared."""
-        if self.size == 1 or self.is_alone:
+        if self.size == 1:
             return None
         watch = watchdog.current()
         if watch is None:

@@ -40,7 +40,7 @@ from accelerate.facade.preparer import PreparedObjects
 from accelerate.facade.processes import FirstProcessBlock
 from accelerate.facade.runtime import Runtime
 from accelerate.strategy.base import EngineStrategy, WrapperNames
-from accelerate.world import collective, control_channel, rng
+from accelerate.world import collective, control_channel
 from accelerate.world import world as worlds
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
