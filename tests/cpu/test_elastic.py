@@ -138,7 +138,8 @@ def test_restarts_on_one_machine_need_no_torch_in_the_launcher() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "accelerate", "launch", "--cpu", "-n", "2"]
     result = Running([*command, "--max_restarts", "1"], script_text=TELL, env=ONE).wait()
     assert result.returncode == 0, result.output
-    assert "accelerate.launch.elastic" in result.stderr
+    assert "accelerate.launch.supervisor" in result.stderr
+    assert "accelerate.launch.elastic" not in result.stderr
     assert "| torch\n" not in result.stderr
 
 
@@ -368,8 +369,8 @@ def test_a_failure_is_told_where_processes_take_long_to_stop(
     (tmp_path / "agent.py").write_text(TELLS_VERDICTS)
     monkeypatch.setattr(attempts, "AGENT_FILE", str(tmp_path / "agent.py"))
 
-    def run(variables: Any, *, should_cancel: Any, **options: Any) -> tuple[Any, None]:
-        while not should_cancel(SimpleNamespace(has_failed=False)):
+    def run(create: Any, variables: Any, **options: Any) -> tuple[Any, None]:
+        while not create.keywords["should_cancel"](SimpleNamespace(has_failed=False)):
             time.sleep(0.01)
         agent.last_contact -= 100
         return SimpleNamespace(was_cancelled=True), None

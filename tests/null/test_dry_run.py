@@ -311,7 +311,7 @@ def test_settings_of_another_kind_of_launch_have_no_effect(
 
 def test_a_setting_of_two_other_kinds_of_launch_names_both(cli: Run) -> None:
     said = cli("--rdzv_conf", "join_timeout=30", "train.py").err
-    assert "--rdzv_conf has no effect: it is for launches of the kind 'several machines, restarts' or" in said
+    assert "--rdzv_conf has no effect: it is for launches of the kind 'several machines' or" in said
 
 
 def test_several_are_one_error(cli: Run) -> None:

@@ -142,7 +142,9 @@ def rank_file(folder: Path, rank: int, kind: str) -> Path:
     return folder / f"rank_{rank}.{kind}"
 
 
-def rank_process(request: LaunchRequest, folder: Path, rank: int, variables: Variables) -> ProcessSpec:
+def rank_process(
+    request: LaunchRequest, folder: Path, rank: int, variables: Variables, *, reads_stdin: bool
+) -> ProcessSpec:
     """One rank of the script, which leaves its traceback in ``folder``."""
     program = request.program
     if not request.settings.no_python:
@@ -151,8 +153,8 @@ def rank_process(request: LaunchRequest, folder: Path, rank: int, variables: Var
         program = (sys.executable, RANK_SCRIPT, *files, kind, *program)
     own: Variables = {"ACCELERATE_STOP_FOLDER": folder, "ACCELERATE_ERROR_FILE": None}
     env = environ.make_child_environment({**variables, **own})
-    # One reader is right for a terminal; the others would steal its lines.
-    return ProcessSpec(program, env, stdin=None if rank == 0 else subprocess.DEVNULL)
+    # One reader is right for a terminal: more would steal each other's lines.
+    return ProcessSpec(program, env, stdin=None if reads_stdin else subprocess.DEVNULL)
 
 
 def write_compiled_script(request: LaunchRequest, folder: Path) -> None:

@@ -18,23 +18,28 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, ClassVar
+from typing import Any, TypeVar
 
 from accelerate.core import environ
-from accelerate.core.errors import LaunchError
-from accelerate.launch.base import explain_start_error
+from accelerate.core.errors import LaunchError, RankError
+from accelerate.launch.base import Variables, explain_start_error
+from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
 from accelerate.launch.rank_reports import (
     JobOutcome,
     ProcessExit,
     ProcessSpec,
+    build_job_error,
     has_traceback,
+    rank_process,
     read_failure,
     read_graceful_stop,
+    report_folder,
+    write_compiled_script,
 )
 
 LINGER_SECONDS = 1.0  # seconds that the others have to fail by themselves after the first failure
@@ -65,12 +70,8 @@ class WorkerSupervisor:
         grace_period: seconds for a graceful stop before ranks are killed; None for as long as they need.
         first_rank: the rank of the first process; lower ranks are on other machines.
         wake_fds: file descriptors that interrupt the wait.
-
-    Attributes:
         keeps_leftovers: processes that the ranks of a good job have left behind live on.
     """
-
-    keeps_leftovers: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -82,12 +83,13 @@ class WorkerSupervisor:
         grace_period: float | None = None,
         first_rank: int = 0,
         wake_fds: Sequence[int] = (),
+        keeps_leftovers: bool = True,
     ) -> None:
         self.commands, self.logs, self.folder = commands, logs, folder
         self.stop_timeout = STOP_SECONDS if stop_timeout is None else stop_timeout
         self.signal_timeout = SIGNAL_STOP_SECONDS if stop_timeout is None else stop_timeout
         self.grace_period = grace_period
-        self.first_rank, self.wake_fds = first_rank, wake_fds
+        self.first_rank, self.wake_fds, self.keeps_leftovers = first_rank, wake_fds, keeps_leftovers
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.alive: dict[int, subprocess.Popen[bytes]] = {}
         self.outcome = JobOutcome()
@@ -126,6 +128,8 @@ class WorkerSupervisor:
                 _send_signal(os.killpg, self.processes.values(), signal.SIGKILL)
                 for process in self.alive.values():
                     process.wait()
+                for process in self.processes.values():  # another attempt may run when their ids are reused
+                    guard.write_line(f"-{process.pid}")
         self.logs.finish()
         if self.logs.sinks:
             exits = self.outcome.exits
@@ -294,7 +298,7 @@ class SignalAndChildExitWaiter:
                 # must be heard, or their exit codes are lost.
                 if handler is not signal.SIG_IGN or number == signal.SIGCHLD:
                     self.before[number] = signal.SIG_DFL if handler is None else handler
-                    signal.signal(number, _ignore_signal)
+                    signal.signal(number, lambda *_: None)  # its number is in the pipe already
         return self
 
     def wait(self, seconds: float, *also: int) -> bytes:
@@ -317,5 +321,88 @@ class SignalAndChildExitWaiter:
             os.close(self.writer)
 
 
-def _ignore_signal(number: int, frame: FrameType | None) -> None:
-    """Its number is in the pipe already."""
+S = TypeVar("S", bound=WorkerSupervisor)
+
+
+@dataclass
+class AttemptRunner:
+    """The attempts of a job on this machine, with what they have in common.
+
+    Attributes:
+        request: what was asked.
+        logs: where the output goes.
+        folder: for what the processes leave; each attempt has its own inside.
+        guard, signals: of the launcher.
+        count: how many attempts there were.
+    """
+
+    request: LaunchRequest
+    logs: RankLogSettings
+    folder: Path
+    guard: GuardProcess
+    signals: SignalAndChildExitWaiter
+    count: int = 0
+
+    def run(
+        self,
+        create: Callable[..., S],
+        variables: Sequence[Variables],
+        *,
+        size: int,
+        first_rank: int = 0,
+        reads_stdin: bool = False,
+    ) -> tuple[S, RankError | None]:
+        """Runs the processes of this machine to their end.
+
+        Args:
+            create: makes their supervisor, of the arguments of ``WorkerSupervisor``.
+            variables: the environment of each.
+            size: of the world.
+            first_rank: the rank of the first of them.
+            reads_stdin: every process has the input of this one, and not rank 0 alone.
+
+        Returns:
+            the supervisor with the outcome, and the error that says how the attempt failed.
+        """
+        folder = self.folder / f"attempt_{self.count}"
+        folder.mkdir()
+        self.count += 1
+        if len(variables) > 1:
+            write_compiled_script(self.request, folder)
+        settings = self.request.settings
+        ranks = create(
+            [
+                rank_process(self.request, folder, rank, own, reads_stdin=reads_stdin or rank == 0)
+                for rank, own in enumerate(variables, first_rank)
+            ],
+            self.logs,
+            folder,
+            stop_timeout=settings.stop_timeout,
+            grace_period=settings.preemption_grace,
+            first_rank=first_rank,
+        )
+        return ranks, build_job_error(ranks.run_with(self.guard, self.signals), folder, size)
+
+
+@contextmanager
+def open_attempts(request: LaunchRequest, logs: RankLogSettings) -> Iterator[AttemptRunner]:
+    """Provide the runner of the attempts of a job, of which nothing is left afterwards."""
+    with (
+        report_folder() as folder,
+        GuardProcess(request.settings.stop_timeout) as guard,
+        SignalAndChildExitWaiter() as signals,
+    ):
+        yield AttemptRunner(request, logs, folder, guard, signals)
+
+
+def describe_failure(error: RankError) -> str:
+    """The failure of an attempt, in one line: with the last line of the traceback, if there is one."""
+    lines = error.traceback.strip().splitlines()
+    return f"{error.what}: {lines[-1]}" if lines else error.what
+
+
+def print_restart(line: str, traceback: str, print_line: Callable[[str], None]) -> None:
+    """Prints why all processes start again: a line, after the traceback of the attempt if it has one."""
+    if traceback:
+        print_line(f"the attempt that failed ended in\n{traceback.rstrip()}")
+    print_line(line)

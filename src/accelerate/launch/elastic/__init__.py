@@ -1,4 +1,4 @@
-"""Jobs that start again, and jobs on several machines (``kinds/elastic.py`` plans them).
+"""Jobs on several machines (``kinds/elastic.py`` plans them).
 
 ``attempts.py`` runs in the launcher: it starts the processes, watches them, starts them again when they fail,
 and never waits for the network. What does wait is ``rendezvous_agent.py``, a process of its own, which meets

@@ -1,12 +1,9 @@
-"""The attempts of a job, as the launcher of one machine runs them. Nothing here waits for the network.
+"""The attempts of a job on several machines, as each launcher runs them. Nothing here waits for the network.
 
-On one machine nobody has to meet, so nothing but the processes is needed (``run_with_restarts``).
-
-On several, the agent says when an attempt starts and that it is over; this process starts, watches and stops
-its own processes (``MultiMachineAttemptRunner``). When the agent has not reached the others for
-``machine_timeout``, everything here is ended. Both write one JSON object per line. The agent may hang in a
-call to a machine that is gone, and then even a signal that Python handles does not reach it; here nothing
-waits for it.
+The agent says when an attempt starts and that it is over; this process starts, watches and stops its own
+processes (``MultiMachineAttemptRunner``). When the agent has not reached the others for ``machine_timeout``,
+everything here is ended. Both write one JSON object per line. The agent may hang in a call to a machine that
+is gone, and then even a signal that Python handles does not reach it; here nothing waits for it.
 """
 
 from __future__ import annotations
@@ -19,21 +16,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from accelerate.core import environ
 from accelerate.core.errors import LaunchError, RankError
 from accelerate.launch import rank_reports
 from accelerate.launch.base import Variables
-from accelerate.launch.launch_request import LaunchRequest
-from accelerate.launch.logs import RankLogSettings
-from accelerate.launch.rank_reports import JobOutcome, ProcessExit
+from accelerate.launch.rank_reports import ProcessExit
 from accelerate.launch.supervisor import (
     STOP_SIGNALS,
+    AttemptRunner,
     GuardProcess,
-    SignalAndChildExitWaiter,
     WorkerSupervisor,
+    describe_failure,
+    print_restart,
 )
 
 AGENT_FILE = str(Path(__file__).with_name("rendezvous_agent.py"))
@@ -53,12 +51,10 @@ class LocalAttempt(WorkerSupervisor):
         arguments, options: those of ``WorkerSupervisor``.
     """
 
-    keeps_leftovers: ClassVar[bool] = False
-
     def __init__(
         self, *arguments: Any, should_cancel: Callable[[LocalAttempt], bool], **options: Any
     ) -> None:
-        super().__init__(*arguments, **options)
+        super().__init__(*arguments, keeps_leftovers=False, **options)
         self.should_cancel, self.was_cancelled = should_cancel, False
 
     @property
@@ -81,123 +77,6 @@ class LocalAttempt(WorkerSupervisor):
             self.was_cancelled, self.wake_fds = True, ()
             self.stop_at = time.monotonic()
         super()._apply_deadlines()
-
-    def run_with(self, guard: GuardProcess, signals: SignalAndChildExitWaiter) -> JobOutcome:
-        """Run the processes, then let the guard forget their ids, which may be reused."""
-        outcome = super().run_with(guard, signals)
-        for process in self.processes.values():
-            guard.write_line(f"-{process.pid}")
-        return outcome
-
-
-class ElasticAttemptRunner:
-    """Everything that all attempts of a job on this machine have in common.
-
-    Args:
-        request: what was asked.
-        logs: where the output goes.
-        folder: for what the processes leave; each attempt has its own inside.
-        guard, signals: of the launcher.
-    """
-
-    def __init__(
-        self,
-        request: LaunchRequest,
-        logs: RankLogSettings,
-        folder: Path,
-        guard: GuardProcess,
-        signals: SignalAndChildExitWaiter,
-    ) -> None:
-        self.request, self.logs, self.folder = request, logs, folder
-        self.guard, self.signals = guard, signals
-        self.count = 0
-
-    def run(
-        self,
-        variables: Sequence[Variables],
-        *,
-        size: int,
-        first_rank: int = 0,
-        should_cancel: Callable[[LocalAttempt], bool] = lambda attempt: False,
-        wake_fds: Sequence[int] = (),
-    ) -> tuple[LocalAttempt, RankError | None]:
-        """Runs the processes of this machine to their end.
-
-        Args:
-            variables: the environment of each.
-            size: of the world.
-            first_rank: the rank of the first of them.
-            should_cancel: see ``LocalAttempt``.
-            wake_fds: descriptors to wake up for.
-
-        Returns:
-            the attempt with its outcome, and the error that says how it failed.
-        """
-        folder = self.folder / f"attempt_{self.count}"
-        folder.mkdir()
-        self.count += 1
-        settings = self.request.settings
-        attempt = LocalAttempt(
-            [
-                rank_reports.rank_process(self.request, folder, rank, rank_variables)
-                for rank, rank_variables in enumerate(variables, first_rank)
-            ],
-            self.logs,
-            folder,
-            should_cancel=should_cancel,
-            stop_timeout=settings.stop_timeout,
-            grace_period=settings.preemption_grace,
-            first_rank=first_rank,
-            wake_fds=wake_fds,
-        )
-        outcome = attempt.run_with(self.guard, self.signals)
-        return attempt, rank_reports.build_job_error(outcome, folder, size)
-
-
-def run_with_restarts(
-    attempts: ElasticAttemptRunner,
-    size: int,
-    max_restarts: int,
-    variables_of_restart: Callable[[int], Sequence[Variables]],
-    print_line: Callable[[str], None],
-) -> None:
-    """Runs the processes, again when they fail, until they end well.
-
-    A signal that stops the job is no failure, and neither are ranks that stop to be resumed.
-
-    Args:
-        attempts: of this job.
-        size: how many processes.
-        max_restarts: how often they may be started again.
-        variables_of_restart: the environment of each process, by how often they were started again.
-        print_line: prints a line.
-
-    Raises:
-        RankError: a rank failed, and there is no restart left.
-    """
-    for restart in range(max_restarts + 1):
-        attempt, error = attempts.run(variables_of_restart(restart), size=size)
-        if error is None:
-            return
-        outcome = attempt.outcome
-        if restart == max_restarts or outcome.stopped_by is not None or outcome.resumable:
-            raise error
-        _print_traceback(error.traceback, print_line)
-        print_line(f"{describe_failure(error)}; restart {restart + 1} of {max_restarts}")
-
-
-def describe_failure(error: RankError) -> str:
-    """The failure of an attempt, in one line: with the last line of the traceback, if there is one."""
-    lines = error.traceback.strip().splitlines()
-    return f"{error.what}: {lines[-1]}" if lines else error.what
-
-
-def _print_traceback(text: str, print_line: Callable[[str], None]) -> None:
-    if text:
-        print_line(f"the attempt that failed ended in\n{text.rstrip()}")
-
-
-# --- several machines
 
 
 class ElasticAgentProcess:
@@ -297,7 +176,7 @@ class MultiMachineAttemptRunner:
 
     def __init__(
         self,
-        attempts: ElasticAttemptRunner,
+        attempts: AttemptRunner,
         agent: ElasticAgentProcess,
         rank_variables: Callable[[Message], Sequence[Variables]],
         job: Message,
@@ -368,8 +247,7 @@ class MultiMachineAttemptRunner:
         if message["event"] == "verdict":
             self.verdict = message
             if message.get("restart"):
-                _print_traceback(message.get("traceback", ""), self.print_line)
-                self.print_line(self._restart_line(message))
+                print_restart(self._restart_line(message), message.get("traceback", ""), self.print_line)
         elif message["event"] == "error":
             raise LaunchError(message["what"], why=message["why"], fix=message["fix"])
         elif message["event"] == "ended":
@@ -395,11 +273,10 @@ class MultiMachineAttemptRunner:
     def _run_attempt(self) -> None:
         world = self.world
         attempt, self.error = self.attempts.run(
+            partial(LocalAttempt, should_cancel=self._should_cancel, wake_fds=(self.agent.output,)),
             self.rank_variables(world),
             size=world["size"],
             first_rank=world["first"],
-            should_cancel=self._should_cancel,
-            wake_fds=(self.agent.output,),
         )
         self.is_local_error = not attempt.was_cancelled
         if self.is_local_error:

@@ -1,8 +1,7 @@
-"""Launching on several machines, and starting again when a process fails."""
+"""Launching on several machines."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -14,9 +13,6 @@ from accelerate.device import DeviceProbeHost
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, Variables, print_line
 from accelerate.launch.device_selection import LaunchDeviceSelection, allocate_devices
 from accelerate.launch.kinds.local import (
-    UNUSED_ON_ONE_MACHINE,
-    ranks_variables,
-    reserve_port,
     script_command,
     shared_variables,
     torchrun_variables,
@@ -91,32 +87,32 @@ class ElasticLaunchPlan(LaunchPlan):
 
     Attributes:
         allocation: their devices, and how many there are here.
-        endpoint: where the machines meet; None for one machine.
+        endpoint: where the machines meet.
         conf: more about how they meet.
     """
 
     allocation: LaunchDeviceSelection
-    endpoint: RendezvousEndpoint | None
+    endpoint: RendezvousEndpoint
     conf: dict[str, str]
 
 
 class ElasticLaunch(LaunchKind[ElasticLaunchPlan]):
-    """Several machines, or processes that are started again when one fails."""
+    """Several machines."""
 
-    name: ClassVar[str] = "several machines, restarts"
+    name: ClassVar[str] = "several machines"
     priority: ClassVar[int] = 10
-    asked_by: ClassVar[tuple[str, ...]] = ("num_machines", "max_restarts")
+    asked_by: ClassVar[tuple[str, ...]] = ("num_machines",)
     settings: ClassVar[tuple[type[Any], ...]] = (ElasticLaunchSettings,)
 
     def accepts(self, request: LaunchRequest) -> bool:
-        """Jobs on several machines, and jobs that may start again."""
-        return request.machines != (1, 1) or request.get("max_restarts") > 0
+        """Every job on several machines."""
+        return request.machines != (1, 1)
 
     def check(self, request: LaunchRequest) -> None:
         """Refuse what contradicts itself; see ``LaunchKind.check``. An address may still come by a flag."""
         least, most = request.machines
         machines = f"{request.origin('num_machines').where} {request.settings.num_machines}"
-        if request.settings.standalone and most > 1:
+        if request.settings.standalone:
             raise SettingError(
                 f"--standalone and {machines} do not go together",
                 why="the first says that there is one machine",
@@ -131,17 +127,15 @@ class ElasticLaunch(LaunchKind[ElasticLaunchPlan]):
             )
         parse_rdzv_conf(request)
         _ = request.local_processes
-        if most > 1 and _knows_endpoint(request):
+        if _knows_endpoint(request):
             find_endpoint(request)
 
     def plan(self, request: LaunchRequest) -> ElasticLaunchPlan:
         """Chooses devices, processes and the place to meet; see ``LaunchKind.plan``."""
         self.check(request)
         machine, conf = DeviceProbeHost(), parse_rdzv_conf(request)
-        allocation, several = allocate_devices(request, machine), request.machines[1] > 1
-        endpoint = find_endpoint(request) if several else None
-        if endpoint is not None:
-            _check_machine_rank(request, endpoint)
+        allocation, endpoint = allocate_devices(request, machine), find_endpoint(request)
+        _check_machine_rank(request, endpoint)
         return ElasticLaunchPlan(
             kind=self.name,
             facts=tuple(_facts(request, allocation, endpoint)),
@@ -156,72 +150,43 @@ class ElasticLaunch(LaunchKind[ElasticLaunchPlan]):
 
     def run(self, request: LaunchRequest, plan: ElasticLaunchPlan, *, replace: bool) -> None:
         """Starts the job; see ``LaunchKind.run``. This process stays: it watches."""
-        from accelerate.launch.elastic.attempts import ElasticAttemptRunner
-        from accelerate.launch.rank_reports import report_folder
-        from accelerate.launch.supervisor import GuardProcess, SignalAndChildExitWaiter
+        from accelerate.launch.elastic import rendezvous
+        from accelerate.launch.elastic.attempts import ElasticAgentProcess, MultiMachineAttemptRunner
+        from accelerate.launch.supervisor import open_attempts
 
+        options, (least, most) = request.values_of(ElasticLaunchSettings), request.machines
+        allocation = plan.allocation
+        # Where nobody has said how many processes a machine starts, all have to find as many devices.
+        counted = None if isinstance(request.local_processes.value, int) else allocation.processes
+        job = {
+            "backend": options.rdzv_backend,
+            "host": plan.endpoint.host,
+            "port": plan.endpoint.port,
+            "id": options.rdzv_id,
+            "conf": plan.conf,
+            "join": parse_join_timeout(plan.conf),
+            "least": least,
+            "most": most,
+            "machine_rank": request.settings.machine_rank,
+            "processes": allocation.processes,
+            "facts": rendezvous.machine_facts(allocation.device.type, counted),
+            "max_restarts": options.max_restarts,
+            "monitor_interval": options.monitor_interval,
+            "machine_timeout": options.machine_timeout,
+        }
         logs = RankLogSettings(request.settings.tee, request.settings.log_dir)
-        with (
-            report_folder() as folder,
-            GuardProcess(request.settings.stop_timeout) as guard,
-            SignalAndChildExitWaiter() as signals,
-        ):
-            attempts = ElasticAttemptRunner(request, logs, folder, guard, signals)
-            run = _run_single_machine if plan.endpoint is None else _run_multi_machine
-            run(request, plan, attempts)
-
-
-def _run_single_machine(request: LaunchRequest, plan: ElasticLaunchPlan, attempts: Any) -> None:
-    from accelerate.launch.elastic.attempts import run_with_restarts
-
-    size, most = plan.allocation.processes, request.values_of(ElasticLaunchSettings).max_restarts
-    run_id = os.urandom(4).hex()
-
-    def variables_of_restart(restart: int) -> list[Variables]:
-        counted = {"TORCHELASTIC_RESTART_COUNT": restart, "TORCHELASTIC_MAX_RESTARTS": most}
-        each = ranks_variables(request, size, port and port.number, run_id)
-        return [{**plan.variables, **variables, **counted} for variables in each]
-
-    with reserve_port(request, size) as port:
-        run_with_restarts(attempts, size, most, variables_of_restart, lambda line: print_line(request, line))
-
-
-def _run_multi_machine(request: LaunchRequest, plan: ElasticLaunchPlan, attempts: Any) -> None:
-    from accelerate.launch.elastic import rendezvous
-    from accelerate.launch.elastic.attempts import ElasticAgentProcess, MultiMachineAttemptRunner
-
-    assert plan.endpoint is not None
-    options, (least, most) = request.values_of(ElasticLaunchSettings), request.machines
-    allocation = plan.allocation
-    # Where nobody has said how many processes a machine starts, all have to find as many devices.
-    counted = None if isinstance(request.local_processes.value, int) else allocation.processes
-    job = {
-        "backend": options.rdzv_backend,
-        "host": plan.endpoint.host,
-        "port": plan.endpoint.port,
-        "id": options.rdzv_id,
-        "conf": plan.conf,
-        "join": parse_join_timeout(plan.conf),
-        "least": least,
-        "most": most,
-        "machine_rank": request.settings.machine_rank,
-        "processes": allocation.processes,
-        "facts": rendezvous.machine_facts(allocation.device.type, counted),
-        "max_restarts": options.max_restarts,
-        "monitor_interval": options.monitor_interval,
-        "machine_timeout": options.machine_timeout,
-    }
-    MultiMachineAttemptRunner(
-        attempts,
-        ElasticAgentProcess(job, attempts.guard),
-        lambda world: [
-            {**plan.variables, **variables}
-            for variables in _ranks_variables(request, world, allocation.processes, options.rdzv_id)
-        ],
-        job,
-        str(plan.endpoint),
-        lambda line: print_line(request, line),
-    ).run()
+        with open_attempts(request, logs) as attempts:
+            MultiMachineAttemptRunner(
+                attempts,
+                ElasticAgentProcess(job, attempts.guard),
+                lambda world: [
+                    {**plan.variables, **variables}
+                    for variables in _ranks_variables(request, world, allocation.processes, options.rdzv_id)
+                ],
+                job,
+                str(plan.endpoint),
+                lambda line: print_line(request, line),
+            ).run()
 
 
 def _ranks_variables(
@@ -355,30 +320,24 @@ def _check_machine_rank(request: LaunchRequest, endpoint: RendezvousEndpoint) ->
 
 
 def _facts(
-    request: LaunchRequest, where: LaunchDeviceSelection, endpoint: RendezvousEndpoint | None
+    request: LaunchRequest, where: LaunchDeviceSelection, endpoint: RendezvousEndpoint
 ) -> Iterator[tuple[str, str]]:
     options, (least, most) = request.values_of(ElasticLaunchSettings), request.machines
     processes, device = where.processes, where.device.type
     yield "machines", str(most) if least == most else f"{least} to {most}"
-    if endpoint is not None:
-        static = options.rdzv_backend == STATIC
-        yield "this machine", str(request.settings.machine_rank) if static else "numbered when they meet"
-        yield "rendezvous", f"{options.rdzv_backend} at {endpoint} ({endpoint.where})"
+    static = options.rdzv_backend == STATIC
+    yield "this machine", str(request.settings.machine_rank) if static else "numbered when they meet"
+    yield "rendezvous", f"{options.rdzv_backend} at {endpoint} ({endpoint.where})"
     total = str(processes * most) if least == most else f"{processes * least} to {processes * most}"
-    yield "processes", total if most == 1 else f"{total}, {processes} on this machine"
+    yield "processes", f"{total}, {processes} on this machine"
     yield "devices", device if processes == 1 else f"{processes} x {device}"
     yield "restarts", str(options.max_restarts)
 
 
 def _planned_commands(
-    request: LaunchRequest, where: LaunchDeviceSelection, endpoint: RendezvousEndpoint | None
+    request: LaunchRequest, where: LaunchDeviceSelection, endpoint: RendezvousEndpoint
 ) -> Iterator[PlannedCommand]:
     program, processes = script_command(request), where.processes
-    if endpoint is None:
-        port = request.settings.main_process_port or "a free port"
-        each = ranks_variables(request, processes, port, "a new name")
-        yield from (PlannedCommand(f"rank {rank}", program, variables) for rank, variables in enumerate(each))
-        return
     options, (_, most) = request.values_of(ElasticLaunchSettings), request.machines
     static = options.rdzv_backend == STATIC
     number = request.settings.machine_rank
@@ -405,14 +364,7 @@ def _unused_settings(request: LaunchRequest) -> Iterator[tuple[str, str]]:
     """Yield the settings without use in this job; see ``LaunchPlan.unused_settings``."""
     options = request.values_of(ElasticLaunchSettings)
     yield "same_network", "machines are reached by their addresses, on one network or not"
-    if request.machines == (1, 1):
-        reason = "there is one machine"
-        yield from UNUSED_ON_ONE_MACHINE
-        for name in ("rdzv_backend", "rdzv_endpoint", "rdzv_conf", "rdzv_id"):
-            yield name, reason
-        yield "monitor_interval", f"{reason}; ends of its processes are seen at once"
-        yield "machine_timeout", reason
-    elif options.rdzv_backend != STATIC:
+    if options.rdzv_backend != STATIC:
         yield "machine_rank", f"{options.rdzv_backend} numbers the machines as they meet"
 
 

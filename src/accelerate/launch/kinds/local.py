@@ -1,4 +1,7 @@
-"""Launching on this machine: one process becomes the script, several are started side by side."""
+"""Launching on this machine: one process becomes the script, several are started side by side.
+
+With ``--max_restarts`` they are started again when one fails.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from typing import ClassVar
 
 from accelerate.core import environ
@@ -40,6 +44,7 @@ class LocalLaunch(LaunchKind[LaunchPlan]):
     """Processes on this machine, on any device, the CPU included."""
 
     name: ClassVar[str] = "this machine"
+    reads: ClassVar[tuple[str, ...]] = ("max_restarts",)
 
     def accepts(self, request: LaunchRequest) -> bool:
         """Every job on one machine."""
@@ -48,21 +53,26 @@ class LocalLaunch(LaunchKind[LaunchPlan]):
     def passes_stdin(self, request: LaunchRequest) -> bool:
         """Return whether nobody reads the output of a lone process; see ``LaunchKind.passes_stdin``."""
         tee = request.settings.tee
-        return tee == "0" or not (tee or request.settings.log_dir)
+        return not request.get("max_restarts") and (tee == "0" or not (tee or request.settings.log_dir))
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Chooses devices and processes; see ``LaunchKind.plan``."""
         machine = DeviceProbeHost()
         allocation = allocate_devices(request, machine)
         device, count = allocation.device.type, allocation.processes
+        restarts = request.get("max_restarts")
         guessed = count > 1 and request.local_processes.value is None
         note = f"{count} processes, one for each {device} device (--num_processes says another number)"
         program = script_command(request)
         port = request.settings.main_process_port or "a free port"
-        variables_by_rank = ranks_variables(request, count, port, "a new name")
+        variables_by_rank = ranks_variables(request, count, port, "a new name", (0, restarts))
         return LaunchPlan(
             kind=self.name,
-            facts=(("processes", str(count)), ("devices", device if count == 1 else f"{count} x {device}")),
+            facts=(
+                ("processes", str(count)),
+                ("devices", device if count == 1 else f"{count} x {device}"),
+                *((("restarts", str(restarts)),) if restarts else ()),
+            ),
             variables=shared_variables(request, allocation, machine),
             commands=tuple(
                 PlannedCommand(f"rank {rank}", program, variables)
@@ -76,36 +86,37 @@ class LocalLaunch(LaunchKind[LaunchPlan]):
     def run(self, request: LaunchRequest, plan: LaunchPlan, *, replace: bool) -> None:
         """Starts the job; see ``LaunchKind.run``."""
         logs, size = RankLogSettings(request.settings.tee, request.settings.log_dir), len(plan.commands)
-        if size == 1 and replace and not logs.is_active:
+        restarts, run_id = request.get("max_restarts"), os.urandom(4).hex()
+        if size == 1 and replace and not logs.is_active and not restarts:
             with reserve_port(request, 1) as port:
-                (own,) = ranks_variables(request, 1, port and port.number, os.urandom(4).hex())
+                (own,) = ranks_variables(request, 1, port and port.number, run_id)
                 # The folder of a launcher around this one is not for this process.
                 variables: Variables = {**plan.variables, **own, "ACCELERATE_STOP_FOLDER": None}
                 replace_process(request, environ.make_child_environment(variables))
             return
         # A launcher that becomes its script watches nobody, and need not load what that takes.
-        from accelerate.launch import rank_reports
-        from accelerate.launch.supervisor import WorkerSupervisor
+        from accelerate.launch.supervisor import (
+            WorkerSupervisor,
+            describe_failure,
+            open_attempts,
+            print_restart,
+        )
 
-        with rank_reports.report_folder() as folder, reserve_port(request, size) as port:
-            if size > 1:
-                rank_reports.write_compiled_script(request, folder)
-            run_id = os.urandom(4).hex()
-            variables_by_rank = ranks_variables(request, size, port and port.number, run_id)
-            commands = [
-                rank_reports.rank_process(request, folder, rank, {**plan.variables, **own})
-                for rank, own in enumerate(variables_by_rank)
-            ]
-            ranks = WorkerSupervisor(
-                commands,
-                logs,
-                folder,
-                stop_timeout=request.settings.stop_timeout,
-                grace_period=request.settings.preemption_grace,
-            )
-            error = rank_reports.build_job_error(ranks.run(), folder)
-        if error is not None:
-            raise error
+        # What a rank has left behind is in the way of another attempt.
+        create = partial(WorkerSupervisor, keeps_leftovers=not restarts)
+        with open_attempts(request, logs) as attempts, reserve_port(request, size) as port:
+            for restart in range(restarts + 1):
+                each = ranks_variables(request, size, port and port.number, run_id, (restart, restarts))
+                variables_of_ranks = [{**plan.variables, **own} for own in each]
+                ranks, error = attempts.run(create, variables_of_ranks, size=size)
+                if error is None:
+                    return
+                # A signal that stops the job is no failure, and neither are ranks that stop to be resumed.
+                is_stopped = ranks.outcome.stopped_by is not None or ranks.outcome.resumable
+                if restart == restarts or is_stopped:
+                    raise error
+                line = f"{describe_failure(error)}; restart {restart + 1} of {restarts}"
+                print_restart(line, error.traceback, partial(print_line, request))
 
 
 def _unused_settings(request: LaunchRequest, where: LaunchDeviceSelection) -> Iterator[tuple[str, str]]:
@@ -118,7 +129,8 @@ def _unused_settings(request: LaunchRequest, where: LaunchDeviceSelection) -> It
         if not request.settings.main_process_port:
             yield "main_process_port", "one process listens nowhere"
     tee = request.settings.tee
-    if where.processes == 1 and not (request.settings.log_dir if tee is None else tee != "0"):
+    is_logged = request.settings.log_dir if tee is None else tee != "0"
+    if where.processes == 1 and not is_logged and not request.get("max_restarts"):
         for name in ("stop_timeout", "preemption_grace"):
             yield name, "the launcher becomes the script, and no process waits for another"
     if tee == "0":
@@ -155,13 +167,16 @@ def shared_variables(
     return variables
 
 
-def ranks_variables(request: LaunchRequest, size: int, port: object, run_id: str) -> Iterator[Variables]:
+def ranks_variables(
+    request: LaunchRequest, size: int, port: object, run_id: str, restarts: tuple[int, int] = (0, 0)
+) -> Iterator[Variables]:
     """Yield the variables of each process of a job on this machine alone; see ``torchrun_variables``."""
     if size == 1 and not asks_for_group(request):
-        yield single_process_variables(request)
+        counted = {"TORCHELASTIC_RESTART_COUNT": restarts[0], "TORCHELASTIC_MAX_RESTARTS": restarts[1]}
+        yield {**single_process_variables(request), **(counted if restarts[1] else {})}
         return
     # An address of a machine among several may be none of this machine: rank 0 could not listen there.
-    yield from torchrun_variables(size, LOOPBACK, port, run_id, role=request.settings.role)
+    yield from torchrun_variables(size, LOOPBACK, port, run_id, role=request.settings.role, restarts=restarts)
 
 
 def asks_for_group(request: LaunchRequest) -> bool:

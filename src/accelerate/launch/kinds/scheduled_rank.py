@@ -9,7 +9,6 @@ Otherwise it is a launcher of several machines, whose place the scheduler tells.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator
 from typing import ClassVar
@@ -184,22 +183,12 @@ def _setting_effects(request: LaunchRequest, scheduler: JobSchedulerContext) -> 
 
 def _run_supervised(request: LaunchRequest, variables: Variables, logs: RankLogSettings) -> None:
     """Runs the rank below this process, which reads its output or outlives it."""
-    from accelerate.launch import rank_reports
-    from accelerate.launch.supervisor import WorkerSupervisor
+    from accelerate.launch.supervisor import WorkerSupervisor, open_attempts
 
     assert request.scheduler is not None
     rank, size = request.scheduler.rank, request.scheduler.size
-    with rank_reports.report_folder() as folder:
-        process = rank_reports.rank_process(request, folder, rank, variables)
-        ranks = WorkerSupervisor(
-            [dataclasses.replace(process, stdin=None)],
-            logs,
-            folder,
-            stop_timeout=request.settings.stop_timeout,
-            grace_period=request.settings.preemption_grace,
-            first_rank=rank,
-        )
-        error = rank_reports.build_job_error(ranks.run(), folder, size)
+    with open_attempts(request, logs) as attempts:
+        _, error = attempts.run(WorkerSupervisor, [variables], size=size, first_rank=rank, reads_stdin=True)
     if error is not None:
         raise error
 
