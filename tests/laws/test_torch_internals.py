@@ -38,7 +38,7 @@ OTHERS = {
     "_swappable_optimizer_subgroup _use_compact_grad_partition_buffer _wait_for_offload_copies",
     "torch_xla": "_XLAC _xla_get_spmd_config_is_locked",
     "Megatron-LM": "_get_model_param_range_map",
-    "modules of other devices": "_is_fp16_supported _lazy_init _manual_seed",
+    "modules of other devices": "_is_fp16_supported _manual_seed",
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import os
 import pickle
 import sys
@@ -16,7 +15,6 @@ import torch
 
 from accelerate import Accelerator, notebook_launcher
 from accelerate.core.errors import LaunchError, SettingError, UnknownNameError
-from accelerate.device import Device
 from accelerate.launch.notebook import launchers, payload
 from accelerate.utils import PrepareForLaunch
 
@@ -189,36 +187,8 @@ def test_processes_of_a_runtime_are_started_by_it(monkeypatch: pytest.MonkeyPatc
     vars(fake)["launch"] = lambda function, args, start_method: calls.append((function, args, start_method))
     monkeypatch.setitem(sys.modules, "torch_xla", fake)
     from accelerate import device
-    from accelerate.launch.notebook import launchers
 
     monkeypatch.setattr(launchers, "_detect_devices", lambda: (device.get("xla"), 4))
     assert launchers.notebook_launcher(divmod, (7, 2)) == [None] * 4
     ((function, args, method),) = calls
     assert (function.launcher, function.distributed_type, args, method) == (divmod, "XLA", (7, 2), "fork")
-
-
-def test_the_first_use_of_a_device_is_noted_with_its_cell_and_the_line_below_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """F14: an import that uses the device is named together with the cell that imports."""
-    started: list[int] = []
-    module = types.SimpleNamespace(_lazy_init=lambda: started.append(1))
-    device = Device("odd")
-    monkeypatch.setattr(device, "is_initialized", lambda: bool(started))
-    monkeypatch.setattr(launchers, "_first_uses", {})
-    monkeypatch.setattr(launchers, "cell_of", lambda file: "Cell In[4]" if file == "/tmp/cell.py" else None)
-    linecache.cache["/tmp/cell.py"] = (0, None, ["\n", "import fast\n"], "/tmp/cell.py")
-    linecache.cache["/lib/fast.py"] = (0, None, ["ready = use()\n"], "/lib/fast.py")
-    module._lazy_init = launchers._FirstDeviceUseProbe(device, module, module._lazy_init)
-    library = compile("module._lazy_init()", "/lib/fast.py", "exec")
-    cell = compile("\nexec(library)", "/tmp/cell.py", "exec")
-    try:
-        for _ in range(2):
-            exec(cell, {"library": library, "module": module})
-    finally:
-        del linecache.cache["/tmp/cell.py"], linecache.cache["/lib/fast.py"]
-    assert launchers._first_uses == {
-        "odd": "Cell In[4], line 2: import fast, through /lib/fast.py, line 1: ready = use()"
-    }
-    assert started == [1, 1]
-    assert not isinstance(module._lazy_init, launchers._FirstDeviceUseProbe)

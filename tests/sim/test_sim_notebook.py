@@ -77,12 +77,12 @@ def test_tensors_on_a_device_are_sent_with_a_warning(cells: dict[str, Any]) -> N
     assert "what is sent to the ranks holds tensors on sim:0" in out
 
 
-def test_copies_are_refused_and_the_line_that_used_the_device_is_named(cells: dict[str, Any]) -> None:
+def test_copies_are_refused_once_the_device_is_used_and_the_object_is_named(cells: dict[str, Any]) -> None:
     """F14"""
     _, error = cells["copies"]
     assert "locked() cannot be sent to other processes" in error
     assert "the variable 'lock', which locked() uses, (lock) cannot be pickled" in error
-    assert "it has used its sim device already (Cell In[2], line 2: model = model.to('sim'))" in error
+    assert "it has used its sim device already" in error
 
 
 def test_copies_that_leave_the_device_alone_are_made(cells: dict[str, Any]) -> None:

@@ -39,6 +39,10 @@ class Cpu(Device):
     def count(self) -> int:
         return 1
 
+    def is_initialized(self) -> bool:
+        """Return False: forks can use it; torch's module calls it initialized always."""
+        return False
+
     def probe_count(self, machine: DeviceProbeHost | None = None) -> int:
         """Return 0: the CPU is not an accelerator."""
         return 0

@@ -6,11 +6,8 @@
 from __future__ import annotations
 
 import inspect
-import linecache
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import accelerate.device as devices
@@ -24,11 +21,7 @@ from accelerate.launch.notebook.function_launcher import (
     FunctionLauncher,
     call_on_machines,
 )
-from accelerate.launch.notebook.payload import cell_of, find_shell
 from accelerate.precision import PRECISIONS
-
-_first_uses: dict[str, str] = {}
-_watched_shells: list[Any] = []  # the shell that tells when a cell has run
 
 
 def notebook_launcher(
@@ -130,7 +123,7 @@ def notebook_launcher(
         port=port,
         max_restarts=max_restarts,
         prefix=log_line_prefix_template or ("[rank ${rank}] " if processes > 1 else ""),
-        why_no_fork=_why_no_fork(device),
+        why_no_fork=f"but it has used its {device.type} device already" if device.is_initialized() else "",
     )
     return crew.call(function, call)
 
@@ -339,99 +332,3 @@ def _thread_variables(processes: int) -> dict[str, object | None]:
     if processes == 1 or environ.get("OMP_NUM_THREADS") is not None:
         return {}
     return {"OMP_NUM_THREADS": max(1, count_cores(DeviceProbeHost()) // processes)}
-
-
-def _why_no_fork(device: Device) -> str:
-    first_use = _used_devices().get(device.type)
-    return "" if first_use is None else f"but it has used its {device.type} device already ({first_use})"
-
-
-# --- which line was the first to use a device
-#
-# A process that has used a device cannot be copied to others that use it. When functions cannot be sent, that
-# is an error, and whoever reads it wants to know which line it was. So, in a notebook, from the first use of
-# a launcher's name on, the first use of each device is noted: its line where torch shows it, else its cell.
-
-
-def _record_first_uses() -> None:
-    """Begin to note the first use of devices, if this is a notebook."""
-    shell = find_shell()
-    if shell is None or not hasattr(shell, "kernel") or shell in _watched_shells:
-        return
-    _watched_shells.append(shell)
-    shell.events.register("pre_run_cell", lambda info: _install_recorders())
-    shell.events.register("post_run_cell", _record_cell)
-    _install_recorders()
-
-
-def _used_devices() -> dict[str, str]:
-    """Device type -> what is known of its first use, of the devices that this process has used."""
-    unknown = "nobody noted where; import notebook_launcher in the first cell, and this will say it"
-    return {
-        each.type: _first_uses.get(each.type, unknown) for each in _known_devices() if each.is_initialized()
-    }
-
-
-def _known_devices() -> list[Device]:
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return []
-    torch_devices = devices.accelerators()
-    accelerator = getattr(torch, "accelerator", None)
-    current = accelerator.current_accelerator() if accelerator is not None else None
-    if current is not None and current.type not in {each.type for each in torch_devices}:
-        torch_devices.append(devices.get(current.type))
-    return torch_devices
-
-
-def _install_recorders() -> None:
-    """Has the first use of each device noted as it happens."""
-    for each in _known_devices():
-        module: Any = getattr(sys.modules["torch"], each.type, None)
-        start = getattr(module, "_lazy_init", None)
-        if start is not None and not isinstance(start, _FirstDeviceUseProbe) and not each.is_initialized():
-            module._lazy_init = _FirstDeviceUseProbe(each, module, start)
-
-
-def _record_cell(result: Any) -> None:
-    """Notes the cell, where the line was not seen."""
-    for each in _known_devices():
-        if each.is_initialized():
-            _first_uses.setdefault(each.type, f"cell In[{result.execution_count}] did")
-
-
-class _FirstDeviceUseProbe:
-    """Stands for the function with which torch starts a device, until that is called.
-
-    Args:
-        device: which.
-        module: torch's module of it.
-        start: that function.
-    """
-
-    def __init__(self, device: Device, module: Any, start: Callable[..., Any]) -> None:
-        self.device, self.module, self.start = device, module, start
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        if not self.device.is_initialized():
-            _first_uses.setdefault(self.device.type, _describe_stack(traceback.extract_stack()[:-1]))
-        self.module._lazy_init = self.start
-        return self.start(*args, **options)
-
-
-def _describe_stack(stack: list[traceback.FrameSummary]) -> str:
-    """``"Cell In[2], line 4: x = x.to(...)"``, and the line of the library that it called, if any."""
-    torch = str(Path(sys.modules["torch"].__file__ or "").parent)
-    outside = [frame for frame in stack if not frame.filename.startswith((torch, "<frozen"))]
-    cells = [frame for frame in outside if cell_of(frame.filename)]
-    places = [*cells[-1:], *([outside[-1]] if outside and outside[-1] not in cells[-1:] else [])]
-    return ", through ".join(_describe_frame(frame) for frame in places)
-
-
-def _describe_frame(frame: traceback.FrameSummary) -> str:
-    line = (linecache.getline(frame.filename, frame.lineno or 0)).strip()
-    name = cell_of(frame.filename) or frame.filename
-    return f"{name}, line {frame.lineno}: {line}"
-
-
-_record_first_uses()
