@@ -84,7 +84,7 @@ def test_esc_goes_back_and_help_and_errors_are_whole(wizard: pexpect.spawn) -> N
     wizard.expect_exact("how many machines take part")
     wizard.expect_exact("> ")  # keys that come before are read as lines of text
     wizard.send("\x150" + ENTER)
-    wizard.expect(r"your\s+answers:\s+num_machines\s+is\s+0[^>]*>")  # the error, and the question again
+    wizard.expect(r"the\s+answer\s+is\s+0,[^>]*>")  # the error, and the question again
     error = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", str(wizard.after)).partition("?")[0].strip()
-    assert "your answers: num_machines is 0, but it is 1 to 1000000" in " ".join(error.split())
+    assert "the answer is 0, but num_machines is a whole number (1 to 1000000)" in " ".join(error.split())
     assert max(map(len, error.splitlines())) <= 60

@@ -70,7 +70,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, choices: dict[str, Any]) -> list[W
     """
     seen: list[WizardQuestion] = []
 
-    def ask(question: WizardQuestion, offered: Any, answers: WizardAnswers) -> Any:
+    def ask(question: WizardQuestion, offered: Any) -> Any:
         seen.append(question)
         wanted = choices.get(question.name)
         if wanted is None or not question.options:
@@ -130,30 +130,24 @@ def test_arrow_keys_choose_and_text_is_typed(place: Path) -> None:
 
 
 def test_a_wrong_answer_is_refused_as_it_is_typed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line stays until it is right: zero processes, a word, a rank beyond the machines."""
+    """The line stays until it is right: zero processes, a word, a range that ends before it begins."""
     rows = {row.name: row for cls in questions.all_classes() for row in declared_settings(cls)}
-    answers = WizardAnswers({})
-    answers.written = {("num_machines",): 2}
 
     def ask(name: str, keys: str) -> Any:
-        question = questions.question_of(rows[name], answers)
-        return typed(keys, lambda: terminal.ask_question(question, "", answers))
+        question = questions.question_of(rows[name], WizardAnswers({}))
+        return typed(keys, lambda: terminal.ask_question(question, ""))
 
     assert ask("num_processes", "0\r\x7f4\r") == "4"
     assert ask("num_processes", "many\r\x15" + "4\r") == "4"
-    assert ask("machine_rank", "2\r\x7f1\r") == "1"
     assert ask("main_process_port", "70000\r\x7f\r") == "7000"
-    answers.written = {("num_machines",): 12}
-    assert ask("num_processes", "2\r\x7f24\r") == "24"
-    # A range needs another rendezvous backend, which is asked for later.
-    answers.written = {}
-    assert ask("num_machines", "1:2\r") == "1:2"
+    assert ask("num_machines", "2:1\r\x15" + "1:2\r") == "1:2"
     told: list[str] = []
     monkeypatch.setattr(terminal, "print_plain", lambda text, style="": told.append(" ".join(text.split())))
     assert ask("num_machines", "1abc\r\x15" + "-3\r\x15" + "2\r") == "2"
-    assert [text.partition(" - ")[0] for text in told] == [
-        "your answers: num_machines is '1abc', which is no number of machines",
-        "your answers: num_machines is -3, but it is 1 to 1000000",
+    rule = "but num_machines is a whole number (1 to 1000000) or text as 1:4, the fewest first, both in that"
+    assert [text.partition(" range - ")[0] for text in told] == [
+        f"the answer is the text '1abc', {rule}",
+        f"the answer is -3, {rule}",
     ]
 
 

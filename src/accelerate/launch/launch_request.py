@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from accelerate.core import environ, value_types
 from accelerate.core.errors import SettingError, UnknownNameError
@@ -25,7 +25,16 @@ from accelerate.core.setting import (
     load_settings,
     setting,
 )
-from accelerate.core.value_types import Count, FilledPath, Index, LocalCount, Port, Seconds, frozen_dataclass
+from accelerate.core.value_types import (
+    Count,
+    FilledPath,
+    Index,
+    LocalCount,
+    Port,
+    Seconds,
+    ValueRule,
+    frozen_dataclass,
+)
 from accelerate.launch import config_files
 from accelerate.launch.config_files import ConfigFile
 from accelerate.launch.job_scheduler import JobSchedulerContext, detect_surrounding_job
@@ -35,6 +44,15 @@ S = TypeVar("S")
 typed_setting = partial(setting, variable=None, in_file=False)  # a flag alone
 file_setting = partial(setting, flag=None, variable=None)  # a key of a configuration file alone
 NOT_DISTRIBUTED = "NO"  # the ``distributed_type`` of one process
+
+
+def _is_machine_range(text: str) -> bool:
+    """Return whether a text is a range of numbers of machines, ``"1:4"``."""
+    ends = [value_types.convert_to(Count, end, "text") for end in text.split(":")]
+    return len(ends) == 2 and all(fits for fits, _ in ends) and ends[0][1] <= ends[1][1]
+
+
+MachineRange = Annotated[str, ValueRule(" as 1:4, the fewest first, both in that range", _is_machine_range)]
 
 
 class _MachineCountAboveOne:
@@ -77,7 +95,7 @@ class JobSettings:
     nproc_per_node: LocalCount | Literal["auto", "gpu", "cpu"] | None = typed_setting(
         None, help="how many processes to start on each machine"
     )
-    num_machines: Count | str = setting(
+    num_machines: Count | MachineRange = setting(
         1,
         flags=("--nnodes",),
         help="how many machines take part: a number, or from 1 to 4 as 1:4",
@@ -235,24 +253,9 @@ class LaunchRequest:
 
     @property
     def machines(self) -> tuple[int, int]:
-        """The fewest and the most machines that take part: 2 is ``(2, 2)``, ``"1:4"`` is ``(1, 4)``.
-
-        Raises:
-            SettingError: it is neither a number nor a range.
-        """
-        origin = self.origin("num_machines")
-        ends = str(origin.value).split(":")
-        if not 1 <= len(ends) <= 2 or not all(end.strip().lstrip("-").isdecimal() for end in ends):
-            raise SettingError(
-                f"{origin.where} is {origin.value!r}, which is no number of machines",
-                fix="write a number, 2, or the fewest and the most, 1:4",
-            )
-        least, most = int(ends[0]), int(ends[-1])
-        if not (1 <= least <= most and value_types.convert_to(Count, most, "file")[0]):
-            location = origin.where or "num_machines"
-            rule = "the fewest come first, and both are" if len(ends) == 2 else "it is"
-            raise SettingError(f"{location} is {origin.value}, but {rule} 1 to 1000000")
-        return least, most
+        """The fewest and the most machines that take part: 2 is ``(2, 2)``, ``"1:4"`` is ``(1, 4)``."""
+        ends = str(self.get("num_machines")).split(":")
+        return int(ends[0]), int(ends[-1])
 
     @property
     def local_processes(self) -> SettingOrigin:

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 C = TypeVar("C", bound=BaseConfig)
-YOUR_ANSWERS = Path("your answers")  # what the errors of a question name: no file says so yet
 DIM_STYLE, ERROR_STYLE = "fg:ansibrightblack", "fg:ansired"
 KEYS = "(Use arrow keys)"
 
@@ -125,7 +124,7 @@ def _go_through(
             if question.options and int(offered) >= len(question.options):
                 offered = question.default  # other answers have changed its options
             try:
-                given[question.name] = ask_question(question, offered, answers)
+                given[question.name] = ask_question(question, offered)
             except StepBack:
                 given[f"was {question.name}"] = offered
                 raise
@@ -179,30 +178,12 @@ def merge_answers(
     return dict(sorted(config_writer.apply_changes(before, changes).items()))
 
 
-def ask_question(question: WizardQuestion, offered: Any, answers: WizardAnswers) -> int | str:
+def ask_question(question: WizardQuestion, offered: Any) -> int | str:
     """One question on the terminal: the number of the chosen option, or the text that was typed."""
-
-    def wrong(answer: int | str) -> AccelerateError | None:
-        try:
-            writes = question.writes(answer)
-        except SettingError as error:
-            return error
-        after = WizardAnswers(answers.before)
-        after.written = answers.written | dict(writes)
-        error = _find_new_refusal(after.nested_values(), answers.before, YOUR_ANSWERS)
-        # Others are about what was not asked yet.
-        is_cause = error is not None and _is_about(error, question) and not _is_mended_later(error, after)
-        return error if is_cause else None
-
-    if not question.options:
-        return _ask_text(question.text, question.help, str(offered), wrong)
-    labels = [option.label for option in question.options]
-    while True:
-        chosen = _select_option(question.text, labels, offered, help=question.help)
-        error = wrong(chosen)
-        if error is None:
-            return chosen
-        print_plain(_wrap(str(error)), ERROR_STYLE)
+    if question.options:
+        labels = [option.label for option in question.options]
+        return _select_option(question.text, labels, offered, help=question.help)
+    return _ask_text(question, str(offered))
 
 
 def _find_new_refusal(
@@ -211,18 +192,6 @@ def _find_new_refusal(
     """Return the error of a launch with these values, unless the file before met the same one."""
     error, previous = find_refusal(values, path), find_refusal(before, path) if before else None
     return None if error is None or (previous is not None and error.what == previous.what) else error
-
-
-def _is_mended_later(error: AccelerateError, answers: WizardAnswers) -> bool:
-    """Return whether the error's fix is a setting that is asked after those of these answers."""
-    asked = {path[-1] for path in answers.written}
-    settings = {row.name for cls in all_classes() for row in asked_settings(cls)}
-    return bool((settings - asked).intersection(re.findall(r"--(\w+)", error.fix)))
-
-
-def _is_about(error: AccelerateError, question: WizardQuestion) -> bool:
-    name = question.setting.name if question.setting else question.name
-    return f"{name} " in f"{error.what} "
 
 
 def _find_cause(problem: AccelerateError | None, questions: Sequence[WizardQuestion]) -> int:
@@ -295,22 +264,24 @@ def _select_option(
     return number
 
 
-def _ask_text(text: str, help: str, offered: str, wrong: Callable[[str], AccelerateError | None]) -> str:
-    """A line that was typed and that nothing is wrong with."""
+def _ask_text(question: WizardQuestion, offered: str) -> str:
+    """A line that was typed and that fits the setting."""
     import questionary
     from prompt_toolkit.key_binding import KeyBindings
 
-    message = "\n".join(filter(None, (text, _wrap(help), ">"))) if help else text
+    lines = (question.text, _wrap(question.help), ">") if question.help else (question.text,)
     while True:
         bindings = KeyBindings()
-        prompt = questionary.text(message, default=offered, key_bindings=bindings)
+        prompt = questionary.text("\n".join(lines), default=offered, key_bindings=bindings)
         typed: str = _run_prompt(prompt, bindings, "escape")
-        error = wrong(typed)
-        if error is None:
+        try:
+            question.writes(typed)
+        except SettingError as error:
+            # Not in the line of questionary, which ends at the right edge of the terminal.
+            print_plain(_wrap(" - ".join(part for part in (error.what, error.fix) if part)), ERROR_STYLE)
+            offered = typed
+        else:
             return typed
-        # Not in the line of questionary, which ends at the right edge of the terminal.
-        print_plain(_wrap(" - ".join(part for part in (error.what, error.fix) if part)), ERROR_STYLE)
-        offered = typed
 
 
 def print_plain(text: str, style: str = "") -> None:
@@ -336,7 +307,7 @@ def get_sagemaker_input() -> SageMakerConfig:
 def get_user_input() -> ClusterConfig | SageMakerConfig:
     """Asks where the job runs, and then about it; nothing is written."""
     answers = WizardAnswers({})
-    environment_number = ask_question(environment_question(answers), 0, answers)
+    environment_number = ask_question(environment_question(answers), 0)
     return get_sagemaker_input() if environment_number else get_cluster_input()
 
 
