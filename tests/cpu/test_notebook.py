@@ -282,7 +282,7 @@ def test_an_exception_of_a_copy_is_raised_in_the_cell(cells: dict[str, Cell]) ->
 def test_another_port_is_taken_when_one_is_in_use(cells: dict[str, Cell]) -> None:
     """F7"""
     assert cells["port"].error == "", cells["port"].text
-    assert "is in use (Address already in use), rank 0 listens on" in cells["port"].out
+    assert "is in use (Address already in use); rank 0 listens on" in cells["port"].out
     assert cells["port"].out.splitlines()[-1] == "[2.0, 2.0]"
 
 

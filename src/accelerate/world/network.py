@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 
 from accelerate.core.errors import LaunchError
 
@@ -134,6 +134,18 @@ class PortInUseError(LaunchError):
             why=error.strerror or str(error),
             fix="leave --main_process_port out, and a free one is found",
         )
+
+
+@contextmanager
+def reserve_port(wanted: int, print_line: Callable[[str], None]) -> Generator[ReservedPort]:
+    """Provide the port of rank 0 while a job runs: any free one for 0, or where the wanted one is in use."""
+    try:
+        port = ReservedPort(wanted)
+    except PortInUseError as error:
+        port = ReservedPort()
+        print_line(f"port {wanted} is in use ({error.why}); rank 0 listens on {port.number} instead")
+    with closing(port):
+        yield port
 
 
 def _claim_port_name(number: int) -> socket.socket | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import ClassVar
 
@@ -26,7 +26,7 @@ from accelerate.launch.device_selection import LaunchDeviceSelection, allocate_d
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
 from accelerate.world import clusters
-from accelerate.world.network import LOOPBACK, PortInUseError, ReservedPort
+from accelerate.world.network import LOOPBACK, reserve_port
 
 # Settings that tell machines apart, and why one machine does not need them.
 UNUSED_ON_ONE_MACHINE = (
@@ -87,8 +87,11 @@ class LocalLaunch(LaunchKind[LaunchPlan]):
         """Starts the job; see ``LaunchKind.run``."""
         logs, size = RankLogSettings(request.settings.tee, request.settings.log_dir), len(plan.commands)
         restarts, run_id = request.get("max_restarts"), os.urandom(4).hex()
+        has_group = size > 1 or asks_for_group(request)
+        say, wanted = partial(print_line, request), request.settings.main_process_port or 0
+        port_context = reserve_port(wanted, say) if has_group else nullcontext()
         if size == 1 and replace and not logs.is_active and not restarts:
-            with reserve_port(request, 1) as port:
+            with port_context as port:
                 (own,) = ranks_variables(request, 1, port and port.number, run_id)
                 # The folder of a launcher around this one is not for this process.
                 variables: Variables = {**plan.variables, **own, "ACCELERATE_STOP_FOLDER": None}
@@ -104,7 +107,7 @@ class LocalLaunch(LaunchKind[LaunchPlan]):
 
         # What a rank has left behind is in the way of another attempt.
         create = partial(WorkerSupervisor, keeps_leftovers=not restarts)
-        with open_attempts(request, logs) as attempts, reserve_port(request, size) as port:
+        with open_attempts(request, logs) as attempts, port_context as port:
             for restart in range(restarts + 1):
                 each = ranks_variables(request, size, port and port.number, run_id, (restart, restarts))
                 variables_of_ranks = [{**plan.variables, **own} for own in each]
@@ -116,7 +119,7 @@ class LocalLaunch(LaunchKind[LaunchPlan]):
                 if restart == restarts or is_stopped:
                     raise error
                 line = f"{describe_failure(error)}; restart {restart + 1} of {restarts}"
-                print_restart(line, error.traceback, partial(print_line, request))
+                print_restart(line, error.traceback, say)
 
 
 def _unused_settings(request: LaunchRequest, where: LaunchDeviceSelection) -> Iterator[tuple[str, str]]:
@@ -284,22 +287,6 @@ def replace_process(request: LaunchRequest, env: dict[str, str]) -> None:
                 with suppress(KeyboardInterrupt):  # the script hears of it too, and ends when it wants to
                     sys.exit(process.wait())
         os.execvpe(program[0], program, env)
-
-
-@contextmanager
-def reserve_port(request: LaunchRequest, size: int) -> Iterator[ReservedPort | None]:
-    """Provide the port of rank 0 while the job runs; None for a process without a group, which needs none."""
-    if size == 1 and not asks_for_group(request):
-        yield None
-        return
-    wanted = request.settings.main_process_port or 0
-    try:
-        port = ReservedPort(wanted)
-    except PortInUseError as error:
-        port = ReservedPort()
-        print_line(request, f"port {wanted} is in use ({error.why}); rank 0 listens on {port.number} instead")
-    with closing(port):
-        yield port
 
 
 PLUGIN = LocalLaunch()

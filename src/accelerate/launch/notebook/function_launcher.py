@@ -15,8 +15,8 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
 from dataclasses import field
+from functools import partial
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -38,7 +38,7 @@ from accelerate.launch.notebook.function_ranks import (
 )
 from accelerate.launch.rank_reports import JobOutcome, ProcessSpec
 from accelerate.launch.supervisor import WorkerSupervisor
-from accelerate.world.network import LOOPBACK, PortInUseError, ReservedPort
+from accelerate.world.network import LOOPBACK, reserve_port
 
 STOP_TIMEOUT = 3.0  # seconds that ranks which are asked to stop have before they are killed
 
@@ -88,7 +88,10 @@ class FunctionLauncher:
             FunctionError: it failed on a rank.
             KeyboardInterrupt: it was interrupted; no rank is left.
         """
-        with tempfile.TemporaryDirectory(prefix="accelerate-") as name, _reserve_port(self.port) as port:
+        with (
+            tempfile.TemporaryDirectory(prefix="accelerate-") as name,
+            reserve_port(self.port, partial(print, flush=True)) as port,
+        ):
             parcel = self._write_parcel(function, args, Path(name))
             for attempt in range(self.max_restarts + 1):
                 folder = Path(name, str(attempt))
@@ -223,17 +226,6 @@ def _blame_local_rank(error: RankError, folder: Path, processes: int) -> RankErr
         error.what, error.why = f"the function failed on this machine: {first.summary}", ""
         error.traceback = first.text
     return error
-
-
-@contextmanager
-def _reserve_port(wanted: int) -> Iterator[ReservedPort]:
-    try:
-        port = ReservedPort(wanted)
-    except PortInUseError as error:
-        port = ReservedPort()
-        print(f"Port {wanted} is in use ({error.why}), rank 0 listens on {port.number} instead.", flush=True)
-    with closing(port):
-        yield port
 
 
 def read_results(folder: Path, processes: int) -> Iterator[Any]:
