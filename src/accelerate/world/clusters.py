@@ -20,12 +20,11 @@ from itertools import product
 
 from accelerate.core.errors import WorldError
 from accelerate.core.value_types import frozen_dataclass
-from accelerate.world.network import DEFAULT_PORT, JOB_PORT_COUNT
+from accelerate.world.network import DEFAULT_PORT, JOB_PORT_COUNT, is_loopback
 
 Env = Mapping[str, str]
 NODE = ("GROUP_RANK", "NODE_RANK", "CROSS_RANK")
 NODES = ("GROUP_WORLD_SIZE", "NNODES", "CROSS_SIZE", "AZUREML_NODE_COUNT")
-LOOPBACK_NAMES = ("localhost", "::1")
 
 
 @frozen_dataclass
@@ -150,17 +149,15 @@ class ClusterEnvironment:
         rank, size, local_rank, local_size = self.rank, self.size, self.local_rank, self.local_size
         node, nodes = self.node, self.nodes
         if rank is not None and size is not None:
-            host = self.address or ""
-            alone = size == 1 or nodes == 1 or host in LOOPBACK_NAMES or host.startswith("127.")
-            if local_size is None:
-                if alone:
-                    local_size = size
-                elif nodes and size % nodes == 0:
+            is_unknown = local_size is None or local_rank is None
+            if is_unknown and (size == 1 or nodes == 1 or is_loopback(self.address or "")):
+                local_size = size if local_size is None else local_size
+                local_rank = rank if local_rank is None else local_rank
+            elif local_size is None:
+                if nodes and size % nodes == 0:
                     local_size = size // nodes
                 elif node and local_rank is not None and (rank - local_rank) % node == 0:
                     local_size = (rank - local_rank) // node
-            if local_rank is None and alone:
-                local_rank = rank
             if local_rank is not None and local_size is not None:
                 nodes = -(-size // max(1, local_size)) if nodes is None else nodes
                 node = derive_node(rank, local_rank, local_size, size, nodes) if node is None else node
@@ -441,8 +438,7 @@ def is_left_from_local_job(env: Env) -> bool:
     signs = ("KUBERNETES_SERVICE_HOST", *NODE, *NODES)
     if find_scheduler(env) or any(env.get(name) for name in signs) or any(n.startswith("PET_") for n in env):
         return False
-    host = env.get("MASTER_ADDR", "")
-    return host in LOOPBACK_NAMES or host.startswith("127.")
+    return is_loopback(env.get("MASTER_ADDR", ""))
 
 
 def _refuse_partial(env: Env, rank: int | None, size: int | None) -> None:
