@@ -328,16 +328,17 @@ class LaunchRequest:
                         fix=self._how_to_enable(switch),
                     )
 
-    def find_leftover(self, file: ConfigFile) -> tuple[tuple[str, ...], str] | None:
-        """Return the path of a key in the file that has no effect, and a sentence about it; None without one.
+    def find_leftovers(self, file: ConfigFile) -> dict[tuple[str, ...], str]:
+        """Return the path of each key in the file that has no effect, with a sentence about it.
 
         Files of 1.x hold such keys: the options of a way of training that was chosen once, and a number of
         processes beside ``distributed_type: NO``, which starts one.
         """
+        leftovers = dict[tuple[str, ...], str]()
         kind, processes = self.origin("distributed_type"), self.origin("num_processes")
         several = processes.source == "file" and processes.value not in (None, 1)
         if str(kind.value).upper() == NOT_DISTRIBUTED and several:
-            return ("num_processes",), (
+            leftovers[("num_processes",)] = (
                 f"{processes.where} is {processes.value}, which has no effect: {kind.where} is "
                 f"{NOT_DISTRIBUTED}, which means one process"
             )
@@ -346,11 +347,11 @@ class LaunchRequest:
                 if loaded.origin(row.name).source == "file":
                     keys = (row.section or row.name,)
                     said = f"{kind.where} is {kind.value}" if kind.value else self._typed_training()
-                    return keys, (
+                    leftovers[keys] = (
                         f"{file.locate(*keys)}: {keys[0]} has no effect: {said}; to use it, "
                         f"{self._how_to_enable(cls.__switch__)}"
                     )
-        return None
+        return leftovers
 
     def _typed_training(self) -> str:
         """The flag that asks for another way of training, in words."""
@@ -500,9 +501,11 @@ def build_request(
         )
     notes = (note,) if note else ()
     request = LaunchRequest(loaded[JobSettings].value, loaded, tuple(program), file, scheduler, notes)
-    leftover = None if file is None else request.find_leftover(file)
-    if leftover is not None and file is not None:
-        return build_request(file.without(*leftover), flags, program, script_settings, env)
+    leftovers = {} if file is None else request.find_leftovers(file)
+    if file is not None and leftovers:
+        for keys, problem in leftovers.items():
+            file = file.without(keys, problem)
+        return build_request(file, flags, program, script_settings, env)
     request.check_switches()
     return request
 
