@@ -129,6 +129,8 @@ def test_one_machine_meets_at_its_own_address(cli: Run, flags: list[str], tmp_pa
     result = cli("--dry-run", *flags, "--main_process_ip", "10.255.0.5", "train.py")
     assert "10.255.0.5" not in re.sub(r"(?s)(Options|Without effect).*", "", result.out)
     assert any(row[0] == "--main_process_ip" for row in sections(result.out)["Without effect"])
+    facts = sections(result.out)["A dry run: nothing is started"]
+    assert (["restarts", "1"] in facts) == ("--max_restarts" in flags)
     (tmp_path / "job.yaml").write_text("main_process_ip: 127.0.0.1")
     assert "--main_process_ip" not in cli("--config_file", "job.yaml", "--dry-run", *flags, "train.py").err
 
