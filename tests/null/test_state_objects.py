@@ -17,7 +17,14 @@ import torch
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.logging import MultiProcessAdapter
 from accelerate.state import AcceleratorState, GradientState, is_initialized
-from accelerate.utils import ComputeEnvironment, PrecisionType, broadcast, send_to_device
+from accelerate.utils import (
+    ComputeEnvironment,
+    FullyShardedDataParallelPlugin,
+    PrecisionType,
+    TorchDynamoPlugin,
+    broadcast,
+    send_to_device,
+)
 from tests.support.environment import ROOT, clean
 from tests.support.long_run import LONG_RUN
 from tests.support.worlds import fake_world
@@ -42,6 +49,16 @@ def test_attributes_are_gone_with_the_world() -> None:
     renewed = Accelerator(cpu=True)
     assert (renewed.mixed_precision, state.num_processes) == ("no", 1)
     assert (accelerator.state.mixed_precision, accelerator.num_processes) == ("no", 1), "those of the new one"
+
+
+def test_a_state_takes_no_plugin_that_it_would_drop() -> None:
+    """1.15 drops one beside an Accelerator, and refuses it before there is one."""
+    plugins = {"fsdp_plugin": FullyShardedDataParallelPlugin(), "dynamo_plugin": TorchDynamoPlugin()}
+    for _ in range(2):
+        for name, plugin in plugins.items():
+            with pytest.raises(ValueError, match="Accelerator\\("):
+                AcceleratorState(mixed_precision="no", **{name: plugin})
+        Accelerator(cpu=True)
 
 
 def test_a_reset_of_the_choices_leaves_the_world() -> None:

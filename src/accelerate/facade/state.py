@@ -339,6 +339,7 @@ class AcceleratorState(ProcessMixin):
 
     Raises:
         WorldError: nothing is given and there is no ``Accelerator`` yet.
+        SettingError: a plugin is given, which only an ``Accelerator`` uses.
     """
 
     _current: ClassVar[AcceleratorState | None] = None
@@ -372,6 +373,15 @@ class AcceleratorState(ProcessMixin):
         **kwargs: Any,
     ) -> AcceleratorState:
         """Return the newest one, or (when arguments are given) a new one."""
+        chosen = [deepspeed_plugin, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin]
+        if not _from_accelerator:
+            chosen += [dynamo_plugin, parallelism_config]
+        if (plugin := next((each for each in chosen if each is not None), None)) is not None:
+            raise SettingError(
+                f"AcceleratorState is given a {type(plugin).__name__}, which would change no training",
+                why="an Accelerator chooses its strategy and its compiler by its own arguments",
+                fix="give it to Accelerator(...)",
+            )
         if mixed_precision is None and not cpu and not _from_accelerator:
             alive = cls._current_if_open()
             if alive is not None:
