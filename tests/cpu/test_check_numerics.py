@@ -373,8 +373,16 @@ def replace_training(_: int) -> tuple[list[str], int]:
     return said, len(accelerator._loop._monitor._clipped)  # type: ignore[attr-defined]
 
 
-def test_steps_are_counted_on_when_the_first_optimizer_steps_no_more(ranks: RankServer) -> None:
+@pytest.mark.parametrize("records", [False, True])
+def test_steps_are_counted_on_when_the_first_optimizer_steps_no_more(
+    ranks: RankServer, tmp_path: Path, records: bool
+) -> None:
     """By the 11th step of another one: a critic may step several times for a step of its generator."""
-    ((said, kept),) = ranks(1, replace_training, 0, env={"ACCELERATE_CHECK_NUMERICS": "1"})
+    settings = {"ACCELERATE_CHECK_NUMERICS": "1"} | ({"ACCELERATE_RECORD": str(tmp_path)} if records else {})
+    ((said, kept),) = ranks(1, replace_training, 0, env=settings)
     assert said[0].startswith("step 6, rank 0: the loss is nan")
     assert kept == 0
+    if records:
+        lines = [json.loads(line) for line in (tmp_path / "rank_0.jsonl").read_text().splitlines()]
+        assert [line["optimizer_step"] for line in lines if "optimizer_step" in line] == [1, 2, 3, 4, 5, 6]
+        assert {line["step"] for line in lines if "numerics" in line} == {6}

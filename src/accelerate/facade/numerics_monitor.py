@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,7 @@ from accelerate.core import tree
 from accelerate.core.errors import warn_user
 from accelerate.data.batches import FetchedBatch
 from accelerate.facade.preparer import PreparedObjects
-from accelerate.facade.run_recorder import RunRecorder
+from accelerate.facade.run_recorder import RunRecorder, StepCounter
 from accelerate.strategy.base import Strategy
 from accelerate.world.world import World
 
@@ -28,9 +28,6 @@ WARNINGS, RECORDS = 3, 1000
 _SHOWN_INDICES = 32
 # Outputs of modules that are remembered between two backwards.
 OUTPUTS = 20_000
-# Steps of other optimizers without one of the optimizer whose steps are counted, before another is counted: a
-# critic may step several times for one step of its generator.
-IDLE_STEPS = 10
 
 
 class SpikeDetector:
@@ -69,16 +66,20 @@ class NumericsMonitor:
         world, strategy: of the run.
         prepared: the models and optimizers that are trained.
         recorder: takes norms and events; None: they are warnings only.
+        steps: numbers the steps.
     """
 
     def __init__(
-        self, world: World, strategy: Strategy, prepared: PreparedObjects, recorder: RunRecorder | None
+        self,
+        world: World,
+        strategy: Strategy,
+        prepared: PreparedObjects,
+        recorder: RunRecorder | None,
+        steps: StepCounter,
     ) -> None:
         self._world, self._strategy = world, strategy
         self._prepared, self._recorder = prepared, recorder
-        self._step = 1
-        self._counted: Callable[[], Any] = lambda: None  # weak: the optimizer whose steps are counted
-        self._idle_steps = 0
+        self._steps = steps
         self._indices: Any = None
         self._spikes = SpikeDetector()
         self._counts: dict[str, int] = {}
@@ -113,7 +114,7 @@ class NumericsMonitor:
             self._watched.add(item.optimizer)
             groups_step = not self._strategy.owns_step
             item.optimizer.register_step_pre_hook(lambda opt, *_: self.check_step(opt, groups_step))
-            item.optimizer.register_step_post_hook(lambda opt, *_: self._end_step(opt))
+            item.optimizer.register_step_post_hook(lambda opt, *_: self._forget_norms(opt))
 
     def _note_batches(self, batches: Iterator[FetchedBatch]) -> Iterator[FetchedBatch]:
         for fetched in batches:
@@ -142,6 +143,11 @@ class NumericsMonitor:
             self._extremes += local.amin(), local.amax()
 
     # --- what is said
+
+    @property
+    def _step(self) -> int:
+        """The number of the step that is under way."""
+        return self._steps.count + 1
 
     def check_loss(self, loss: torch.Tensor) -> None:
         """Read the loss of a backward; the outputs of modules that led to it are forgotten.
@@ -196,19 +202,10 @@ class NumericsMonitor:
                 text = f"the gradient norm of parameter group {number} is {value}"
                 self._tell("gradient", text, "; ".join(filter(None, (where, self._culprit))))
 
-    def _end_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step of the first optimizer, or of another one where that does not step any more."""
+    def _forget_norms(self, optimizer: torch.optim.Optimizer) -> None:
         if self._clipped:
             ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
             self._clipped = {each: norm for each, norm in self._clipped.items() if each.isdisjoint(ids)}
-        prepared, counted = [each.optimizer for each in self._prepared.optimizers], self._counted()
-        if not any(each is counted for each in prepared):
-            counted = prepared[0] if prepared else optimizer
-        if optimizer is counted or self._idle_steps == IDLE_STEPS:
-            self._counted, self._idle_steps = weakref.ref(optimizer), 0
-            self._step += 1
-        else:
-            self._idle_steps += 1
 
     def _model_suffix(self, number: int) -> str:
         return f" of model {number}" if number else ""

@@ -28,6 +28,54 @@ from accelerate.world import watchdog
 from accelerate.world.process_group import StoreClient
 from accelerate.world.world import World
 
+# Steps of other optimizers without one of the optimizer whose steps are counted, before another is counted: a
+# critic may step several times for one step of its generator.
+IDLE_STEPS = 10
+
+
+class StepCounter:
+    """Counts the steps of a training: those of the first optimizer, or of another where it steps no more.
+
+    Attributes:
+        count: the steps that have ended.
+        on_step: are called with the optimizer after each of them.
+    """
+
+    def __init__(self) -> None:
+        self.count, self._idle_steps = 0, 0
+        self.on_step: list[Callable[[torch.optim.Optimizer], None]] = []
+        # Weak, as the counter of a recorder outlives every training.
+        self._owners: list[weakref.ref[PreparedObjects]] = []
+        self._counted: Callable[[], Any] = lambda: None
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()  # a kept optimizer may be prepared again
+
+    def follow(self, prepared: PreparedObjects) -> None:
+        """Watch the optimizers that are prepared from now on."""
+        self._owners.append(weakref.ref(prepared))
+        prepared.on_add.append(self._watch)
+
+    def _watch(self, kind: str, item: Any) -> None:
+        # An engine's optimizer may have no hooks, and one that is no torch.optim.Optimizer.
+        has_hooks = kind == "optimizer" and hasattr(item.optimizer, "register_step_post_hook")
+        if has_hooks and item.optimizer not in self._watched:
+            self._watched.add(item.optimizer)
+            item.optimizer.register_step_post_hook(lambda optimizer, *_: self._end_step(optimizer))
+
+    def _end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        owners = [prepared for owner in self._owners if (prepared := owner()) is not None]
+        items = [each.optimizer for prepared in owners for each in prepared.optimizers]
+        live = [each for each in items if each in self._watched]  # the others never tell of a step
+        counted = self._counted()
+        if not any(each is counted for each in live):
+            counted = live[0] if live else optimizer
+        if optimizer is not counted and self._idle_steps < IDLE_STEPS:
+            self._idle_steps += 1
+            return
+        self._counted, self._idle_steps = weakref.ref(optimizer), 0
+        self.count += 1
+        for react in self.on_step:
+            react(optimizer)
+
 
 class RunRecorder(GeneralTracker):
     """Appends the steps of one rank to ``folder/rank_N.jsonl``; the ranks exchange the id of the run.
@@ -52,6 +100,9 @@ class RunRecorder(GeneralTracker):
     Args:
         folder: of the run; on several machines without a shared file system, each has its own.
         world: the ranks, and the device of this one.
+
+    Attributes:
+        steps: numbers the steps.
     """
 
     name = "record"
@@ -63,11 +114,8 @@ class RunRecorder(GeneralTracker):
         self.run_name = f"rank_{world.rank}"
         self._file = JSONLinesFile(folder / f"{self.run_name}.jsonl")
         self._world = world
-        # Weak: the optimizer whose steps are counted, and the objects that it was prepared with.
-        self._optimizer: Callable[[], Any] = lambda: None
-        self._owner: Callable[[], PreparedObjects | None] = lambda: None
-        self._hook: Any = None
-        self._step = 0
+        self.steps = StepCounter()
+        self.steps.on_step.append(self._record_step)
         self._samples = 0
         self._tokens: float | None = None
         self._waited = self._forward = self._batch_start = 0.0
@@ -136,28 +184,10 @@ class RunRecorder(GeneralTracker):
             self._write(end="failed" if self.failed else "finished")
             self._file.close()
 
-    def watch(self, kind: str, item: Any, prepared: PreparedObjects) -> None:
-        """Begin to record a prepared loader, or the first optimizer, whose steps are counted.
-
-        When that one is not prepared any more, as after ``free_memory``, the next one is the first.
-
-        Args:
-            kind, item: what is prepared.
-            prepared: where it is listed.
-        """
+    def watch(self, kind: str, item: Any) -> None:
+        """Begin to record a prepared loader."""
         if kind == "loader" and hasattr(item, "time_fetches"):
             item.time_fetches = partial(self._time_fetches, item)
-        elif kind == "optimizer" and not self._counts_steps():
-            self._optimizer, self._owner = weakref.ref(item), weakref.ref(prepared)
-            if self._hook is not None:
-                self._hook.remove()
-            register = getattr(item.optimizer, "register_step_post_hook", None)
-            # An engine's optimizer may have none, and one that is no torch.optim.Optimizer.
-            self._hook = None if register is None else register(self._record_step)
-
-    def _counts_steps(self) -> bool:
-        optimizer, owner = self._optimizer(), self._owner()
-        return owner is not None and any(each is optimizer for each in owner.optimizers)
 
     def _time_fetches(
         self, loader: Any, batches: Iterator[FetchedBatch], samples: int
@@ -190,12 +220,11 @@ class RunRecorder(GeneralTracker):
         if watchdog_of_run is not None:
             self._pace = PaceExchange(watchdog_of_run.store.open_prefix("pace"), self._world)
 
-    def _record_step(self, optimizer: Any, *_: Any) -> None:
+    def _record_step(self, optimizer: torch.optim.Optimizer) -> None:
         now = time.perf_counter()
-        self._step += 1
         rates = [float(group["lr"]) for group in optimizer.param_groups if _is_host_number(group.get("lr"))]
         self._write(
-            optimizer_step=self._step,
+            optimizer_step=self.steps.count,
             seconds=now - (self._step_end or now),
             data_wait=self._waited,
             forward=self._forward,
@@ -234,7 +263,7 @@ class RunRecorder(GeneralTracker):
         if self._world.rank == 0:
             files = list(os.walk(path)) if isinstance(path, Path) else []
             size = sum(os.path.getsize(Path(folder, name)) for folder, _, names in files for name in names)
-            self._write(checkpoint=str(path), seconds=seconds, bytes=size or None, step=self._step)
+            self._write(checkpoint=str(path), seconds=seconds, bytes=size or None, step=self.steps.count)
 
 
 def _count_tokens(batch: Any) -> int | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from accelerate.facade.micro_batch_windows import GradientAccumulationWindows
 from accelerate.facade.numerics_monitor import NumericsMonitor
 from accelerate.facade.optimizer import AcceleratedOptimizer, current_params, explain_sharded_step
 from accelerate.facade.preparer import PreparedObjects
-from accelerate.facade.run_recorder import RunRecorder
+from accelerate.facade.run_recorder import RunRecorder, StepCounter
 from accelerate.facade.runtime import Runtime
 from accelerate.precision.loss_scaling import LossScaling
 from accelerate.strategy.base import EngineStrategy
@@ -327,12 +326,14 @@ class WatchedTrainLoop(TrainLoop):
         super().__init__(runtime, prepared)
         self._recorder, self._runtime = recorder, runtime
         self._monitor: NumericsMonitor | None = None
+        steps = StepCounter() if recorder is None else recorder.steps
+        steps.follow(prepared)
         if recorder is not None:
-            prepared.on_add += [partial(recorder.watch, prepared=prepared), self._record_model]
+            prepared.on_add += [recorder.watch, self._record_model]
             if checks_numerics:
                 recorder.compare_ranks()
         if checks_numerics:
-            self._monitor = NumericsMonitor(runtime.world, runtime.strategy, prepared, recorder)
+            self._monitor = NumericsMonitor(runtime.world, runtime.strategy, prepared, recorder, steps)
             prepared.on_add.append(self._monitor.watch)
 
     def _record_model(self, kind: str, item: Any) -> None:
