@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 import os
 import pickle
@@ -210,34 +211,13 @@ def test_whether_a_logger_speaks_can_be_asked(monkeypatch: pytest.MonkeyPatch) -
     assert MultiProcessAdapter._should_log(False)
 
 
-RICH = """
-from accelerate.utils.rich import console, progress, track
-print(list(track([1, 2], "reading")))
-with progress() as bar:
-    bar.update(bar.add_task("steps", total=2), advance=2)
-console().print("hello", style="bold")
-console(main_process_only=False).print("everyone")
-"""
-
-
-def _rich(**variables: object) -> subprocess.CompletedProcess[str]:
-    env = clean({"COLUMNS": 80, **variables})
-    return subprocess.run([sys.executable, "-c", RICH], env=env, capture_output=True, text=True, check=False)
-
-
-def test_rich_is_there_when_it_is_switched_on_and_shows_itself_once() -> None:
-    off = _rich()
-    assert "ModuleNotFoundError" in off.stderr or "RichDisabledError" in off.stderr
-    assert "set ACCELERATE_ENABLE_RICH=1" in off.stderr
-    first = _rich(ACCELERATE_ENABLE_RICH=1)
-    assert first.returncode == 0, first.stderr
-    assert "[1, 2]" in first.stdout
-    assert "reading" in first.stdout
-    assert "steps" in first.stdout
-    assert "hello" in first.stdout
-    launched = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}
-    second = _rich(ACCELERATE_ENABLE_RICH=1, **launched, MASTER_ADDR="127.0.0.1", MASTER_PORT=29500)
-    assert [line for line in second.stdout.splitlines() if line.strip()] == ["[1, 2]", "everyone"]
+def test_the_module_of_rich_is_there_when_it_is_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "accelerate.utils.rich", raising=False)
+    monkeypatch.delenv("ACCELERATE_ENABLE_RICH", raising=False)
+    with pytest.raises(ModuleNotFoundError, match="set ACCELERATE_ENABLE_RICH=1"):
+        importlib.import_module("accelerate.utils.rich")
+    monkeypatch.setenv("ACCELERATE_ENABLE_RICH", "1")
+    importlib.import_module("accelerate.utils.rich")
 
 
 # What a program can ask of both packages; each line prints one answer.

@@ -1,14 +1,13 @@
-"""Output of ranks: loggers, progress bars of tqdm and rich, and rich's console.
+"""Output of ranks: loggers, and progress bars of tqdm.
 
-By default only the main process logs, and one process of each machine shows a bar. The module
-``accelerate.utils.rich`` shows those of rich, and only when ``ACCELERATE_ENABLE_RICH`` is set, as in 1.x.
+By default only the main process logs, and one process of each machine shows a bar.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, MutableMapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any
 
 from accelerate.core import environ
 from accelerate.core.errors import AccelerateError, SettingError, UnknownNameError, WorldError
@@ -16,14 +15,10 @@ from accelerate.world import world
 from accelerate.world.world import get_rank_info
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress, ProgressColumn
-
     _Adapter = logging.LoggerAdapter[logging.Logger]
 else:
     _Adapter = logging.LoggerAdapter  # Python 3.10 cannot subscribe it
 
-T = TypeVar("T")
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -115,7 +110,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     return MultiProcessAdapter(logger, {})
 
 
-# --- bars and consoles
+# --- bars
 
 
 class RichDisabledError(AccelerateError, ModuleNotFoundError):
@@ -157,50 +152,3 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     if main_process_only and get_rank_info()[1] != 0:
         kwargs["disable"] = True
     return bar(*args, **kwargs)
-
-
-def console(*, main_process_only: bool = True, **options: Any) -> Console:
-    """Return a ``rich.console.Console`` that is quiet on all processes but the first of each machine.
-
-    Args:
-        main_process_only: False lets every process write.
-        options: arguments of the class; ``quiet=True`` makes it quiet everywhere.
-    """
-    from rich.console import Console
-
-    if main_process_only and get_rank_info()[1] != 0:
-        options["quiet"] = True
-    return Console(**options)
-
-
-def progress(*columns: str | ProgressColumn, main_process_only: bool = True, **options: Any) -> Progress:
-    """Return a ``rich.progress.Progress`` that is shown by one process of each machine.
-
-    Args:
-        columns: the columns of its lines; rich's default when none is given.
-        main_process_only: False shows it on every process.
-        options: arguments of the class; ``disable=True`` hides it everywhere.
-    """
-    from rich.progress import Progress
-
-    if main_process_only and get_rank_info()[1] != 0:
-        options["disable"] = True
-    return Progress(*columns, **options)
-
-
-def track(
-    sequence: Iterable[T], description: str = "Working...", *, main_process_only: bool = True, **options: Any
-) -> Iterable[T]:
-    """Iterate with the bar of ``rich.progress.track``, shown by one process of each machine.
-
-    Args:
-        sequence: the iterable, on every process.
-        description: the text beside the bar.
-        main_process_only: False shows it on every process.
-        options: arguments of that function; ``disable=True`` hides it everywhere.
-    """
-    from rich.progress import track as rich_track
-
-    if main_process_only and get_rank_info()[1] != 0:
-        options["disable"] = True
-    return rich_track(sequence, description, **options)
