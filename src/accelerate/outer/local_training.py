@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.core.errors import CollectiveError, PrepareError, SettingError
+from accelerate.core.errors import PrepareError, SettingError
 from accelerate.world import collective
 from accelerate.world import world as worlds
 
@@ -199,17 +199,8 @@ class LocalSGDContext(ABC):
         return {"steps": self.num_steps, "since": self._steps_since_sync}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the progress.
-
-        Raises:
-            CollectiveError: it has no weights: an earlier one, of a rank other than 0.
-        """
+        """Load the progress."""
         self.num_steps, self._steps_since_sync = state_dict["steps"], state_dict["since"]
-        copies = state_dict.get("ranks")  # earlier files have those of all ranks here
-        if copies == []:
-            raise CollectiveError("this state has no weights in it", why="it is whole on rank 0 only")
-        if copies:
-            self.load_rank_states(copies, collective.rank())
 
     def rank_state_dict(self) -> dict[str, Any] | None:
         """Return this rank's copy of what is trained; None where the copies are one."""
