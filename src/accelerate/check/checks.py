@@ -29,6 +29,7 @@ from accelerate.data.prepare import DataLoaderConfiguration
 from accelerate.facade.accelerator import Accelerator
 from accelerate.facade.launch_settings import PrecisionSettings
 from accelerate.world import collective
+from accelerate.world.local_tensor_trees import local_tensor
 
 _FORMATS = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _LOADER_BATCH, _LOADER_STEPS, _LOADER_EPOCHS = 4, 3, 2
@@ -374,8 +375,7 @@ def _tensors(model: nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
     states = (state[name] for state in optimizer.optimizer.state.values() for name in sorted(state))
     for tensor in (*model.parameters(), *states):
         if isinstance(tensor, torch.Tensor):
-            detached: Any = tensor.detach()
-            yield detached.to_local() if hasattr(detached, "to_local") else detached
+            yield local_tensor(tensor.detach())
 
 
 # --- speed

@@ -26,6 +26,7 @@ from accelerate.offload.offloaded_tensor import OffloadedTensor
 from accelerate.strategy.base import DataSharding, EngineStrategy
 from accelerate.strategy.protocol.gradient_sync import GradientPiece, OpenGradients, join_pieces
 from accelerate.world import collective
+from accelerate.world.local_tensor_trees import local_tensor
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.layout import ShardedState
@@ -92,8 +93,6 @@ def registered_adapter(
 
         inner = item.optimizer if isinstance(item, AcceleratedOptimizer) else item
         return optimizer_adapter(strategy, inner, models, is_registered=True)
-    from torch.distributed.tensor import DTensor
-
     from accelerate.checkpoint.registered_objects import gather_rank_shards, gather_rank_states
     from accelerate.strategy.sharding.full_state import distribute_leaves, gather_leaves
 
@@ -104,7 +103,7 @@ def registered_adapter(
 
     def state_dict() -> Any:
         values = (each.detach() for model in models for each in model.parameters())
-        shapes = {(each.to_local() if isinstance(each, DTensor) else each).shape for each in values}
+        shapes = {local_tensor(each).shape for each in values}
         is_pipelined = strategy.model_parallel_size > 1 and any(
             collective.all_gather_object(any(map(holds_stage, models)), f"the state of {name}")
         )

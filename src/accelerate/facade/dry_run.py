@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from accelerate.core.errors import AccelerateError, PrepareError
@@ -31,6 +30,7 @@ from accelerate.facade.estimate.skeleton import build_skeleton
 from accelerate.facade.launch_settings import PrecisionSettings
 from accelerate.precision import PRECISIONS
 from accelerate.strategy.base import PrepareBundle, StrategyRequest
+from accelerate.world.local_tensor_trees import local_tensor
 from accelerate.world.world import World
 
 
@@ -188,18 +188,12 @@ def _class_name(module: nn.Module) -> str:
 
 
 def _count_rank_memory(model: nn.Module, rank: int, place: dict[str, int], optimizer: str) -> RankMemory:
-    local_params = [(_local_tensor(parameter), parameter.requires_grad) for parameter in model.parameters()]
+    local_params = [(local_tensor(parameter), parameter.requires_grad) for parameter in model.parameters()]
     rows = ((tuple(tensor.shape), tensor.element_size(), trained) for tensor, trained in local_params)
     weights, gradients, optimizer_bytes = model_state_bytes(rows, optimizer)
-    buffers = sum(_local_tensor(buffer).nbytes for buffer in model.buffers())
+    buffers = sum(local_tensor(buffer).nbytes for buffer in model.buffers())
     numbers = sum(tensor.numel() for tensor, _ in local_params)
     return RankMemory(rank, place, numbers, weights, gradients, optimizer_bytes, buffers)
-
-
-def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local shard of a tensor."""
-    find = getattr(tensor, "to_local", None)
-    return tensor if find is None else find()
 
 
 # ---------------------------------------------------------------- as a program

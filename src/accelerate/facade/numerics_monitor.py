@@ -6,18 +6,18 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
-from accelerate.checkpoint.state_dict_files import is_distributed
 from accelerate.core import tree
 from accelerate.core.errors import warn_user
 from accelerate.data.batches import FetchedBatch
 from accelerate.facade.preparer import PreparedObjects
 from accelerate.facade.run_recorder import RunRecorder, StepCounter
 from accelerate.strategy.base import Strategy
+from accelerate.world.local_tensor_trees import local_tensor
 from accelerate.world.world import World
 
 # A spike is above the median of the last losses by so many standard deviations, which are estimated by the
@@ -133,8 +133,7 @@ class NumericsMonitor:
                 self._note_tensor(check, leaf)
 
     def _note_tensor(self, check: _OutputCheck, tensor: torch.Tensor) -> None:
-        local: torch.Tensor = cast(Any, tensor).to_local() if is_distributed(tensor) else tensor
-        local = local.detach()
+        local = local_tensor(tensor).detach()
         if local.dtype in _DTYPES and local.layout is torch.strided and local.numel() and not local.is_meta:
             if len(self._checks) == OUTPUTS:  # forwards without a backward
                 self._checks, self._extremes = [], []
@@ -285,5 +284,5 @@ class _DisabledCheck:
 
 @torch.no_grad()
 def _has_not_finite(values: torch.Tensor) -> bool:
-    local = getattr(values, "to_local", lambda: values)()
+    local = local_tensor(values)
     return local.is_floating_point() and not local.is_meta and not bool(torch.isfinite(local).all())

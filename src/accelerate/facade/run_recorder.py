@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from accelerate import track
+from accelerate.checkpoint.state_dict_files import is_distributed
 from accelerate.core.errors import warn_user
 from accelerate.core.option_report import OptionStatus, RequestedOption
 from accelerate.data.batches import FetchedBatch
 from accelerate.facade.preparer import PreparedObjects
+from accelerate.facade.runtime import Runtime
 from accelerate.report.records import SLOW_STEPS, find_stragglers
 from accelerate.track.base import GeneralTracker, to_json_types
 from accelerate.track.protocol.json_lines import JSONLinesFile, TrackerFileError
@@ -31,6 +34,7 @@ from accelerate.world.world import World
 # Steps of other optimizers without one of the optimizer whose steps are counted, before another is counted: a
 # critic may step several times for one step of its generator.
 IDLE_STEPS = 10
+_SHORT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class StepCounter:
@@ -264,6 +268,36 @@ class RunRecorder(GeneralTracker):
             files = list(os.walk(path)) if isinstance(path, Path) else []
             size = sum(os.path.getsize(Path(folder, name)) for folder, _, names in files for name in names)
             self._write(checkpoint=str(path), seconds=seconds, bytes=size or None, step=self.steps.count)
+
+
+def describe_model(runtime: Runtime, model: nn.Module) -> dict[str, Any]:
+    """Return the parameters of a prepared model, the format of its products and the peak of the device in it.
+
+    A report turns tokens into floating point operations by them.
+
+    Nothing where this rank does not see the whole model: a stage of a pipeline, flat parameters of FSDP1, the
+    partitions of an engine.
+    """
+    strategy = runtime.strategy
+    params = list(model.parameters())
+    is_sharded = any(is_distributed(p) for p in params)
+    has_stages = strategy.mesh is not None and "pp" in (strategy.mesh.mesh_dim_names or ())
+    if strategy.owns_step or has_stages or (strategy.shards_params and not is_sharded):
+        return {}
+    total = sum(p.numel() for p in params)
+    weights = {_SHORT_NAMES.get(p.dtype, str(p.dtype)) for p in params}
+    dtype = runtime.precision.name
+    if dtype == "no":
+        dtype = weights.pop() if len(weights) == 1 else "mixed"
+    hardware, index = runtime.world.hardware, runtime.world.device.index
+    return {
+        "parameters": total,
+        "trained": sum(p.numel() for p in params if p.requires_grad),
+        "format": dtype,
+        "device": hardware.name(index),
+        "peak_flops": hardware.find_peak_flops(dtype, index),
+        "processes": runtime.world.size,
+    }
 
 
 def _count_tokens(batch: Any) -> int | None:

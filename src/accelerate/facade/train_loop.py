@@ -10,20 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint.state_dict_files import is_distributed
 from accelerate.core.errors import PrepareError, list_first, warn_user
 from accelerate.facade.loss_weighting import LossWeighting
 from accelerate.facade.micro_batch_windows import GradientAccumulationWindows
 from accelerate.facade.numerics_monitor import NumericsMonitor
 from accelerate.facade.optimizer import AcceleratedOptimizer, current_params, explain_sharded_step
 from accelerate.facade.preparer import PreparedObjects
-from accelerate.facade.run_recorder import RunRecorder, StepCounter
+from accelerate.facade.run_recorder import RunRecorder, StepCounter, describe_model
 from accelerate.facade.runtime import Runtime
 from accelerate.precision.loss_scaling import LossScaling
 from accelerate.strategy.base import EngineStrategy
 from accelerate.strategy.protocol.gradient_sync import NO_CONTEXT, ReductionMonitor
-
-_SHORT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+from accelerate.world.local_tensor_trees import local_tensor
 
 
 class TrainLoop:
@@ -229,10 +227,9 @@ class TrainLoop:
         grads: list[Any] = self.strategy.gradients(params)
         if not grads:
             return torch.zeros((), device=self.world.device)
-        local_grads = [grad.to_local() if is_distributed(grad) else grad for grad in grads]
         norms = [
             torch.linalg.vector_norm(g, norm_type, dtype=torch.promote_types(g.dtype, torch.float32))
-            for g in local_grads
+            for g in map(local_tensor, grads)
         ]
         total = torch.linalg.vector_norm(torch.stack([n.to(self.world.device) for n in norms]), norm_type)
         return total / self.precision.loss_scale()
@@ -418,36 +415,6 @@ def _optimizers_of(prepared: PreparedObjects) -> Callable[[], Sequence[Accelerat
     # Weak, for optimizers hold the precision, which would keep all that is prepared.
     reference = weakref.ref(prepared)
     return lambda: () if (alive := reference()) is None else alive.optimizers
-
-
-def describe_model(runtime: Runtime, model: nn.Module) -> dict[str, Any]:
-    """Return the parameters of a prepared model, the format of its products and the peak of the device in it.
-
-    A report turns tokens into floating point operations by them.
-
-    Nothing where this rank does not see the whole model: a stage of a pipeline, flat parameters of FSDP1, the
-    partitions of an engine.
-    """
-    strategy = runtime.strategy
-    params = list(model.parameters())
-    is_sharded = any(is_distributed(p) for p in params)
-    has_stages = strategy.mesh is not None and "pp" in (strategy.mesh.mesh_dim_names or ())
-    if strategy.owns_step or has_stages or (strategy.shards_params and not is_sharded):
-        return {}
-    total = sum(p.numel() for p in params)
-    weights = {_SHORT_NAMES.get(p.dtype, str(p.dtype)) for p in params}
-    dtype = runtime.precision.name
-    if dtype == "no":
-        dtype = weights.pop() if len(weights) == 1 else "mixed"
-    hardware, index = runtime.world.hardware, runtime.world.device.index
-    return {
-        "parameters": total,
-        "trained": sum(p.numel() for p in params if p.requires_grad),
-        "format": dtype,
-        "device": hardware.name(index),
-        "peak_flops": hardware.find_peak_flops(dtype, index),
-        "processes": runtime.world.size,
-    }
 
 
 def _no_learning_rate_error(optimizer: Any) -> PrepareError:

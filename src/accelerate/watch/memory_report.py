@@ -16,6 +16,7 @@ from torch import nn
 
 from accelerate.core.units import show_bytes
 from accelerate.device.base import Device
+from accelerate.world.local_tensor_trees import local_tensor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -211,7 +212,7 @@ def describe_holders(
         if key and key not in rows:
             kind, name = names.get(key, ("other", ""))
             kinds[kind] += size
-            shape = "x".join(map(str, _local(tensor).shape)) or "scalar"
+            shape = "x".join(map(str, local_tensor(tensor).shape)) or "scalar"
             dtype = str(tensor.dtype).removeprefix("torch.")
             rows[key] = size, f"{name or 'a tensor'} ({shape}, {dtype})", kind
     allocated = hardware.memory_allocated()
@@ -224,14 +225,10 @@ def describe_holders(
     return "\n".join(lines) + "\n"
 
 
-def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def _storage(tensor: Any) -> tuple[int, int]:
     """Return the address and the bytes of a storage; 0 where there is none: sparse, fake, a wrapper."""
     try:
-        storage = _local(tensor).untyped_storage()
+        storage = local_tensor(tensor).untyped_storage()
         return storage.data_ptr(), storage.nbytes()
     except (RuntimeError, NotImplementedError):
         return 0, 0

@@ -37,6 +37,12 @@ def is_torch_tensor(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor)
 
 
+def local_tensor(tensor: Any) -> torch.Tensor:
+    """Return this rank's shard of a ``DTensor``, any other tensor as it is."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
 def is_tensor_information(tensor_info: Any) -> bool:
     """Return True for a ``TensorInformation``."""
     return isinstance(tensor_info, TensorInformation)
