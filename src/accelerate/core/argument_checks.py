@@ -8,6 +8,7 @@
 refuses ``ProjectConfiguration(total_limit="abc")``. A dict is turned into the class where a class of options
 is annotated, and a member of an enumeration may be given by its value. A field that is a setting is checked
 with the other sources of its value, by ``load_fields``. ``KwargsHandler`` is the base of most such classes.
+``refuse_assignments`` refuses what is assigned later, and would change nothing.
 """
 
 from __future__ import annotations
@@ -178,6 +179,28 @@ def _wrong_argument(where: str, name: str, kind: Any, value: Any) -> SettingErro
             f"{where} is {describe_value(value)}, but {name} is {type_name(kind)}", fix=f"write {name}=[...]"
         )
     return wrong_value(where, name, kind, value)
+
+
+def refuse_assignments(owner: type, reasons: Mapping[str, tuple[str, str]]) -> None:
+    """Let assignments to properties of a class raise an error that says why they would change nothing.
+
+    Args:
+        owner: the class.
+        reasons: the names of the properties, each with the reason and with what to do instead.
+    """
+    for name, (why, fix) in reasons.items():
+        setattr(owner, name, getattr(owner, name).setter(_refuse_assignment(owner, name, why, fix)))
+
+
+def _refuse_assignment(owner: type, name: str, why: str, fix: str) -> Callable[[Any, Any], None]:
+    def refuse(instance: Any, value: Any) -> None:
+        raise _ReadOnlyAttributeError(f"{owner.__name__}().{name} cannot be assigned", why=why, fix=fix)
+
+    return refuse
+
+
+class _ReadOnlyAttributeError(SettingError, AttributeError):
+    """The error of an assignment that would have no effect."""
 
 
 class KwargsHandler:

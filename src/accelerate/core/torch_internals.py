@@ -243,8 +243,12 @@ INTERNALS = (
     ),
     Internals(
         "distributed tensors",
-        ("checkpoint/sharded_state.py",),
-        {"torch.distributed.tensor": "DTensor._spec"},
+        (
+            "checkpoint/sharded_state.py",
+            "precision/float8/torchao.py",
+            "strategy/sharding/initial_weights.py",
+        ),
+        {"torch.distributed.tensor": "DTensor._spec DTensor._local_tensor"},
     ),
     Internals(
         "index of sharded checkpoints",

@@ -23,7 +23,12 @@ from accelerate.checkpoint.discovery import Address, ProjectConfiguration
 from accelerate.checkpoint.load import CheckpointLoadResult
 from accelerate.checkpoint.rank_group import BackgroundSaveError
 from accelerate.checkpoint.weight_files import save as save_object
-from accelerate.core.argument_checks import KwargsHandler, LazyClass, check_arguments
+from accelerate.core.argument_checks import (
+    KwargsHandler,
+    LazyClass,
+    check_arguments,
+    refuse_assignments,
+)
 from accelerate.core.errors import SettingError, WorldError, warn_user
 from accelerate.core.option_report import OptionReport
 from accelerate.core.setting import load_settings
@@ -46,7 +51,7 @@ from accelerate.facade.preparer import PreparedObjects, PrepareOptions, PrepareP
 from accelerate.facade.processes import ProcessMixin
 from accelerate.facade.run_recorder import start_recorder
 from accelerate.facade.scheduler import AcceleratedScheduler
-from accelerate.facade.state import AcceleratorState, refuse_assignments
+from accelerate.facade.state import AcceleratorState
 from accelerate.facade.tracker_set import TrackerSet
 from accelerate.facade.train_loop import AccumulationContext, TrainLoop, WatchedTrainLoop
 from accelerate.facade.uneven_inputs import join_uneven_inputs

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from accelerate.core.argument_checks import KwargsHandler, check_arguments
+from accelerate.core.argument_checks import KwargsHandler, check_arguments, refuse_assignments
 from accelerate.core.errors import PrepareError
 from accelerate.core.value_types import PositiveInt
 from accelerate.data.active_loaders import UNOWNED, ActiveLoaders
@@ -237,3 +237,14 @@ class GradientState:
     @staticmethod
     def _reset_state() -> None:
         GradientState._current = None
+
+
+refuse_assignments(
+    GradientState,
+    {
+        "dataloader_references": (
+            "a prepared loader is in it while, and only while, it is iterated",
+            "iterate a loader that accelerator.prepare has returned",
+        )
+    },
+)

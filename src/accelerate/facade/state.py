@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accelerate import device as devices
 from accelerate.core import environ
+from accelerate.core.argument_checks import refuse_assignments
 from accelerate.core.errors import SettingError, UnknownNameError, WorldError, warn_user
 from accelerate.core.setting import load_settings
 from accelerate.facade.enums import DistributedType
@@ -50,24 +50,6 @@ class ThreadLocalSharedDict(threading.local):
         self._storage = value
 
 
-def refuse_assignments(owner: type, reasons: Mapping[str, tuple[str, str]]) -> None:
-    """Let assignments to properties of a class raise an error that says why they would change nothing.
-
-    Args:
-        owner: the class.
-        reasons: the names of the properties, each with the reason and with what to do instead.
-    """
-    for name, (why, fix) in reasons.items():
-        setattr(owner, name, getattr(owner, name).setter(_refuse_assignment(owner, name, why, fix)))
-
-
-def _refuse_assignment(owner: type, name: str, why: str, fix: str) -> Callable[[Any, Any], None]:
-    def refuse(instance: Any, value: Any) -> None:
-        raise _ReadOnlyAttributeError(f"{owner.__name__}().{name} cannot be assigned", why=why, fix=fix)
-
-    return refuse
-
-
 def _report_assignments(owner: type, name: str, field: str) -> None:
     """Let a property say what was assigned to it until it is deleted: tests replace ranks by ``mock.patch``.
 
@@ -92,10 +74,6 @@ def _report_assignments(owner: type, name: str, field: str) -> None:
         state.world.reported.pop(name, None)
 
     setattr(owner, name, getattr(owner, name).setter(assign).deleter(delete))
-
-
-class _ReadOnlyAttributeError(SettingError, AttributeError):
-    """The error of an assignment that would have no effect."""
 
 
 _ASSIGNABLE_NAMES = (
@@ -545,12 +523,3 @@ for _state in (PartialState, AcceleratorState):
     _report_assignments(_state, "num_processes", "size")
     _report_assignments(_state, "process_index", "rank")
     _report_assignments(_state, "local_process_index", "local_rank")
-refuse_assignments(
-    GradientState,
-    {
-        "dataloader_references": (
-            "a prepared loader is in it while, and only while, it is iterated",
-            "iterate a loader that accelerator.prepare has returned",
-        )
-    },
-)
