@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -242,6 +243,7 @@ class Hidden(Sampler[int]):
 REFUSED: dict[str, Callable[[int, int], DataLoader[Any]]] = {
     "files differ": lambda rank, size: DataLoader(Files(rank, size), batch_size=2),
     "lengths differ": lambda rank, size: DataLoader(TensorDataset(torch.arange(8 + rank)), batch_size=2),
+    "batch sizes differ": lambda rank, size: DataLoader(DATA, batch_size=8 if rank else 4),
     "orders differ": lambda rank, size: DataLoader(
         DATA, batch_size=2, sampler=list(range(8 * rank, 8 * rank + 8))
     ),
@@ -258,6 +260,7 @@ REFUSED: dict[str, Callable[[int, int], DataLoader[Any]]] = {
 }
 IN_ORDER = {
     "lengths differ",
+    "batch sizes differ",
     "tensors differ",
     "arrays differ",
     "random splits differ",
@@ -291,13 +294,49 @@ def error_on_later_rank(texts: list[str]) -> str:
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_differs_between_ranks_is_refused(ranks: RankServer, kind: str, dispatch: bool | None) -> None:
     """A6 and A14: found by comparing the ranks, before the first batch; on all where they exchange more."""
-    if kind == "orders differ, unseen" and dispatch:
+    if kind in ("orders differ, unseen", "batch sizes differ") and dispatch:
         pytest.skip("rank 0's order is the only one that is asked for")
     texts = ranks(2, refused, kind, dispatch)
     text = error_on_later_rank(texts) if kind in IN_ORDER and not dispatch else same_on_all(texts)
     assert "rank 0:" in text
     assert "rank 1:" in text
     assert "shard=False" in text
+
+
+class LocalPart(Dataset[int]):
+    """The part of a process by its rank on its machine, of which there is one on each of two machines."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.world_size = 0, size
+
+    def __len__(self) -> int:
+        return 16 // self.world_size
+
+    def __getitem__(self, index: int) -> int:
+        return range(self.rank, 16, self.world_size)[index]
+
+
+def read_local_parts(first: int) -> None:
+    """Read data that one rank keeps, and the other one shares out; ``first`` begins."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(LocalPart(accelerator.num_processes), batch_size=2))
+    if accelerator.process_index != first:
+        time.sleep(0.3)  # either order is refused; this one is nearly always had
+    list(loader)
+    accelerator.wait_for_everyone()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_data_that_only_some_ranks_keep_are_refused_with_both(ranks: RankServer, first: int) -> None:
+    """A6: those that need no other process do not enter the exchange in which the others wait."""
+    with pytest.raises(RanksError) as caught:
+        ranks(2, read_local_parts, first)
+    text = str(caught.value)
+    assert "how it is used differs" in text
+    assert "rank 0: kept" in text
+    assert "rank 1: sharded" in text
 
 
 def validate_on_rank_0(folder: str) -> tuple[list[Any], list[int]]:

@@ -58,6 +58,7 @@ COMPARED_VALUES = 64  # of a tensor in a sample
 COMPARED_ENDS = 512  # samples at either end of a list
 # Streams whose plain values may differ from now on, since rank 0 alone reads them.
 _read_by_rank0 = WeakIdKeyDictionary()
+_IN_ORDER = "sharded, in order"
 _SPLIT = "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)), or set_seed before it"
 _FIX = "set it explicitly: shard=False keeps each process's own part, shard=True shards the data in any case"
 
@@ -241,11 +242,8 @@ def loader_facts(
         is_order_compared: the ranks also compare the first batch of a sampler of the user's.
         is_rank0_read: rank 0 reads for all, as the user says: only what shows shards is compared.
     """
-    facts: dict[str, str] = {}
     data: Any = loader.dataset
-    if hasattr(type(data), "__len__"):
-        with suppress(TypeError, NotImplementedError):  # a stream whose __len__ raises
-            facts["its length"] = str(len(data))
+    facts = {"its length": length} if (length := _length_text(data)) else {}
     is_stream = isinstance(data, IterableDataset)
     datasets = [*_walk_attributes(data, "dataset", "source", "source_dataset")]
     for holder in _sharding_candidates(loader):
@@ -275,6 +273,12 @@ def loader_facts(
             if text is not None:
                 facts[f"{type(holder).__name__}.{name}"] = text
     return facts
+
+
+def _length_text(dataset: Any) -> str:
+    with suppress(TypeError, NotImplementedError):  # it has no __len__, or one that raises
+        return str(len(dataset))
+    return ""
 
 
 def _knows_rank(dataset: Any) -> bool:
@@ -360,13 +364,15 @@ def compare_ranks(
     """Compare the facts of a loader on all ranks. Collective where its epochs are.
 
     Where they are not, rank 0 may iterate it alone, as for a validation. So no rank waits there, and each
-    compares its facts with those of the rank that came first.
+    compares its facts with those of the rank that came first. All ranks leave them, also those that wait:
+    they may not agree on whether the epochs are collective.
 
     Args:
         loader: the user's.
         how: the way it is used: "kept", "sharded" or "dispatched".
         is_rank0_read: it is dispatched because the user says so.
-        number: tells it from others of its name, alike on all ranks; None: all ranks iterate it.
+        number: of the loaders that were prepared, alike on all ranks unless one has prepared more; None: all
+            ranks iterate it.
 
     Raises:
         CollectiveError: it is used in different ways, or is to be sharded and differs. On every rank if this
@@ -375,20 +381,26 @@ def compare_ranks(
     world = worlds.current()
     if world is not None and world.is_closed:  # data in order are evaluated after end_training, too
         return
-    seen, data, name = {"how it is used": how}, loader.dataset, describe_loader(loader)
+    data, name = loader.dataset, describe_loader(loader)
+    sampler, watch = outer_sampler(loader), watchdog.current()
+    is_in_order = slicer_for(sampler) is not None and not is_random(inner_sampler(sampler))
+    is_waiting = number is None or watch is None or how != "sharded" or not is_in_order
+    seen = {"how it is used": how if is_waiting else _IN_ORDER}
     if how == "dispatched" and isinstance(data, IterableDataset):
         is_rank0_read, _read_by_rank0[data] = is_rank0_read or data in _read_by_rank0, None
     if how != "kept":
         seen.update(loader_facts(loader, how == "sharded", is_rank0_read))
     if how == "sharded":
         seen.update(shuffle_facts(data))
-    sampler, watch = outer_sampler(loader), watchdog.current()
-    is_in_order = slicer_for(sampler) is not None and not is_random(inner_sampler(sampler))
-    if number is None or watch is None or how != "sharded" or not is_in_order:
+    # Of one number, a loader of another length and another batch size may be another one.
+    keys = [f"{type(data).__qualname__}/{_length_text(data)}", *([] if is_waiting else [name])]
+    for key in keys if number is not None and watch is not None else ():
+        if first := watch.store.put_if_absent(f"loader/{number}/{key}", json.dumps([watch.rank, seen])):
+            rank, facts = json.loads(first)
+            if _IN_ORDER in (seen["how it is used"], facts["how it is used"]):
+                _refuse_differences(name, {rank: facts, watch.rank: seen})
+    if is_waiting:
         check_same(name, seen, is_rank0_read)
-    elif first := watch.store.put_if_absent(f"loader/{number}/{name}", json.dumps([watch.rank, seen])):
-        rank, facts = json.loads(first)
-        _refuse_differences(name, {rank: facts, watch.rank: seen})
 
 
 def shuffle_facts(dataset: Any) -> dict[str, str]:
