@@ -356,6 +356,22 @@ def test_a_loss_repeated_for_a_full_batch_counts_for_the_samples_of_a_shorter_on
     assert accelerator.gather_for_metrics([*outputs[0]], True) == [1.0] * 4  # an object per sample
 
 
+def gather_padded() -> list[int]:
+    """Samples of outputs that are padded to a full batch; the ranks read unequally many of the last one."""
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    rows: list[int] = []
+    for batch in accelerator.prepare(DataLoader(Map(13, torch.tensor), batch_size=4)):
+        padded = torch.cat([batch, batch.new_full((4 - len(batch),), -1)])
+        rows += accelerator.gather_for_metrics(padded).tolist()
+    return rows
+
+
+def test_an_output_padded_to_a_full_batch_counts_once_on_ranks_without_fillers(ranks: RankServer) -> None:
+    assert same_on_all(ranks(2, gather_padded)) == list(range(13))
+
+
 def test_all_rows_of_a_shorter_batch_without_fillers_count() -> None:
     """As many masks of one image as a full batch has images are no padding."""
     from accelerate import Accelerator

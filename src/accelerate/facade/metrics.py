@@ -160,14 +160,16 @@ class _RealRowCounter:
 
         It is padded, or ``loss.repeat(batch_size)``: several rows of each sample where batches are split.
         Unless all are alike, it may have several rows of each sample in the first step of an epoch, and of a
-        batch without fillers all rows count.
+        step without fillers all rows count.
         """
         share = self.loader.data_shard
         count = self.loader._num_processes if share is None else share.count  # None: it was made by hand
         repeats, rest = divmod(rows * count, self.loader.total_batch_size or rows)
         if rows <= self.size or rest or not (repeats == 1 or self._is_known(repeats)):
             return 0
-        if self.fillers and self.epoch.batches - self.epoch.skip.batches > 1:
+        # The ranks of a filled step that have no filler must cut as the others do.
+        is_filled = self.fillers or 0 < self.loader.remainder < count * self.size
+        if is_filled and self.epoch.batches - self.epoch.skip.batches > 1:
             return repeats
         is_array = isinstance(output, torch.Tensor | np.ndarray) and output.ndim == 1
         is_alike = is_array and "float" in str(output.dtype) and bool((output == output[0]).all())
