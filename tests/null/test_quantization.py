@@ -397,6 +397,22 @@ def test_a_checkpoint_is_loaded_into_8_bit_layers(place: str, weights: Path, tmp
         assert (folder / "block.0.weight.dat").stat().st_size == 64 * 128
 
 
+def test_layers_that_a_file_lacks_are_quantized_once_in_8_bits(tmp_path: Path) -> None:
+    """Shards are loaded one after the other; a shared layer has several names."""
+    torch.manual_seed(0)
+    shared, x = nn.Linear(64, 64), torch.randn(2, 64)
+    model: Any = nn.Sequential(shared, nn.Linear(64, 64), shared)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    bnb.replace_with_bnb_layers(model, config(), [])
+    results: list[torch.Tensor] = []
+    for prefix in ("1.", "0.bias"):
+        torch.save({n: v for n, v in state.items() if n.startswith(prefix)}, tmp_path / "w.bin")
+        load_checkpoint_in_model(model, tmp_path / "w.bin", {"": "cpu"}, offload_8bit_bnb=True)
+        assert {layer.weight.dtype for layer in model} == {torch.int8}
+        results.append(model(x))
+    assert torch.equal(*results)
+
+
 def test_a_weight_is_quantized_and_offloaded(tmp_path: Path) -> None:
     """Two files, for values and scales; the same for those that are quantized already."""
     weight = net().block[0].weight.detach()

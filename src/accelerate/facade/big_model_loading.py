@@ -513,11 +513,14 @@ class QuantizedPlacement(DeviceMapPlacement):
         """Quantize the weights that the layers have, each on its device.
 
         Args:
-            only: names of weights; of these, those that are in no layer or have no values are left out.
+            only: names of weights; of these, those that are in no layer, have no values or are quantized
+                already are left out. A shared layer may have any of its names here.
         """
+        missing = {id(layer) for name, layer in self.layers.items() if f"{name}.weight" in (only or ())}
         for name in self.names.values():
             layer: Any = self.layers[name]
-            if only is not None and (f"{name}.weight" not in only or layer.weight.is_meta):
+            is_plain = layer.weight.is_floating_point() and not layer.weight.is_meta
+            if only is not None and not (id(layer) in missing and is_plain):
                 continue
             device = self.device(f"{name}.weight", _HOST)
             layer.weight = self.quantizer.quantize(layer, layer.weight.data, device)
