@@ -273,17 +273,15 @@ def load_weights(
             _warn_untied(pair)
             progress.advance(pair.saved.nbytes)
     missing += own_missing
-    names = [t.names[0] for t in missing]
-    empty = [t.names[0] for t in missing if t.tensor.is_meta]
     unexpected = (*unexpected, *unused)
     for label, keys in (
-        ("missing, left as they are", [name for name in names if name not in empty]),
-        ("missing, still on the meta device", empty),
+        ("missing, left as they are", [t.names[0] for t in missing if not t.tensor.is_meta]),
+        ("missing, still on the meta device", [t.names[0] for t in missing if t.tensor.is_meta]),
         ("unused", unexpected),
     ):
         if keys:
             logger.warning("%s: %s", source, _format_names(label, keys))
-    return MismatchedKeys(tuple(names), unexpected)
+    return MismatchedKeys(tuple(t.names[0] for t in missing), unexpected)
 
 
 def _tie_weights(model: nn.Module) -> bool:
@@ -352,7 +350,7 @@ def _refuse_missing_keys(
         why = "it holds nothing of the model"
     else:
         why = "what is missing is on the meta device: the model could not run"
-        fix = "to load what fits, and give the rest values: load_checkpoint_in_model, and then dispatch_model"
+        fix = "or give what is missing values before this call, which leaves it as it is then"
     raise WeightsMismatchError(
         f"{source} does not fit the model: " + "; ".join(line for line in lines if line),
         why=why,

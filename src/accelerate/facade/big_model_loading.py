@@ -188,7 +188,7 @@ def load_checkpoint_and_dispatch(
         strict: see ``load_checkpoint_in_model``.
         full_state_dict: likewise.
         broadcast_from_rank0: likewise.
-        allow_missing: likewise.
+        allow_missing: likewise; with a device map also accept weights that are still on the meta device.
 
     Raises:
         PrepareError: the model has been dispatched already.
