@@ -188,6 +188,27 @@ def test_checkpoints_are_saved_and_loaded_by_one_process_after_the_other(
     assert exported == ["model.safetensors"]
 
 
+def _first_save_in_turn(folder: str) -> list[str]:
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    accelerator.prepare(torch.nn.Linear(2, 1))
+    with accelerator.main_process_first():
+        saved = [accelerator.save_state() for _ in range(2)]
+    return [os.path.basename(path) for path in (*saved, accelerator.save_state())]
+
+
+def test_ranks_that_save_in_turn_number_from_the_checkpoints_of_another_run(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    """The second rank looks into the folder when the first one has saved there."""
+    accelerator = Accelerator(
+        project_config=ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, iteration=5)
+    )
+    accelerator.save_state()
+    names = same_on_all(ranks(2, _first_save_in_turn, str(tmp_path)))
+    assert names == ["checkpoint_6", "checkpoint_7", "checkpoint_8"]
+
+
 def _trigger() -> list[bool]:
     accelerator = Accelerator(cpu=True)
     found = [accelerator.check_trigger()]

@@ -18,7 +18,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from accelerate.checkpoint import async_save, load, save
-from accelerate.checkpoint.discovery import ProjectConfiguration, first_iteration, save_address
+from accelerate.checkpoint.discovery import (
+    ProjectConfiguration,
+    automatic_folder,
+    first_iteration,
+    save_address,
+)
 from accelerate.checkpoint.layout import CheckpointContents, Manifest, RankStateful, StatefulAdapter
 from accelerate.checkpoint.load import CheckpointLoadResult
 from accelerate.checkpoint.rank_group import CheckpointPeerError, CheckpointRankGroup, saves_alone
@@ -40,7 +45,7 @@ from accelerate.facade.preparer import PreparedObjects
 from accelerate.facade.processes import FirstProcessBlock
 from accelerate.facade.runtime import Runtime
 from accelerate.strategy.base import EngineStrategy, WrapperNames
-from accelerate.world import collective, control_channel
+from accelerate.world import collective, control_channel, watchdog
 from accelerate.world import world as worlds
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -270,9 +275,15 @@ class CheckpointManager:
 
     def _choose_number(self) -> int:
         """Choose the number of the checkpoint that the main process saves alone."""
-        if self.project.automatic_checkpoint_naming and self.project.iteration == 0:
-            self.project.iteration = first_iteration(self.project)
-        return self.project.iteration
+        project, watch = self.project, watchdog.current()
+        if project.automatic_checkpoint_naming and project.iteration == 0:
+            # Where the ranks take turns, the others look into a folder in which rank 0 has saved already.
+            store, key = watch and watch.store, f"first_checkpoint/{automatic_folder(project)}"
+            chosen = store.get(key) if store is not None and not self.world.is_main else None
+            project.iteration = first_iteration(project) if chosen is None else int(chosen)
+            if store is not None and self.world.is_main:
+                store.put(key, str(project.iteration))
+        return project.iteration
 
     @property
     def _may_be_solo(self) -> bool:
