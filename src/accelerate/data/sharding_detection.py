@@ -14,7 +14,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -96,8 +96,7 @@ def find_sharding(loader: DataLoader[Any], count: int, index: int) -> str | None
     """
     is_whole_world = count == collective.world_size()
     for holder in _sharding_candidates(loader):
-        split = getattr(holder, "_distributed", None)  # datasets.distributed.split_dataset_by_node
-        for item in (holder, split):
+        for item in (holder, getattr(holder, "_distributed", None)):  # datasets' split_dataset_by_node
             names = (*SIZE_ATTRIBUTES, *RANK_ATTRIBUTES)
             numbers = {n: v for n in names if type(v := getattr(item, n, None)) is int}
             size = next((name for name in SIZE_ATTRIBUTES if numbers.get(name) == count), None)
@@ -132,8 +131,7 @@ def check_data_shard(loader: DataLoader[Any], count: int, index: int) -> None:
     """
     reason = ""
     for holder in _sharding_candidates(loader):
-        values = {name: getattr(holder, name, None) for name in ("num_replicas", "rank")}
-        numbers = {name: value for name, value in values.items() if type(value) is int}
+        numbers = {n: v for n in ("num_replicas", "rank") if type(v := getattr(holder, n, None)) is int}
         if len(numbers) == 2 and numbers["num_replicas"] > 1 and tuple(numbers.values()) != (count, index):
             attributes = " and ".join(f"{name}={value}" for name, value in numbers.items())
             reason = f"its {type(holder).__name__} has {attributes}"
@@ -388,10 +386,8 @@ def compare_ranks(
     seen = {"how it is used": how if is_waiting else _IN_ORDER}
     if how == "dispatched" and isinstance(data, IterableDataset):
         is_rank0_read, _read_by_rank0[data] = is_rank0_read or data in _read_by_rank0, None
-    if how != "kept":
-        seen.update(loader_facts(loader, how == "sharded", is_rank0_read))
-    if how == "sharded":
-        seen.update(shuffle_facts(data))
+    seen |= {} if how == "kept" else loader_facts(loader, how == "sharded", is_rank0_read)
+    seen |= shuffle_facts(data) if how == "sharded" else {}
     # Of one number, a loader of another length and another batch size may be another one.
     keys = [f"{type(data).__qualname__}/{_length_text(data)}", *([] if is_waiting else [name])]
     for key in keys if number is not None and watch is not None else ():
@@ -431,8 +427,7 @@ def check_same(name: str, seen: Any, is_rank0_read: bool = False) -> None:
 
 def _refuse_differences(name: str, rank_facts: dict[int, Any], is_rank0_read: bool = False) -> None:
     compared_facts = [row for row in rank_facts.values() if row is not None]
-    names: Iterable[str] = dict.fromkeys(key for row in compared_facts for key in row)
-    for key in names:
+    for key in dict.fromkeys(key for row in compared_facts for key in row):
         if len({row.get(key) for row in compared_facts if key in row or not is_rank0_read}) > 1:
             table = "\n       ".join(
                 f"rank {rank}: {row and row.get(key)}" for rank, row in sorted(rank_facts.items())
