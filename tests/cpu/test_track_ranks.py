@@ -55,7 +55,7 @@ def error_text(use: Callable[[], object]) -> str:
 
 def run(folder: str) -> dict[str, Any]:
     own, all_ranks = CallRecorder("own", True), CallRecorder("all_ranks", False)
-    accelerator = Accelerator(cpu=True, log_with=["jsonl", own, all_ranks], project_dir=folder)
+    accelerator = Accelerator(cpu=True, log_with=["jsonl", own, all_ranks], project_dir=folder, strict=True)
     errors = [
         error_text(lambda: accelerator.init_trackers("run", init_kwargs={"jsnl": {}})),
         error_text(lambda: accelerator.init_trackers("run", init_kwargs={"own": {"a": 1}})),

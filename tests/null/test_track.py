@@ -211,8 +211,32 @@ def test_a_class_without_its_three_attributes_cannot_be_made() -> None:
 # --- options and order
 
 
-def test_options_for_unknown_trackers_are_errors_and_for_others_are_left() -> None:
-    acc = accelerator(Own())
+def test_options_that_no_tracker_takes_are_ignored_as_in_1x_and_told_once(tmp_path: Path) -> None:
+    """Programs give the options of their one tracker without its name: ``init_kwargs={"entity": "team"}``."""
+    own = Own()
+    acc = accelerator(["jsonl", own], tmp_path)
+    options = {"entity": "team", "tensor_board": {}, "own": {"z": 1}, "wandb": {"mode": "offline"}}
+    with pytest.warns(UserWarning, match="; this is ignored") as told:
+        acc.init_trackers("run", init_kwargs=options)
+    assert [str(each.message).partition("; this is ignored. ")[::2] for each in told] == [
+        ("unknown tracker 'entity' in init_kwargs", "did you mean {'jsonl': {'entity': ...}}?"),
+        ("unknown tracker 'tensor_board' in init_kwargs", "did you mean 'tensorboard'?"),
+        (
+            "init_kwargs has options for 'own', which is already made",
+            "give them to the constructor of the tracker",
+        ),
+    ]
+    with pytest.warns(UserWarning, match="in log_kwargs"):
+        acc.log({"a": 1}, log_kwargs={"wandbb": {}, "wandb": {"commit": False}})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        acc.log({"a": 1}, log_kwargs={"wandbb": {}})
+        acc.init_trackers("run", init_kwargs=options)
+    assert own.asked == ["start", *[({"a": 1}, None, {})] * 2]
+
+
+def test_options_that_no_tracker_takes_are_errors_in_a_strict_run() -> None:
+    acc = Accelerator(cpu=True, log_with=Own(), strict=True)
     with pytest.raises(UnknownNameError, match=r"in init_kwargs(.|\n)*did you mean 'tensorboard'"):
         acc.init_trackers("run", init_kwargs={"tensor_board": {}})
     with pytest.raises(SettingError, match="already made"):
@@ -221,8 +245,6 @@ def test_options_for_unknown_trackers_are_errors_and_for_others_are_left() -> No
     acc.init_trackers("run", init_kwargs={"wandb": {"entity": "team"}})
     with pytest.raises(UnknownNameError, match="in log_kwargs"):
         acc.log({"a": 1}, log_kwargs={"wandbb": {}})
-    acc.log({"a": 1}, log_kwargs={"wandb": {"commit": False}})
-    assert acc.trackers[0].tracker[-1] == ({"a": 1}, None, {})
 
 
 def test_logging_to_no_open_run_is_said_once(tmp_path: Path) -> None:

@@ -268,7 +268,7 @@ class Accelerator(ProcessMixin):
             split_batches=split_batches is not _UNSET,
             gradient_accumulation_plugin=gradient_accumulation_plugin,
         )
-        options.strict = self._option_reporter.strict
+        options.strict = self._trackers.strict = self._option_reporter.strict
         if self._trackers.missing:
             self._trackers.report_missing(options.strict)
         if self._option_reporter.record_folder is not None:
@@ -1370,9 +1370,10 @@ class Accelerator(ProcessMixin):
             init_kwargs: options of single trackers, by name. Those of trackers that are not in use are left.
 
         Raises:
-            UnknownNameError: ``init_kwargs`` names no tracker.
-            SettingError: it holds options for a tracker that the user has already made, or the name has a NUL
-                character.
+            UnknownNameError: the run is strict, and ``init_kwargs`` has a key that names no tracker; else a
+                warning says that it is ignored.
+            SettingError: the run is strict, and ``init_kwargs`` holds options for a tracker that the user has
+                already made; or the name has a NUL character.
         """
         self._trackers.start(project_name, config, init_kwargs or {})
 
@@ -1387,7 +1388,7 @@ class Accelerator(ProcessMixin):
             log_kwargs: options of single trackers, by name.
 
         Raises:
-            UnknownNameError: ``log_kwargs`` names no tracker.
+            UnknownNameError: the run is strict, and ``log_kwargs`` has a key that names no tracker.
         """
         self._trackers.log(values, step, log_kwargs or {})
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from accelerate import track
-from accelerate.core.errors import MissingExtraError, SettingError, UnknownNameError, warn_user
+from accelerate.core.errors import MissingExtraError, SettingError, UnknownNameError, nearest, warn_user
 from accelerate.core.value_types import refuse_nul
 from accelerate.facade.enums import LoggerType
 from accelerate.facade.run_recorder import RunRecorder
@@ -31,6 +31,7 @@ class TrackerSet:
         missing: errors of those whose package is not installed.
         trackers: those whose run is open; empty on the other processes.
         recorder: of ``accelerate launch --record``; it takes what is logged, with or without trackers.
+        strict: options that no tracker takes are an error, not a warning.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class TrackerSet:
         self._logging_dir, self._is_main = logging_dir, is_main_process
         self._uses_all = track.ALL in (log_with if isinstance(log_with, list | tuple) else [log_with])
         self.recorder: RunRecorder | None = None
+        self.strict, self._warnings = False, set[str]()
         self._has_warned_log = False
         # Trackers that have logged once, and how many calls failed after that.
         self._logged: set[GeneralTracker] = set()
@@ -87,18 +89,29 @@ class TrackerSet:
                 tracker.store_init_configuration(config)
 
     def _check_options(self, options: Iterable[str], where: str) -> None:
+        """Refuse in a strict run the options that no tracker takes; else warn of each once, and ignore it."""
+        names = _tracker_names(self.log_with, include_objects=False)
         instance_names = [each.name for each in self.log_with if isinstance(each, GeneralTracker)]
+        known = [*track.tracker_classes(), *instance_names]
         for name in map(str, options):
-            if name not in instance_names:
-                if name not in track.tracker_classes():
-                    raise UnknownNameError(
-                        "tracker", name, [*track.tracker_classes(), *instance_names], where=f"in {where}"
-                    )
-            elif where == "init_kwargs" and name not in _tracker_names(self.log_with, include_objects=False):
-                raise SettingError(
+            error: SettingError
+            if name not in known:
+                # Programs give the options of their one tracker without its name.
+                nested = f"did you mean {{{names[0]!r}: {{{name!r}: ...}}}}?" if names else ""
+                fix = "" if nearest(name, known) else nested
+                error = UnknownNameError("tracker", name, known, where=f"in {where}", fix=fix)
+            elif where == "init_kwargs" and name in instance_names and name not in names:
+                error = SettingError(
                     f"init_kwargs has options for {name!r}, which is already made",
                     fix="give them to the constructor of the tracker",
                 )
+            else:
+                continue
+            if self.strict:
+                raise error
+            if self._is_main and error.what not in self._warnings:
+                self._warnings.add(error.what)
+                warn_user(f"{error.what}; this is ignored. {error.fix}".rstrip())
 
     def log(self, values: dict[str, Any], step: int | None, options: Options) -> None:
         """Log to every tracker; see ``Accelerator.log``."""
