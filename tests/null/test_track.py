@@ -35,7 +35,7 @@ from accelerate.tracking import (
     on_main_process,
     register_tracker_class,
 )
-from accelerate.utils import LoggerType
+from accelerate.utils import LoggerType, ProjectConfiguration
 from tests.support.environment import clean
 from tests.support.packages import pretend_installed
 
@@ -144,6 +144,29 @@ def test_public_functions_answer_as_the_constructor(tmp_path: Path) -> None:
     assert "jsonl" in get_available_trackers()
     assert LOGGER_TYPE_TO_CLASS["jsonl"] is JSONLTracker
     assert set(LOGGER_TYPE_TO_CLASS) == {member.value for member in LoggerType} - {"all"}
+
+
+def test_what_a_program_assigns_before_init_trackers_counts(tmp_path: Path) -> None:
+    acc = accelerator("jsonl", tmp_path / "first")
+    acc.project_configuration.logging_dir = str(tmp_path / "second")
+    acc.init_trackers("run")
+    acc.project_configuration = ProjectConfiguration(
+        str(tmp_path / "third"), automatic_checkpoint_naming=True
+    )
+    assert acc.project_dir == acc.logging_dir == str(tmp_path / "third")
+    acc.init_trackers("run")
+    assert acc.save_state() == tmp_path / "third" / "checkpoints" / "checkpoint_0"
+    acc.project_configuration.logging_dir = str(tmp_path / "fourth")
+    own = Own()
+    acc.log_with = [LoggerType("jsonl"), own]
+    acc.init_trackers("run")
+    acc.end_training()
+    assert own.asked == ["start", "finish"]
+    written = [str(file.parent.relative_to(tmp_path)) for file in sorted(tmp_path.rglob("run.jsonl"))]
+    assert written == ["fourth", "second", "third"]
+    acc.project_configuration = ProjectConfiguration()
+    with pytest.raises(SettingError, match="needs a folder"):
+        acc.init_trackers("run")
 
 
 # --- trackers that users write

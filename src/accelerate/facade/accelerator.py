@@ -1362,7 +1362,9 @@ class Accelerator(ProcessMixin):
     ) -> None:
         """Begin a run with every tracker of ``log_with``, on the main process.
 
-        Called again, it ends these runs and begins new ones; a tracker that the user made goes on.
+        Called again, it ends these runs and begins new ones; a tracker that the user made goes on. It takes
+        ``log_with`` and ``logging_dir`` as they are now: a program may assign them, and
+        ``project_configuration``, before.
 
         Args:
             project_name: name of the project or the run, as each tracker takes it.
@@ -1375,7 +1377,7 @@ class Accelerator(ProcessMixin):
             SettingError: the run is strict, and ``init_kwargs`` holds options for a tracker that the user has
                 already made; or the name has a NUL character.
         """
-        self._trackers.start(project_name, config, init_kwargs or {})
+        self._trackers.start(project_name, config, init_kwargs or {}, self.logging_dir)
 
     def log(
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None

@@ -23,7 +23,7 @@ class TrackerSet:
 
     Args:
         log_with: a name, a ``GeneralTracker``, or several; ``"all"`` is every one whose package is installed.
-        logging_dir: the folder where they write.
+        logging_dir: the folder for logs; a tracker that needs one is refused where it is None.
         is_main_process: whether this is rank 0.
 
     Attributes:
@@ -43,7 +43,7 @@ class TrackerSet:
         self.log_with = [_logger_type(each) if isinstance(each, str) else each for each in chosen]
         self.trackers: list[GeneralTracker] = []
         self._ended: list[GeneralTracker] = []  # a script asks the run for its id or address after its end
-        self._logging_dir, self._is_main = logging_dir, is_main_process
+        self._is_main = is_main_process
         self._uses_all = track.ALL in (log_with if isinstance(log_with, list | tuple) else [log_with])
         self.recorder: RunRecorder | None = None
         self.strict, self._warnings = False, set[str]()
@@ -63,8 +63,16 @@ class TrackerSet:
         for error in self.missing if self._is_main else ():
             warn_user(f"{error.what}, and is left out: nothing is logged there. {error.fix}")
 
-    def start(self, project_name: str, config: dict[str, Any] | None, options: Options) -> None:
+    def start(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None,
+        options: Options,
+        logging_dir: str | os.PathLike[str] | None,
+    ) -> None:
         """Begin a run with every tracker of ``log_with``; see ``Accelerator.init_trackers``."""
+        # A program may have assigned it, and the folder, since the constructor checked them.
+        self.log_with = filter_trackers(self.log_with, logging_dir)
         self._check_options(options, "init_kwargs")
         refuse_nul("project_name", project_name)
         if not self._is_main:
@@ -81,7 +89,7 @@ class TrackerSet:
                 f'log_with="{track.ALL}": {", ".join(_tracker_names(self.log_with)) or "none"}',
                 file=sys.stderr,
             )
-        for tracker in track.make_trackers(self.log_with, project_name, self._logging_dir, options):
+        for tracker in track.make_trackers(self.log_with, project_name, logging_dir, options):
             track.start_run(tracker)
             self.trackers.append(tracker)
         if config is not None:
