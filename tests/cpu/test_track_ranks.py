@@ -42,6 +42,17 @@ class CallRecorder(GeneralTracker):
         self.calls.append("finish")
 
 
+class ForeignRecorder:
+    """Derived from no class of this package: it has no ``main_process_only``."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    @on_main_process
+    def log(self, values: dict[str, Any]) -> None:
+        self.calls.append("log")
+
+
 def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
@@ -68,7 +79,8 @@ def run(folder: str) -> dict[str, Any]:
     raw.with_name("other").exists()
     errors.append(error_text(lambda: accelerator.get_tracker("nothing")))
     # Trackers that a script makes itself follow main_process_only.
-    by_hand = CallRecorder("by_hand", True), CallRecorder("by_hand", False)
+    by_hand: tuple[Any, ...]
+    by_hand = CallRecorder("by_hand", True), CallRecorder("by_hand", False), ForeignRecorder()
     for each in by_hand:
         each.log({"a": 1})
     mine = JSONLTracker(f"rank{accelerator.process_index}", folder)
@@ -91,11 +103,11 @@ def test_only_the_main_process_writes(ranks: RankServer, tmp_path: Path) -> None
     first, second = ranks(2, run, str(tmp_path))
     assert first["trackers"] == 3
     assert first["calls"] == [["start", "log", "finish"]] * 2
-    assert first["by hand"] == [["log"], ["log"]]
+    assert first["by hand"] == [["log"], ["log"], ["log"]]
     assert first["kind"] == "JSONLTracker"
     assert second["trackers"] == 0
     assert second["calls"] == [[], []]
-    assert second["by hand"] == [[], ["log"]]
+    assert second["by hand"] == [[], ["log"], ["log"]]
     assert second["kind"] == "BlankTracker"
     assert first["errors"] == second["errors"]
     for error, word in zip(first["errors"], ("'jsonl'", "already made", "'nothing'"), strict=True):

@@ -306,7 +306,7 @@ def is_main_process() -> bool:
 
 def runs_here(tracker: GeneralTracker) -> bool:
     """Return True where ``tracker`` logs; without a world the environment is read once in a process."""
-    if not tracker.main_process_only:
+    if not getattr(tracker, "main_process_only", False):  # of a class that derives from none of ours
         return True
     world = current()
     if world is not None:
@@ -319,7 +319,7 @@ def runs_here(tracker: GeneralTracker) -> bool:
 
 
 def on_main_process(function: F) -> F:
-    """Decorate a tracker's method: it runs on rank 0 only, unless ``main_process_only`` is False."""
+    """Decorate a tracker's method: it runs on rank 0 only if ``main_process_only`` is True there."""
 
     @functools.wraps(function)
     def wrapper(self: GeneralTracker, *args: Any, **kwargs: Any) -> Any:
