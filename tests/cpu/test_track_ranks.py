@@ -71,6 +71,8 @@ def run(folder: str) -> dict[str, Any]:
         error_text(lambda: accelerator.init_trackers("run", init_kwargs={"jsnl": {}})),
         error_text(lambda: accelerator.init_trackers("run", init_kwargs={"own": {"a": 1}})),
     ]
+    added = CallRecorder("added", True)
+    accelerator.trackers.append(added)
     accelerator.init_trackers("run", config={"lr": 0.5})
     accelerator.log({"loss": 1.0 + accelerator.process_index}, step=1)
     got: Any = accelerator.get_tracker("jsonl")
@@ -93,6 +95,7 @@ def run(folder: str) -> dict[str, Any]:
     return {
         "trackers": count,
         "calls": [own.calls, all_ranks.calls],
+        "added": added.calls,
         "by hand": [each.calls for each in by_hand],
         "kind": type(got).__name__,
         "errors": errors,
@@ -101,11 +104,13 @@ def run(folder: str) -> dict[str, Any]:
 
 def test_only_the_main_process_writes(ranks: RankServer, tmp_path: Path) -> None:
     first, second = ranks(2, run, str(tmp_path))
-    assert first["trackers"] == 3
+    assert first["trackers"] == 4
+    assert first["added"] == ["start", "log", "finish"]
+    assert second["added"] == ["finish"]
     assert first["calls"] == [["start", "log", "finish"]] * 2
     assert first["by hand"] == [["log"], ["log"], ["log"]]
     assert first["kind"] == "JSONLTracker"
-    assert second["trackers"] == 0
+    assert second["trackers"] == 1, "the one that the program has added on every rank"
     assert second["calls"] == [[], []]
     assert second["by hand"] == [[], ["log"], ["log"]]
     assert second["kind"] == "BlankTracker"

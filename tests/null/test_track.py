@@ -231,6 +231,47 @@ def test_a_class_without_its_three_attributes_cannot_be_made() -> None:
     assert GeneralTracker(_blank=True).log({"a": 1}) is None
 
 
+def test_trackers_that_a_program_adds_are_started_logged_to_and_ended_as_in_1x(tmp_path: Path) -> None:
+    @dataclass
+    class Foreign:  # no GeneralTracker, and not hashable
+        __slots__ = ("asked",)
+        asked: list[Any]
+        name = "foreign"
+
+        def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+            self.asked.append((values, step, kwargs))
+
+        def finish(self) -> None:
+            self.asked.append("finish")
+
+    own, never_started, foreign = Own(), Own(), Foreign([])
+    acc = accelerator("jsonl", tmp_path)
+    acc.trackers.append(own)
+    acc.init_trackers("run", config={"lr": 1})
+    acc.init_trackers("again")
+    acc.trackers += [never_started, foreign]  # type: ignore[list-item]
+    assert acc.get_tracker("own") is own
+    assert acc.get_tracker("jsonl") is acc.trackers[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        acc.log({"a": 1}, log_kwargs={"foreign": {"k": 2}})
+
+    def fail() -> None:
+        try:
+            raise RuntimeError("the training")
+        finally:
+            acc.end_training()
+
+    with pytest.raises(RuntimeError, match="the training"):
+        fail()
+    acc.end_training()
+    assert own.asked == ["start", {"lr": 1}, ({"a": 1}, None, {}), "finish"]
+    assert (own.failed, never_started.failed) == (True, True)
+    assert never_started.asked == [({"a": 1}, None, {}), "finish"]
+    assert foreign.asked == [({"a": 1}, None, {"k": 2}), "finish"]
+    assert track.open_trackers() == []
+
+
 # --- options and order
 
 

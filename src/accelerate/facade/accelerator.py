@@ -331,7 +331,7 @@ class Accelerator(ProcessMixin):
         "_trackers.log_with", "The requested trackers: names, and objects that the user made."
     )
     trackers: ComponentAttribute[list[GeneralTracker]] = ComponentAttribute(
-        "_trackers.trackers", "The trackers whose run is open; none on processes other than rank 0."
+        "_trackers.trackers", "The trackers whose run is open, on rank 0 only; a program may add its own."
     )
     sync_gradients: ComponentAttribute[bool] = ComponentAttribute(
         "gradient_state.sync_gradients", "Return whether gradients are complete after the current backward."
@@ -1362,7 +1362,8 @@ class Accelerator(ProcessMixin):
     ) -> None:
         """Begin a run with every tracker of ``log_with``, on the main process.
 
-        Called again, it ends these runs and begins new ones; a tracker that the user made goes on. It takes
+        A tracker that the program has added to ``trackers`` is started too. Called again, it ends these runs
+        and begins new ones; a tracker that the user made goes on. It takes
         ``log_with`` and ``logging_dir`` as they are now: a program may assign them, and
         ``project_configuration``, before.
 

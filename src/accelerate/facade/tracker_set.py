@@ -42,6 +42,7 @@ class TrackerSet:
         chosen = [] if log_with is None else track.choose_trackers(log_with, logging_dir, self.missing)
         self.log_with = [_logger_type(each) if isinstance(each, str) else each for each in chosen]
         self.trackers: list[GeneralTracker] = []
+        self._started: list[GeneralTracker] = []  # those of log_with; a program may add others to trackers
         self._ended: list[GeneralTracker] = []  # a script asks the run for its id or address after its end
         self._is_main = is_main_process
         self._uses_all = track.ALL in (log_with if isinstance(log_with, list | tuple) else [log_with])
@@ -49,8 +50,9 @@ class TrackerSet:
         self.strict, self._warnings = False, set[str]()
         self._has_warned_log = False
         # Trackers that have logged once, and how many calls failed after that.
-        self._logged: set[GeneralTracker] = set()
-        self._failures: Counter[GeneralTracker] = Counter()
+        # By identity and by name: an object of the user's need not be hashable.
+        self._logged: set[int] = set()
+        self._failures: Counter[str] = Counter()
 
     def report_missing(self, is_error: bool) -> None:
         """Say on rank 0 which trackers are left out, as 1.x does: scripts name those of their authors.
@@ -80,16 +82,16 @@ class TrackerSet:
         if self.recorder is not None and config is not None:
             self.recorder.store_init_configuration(config)
         # A tracker that the user made goes on.
-        track.finish_runs(
-            tracker for tracker in self.trackers if not any(tracker is chosen for chosen in self.log_with)
-        )
-        self.trackers, self._ended = [], []
+        added = _without(self.trackers, [*self._started, *self.log_with])
+        track.finish_runs(_without(self.trackers, [*added, *self.log_with]))
+        self.trackers, self._started, self._ended = [], [], []
         if self._uses_all:
             print(
                 f'log_with="{track.ALL}": {", ".join(_tracker_names(self.log_with)) or "none"}',
                 file=sys.stderr,
             )
-        for tracker in track.make_trackers(self.log_with, project_name, logging_dir, options):
+        self._started = track.make_trackers(self.log_with, project_name, logging_dir, options)
+        for tracker in (*added, *self._started):
             track.start_run(tracker)
             self.trackers.append(tracker)
         if config is not None:
@@ -99,7 +101,8 @@ class TrackerSet:
     def _check_options(self, options: Iterable[str], where: str) -> None:
         """Refuse in a strict run the options that no tracker takes; else warn of each once, and ignore it."""
         names = _tracker_names(self.log_with, include_objects=False)
-        instance_names = [each.name for each in self.log_with if isinstance(each, GeneralTracker)]
+        added = _without(self.trackers, self._started)
+        instance_names = [each.name for each in (*self.log_with, *added) if not isinstance(each, str)]
         known = [*track.tracker_classes(), *instance_names]
         for name in map(str, options):
             error: SettingError
@@ -131,22 +134,22 @@ class TrackerSet:
         if self.log_with and not self.trackers and self._is_main and not self._has_warned_log:
             self._has_warned_log = True
             warn_user("log() has no effect: no run is open; call init_trackers() first")
-        for tracker in self.trackers:
+        for tracker in self.trackers if self._is_main else ():
             try:
                 tracker.log(values, step=step, **options.get(tracker.name, {}))
             except SettingError:  # noqa: PERF203 - a function for it is a frame more in each step
                 raise
             except Exception as error:
-                if tracker not in self._logged:
+                if id(tracker) not in self._logged:
                     raise  # the first call: something is set up wrongly
                 self._count_failure(tracker, error)
             else:
-                self._logged.add(tracker)
+                self._logged.add(id(tracker))
 
     def _count_failure(self, tracker: GeneralTracker, error: Exception) -> None:
         """Count a call that failed in the middle of a training; warn of the first of each tracker."""
-        self._failures[tracker] += 1
-        if self._failures[tracker] == 1:
+        self._failures[tracker.name] += 1
+        if self._failures[tracker.name] == 1:
             text = str(error).strip() or "no message"
             warn_user(
                 f"{tracker.name} failed to log, and the training goes on without it; later calls try again. "
@@ -155,7 +158,7 @@ class TrackerSet:
 
     def get(self, name: str, unwrap: bool) -> Any:
         """Return the running tracker of that name; see ``Accelerator.get_tracker``."""
-        names = _tracker_names(self.log_with)
+        names = list(dict.fromkeys(_tracker_names([*self.log_with, *self.trackers, *self._ended])))
         if names and str(name) not in names:
             raise UnknownNameError("tracker", str(name), names, why=f"log_with asked for: {', '.join(names)}")
         if not names or not self._is_main:
@@ -169,24 +172,29 @@ class TrackerSet:
         """End every run, also when one of them raises."""
         ended, self.trackers = self.trackers, []
         self._ended = ended or self._ended
-        for tracker, count in self._failures.items():
-            warn_user(f"{tracker.name} has lost what {count} call{'s' * (count > 1)} of log() gave it")
+        for name, count in self._failures.items():
+            warn_user(f"{name} has lost what {count} call{'s' * (count > 1)} of log() gave it")
         self._failures.clear()
         self._logged.clear()
         # Where a ``finally`` of the program ends the training; an exit ends the runs that are still open.
         has_failed = isinstance(sys.exc_info()[1], Exception)
-        for tracker in ended:
-            tracker.failed = tracker.failed or has_failed
-        track.finish_runs(ended)
+        added = _without(ended, self._started)
+        track.finish_runs(_without(ended, added), added, has_failed)
 
 
 def _tracker_names(chosen: Iterable[Any], include_objects: bool = True) -> list[str]:
     """Return names of trackers; with ``include_objects``, of the user's own objects too."""
     return [
-        each.name if isinstance(each, GeneralTracker) else str(each)
+        str(each) if isinstance(each, str) else each.name
         for each in chosen
-        if include_objects or not isinstance(each, GeneralTracker)
+        if include_objects or isinstance(each, str)
     ]
+
+
+def _without(trackers: Iterable[GeneralTracker], others: Iterable[Any]) -> list[GeneralTracker]:
+    """Return the trackers that are none of ``others``, by identity."""
+    ids = set(map(id, others))
+    return [tracker for tracker in trackers if id(tracker) not in ids]
 
 
 def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[Any]:

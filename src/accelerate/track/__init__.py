@@ -169,11 +169,21 @@ def start_run(tracker: GeneralTracker) -> None:
     atexit.register(_finish_at_exit)
 
 
-def finish_runs(trackers: Iterable[GeneralTracker]) -> None:
-    """End the open runs among ``trackers``: all of them, also when one raises; then raise its error."""
+def finish_runs(
+    trackers: Iterable[GeneralTracker], others: Iterable[GeneralTracker] = (), has_failed: bool = False
+) -> None:
+    """End the open runs among ``trackers``: all of them, also when one raises; then raise its error.
+
+    Args:
+        trackers: those that ``start_run`` began.
+        others: those that are ended whoever began them.
+        has_failed: the script ends by an error.
+    """
     # The stack calls the last one pushed first.
     with ExitStack() as stack:
-        for tracker in [run for run in trackers if is_open(run)][::-1]:
+        for tracker in [*filter(is_open, trackers), *others][::-1]:
+            if has_failed and isinstance(tracker, GeneralTracker):  # a program may have added another object
+                tracker.failed = True
             _open[:] = [run for run in _open if run is not tracker]
             stack.callback(tracker.finish)
 
@@ -181,8 +191,6 @@ def finish_runs(trackers: Iterable[GeneralTracker]) -> None:
 def _finish_at_exit() -> None:
     if os.getpid() != _owner:  # a fork of the process that started the runs
         return
-    for tracker in _open:
-        # The interpreter sets last_value when it has printed the error that ends the script; an interactive
-        # one, which has a prompt, after every error.
-        tracker.failed = hasattr(sys, "last_value") and not hasattr(sys, "ps1")
-    finish_runs(list(_open))
+    # The interpreter sets last_value when it has printed the error that ends the script; an interactive
+    # one, which has a prompt, after every error.
+    finish_runs(list(_open), has_failed=hasattr(sys, "last_value") and not hasattr(sys, "ps1"))
