@@ -192,3 +192,22 @@ def test_processes_of_a_runtime_are_started_by_it(monkeypatch: pytest.MonkeyPatc
     assert launchers.notebook_launcher(divmod, (7, 2)) == [None] * 4
     ((function, args, method),) = calls
     assert (function.launcher, function.distributed_type, args, method) == (divmod, "XLA", (7, 2), "fork")
+
+
+@pytest.mark.parametrize(("kind", "count"), [("cuda", 1), ("cpu", 0)])
+def test_colab_with_fewer_than_two_accelerators_trains_in_this_process(
+    kind: str, count: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in 1.x; elsewhere more processes than GPUs are an error."""
+    from accelerate import device
+
+    shell = type("Shell", (), {"__module__": "google.colab._shell"})()
+    ipython = types.ModuleType("IPython")
+    vars(ipython)["get_ipython"] = lambda: shell
+    monkeypatch.setattr(launchers, "_detect_devices", lambda: (device.get(kind), count))
+    if kind == "cuda":
+        with pytest.raises(SettingError, match="num_processes is 2, but there are 1 cuda devices"):
+            notebook_launcher(os.getpid, num_processes=2)
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    assert notebook_launcher(os.getpid, num_processes=2) == [os.getpid()]
+    assert "Colab has fewer than two accelerators: num_processes=2 is not used." in capsys.readouterr().out

@@ -50,7 +50,8 @@ def notebook_launcher(
     Args:
         function: the training; it creates its own ``Accelerator``.
         args: its arguments.
-        num_processes: on this machine; None: one per device, one on a CPU.
+        num_processes: on this machine; None: one per device, one on a CPU. In Colab with fewer than two
+            accelerators it is one.
         mixed_precision: for every ``Accelerator`` that says none itself; ``"no"`` leaves that as it is.
         use_port: where rank 0 listens; on one machine another one is taken if it is in use.
         master_addr: the machine of rank 0.
@@ -312,6 +313,11 @@ def _detect_devices() -> tuple[Device, int]:
 def _count_processes(wanted: int | None, device: Device, count: int) -> int:
     if wanted is None:
         return max(1, count)
+    # Notebooks ask for the GPUs of their author, and 1.x trains in this process where Colab has one or none.
+    is_colab = type(find_shell()).__module__.startswith("google.colab")
+    if is_colab and wanted > 1 and count < 2 and not device.starts_ranks:
+        print(f"Colab has fewer than two accelerators: num_processes={wanted} is not used.", flush=True)
+        return 1
     if count and wanted > count:
         raise SettingError(
             f"num_processes is {wanted}, but there are {count} {device.type} devices",
