@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import pickle
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -981,6 +982,22 @@ def test_an_argument_that_no_loading_takes_is_refused(tmp_path: Path) -> None:
         accelerator.load_state(tmp_path / "a", assign=True)
     assert accelerator.load_state(tmp_path / "a", strict=False, map_location="cpu").missing == ()
     assert not model.weight.is_meta
+
+
+def test_an_argument_of_another_strategys_save_is_ignored_as_in_1x_and_told_once(tmp_path: Path) -> None:
+    """A program for DeepSpeed must not lose its training at the first checkpoint without it."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    with pytest.warns(UserWarning, match="save_state was given exclude_frozen_parameters, total_limit,"):
+        accelerator.save_state(tmp_path / "a", exclude_frozen_parameters=True, total_limit=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator.save_state(tmp_path / "b", total_limit=3)
+        accelerator.load_state(tmp_path / "b")
+    strict = Accelerator(cpu=True, strict=True)
+    with pytest.raises(SettingError, match="save_state was given total_limit, which the strategy 'single'"):
+        strict.save_state(tmp_path / "c", total_limit=3)
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["a", "b"]
 
 
 def test_save_hooks_may_keep_models_out(tmp_path: Path) -> None:

@@ -260,7 +260,8 @@ def test_the_manager_saves_and_loads_what_is_prepared_and_registered(tmp_path: P
 
 
 def test_the_manager_refuses_what_has_no_state_and_options_that_nobody_knows(tmp_path: Path) -> None:
-    manager = CheckpointManager(fake_runtime(), PreparedObjects(), ProjectConfiguration(str(tmp_path)))
+    project = ProjectConfiguration(str(tmp_path))
+    manager = CheckpointManager(fake_runtime(), PreparedObjects(), project, strict=True)
     with pytest.raises(PrepareError, match="cannot be checkpointed: object"):
         manager.register([object()])
     with pytest.raises(SettingError, match=r"tag.*strategy 'fake'"):

@@ -291,7 +291,8 @@ class Accelerator(ProcessMixin):
 
     @cached_property
     def _checkpoints(self) -> CheckpointManager:
-        return CheckpointManager(self._runtime, self._prepared, self._project)
+        strict = self._option_reporter.strict
+        return CheckpointManager(self._runtime, self._prepared, self._project, strict)
 
     @cached_property
     def _preemption(self) -> Preemption:
@@ -1176,7 +1177,8 @@ class Accelerator(ProcessMixin):
                 what ``ProjectConfiguration`` says. ``wait_for_checkpoint`` tells when it is committed.
             metadata: plain values to read again in ``load_state(...).metadata`` and in the table of
                 ``accelerate checkpoint ls``: ``{"epoch": 3}``. Process 0's are kept.
-            save_model_func_kwargs: options of the checkpoint that DeepSpeed or Megatron-LM writes.
+            save_model_func_kwargs: options of the checkpoint that DeepSpeed or Megatron-LM writes. Other
+                strategies ignore them with a warning; in a strict run they are an error.
 
         Returns:
             The folder, or the URL as text; the same on every process.

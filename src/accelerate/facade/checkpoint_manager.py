@@ -60,18 +60,25 @@ class CheckpointManager:
         runtime: the strategy, precision and gradient accumulation of the run.
         prepared: what is saved and loaded.
         project: where checkpoints go.
+        strict: options of a save that nothing takes are an error, not a warning.
 
     Attributes:
         custom_objects: saved and loaded with the state.
         save_hooks, load_hooks: called before ``save_state`` writes and ``load_state`` reads.
     """
 
-    def __init__(self, runtime: Runtime, prepared: PreparedObjects, project: ProjectConfiguration) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        prepared: PreparedObjects,
+        project: ProjectConfiguration,
+        strict: bool = False,
+    ) -> None:
         self.world, self.strategy, self.precision = runtime.world, runtime.strategy, runtime.precision
         self.gradients, self.prepared, self.project = runtime.gradients, prepared, project
         self.window = OpenWindow(runtime.gradients, runtime.strategy, runtime.precision, prepared)
         self.custom_objects: list[Any] = []
-        self._saves = 0
+        self._saves, self._strict, self._ignored_options = 0, strict, set[str]()
         # OrderedDicts: torch's handles hold them weakly, which a plain dict does not allow.
         self.save_hooks: dict[int, Any] = OrderedDict()
         self.load_hooks: dict[int, Any] = OrderedDict()
@@ -201,10 +208,7 @@ class CheckpointManager:
         if engine_files:
             self._exclude_engine_objects(engine_files, train_state)
         elif options:
-            raise SettingError(
-                f"save_state was given {', '.join(sorted(options))}, "
-                f"which the strategy {strategy.name!r} does not know"
-            )
+            self._ignore_options(options)
         train_state.sharded, train_state.metadata = is_sharded, dict(metadata or {})
 
         def run_save_hooks(weights: Any, folder: Path) -> None:
@@ -220,6 +224,21 @@ class CheckpointManager:
             ranks=None if number is None else CheckpointRankGroup(),
             in_background=self.project.async_save if async_save is None else async_save,
         )
+
+    def _ignore_options(self, options: Iterable[str]) -> None:
+        """Warn once of options that only DeepSpeed's or Megatron-LM's files take; 1.x ignores them elsewhere.
+
+        Raises:
+            SettingError: the run is strict, or DeepSpeed or Megatron-LM would have taken them but for
+                ``sharded=False``.
+        """
+        names, strategy = ", ".join(sorted(options)), self.strategy
+        said = f"save_state was given {names}, which the strategy {strategy.name!r} does not know"
+        if self._strict or isinstance(strategy, EngineStrategy):
+            raise SettingError(said)
+        if self.world.is_main and not self._ignored_options.issuperset(options):
+            self._ignored_options.update(options)
+            warn_user(f"{said}: this is ignored, as in Accelerate 1.x")
 
     def _check_ranks(self, action: str) -> None:
         """Warn on rank 0 about the first parameter of a replica, or the first learning rate, that differs.
