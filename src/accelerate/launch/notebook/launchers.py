@@ -21,6 +21,7 @@ from accelerate.launch.notebook.function_launcher import (
     FunctionLauncher,
     call_on_machines,
 )
+from accelerate.launch.notebook.payload import find_shell
 from accelerate.precision import PRECISIONS
 
 
