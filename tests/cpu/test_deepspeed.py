@@ -376,6 +376,8 @@ def omitted_steps() -> None:
     # Nothing shows it before the gradients are dropped.
     numbers, said = train_without_step(0, "zero_grad")
     assert [" drops them. " in each for each in said] == [True]
+    untrained = [loss_of(tiny(), words).item() for words in batches(4)]
+    assert numbers["losses"] == pytest.approx(untrained, abs=1e-5)
 
 
 def omitted_step_before_a_save(folder: str) -> None:

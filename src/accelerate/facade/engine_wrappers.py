@@ -31,7 +31,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients, unless they are being accumulated, or wait for a step that the program omits."""
-        if self.gradient_state.uses_accumulate or self._has_warned_of_steps:
+        if self.gradient_state.uses_accumulate:  # alike on all ranks; a warning may be of one alone
             self.take_omitted_step("optimizer.zero_grad()")
         else:
             self.warn_of_omitted_step("optimizer.zero_grad() drops them")
