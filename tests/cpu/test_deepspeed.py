@@ -410,19 +410,27 @@ def accumulate_by_hand() -> None:
 
 
 def zero_grad_first() -> None:
-    """At the beginning of a micro-batch it leaves the gradients of the others alone, as under 1.x."""
-    accelerator, model, optimizer = engine(ASKED["2"], 2)
-    losses = []
+    """At the beginning of a micro-batch it leaves the gradients of the others alone, as under 1.x.
+
+    Also of the second engine, when the first one has stepped.
+    """
+    accelerator, *first = engine(ASKED["2"], 2)
+    raw = tiny()
+    pairs = [first, accelerator.prepare(cast("Any", raw), adamw(raw))]
+    losses: list[list[float]] = [[], []]
     for words in batches(4):
-        with accelerator.accumulate(model):
-            optimizer.zero_grad()
-            loss = loss_of(model, share(words, accelerator.process_index, accelerator.num_processes))
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-        losses.append(accelerator.reduce(loss.detach(), "mean").item())
-    same_losses({"losses": losses}, 2)
+        mine = share(words, accelerator.process_index, accelerator.num_processes)
+        with accelerator.accumulate(*(model for model, _ in pairs)):
+            for (model, optimizer), so_far in zip(pairs, losses, strict=True):
+                optimizer.zero_grad()
+                loss = loss_of(model, mine)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                so_far.append(accelerator.reduce(loss.detach(), "mean").item())
+    for so_far in losses:
+        same_losses({"losses": so_far}, 2)
 
 
 def step_without_backward() -> None:

@@ -35,14 +35,18 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
             self.take_omitted_step("optimizer.zero_grad()")
         else:
             self.warn_of_omitted_step("optimizer.zero_grad() drops them")
-        super().zero_grad(set_to_none)
+        strategy: Any = self._strategy
+        # The backwards of other engines say nothing of this one's gradients.
+        is_closing = self.gradient_state.closing_at >= 0
+        if strategy is None or not (is_closing and strategy.has_gradients(self.optimizer, complete=False)):
+            super().zero_grad(set_to_none)
 
     def _omits_step(self, models: Sequence[Any] | None) -> bool:
         """Return whether complete gradients of ``models`` wait, and the program has never called ``step``."""
         strategy: Any = self._strategy
         if self._is_stepped_by_program or strategy is None or not self.gradient_state.sync_gradients:
             return False
-        return strategy.has_complete_gradients(self.optimizer, models)
+        return strategy.has_gradients(self.optimizer, models, complete=True)
 
     def take_omitted_step(self, signal: str, models: Sequence[Any] | None = None) -> None:
         """Take the step of complete gradients for a program that leaves it to ``backward``, as 1.x takes it.

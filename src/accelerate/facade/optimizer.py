@@ -317,7 +317,8 @@ class AcceleratedOptimizer(Optimizer):
         gradients = self.gradient_state
         if not gradients.sync_gradients or self.fuses_backward:
             return None
-        gradients.closing_at = -1
+        if self._engine is None:  # DeepSpeed knows which gradients it has
+            gradients.closing_at = -1
         if gradients.abandoned_window:
             gradients.refuse_abandoned("optimizer.step()")
         if self._first_step_checks:

@@ -295,10 +295,18 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, Modul
             if handle.has_gradients and not handle.window_complete:
                 handle.grad_factor = factor
 
-    def has_complete_gradients(self, optimizer: Any, models: Sequence[nn.Module] | None) -> bool:
-        """Return whether gradients wait for the optimizer's step; those of ``models``, None for all."""
+    def has_gradients(
+        self, optimizer: Any, models: Sequence[nn.Module] | None = None, *, complete: bool
+    ) -> bool:
+        """Return whether the optimizer has gradients of a window that is complete, or of one that is not.
+
+        Args:
+            optimizer: the user's.
+            models: those whose gradients count; None for all.
+            complete: which of the two.
+        """
         handle = self.engines.find_by_optimizer(optimizer)
-        if handle is None or not (handle.has_gradients and handle.window_complete):
+        if handle is None or not handle.has_gradients or handle.window_complete is not complete:
             return False
         return models is None or any(self.engines.find(model) is handle for model in models)
 
