@@ -278,9 +278,10 @@ class InputDtypes(nn.Module):
         super().__init__()
         self.layer = nn.Linear(2, 1)
 
-    def forward(self, latents: torch.Tensor, timesteps: torch.Tensor, labels: Any) -> Any:
-        """(rows, 2), (rows,), a dict of (rows,) -> its outputs, and the dtypes."""
-        return self.layer(latents), [str(each.dtype) for each in (latents, timesteps, labels["y"])]
+    def forward(self, latents: torch.Tensor, timesteps: torch.Tensor, labels: Any, batch: Any = None) -> Any:
+        """(rows, 2), (rows,), dicts of (rows,) -> its outputs, and the dtypes."""
+        inputs = latents, timesteps, labels["y"], *(batch or {}).values()
+        return self.layer(latents), [str(each.dtype) for each in inputs]
 
 
 def cast_inputs() -> None:
@@ -299,6 +300,9 @@ def cast_inputs() -> None:
     assert (told, outputs.dtype) == (expected, torch.float32)
     assert model(inputs[0].bfloat16(), inputs[1], {"y": inputs[1].bfloat16()})[0].dtype is torch.bfloat16
     assert model(inputs[0], timesteps=inputs[1], labels=inputs[2])[1] == expected
+    batch = {"timesteps": inputs[1], "labels": inputs[1]}
+    for told in model(*inputs, batch)[1], model(*inputs, batch=batch)[1]:
+        assert told == [*expected, *expected[1:]]
 
 
 def windows() -> None:

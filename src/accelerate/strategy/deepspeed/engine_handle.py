@@ -407,23 +407,24 @@ def _cast_inputs_outputs(module: nn.Module, dtype: torch.dtype) -> list[Any]:
     names = tuple(inspect.signature(module.forward).parameters)
     has_cast = False
 
-    def cast(name: str, value: Any) -> Any:
+    def to_half(name: str, leaf: Any) -> Any:
+        nonlocal has_cast
         least_dim = 0 if "label" in name or "target" in name else 2
+        if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or leaf.dim() < least_dim:
+            return leaf
+        has_cast = has_cast or leaf.dtype is not dtype
+        return leaf.to(dtype)
 
-        def to_half(leaf: Any) -> Any:
-            nonlocal has_cast
-            if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or leaf.dim() < least_dim:
-                return leaf
-            has_cast = has_cast or leaf.dtype is not dtype
-            return leaf.to(dtype)
-
-        return tree.map_tree(to_half, value)
+    def cast(name: str, value: Any) -> Any:
+        """Cast the leaves of an argument, whose names are those of the argument and of the keys to them."""
+        leaves = (to_half(path, leaf) for path, leaf in tree.iterate_leaves(value, name))
+        return tree.replace_leaves(value, leaves)
 
     def cast_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal has_cast
         has_cast = False
         named = zip_longest(names[: len(args)], args, fillvalue="")
-        return tuple(cast(*each) for each in named), {name: cast(name, kwargs[name]) for name in kwargs}
+        return tuple(cast(*each) for each in named), cast("", kwargs)
 
     def to_float32(leaf: Any) -> Any:
         return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype is dtype else leaf
