@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from accelerate.core.errors import MissingExtraError, PrepareError, SettingError
 from accelerate.core.packages import is_installed
 from accelerate.strategy.deepspeed import config_tree
 from accelerate.strategy.deepspeed.engine_config import DeepSpeedConfigInputs, build_config, hidden_size
+from accelerate.utils import GradientAccumulationPlugin
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler, HfDeepSpeedConfig
 
 CONFIG: dict[str, Any] = {
@@ -144,6 +146,23 @@ def test_steps_of_accumulation_that_the_configuration_leaves_out(monkeypatch: py
     assert build_config(plugin, wanted(steps=4)).config["gradient_accumulation_steps"] == 4
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
     assert Accelerator(cpu=True, deepspeed_plugin=plugin).gradient_accumulation_steps == 2
+
+
+def test_steps_of_the_configuration_count_beside_the_plugin_of_gradient_accumulation() -> None:
+    """As beside the argument; libraries that count micro-batches by themselves say 1."""
+    config = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 4}
+    for steps, taken in ((2, 4), (4, 4), (1, 1)):
+        expected = pytest.warns(UserWarning, match="Plugin is 2, but the DeepSpeed.* says .*: 4")
+        with expected if steps == 2 else nullcontext():
+            accelerator = Accelerator(
+                cpu=True,
+                deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+                gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=steps),
+            )
+        assert accelerator.gradient_accumulation_steps == taken
+    config["gradient_accumulation_steps"] = 0
+    with pytest.raises(SettingError, match="gradient_accumulation_steps is 0"):
+        Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
 
 
 def test_a_precision_that_the_configuration_disables_is_refused() -> None:

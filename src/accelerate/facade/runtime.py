@@ -129,8 +129,7 @@ def build_runtime(
         autocast_format=precision.autocast_format,
         parallelism=parallelism,
     )
-    tp_size = 1 if parallelism is None else parallelism.tp_size or 1
-    if tp_size > 1:
+    if parallelism is not None and (tp_size := parallelism.tp_size or 1) > 1:
         precision.check_tensor_parallel(tp_size)
     strategy = choose_strategy(request)
     if precision.scales_loss:
@@ -140,12 +139,16 @@ def build_runtime(
     state.show_strategy(strategy)
     state.strategy_plugins = given
     gradients = GradientState.create(accumulation_plugin, ActiveLoaders())
+    engine_steps = strategy.accumulation_steps if isinstance(strategy, EngineStrategy) else None
     if accumulation_plugin is None:
-        engine_steps = strategy.accumulation_steps if isinstance(strategy, EngineStrategy) else None
         accumulation = resolve_accumulation(accumulation_steps, engine_steps)
         gradients.plugin_kwargs["num_steps"] = accumulation.value.gradient_accumulation_steps
     else:
         accumulation = load_settings(GradientAccumulationSettings)
+        # Libraries that count micro-batches by themselves say 1.
+        if engine_steps is not None and gradients.num_steps > 1:
+            where = "num_steps of the GradientAccumulationPlugin"
+            gradients.plugin_kwargs["num_steps"] = take_engine_steps(where, gradients.num_steps, engine_steps)
     return Runtime(world, precision, strategy, handlers, gradients, compiler, state, accumulation)
 
 
@@ -237,14 +240,24 @@ def resolve_accumulation(
     loaded = load_settings(GradientAccumulationSettings, code={name: None if steps == 1 else steps})
     origins = sorted(loaded.origins[name], key=lambda each: each.source != "environment")
     origin, count = origins[0], origins[0].value
-    if engine_steps is not None and origin.source == "default":
-        count = engine_steps
-    elif engine_steps not in (None, count):
+    if engine_steps is not None:
+        is_default = origin.source == "default"
+        count = take_engine_steps(origin.where, engine_steps if is_default else count, engine_steps)
+    return SettingsWithOrigins(GradientAccumulationSettings(count), {name: tuple(origins)})
+
+
+def take_engine_steps(where: str, steps: int, engine_steps: int) -> int:
+    """Return ``engine_steps``; warn if the program says another number, and ``where`` it does.
+
+    Raises:
+        SettingError: there are fewer than one.
+    """
+    name = "gradient_accumulation_steps"
+    if engine_steps < 1:
+        raise SettingError(f"{name} is {engine_steps}", fix="use 1 or more")
+    if engine_steps != steps:
         warn_user(
-            f"{origin.where} is {count}, but the DeepSpeed configuration says {name}: {engine_steps}, "
+            f"{where} is {steps}, but the DeepSpeed configuration says {name}: {engine_steps}, "
             f'which counts, as in 1.x: keep one of them, or write "auto" there'
         )
-        count = engine_steps
-    if count < 1:  # in DeepSpeed's own configuration
-        raise SettingError(f"{name} is {count}", fix="use 1 or more")
-    return SettingsWithOrigins(GradientAccumulationSettings(count), {name: tuple(origins)})
+    return engine_steps
