@@ -147,6 +147,18 @@ class Stream(IterableDataset[int]):
         return iter(range(8))
 
 
+class Precomputed(BatchSampler):
+    """A batch sampler whose batches are chosen when it is made."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(range(count), batch_size=2, drop_last=False)
+        order = list(reversed(range(count)))
+        self.chosen = [order[i : i + 2] for i in range(0, count, 2)]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.chosen)
+
+
 def test_a_batch_of_a_loader_is_a_micro_batch() -> None:
     """As in the public package; a loader that does not tell its batch size stays, and the user's own too."""
     rows: Any = range(8)
@@ -162,6 +174,10 @@ def test_a_batch_of_a_loader_is_a_micro_batch() -> None:
         assert [each.tolist() for each in joined] == [[0, 1, 2, 3], [4, 5, 6, 7]]
         assert joined.batch_size in (4, None)
         assert len(next(iter(loader))) == 2
+    assert [each.tolist() for each in join_batches(DataLoader(rows, batch_sampler=Precomputed(8)), 3)] == [
+        [7, 6, 5, 4, 3, 2],
+        [1, 0],
+    ]
     listed = DataLoader(rows, batch_sampler=[[0, 1], [2]])
     assert join_batches(listed, 2) is listed
 

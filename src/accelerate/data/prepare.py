@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -34,7 +34,7 @@ from accelerate.data.iterable_dataset import (
 )
 from accelerate.data.loader import DataLoaderShard, make_stateful
 from accelerate.data.rank_batches import SingleIndexSampler
-from accelerate.data.sample_order import SeedableRandomSampler, find_batch_sampler
+from accelerate.data.sample_order import SeedableRandomSampler, find_batch_sampler, is_torch_batch_sampler
 from accelerate.data.skip_first_batches import SkipDataLoader
 from accelerate.world import collective
 from accelerate.world.mesh_layout import mesh_data_shard
@@ -188,10 +188,42 @@ def join_batches(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
     size = getattr(batches, "batch_size", None)
     if not isinstance(size, int):
         return loader
-    twin = copy.copy(batches)
-    twin.batch_size = size * count
+    if is_torch_batch_sampler(batches):
+        twin = copy.copy(batches)
+        twin.batch_size = size * count
+    else:  # what it yields may not follow its attributes
+        twin = JoinedBatchSampler(batches, count)
     sizes = {} if loader.batch_size is None else {"batch_size": size * count}
     return copy_loader(loader, batch_sampler=twin, **sizes)
+
+
+class JoinedBatchSampler(BatchSampler):
+    """Joins each so many batches of another batch sampler into one.
+
+    Args:
+        batches: the other one, which tells its batch size.
+        count: the batches that are joined.
+    """
+
+    def __init__(self, batches: Any, count: int) -> None:
+        super().__init__(batches, batches.batch_size * count, bool(getattr(batches, "drop_last", False)))
+        self.count = count
+
+    def __getattr__(self, name: str) -> Any:
+        # `set_epoch` and whatever else a user's own batch sampler has.
+        if name == "sampler":
+            raise AttributeError(name)
+        return getattr(self.sampler, name)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        batches = iter(self.sampler)
+        while joined := list(itertools.islice(batches, self.count)):
+            if len(joined) == self.count or not self.drop_last:
+                yield list(itertools.chain.from_iterable(joined))  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        batches = len(self.sampler)  # type: ignore[arg-type]
+        return batches // self.count if self.drop_last else -(-batches // self.count)
 
 
 def _check_shard_option(shard: bool | str, dispatch: bool | None) -> None:
