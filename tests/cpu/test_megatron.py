@@ -136,6 +136,8 @@ def prepared(accelerator: Any, kind: str, batches: int) -> tuple[Any, Any, Any, 
     plugin = accelerator.state.megatron_lm_plugin
     micro_batch = ROWS // accelerator.strategy.data_shard.count // plugin.num_micro_batches
     loader = DataLoader(samples(batches), batch_size=micro_batch)  # type: ignore[arg-type]
+    if kind == "gpt2":  # the batches that it joins do not count as those of the user's loader
+        loader = accelerator.prepare(loader)
     prepared = accelerator.prepare(model, optimizer, loader, scheduler)
     assert (plugin.micro_batch_size, plugin.global_batch_size) == (micro_batch, ROWS)
     return prepared

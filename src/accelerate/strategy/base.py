@@ -73,10 +73,15 @@ class PrepareBundle:
 
     def batch_sizes(self, data_shards: int) -> list[int]:
         """Return the samples per rank of a batch of each loader that tells its batch size."""
-        shared_by = data_shards if self.split_batches else 1
-        samplers = [(each, getattr(each, "batch_sampler", None)) for each in self.objects_of("loader")]
-        sizes = [getattr(each, "batch_size", None) or getattr(s, "batch_size", None) for each, s in samplers]
-        return [max(1, size // shared_by) for size in sizes if isinstance(size, int)]
+        shared_by, sizes = data_shards if self.split_batches else 1, list[int]()
+        for loader in self.objects_of("loader"):
+            holders = loader, getattr(loader, "batch_sampler", None)
+            size = next(filter(None, (getattr(each, "batch_size", None) for each in holders)), None)
+            # One that is prepared already has joined so many batches of the user's.
+            joined = getattr(getattr(loader, "data_shard", None), "micro_batches", 1)
+            if isinstance(size, int):
+                sizes.append(max(1, size // (shared_by * joined)))
+        return sizes
 
     def positions(self, kind: ObjectKind) -> list[int]:
         """Return the indices of the objects of one kind."""
