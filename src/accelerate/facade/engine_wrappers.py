@@ -31,10 +31,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients, unless they are being accumulated, or wait for a step that the program omits."""
-        if self.gradient_state.uses_accumulate:  # alike on all ranks; a warning may be of one alone
-            self.take_omitted_step("optimizer.zero_grad()")
-        else:
-            self.warn_of_omitted_step("optimizer.zero_grad() drops them")
+        self.take_omitted_step("optimizer.zero_grad()", by_hand="optimizer.zero_grad() drops them")
         strategy: Any = self._strategy
         # The backwards of other engines say nothing of this one's gradients.
         is_closing = self.gradient_state.closing_at >= 0
@@ -48,12 +45,15 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
             return False
         return strategy.has_gradients(self.optimizer, models, complete=True)
 
-    def take_omitted_step(self, signal: str, models: Sequence[Any] | None = None) -> None:
+    def take_omitted_step(self, signal: str, models: Sequence[Any] | None = None, by_hand: str = "") -> None:
         """Take the step of complete gradients for a program that leaves it to ``backward``, as 1.x takes it.
 
         A program that has ever called ``step`` decides by itself when to: it may accumulate by hand.
         """
-        if self._omits_step(models):
+        # Alike on all ranks, as each step is; a warning may be of one rank alone.
+        if by_hand and not self.gradient_state.uses_accumulate:
+            self.warn_of_omitted_step(by_hand)
+        elif self._omits_step(models):
             self.warn_of_omitted_step(f"it is taken now, at {signal}")
             super().step()
 

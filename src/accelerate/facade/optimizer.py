@@ -361,12 +361,14 @@ class AcceleratedOptimizer(Optimizer):
             self._run_pending()
         return result
 
-    def take_omitted_step(self, signal: str, models: Sequence[Any] | None = None) -> None:
+    def take_omitted_step(self, signal: str, models: Sequence[Any] | None = None, by_hand: str = "") -> None:
         """Take the step that a program leaves to ``backward``: only under DeepSpeed there is such a program.
 
         Args:
             signal: the call that shows that no step will come.
             models: those whose gradients count; None for all.
+            by_hand: what it warns of instead where the program may still accumulate by hand, since it does
+                not use ``accumulate()``.
         """
 
     def warn_of_omitted_step(self, consequence: str) -> None:
