@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -215,20 +216,30 @@ IN_WINDOWS = {
 
 
 def train_from(
-    folder: Path, config: dict[str, Any], precision: str, begin: int, saves: tuple[int, ...]
+    folder: Path,
+    config: dict[str, Any],
+    precision: str,
+    begin: int,
+    saves: tuple[int, ...],
+    by_hand: bool = False,
 ) -> Any:
-    """Train two windows of three, and save after these micro-batches; or go on after ``begin``."""
-    accelerator, model, optimizer = engine(config, 3, seed=begin, mixed_precision=precision)
+    """Train two windows of three, and save after these micro-batches; or go on after ``begin``.
+
+    Without ``accumulate()``, ``by_hand``, each backward is complete.
+    """
+    window = 1 if by_hand else 3
+    accelerator, model, optimizer = engine(config, window, seed=begin, mixed_precision=precision)
     if begin:
         accelerator.load_state(f"{folder}/{begin}")
     for number, words in enumerate(batches(6), 1):
         if number <= begin:
             continue
-        with accelerator.accumulate(model):
+        with nullcontext() if by_hand else accelerator.accumulate(model):
             loss = loss_of(model, share(words, accelerator.process_index, accelerator.num_processes))
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+            accelerator.backward(loss * window / 3)
+            if not by_hand or number % 3 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
         if not begin and number in saves:
             accelerator.save_state(f"{folder}/{number}")
     return {name: value.clone() for name, value in accelerator.strategy.master_state(model).items()}
@@ -244,6 +255,12 @@ def resume_in_windows(folder: str) -> list[str]:
             resumed = train_from(Path(folder, kind), config, precision, begin, saves)
             if any(not torch.equal(value, resumed[name]) for name, value in whole.items()):
                 wrong.append(f"{kind}, after {begin}")
+    for kind, begin in ("1", 1), ("2", 2), ("2 offload", 5):
+        runs = [train_from(Path(folder), ASKED[kind], "no", at, (begin,), by_hand=True) for at in (0, begin)]
+        if any(
+            not torch.allclose(value, runs[1][name], rtol=0, atol=1e-6) for name, value in runs[0].items()
+        ):
+            wrong.append(f"{kind} by hand, after {begin}")
     return wrong
 
 

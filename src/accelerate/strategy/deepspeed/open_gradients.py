@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate.strategy.deepspeed.reduced_gradients import STAGE3_PARTITIONS
+from accelerate.strategy.deepspeed.reduced_gradients import STAGE3_PARTITIONS, is_stage_1_or_2
 from accelerate.strategy.protocol.gradient_sync import GradientPiece, OpenGradients, whole_piece
 
 if TYPE_CHECKING:
@@ -42,8 +42,15 @@ class DeepSpeedOpenGradients(OpenGradients):
 
     @property
     def gradient_layout(self) -> str:
-        """Return what decides which gradients a rank holds: the stages and the world size."""
-        stages = ", ".join(str(handle.stage) for handle in self.engines.trained_engines())
+        """Return what decides which gradients a rank holds: the stages and the world size.
+
+        Nothing where a backward of stage 1 or 2 was complete: its gradients are loaded as unsharded ones, for
+        the next backward would replace them where they are.
+        """
+        handles = self.engines.trained_engines()
+        if any(map(has_partitioned_sums, handles)):
+            return ""
+        stages = ", ".join(str(handle.stage) for handle in handles)
         return f"{self.name}, stage {stages}, of {self.world.size}"
 
     def gradient_pieces(self, model: nn.Module) -> dict[str, list[GradientPiece]]:
@@ -81,7 +88,14 @@ def has_known_buffers(handle: EngineHandle) -> bool:
     others = ("zenflow", "low_precision_master_weights_and_grads")  # keep gradients in other buffers
     if any(getattr(inner, option, False) for option in others):
         return False
-    return all(hasattr(inner, name) for name in _REQUIRED_ATTRIBUTES.get(handle.stage, ()))
+    stage = 2 if has_partitioned_sums(handle) else handle.stage
+    return all(hasattr(inner, name) for name in _REQUIRED_ATTRIBUTES.get(stage, ()))
+
+
+def has_partitioned_sums(handle: EngineHandle) -> bool:
+    """Return whether a complete backward of stage 1 or 2 has left the sums of this rank's partition only."""
+    is_complete = handle.has_gradients and handle.window_complete
+    return is_complete and is_stage_1_or_2(handle.engine_optimizer)
 
 
 def read_gradients(handle: EngineHandle, ranks: int) -> dict[str, list[GradientPiece]]:
@@ -94,7 +108,7 @@ def read_gradients(handle: EngineHandle, ranks: int) -> dict[str, list[GradientP
     if not handle.has_gradients:
         return {}
     pieces: dict[str, list[GradientPiece]] = {}
-    if handle.stage < 2:
+    if handle.stage < 2 and not has_partitioned_sums(handle):
         for name, parameter in _trained_parameters(handle):
             gradient = _unreduced_gradient(handle, parameter)
             if gradient is not None:
@@ -190,13 +204,18 @@ def _find_reduced_gradient(handle: EngineHandle, fragment: ParamFragment) -> tor
     if handle.stage == 3:
         partitions = getattr(inner, STAGE3_PARTITIONS)
         return partitions[parameter.ds_id].narrow(0, 0, fragment.numel)  # type: ignore[attr-defined]
+    group, index = _find_in_groups(inner.params_in_partition, parameter)
+    if has_partitioned_sums(handle) and not inner._use_compact_grad_partition_buffer(group):
+        if not inner.cpu_offload:
+            return inner.averaged_gradients[group][index].view(-1)
+        inner._wait_for_offload_copies()
+        return fragment.slice_vector(inner.single_partition_of_fp32_groups[group].grad)
     within_param = slice(fragment.param_start, fragment.param_start + fragment.numel)
     if inner.cpu_offload:
         if hasattr(inner, "_wait_for_offload_copies"):
             inner._wait_for_offload_copies()
         held = inner.accumulated_grads_in_cpu.get(inner.get_param_id(parameter))
         return None if held is None else held.view(-1)[within_param]
-    group, index = _find_in_groups(inner.params_in_partition, parameter)
     if inner._use_compact_grad_partition_buffer(group):
         buffers = inner.averaged_gradients.get(group)
         return None if buffers is None else fragment.slice_vector(buffers.flat_partition)
