@@ -304,8 +304,7 @@ def peaks(folder: str) -> dict[str, tuple[int, int]]:
 
     options: dict[str, Any] = {**LAYERS, "transformer_cls_names_to_wrap": ["Linear"]}
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**options))
-    options["mixed_precision_policy"] = "bf16"
-    casting = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**options))
+    casting = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**options), mixed_precision="bf16")
     accelerator.prepare(nn.Sequential(nn.Linear(2, 2)))  # torch's own modules and pools
     peaks_by_way: dict[str, tuple[int, int]] = {}
     for how in ("before", "after", "cast"):

@@ -313,6 +313,20 @@ def test_it_has_the_policy_of_the_precision(monkeypatch: pytest.MonkeyPatch) -> 
     assert chosen(2, precision="bf16").plugins["fsdp_plugin"].mixed_precision_policy == policy
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_weights_become_float32_by_the_precision_alone(version: int) -> None:
+    """A policy beside ``mixed_precision="no"`` keeps half precision, in half the memory, as in 1.x."""
+    model = tiny().bfloat16().requires_grad_()
+    bundle: Any = SimpleNamespace(objects_of={"model": [model], "optimizer": []}.__getitem__, training=True)
+    sizes: dict[str, int] = {}
+    for precision in ("no", "bf16"):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=version, mixed_precision_policy="bf16")
+        (step,) = chosen(2, plugin, precision=precision).prepare_steps(bundle)
+        assert step.memory is not None
+        sizes[precision] = step.memory()[1] - model.scale.nbytes
+    assert sizes["bf16"] == 2 * sizes["no"] > 0
+
+
 def test_its_methods() -> None:
     plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="TRANSFORMER_BASED_WRAP")
     plugin.set_mixed_precision("fp16")

@@ -33,7 +33,7 @@ class FSDPShardingPlan:
             stay as they are stored, like their running statistics. On a CPU torch refuses to mix them.
         ignored: parameters that are not sharded.
         precision: torch's mixed precision policy; None to compute in the dtype of the weights.
-        upcast: whether trained weights in half precision become float32.
+        upcast: whether trained weights in half precision become float32: by the ``Accelerator``'s precision.
     """
 
     blocks: list[nn.Module]
@@ -112,7 +112,8 @@ def plan_layout(model: nn.Module, plugin: FullyShardedDataParallelPlugin, precis
     Args:
         model: the model.
         plugin: the options.
-        precision: of the ``Accelerator``, for a plugin to which no policy was given.
+        precision: of the ``Accelerator``, for a plugin to which no policy was given. As in 1.x, it alone
+            makes trained weights float32: under ``"no"`` those of a policy keep their dtype.
 
     Raises:
         SettingError, PrepareError: the model cannot be sharded so.
@@ -135,7 +136,8 @@ def plan_layout(model: nn.Module, plugin: FullyShardedDataParallelPlugin, precis
             norms.append(part)
     norms = _drop_sharing_units(model, norms) if norms else norms
     whole = {parameter for module in ignored for parameter in module.parameters(recurse=False)}
-    layout = FSDPShardingPlan([part for part in blocks if part not in norms], norms, whole, policy, is_half)
+    blocks = [part for part in blocks if part not in norms]
+    layout = FSDPShardingPlan(blocks, norms, whole, policy, upcast=is_half and precision != "no")
     _check_params(model, layout)
     return layout
 
