@@ -327,6 +327,28 @@ def test_weights_become_float32_by_the_precision_alone(version: int) -> None:
     assert sizes["bf16"] == 2 * sizes["no"] > 0
 
 
+@pytest.mark.parametrize(
+    ("version", "policy", "offload"),
+    [
+        (2, MixedPrecision(torch.bfloat16, torch.float32), CPUOffload(offload_params=True)),
+        (1, MixedPrecisionPolicy(torch.bfloat16, torch.float32), True),
+    ],
+)
+def test_objects_of_the_other_version_may_be_assigned(version: int, policy: Any, offload: Any) -> None:
+    """After the plugin is made: programs do so where the user has set the version."""
+    bundle: Any = SimpleNamespace(objects_of={"model": [tiny()], "optimizer": []}.__getitem__, training=True)
+    assigned = FullyShardedDataParallelPlugin(fsdp_version=version)
+    made = FullyShardedDataParallelPlugin(
+        fsdp_version=version, mixed_precision_policy=policy, cpu_offload=offload
+    )
+    assigned.mixed_precision_policy, assigned.cpu_offload = policy, offload
+    list(chosen(2, assigned).prepare_steps(bundle))
+    assert assigned.offloads_params
+    for name in ("mixed_precision_policy", "cpu_offload"):
+        assert getattr(assigned, name) == getattr(made, name)
+        assert type(getattr(assigned, name)) is type(getattr(made, name))
+
+
 def test_its_methods() -> None:
     plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="TRANSFORMER_BASED_WRAP")
     plugin.set_mixed_precision("fp16")

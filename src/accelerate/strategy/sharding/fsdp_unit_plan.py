@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
@@ -124,6 +125,11 @@ def plan_layout(model: nn.Module, plugin: FullyShardedDataParallelPlugin, precis
         blocks = find_units(model, plugin.policy_for(model), ignored)
     if precision != plugin._implied[0]:  # another Accelerator has the plugin too
         plugin.imply_mixed_precision(precision)
+    # Programs assign both after the plugin is made, also the objects of the other FSDP version.
+    if plugin.mixed_precision_policy is not None:
+        plugin.validate_mixed_precision_policy()
+    if type(plugin.cpu_offload) is not OffloadPolicy:
+        plugin.set_cpu_offload()
     policy = plugin.mixed_precision_policy
     compute = policy.param_dtype if policy else None
     is_half = compute is not None and compute.itemsize == 2

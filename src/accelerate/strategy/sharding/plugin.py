@@ -72,7 +72,7 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
         self.hybrid = False
         self._prefetch_flags: tuple[bool, bool] = False, True
         # The buffer dtype of an FSDP1 policy; FSDP2 does not cast buffers.
-        self._buffer_dtype: Any = getattr(self.mixed_precision_policy, "buffer_dtype", None)
+        self._buffer_dtype: Any = None
         self._ignored_options: set[str] = set()
         # The precision of the Accelerator that has set the policy, and that policy.
         self._implied: tuple[str, Any] = "no", None
@@ -87,8 +87,7 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
         self.cpu_offload: Any = options.parse_offload(self.cpu_offload)
         if rank0_loading is not None:
             environ.set_variables({"FSDP_CPU_RAM_EFFICIENT_LOADING": str(self.cpu_ram_efficient_loading)})
-        if self.mixed_precision_policy is not None:
-            self.mixed_precision_policy: Any = options.parse_precision(self.mixed_precision_policy)
+        self.validate_mixed_precision_policy()
         if self.state_dict_type is None:
             self.state_dict_type: Any = StateDictType[options.STATE_DICT_TYPE]
             self.set_state_dict_type()
@@ -167,10 +166,10 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
         Raises:
             UnknownNameError: it names a dtype or a field that does not exist.
         """
-        if self.mixed_precision_policy is not None:
-            self.mixed_precision_policy = _VERSIONS[self.fsdp_version].parse_precision(
-                self.mixed_precision_policy
-            )
+        policy = self.mixed_precision_policy
+        if policy is not None:
+            self._buffer_dtype = getattr(policy, "buffer_dtype", self._buffer_dtype)
+            self.mixed_precision_policy: Any = _VERSIONS[self.fsdp_version].parse_precision(policy)
 
     def set_mixed_precision(
         self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False
