@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils.data import DataLoader
 
 from tests.support.command import launch_variables
@@ -25,6 +26,7 @@ from tests.support.sharded_models import (
     INITIALIZERS,
     STEPS,
     UNFILLED,
+    WORDS,
     Tiny,
     adamw,
     batches,
@@ -470,6 +472,61 @@ def test_an_optimizer_follows_the_parameters(ranks: RankServer) -> None:
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5, msg=f"{how}: {name}")
 
 
+# --- models without layers of a known class
+
+
+class WithValue(nn.Module):
+    """A model with a head of its own, as of a policy and its value; it does not say what the layers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy, self.value = tiny(), nn.Linear(WORDS, 1)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.value(self.policy(words))
+
+
+def wrapped_beside_others(version: int) -> tuple[list[int], list[int], list[str], list[bool]]:
+    """The units in models that name no layers; those where two of three have a named class; the warnings."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    counts: list[list[int]] = []
+    texts: list[str] = []
+    trained: list[bool] = []
+    words = next(batches(1))
+    for names in (None, ["Block"]):
+        models: list[nn.Module] = [nn.Linear(WORDS, 1), WithValue(), tiny()]
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=version,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=names,
+            activation_checkpointing=True,
+        )
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            prepared_models = accelerator.prepare(*models)
+            prepared_models += (accelerator.prepare(nn.Linear(2, 2)),)
+        texts += [
+            str(each.message).partition(":")[0] for each in caught if "layers of a" in str(each.message)
+        ]
+        kinds = (FSDPModule, FullyShardedDataParallel)
+        counts.append([sum(isinstance(m, kinds) for m in model.modules()) for model in prepared_models])
+        head, with_value, _, _ = prepared_models
+        accelerator.backward(with_value(words).mean() + head(torch.ones(2, WORDS)).mean())
+        trained.append(any(p.grad is not None for p in head.parameters()))
+        accelerator.free_memory()
+    return counts[0], counts[1], texts, trained
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_model_without_known_layers_is_one_unit(ranks: RankServer, version: int) -> None:
+    """As in 1.x, and with a warning; a model in a wrapper that names no layers still has its own."""
+    text = "auto_wrap_policy is transformer_based_wrap, and no layers of a Linear are known"
+    for found in ranks(2, wrapped_beside_others, version):
+        assert found == ([1, 3, 3, 1], [1, 3, 3, 1], [text, text], [True, True])
+
+
 # --- what is refused
 
 
@@ -478,13 +535,12 @@ def wrong(case: str) -> None:
 
     options: dict[str, Any] = {
         "class": {**LAYERS, "transformer_cls_names_to_wrap": ["Blok"]},
-        "no layers": LAYERS,
         "ignored": {"ignored_modules": r"layers\.0"},
         "nothing ignored": {"ignored_modules": "nosuch"},
         "recomputed": {"activation_checkpointing": True},
     }.get(case, {})
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**options))
-    model: nn.Module = nn.Linear(2, 2) if case == "no layers" else tiny()
+    model: nn.Module = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if case == "foreign":
         optimizer = torch.optim.SGD(tiny().parameters(), lr=0.1)
@@ -511,11 +567,6 @@ def wrong(case: str) -> None:
     ("case", "kind", "words"),
     [
         ("class", "UnknownNameError", "did you mean 'Block'"),
-        (
-            "no layers",
-            "SettingError",
-            "layers are\n  fix: transformer_cls_names_to_wrap=[...] in code, --fsdp_transf",
-        ),
         ("ignored", "PrepareError", "ignored modules hold trained parameters: layers.0.norm.weight"),
         ("nothing ignored", "SettingError", "matches no module of the Tiny"),
         ("recomputed", "PrepareError", "no module of the model is wrapped"),

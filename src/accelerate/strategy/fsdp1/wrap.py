@@ -202,7 +202,7 @@ class FSDP1Wrapper:
         order, formats = list(model.state_dict()), {n: b.dtype for n, b in model.named_buffers()}
         names = {p: name for name, p in model.named_parameters()}
         warn_of_hooks(model)
-        if plugin.activation_checkpointing:
+        if plugin.activation_checkpointing and (layout.blocks or plugin.auto_wrap_policy is None):
             checkpoint_activations(model, layout.blocks)
         parents = _parent_modules(model)
         prefixes = {module: prefix for prefix, module in walk_modules(model)}

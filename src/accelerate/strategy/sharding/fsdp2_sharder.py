@@ -111,7 +111,7 @@ class Sharder:
         if layout.ignored and not accepts(fully_shard, "ignored_params"):
             raise _old_torch_error("shards every parameter, and some are to be ignored")
         initialize, values = exchange_model_info(model, plugin.param_init_fn, self.mesh)
-        if self.checkpoints:
+        if self.checkpoints and (layout.blocks or plugin.auto_wrap_policy is None):
             checkpoint_activations(model, layout.blocks, bool(plugin.activation_checkpointing_offload))
         options: dict[str, Any] = {"mesh": self.mesh, "offload_policy": plugin.cpu_offload}
         if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and self.device.type == "cpu":

@@ -87,7 +87,8 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
     """Checkpoint the activations of each FSDP unit of ``model``; before sharding."""
     plugin: FullyShardedDataParallelPlugin = accelerator.strategy.plugin
     units = find_units(model, plugin.policy_for(model), set())
-    checkpoint_activations(model, units, bool(plugin.activation_checkpointing_offload))
+    if units or plugin.auto_wrap_policy is None:
+        checkpoint_activations(model, units, bool(plugin.activation_checkpointing_offload))
     return model
 
 

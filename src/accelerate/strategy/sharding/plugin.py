@@ -7,7 +7,7 @@ The options are declared in ``launch_settings/fsdp.py``; their meaning stands in
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -18,7 +18,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 
 from accelerate.core import environ
 from accelerate.core.argument_checks import check_arguments
-from accelerate.core.errors import SettingError, UnknownNameError
+from accelerate.core.errors import SettingError, UnknownNameError, warn_user
 from accelerate.core.setting import describe_fields, load_fields
 from accelerate.strategy.launch_settings.fsdp import POLICIES, FSDPSettings
 from accelerate.strategy.sharding import fsdp1_options, fsdp2_options
@@ -76,6 +76,9 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
         self._ignored_options: set[str] = set()
         # The precision of the Accelerator that has set the policy, and that policy.
         self._implied: tuple[str, Any] = "no", None
+        # Of ``transformer_cls_names_to_wrap``, the classes of some model that was prepared.
+        self._layer_names: set[str] = set()
+        self._models_without_layers: set[str] = set()
         options = _VERSIONS[self.fsdp_version]
         options.apply_settings(self, loaded)
         if isinstance(self.auto_wrap_policy, str):
@@ -198,14 +201,24 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
 
         Raises:
             UnknownNameError: the model has no module of a class that was named; the nearest is suggested.
-            SettingError: no class was named, and the model names none itself.
         """
         self.auto_wrap_policy = self.policy_for(model)
 
     def policy_for(self, model: nn.Module) -> Any:
-        """Return the wrap policy for one model, with its classes; None wraps nothing. Changes nothing."""
+        """Return the wrap policy for one model, with its classes; None wraps nothing.
+
+        As in 1.x, a model without layers of a known class is one unit.
+        """
         if self.auto_wrap_policy is transformer_auto_wrap_policy:
-            classes = find_layer_classes(model, self.transformer_cls_names_to_wrap)
+            classes = find_layer_classes(model, self.transformer_cls_names_to_wrap, self._layer_names)
+            if not classes and (kind := type(model).__name__) not in self._models_without_layers:
+                self._models_without_layers.add(kind)
+                warn_user(
+                    f"auto_wrap_policy is transformer_based_wrap, and no layers of a {kind} are known: the "
+                    "whole model is one FSDP unit, and each all-gather takes all of its memory. To cut it: "
+                    "transformer_cls_names_to_wrap (--fsdp_transformer_layer_cls_to_wrap): some of "
+                    f"{', '.join(sorted({type(part).__name__ for part in model.modules()}))}"
+                )
             return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
         if self.auto_wrap_policy is size_based_auto_wrap_policy:
             # As in 1.15: without a number, or with 0, the model is one unit. The launcher gives a number.
@@ -214,27 +227,30 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
         return self.auto_wrap_policy
 
 
-def find_layer_classes(model: nn.Module, names: Iterable[str] | None) -> set[type[nn.Module]]:
+def find_layer_classes(
+    model: nn.Module, names: Iterable[str] | None, elsewhere: Container[str] = ()
+) -> set[type[nn.Module]]:
     """Return the classes of these names in ``model``; with None those in its ``_no_split_modules``.
 
+    A wrapper that names none itself has those of the models in it. Without any, the set is empty.
+
+    Args:
+        model: the model.
+        names: the names.
+        elsewhere: of these names, those of classes in other models, which this one may lack.
+
     Raises:
-        UnknownNameError: it has no module of a class that was named.
-        SettingError: no class was named, and it names none itself.
+        UnknownNameError: no model has a module of a class that was named.
     """
     classes = {type(part).__name__: type(part) for part in model.modules()}
-    if names is not None:
+    if names is None:
+        names = getattr(model, "_no_split_modules", None) or {
+            name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()
+        }
+    else:
         for name in names:
-            if name not in classes:
+            if name not in classes and name not in elsewhere:
                 raise UnknownNameError(
                     "class to wrap", name, classes, where=f"in the model {type(model).__name__}"
                 )
-        return {classes[name] for name in names}
-    unsplit = {classes[name] for name in getattr(model, "_no_split_modules", None) or () if name in classes}
-    if not unsplit:
-        raise SettingError(
-            f"auto_wrap_policy is transformer_based_wrap, and a {type(model).__name__} does not say what its "
-            "layers are",
-            fix="transformer_cls_names_to_wrap=[...] in code, --fsdp_transformer_layer_cls_to_wrap or its "
-            f"key in the file: some of {', '.join(sorted(classes))}",
-        )
-    return unsplit
+    return {classes[name] for name in names if name in classes}

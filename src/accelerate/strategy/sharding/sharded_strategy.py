@@ -136,6 +136,8 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor, ParamReplacemen
                 "take over", "the model is sharded already, as another Accelerator said", self._adopt_sharded
             )
         if bundle.training and fresh:
+            classes = {type(part).__name__ for model in fresh for part in model.modules()}
+            self.plugin._layer_names |= classes.intersection(self.plugin.transformer_cls_names_to_wrap or ())
             layouts = {model: self._plan_layout(model) for model in fresh}
             yield PrepareStep(
                 "shard",
