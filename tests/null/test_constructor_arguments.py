@@ -82,8 +82,8 @@ ANYTHING = {
     "torch_device_mesh": "an object of torch",
     "config": "an object of torchao",
     "mixed_precision_policy": "a policy, its fields, or a name; a dtype too",
-    "state_dict_config": "follows state_dict_type",
-    "optim_state_dict_config": "follows state_dict_type",
+    "state_dict_config": "an object of torch",
+    "optim_state_dict_config": "an object of torch",
 }
 # Settings that may hold an object too, which no text can say.
 OBJECTS = {"auto_wrap_policy": "Callable", "ignored_modules": "Iterable", "hf_ds_config": "Any"}

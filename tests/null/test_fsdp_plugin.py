@@ -15,8 +15,11 @@ from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
     CPUOffloadPolicy,
+    FullStateDictConfig,
     MixedPrecision,
     MixedPrecisionPolicy,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
 )
@@ -125,6 +128,33 @@ def test_the_defaults_of_fsdp1() -> None:
     assert plugin.cpu_offload == CPUOffload(offload_params=False)
     # Without an accelerator torch crashes while it moves whole values to the host.
     assert plugin.state_dict_config.offload_to_cpu is torch.accelerator.is_available()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_state_dict_configurations_of_torch_are_kept(version: int) -> None:
+    """They say the type where nothing else does: programs give one of them alone."""
+    full = FullStateDictConfig(rank0_only=False)
+    sharded = ShardedOptimStateDictConfig(offload_to_cpu=False)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_config=full)
+    assert (plugin.state_dict_type, plugin.state_dict_config) == (StateDictType.FULL_STATE_DICT, full)
+    assert plugin.optim_state_dict_config.rank0_only
+    plugin.set_state_dict_type("SHARDED_STATE_DICT")
+    assert type(plugin.state_dict_config) is ShardedStateDictConfig
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, optim_state_dict_config=sharded)
+    assert (plugin.state_dict_type, plugin.optim_state_dict_config) == (
+        StateDictType.SHARDED_STATE_DICT,
+        sharded,
+    )
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=version, state_dict_type="SHARDED_STATE_DICT", state_dict_config=full
+    )
+    assert type(plugin.state_dict_config) is ShardedStateDictConfig
+    # FSDP1 of torch crashes where it moves to the host what is there.
+    offloaded = FullyShardedDataParallelPlugin(
+        fsdp_version=version, state_dict_config=FullStateDictConfig(offload_to_cpu=True)
+    )
+    expected = version == 2 or torch.accelerator.is_available()
+    assert offloaded.state_dict_config.offload_to_cpu is expected
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -44,7 +44,8 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
         limit_all_gathers: of FSDP1: prefetch only a few units.
         mixed_precision_policy: a ``MixedPrecisionPolicy`` (FSDP1: ``MixedPrecision``), its fields as a dict,
             or ``"bf16"``/``"fp16"``; None follows the precision of the ``Accelerator``, which sets it.
-        state_dict_config, optim_state_dict_config: follow ``state_dict_type``.
+        state_dict_config, optim_state_dict_config: torch's; they decide ``state_dict_type`` where it is not
+            given. Those of another type are replaced.
         param_init_fn: fills the parameters and buffers of one module, some of which are on the meta device
             on rank 0 too. What it leaves without values needs a load before the first forward.
         hybrid: whether there are replicas (HSDP); follows ``sharding_strategy``.
@@ -92,10 +93,12 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
             environ.set_variables({"FSDP_CPU_RAM_EFFICIENT_LOADING": str(self.cpu_ram_efficient_loading)})
         self.validate_mixed_precision_policy()
         if self.state_dict_type is None:
-            self.state_dict_type: Any = StateDictType[options.STATE_DICT_TYPE]
-            self.set_state_dict_type()
-        else:
-            self.set_state_dict_type(self.state_dict_type)
+            # FullStateDictConfig, ShardedOptimStateDictConfig, ...: programs give one without the type.
+            configs = (self.state_dict_config, self.optim_state_dict_config)
+            words = {type(config).__name__.partition("State")[0].removesuffix("Optim") for config in configs}
+            kinds = [kind.name for kind in StateDictType if kind.name.partition("_")[0].title() in words]
+            self.state_dict_type: Any = StateDictType[kinds[0] if kinds else options.STATE_DICT_TYPE]
+        self.set_state_dict_type(self.state_dict_type)
 
     @property
     def offloads_params(self) -> bool:
@@ -136,15 +139,24 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Set what checkpoints hold; None only updates the two configurations.
 
+        Configurations of that type stay, but without an accelerator nothing is moved to the host in FSDP1.
+
         Raises:
             SettingError: there is no such type in this FSDP version.
         """
         if state_dict_type is not None:
             name = parse_enum_name(state_dict_type, StateDictType, "state_dict_type")
             self.state_dict_type = StateDictType[name]
-        configs = _VERSIONS[self.fsdp_version].state_dict_configs(self.state_dict_type)
-        self.state_dict_config: Any = configs[0]
-        self.optim_state_dict_config: Any = configs[1]
+        defaults = _VERSIONS[self.fsdp_version].state_dict_configs(self.state_dict_type)
+        given = (self.state_dict_config, self.optim_state_dict_config)
+        self.state_dict_config: Any
+        self.optim_state_dict_config: Any
+        self.state_dict_config, self.optim_state_dict_config = (
+            replace(config, offload_to_cpu=config.offload_to_cpu and default.offload_to_cpu)
+            if type(config) is type(default)
+            else default
+            for config, default in zip(given, defaults, strict=True)
+        )
 
     def set_cpu_offload(self) -> None:
         """Convert ``cpu_offload`` to torch's object."""
