@@ -91,14 +91,17 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
         self.cpu_offload: Any = options.parse_offload(self.cpu_offload)
         if rank0_loading is not None:
             environ.set_variables({"FSDP_CPU_RAM_EFFICIENT_LOADING": str(self.cpu_ram_efficient_loading)})
-        self.validate_mixed_precision_policy()
+        if self.mixed_precision_policy is not None:
+            self.validate_mixed_precision_policy()
         if self.state_dict_type is None:
             # FullStateDictConfig, ShardedOptimStateDictConfig, ...: programs give one without the type.
             configs = (self.state_dict_config, self.optim_state_dict_config)
             words = {type(config).__name__.partition("State")[0].removesuffix("Optim") for config in configs}
             kinds = [kind.name for kind in StateDictType if kind.name.partition("_")[0].title() in words]
             self.state_dict_type: Any = StateDictType[kinds[0] if kinds else options.STATE_DICT_TYPE]
-        self.set_state_dict_type(self.state_dict_type)
+            self.set_state_dict_type()
+        else:
+            self.set_state_dict_type(self.state_dict_type)
 
     @property
     def offloads_params(self) -> bool:
@@ -181,8 +184,7 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
         Raises:
             UnknownNameError: it names a dtype or a field that does not exist.
         """
-        policy = self.mixed_precision_policy
-        if policy is not None:
+        if (policy := self.mixed_precision_policy) is not None:
             self._buffer_dtype = getattr(policy, "buffer_dtype", self._buffer_dtype)
             self.mixed_precision_policy: Any = _VERSIONS[self.fsdp_version].parse_precision(policy)
 
