@@ -295,9 +295,7 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, Modul
             if handle.has_gradients and not handle.window_complete:
                 handle.grad_factor = factor
 
-    def has_gradients(
-        self, optimizer: Any, models: Sequence[nn.Module] | None = None, *, complete: bool
-    ) -> bool:
+    def has_gradients(self, optimizer: Any, models: Sequence[Any] | None = None, *, complete: bool) -> bool:
         """Return whether the optimizer has gradients of a window that is complete, or of one that is not.
 
         Args:
@@ -380,8 +378,7 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, Modul
             is_set = "gradient_clipping" in handle.config
             says = "says gradient_clipping:" if is_set else "has no gradient_clipping, and DeepSpeed takes"
             raise SettingError(
-                f"clip_grad_norm_ was given {max_norm}, but the DeepSpeed configuration {says} "
-                f"{handle.clip_norm}",
+                f"clip_grad_norm_ has {max_norm}, but the DeepSpeed configuration {says} {handle.clip_norm}",
                 why="each of the two would train in another way",
                 fix='write "gradient_clipping": "auto" there' + (", or keep one of them" if is_set else ""),
             )
