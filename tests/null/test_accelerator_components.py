@@ -312,7 +312,7 @@ def test_trackers_run_on_rank_0_only() -> None:
     with pytest.warns(UserWarning, match="call init_trackers"):
         main.log({"a": 1}, 0, {})
     for trackers in (main, other):
-        trackers.start("run", {"rate": 0.1}, {})
+        trackers.start("run", {"rate": 0.1}, {}, None)
         trackers.log({"a": 2}, 1, {})
     assert tracker.logged == [({"rate": 0.1}, None), ({"a": 2}, 1)]
     assert main.get("fake", unwrap=True) is tracker.logged
