@@ -169,7 +169,7 @@ def test_blocks_are_compiled_in_place(ranks: RankServer) -> None:
 def kept() -> dict[str, Any]:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
-    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**LAYERS))
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **LAYERS))
     user = tiny()
     names = [name for name, _ in user.named_parameters()]
     model, optimizer = accelerator.prepare(user, adamw(user))

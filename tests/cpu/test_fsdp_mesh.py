@@ -40,7 +40,8 @@ def of_copies(size: int, **options: Any) -> tuple[Any, Any, Any]:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     chosen = HYBRID if size == 4 else {"auto_wrap_policy": "transformer_based_wrap"}
-    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**chosen, **options))
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **chosen, **options)
+    accelerator = Accelerator(fsdp_plugin=plugin)
     model = tiny(accelerator.process_index)
     return accelerator, *accelerator.prepare(model, adamw(model))
 

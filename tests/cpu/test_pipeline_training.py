@@ -209,7 +209,7 @@ def parts(accelerator: Any) -> tuple[Any, Any]:
 def sharded() -> Any:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
-    return Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    return Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
 
 
 def checkpoints(folder: str) -> list[float]:

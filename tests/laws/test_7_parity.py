@@ -87,13 +87,14 @@ def accelerator_of(way: str, **more: Any) -> Any:
     from accelerate.utils import TorchTensorParallelConfig
 
     _, strategy, said = WAYS[way]
-    layers: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}
+    # Of version 2, if it is named: sharded checkpoints.
+    layers: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap", "fsdp_version": 2}
     if "zero" in said:
         from accelerate import DeepSpeedPlugin
 
         more["deepspeed_plugin"] = DeepSpeedPlugin(zero_stage=said["zero"])
     elif "fsdp" in said:
-        more["fsdp_plugin"] = FullyShardedDataParallelPlugin(**layers, **said["fsdp"])
+        more["fsdp_plugin"] = FullyShardedDataParallelPlugin(**{**layers, **said["fsdp"]})
     elif said:
         tensor: dict[str, Any] = {}
         if "tp_size" in said:

@@ -41,11 +41,15 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_its_defaults() -> None:
+def test_its_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     plugin = FullyShardedDataParallelPlugin()
     assert (plugin.fsdp_version, plugin.reshard_after_forward) == (2, True)
-    assert plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT
-    assert "SHARDED_STATE_DICT" in str(plugin.state_dict_type)
+    # As in 1.x, whose version is then 1: under it alone transformers' Trainer saves weights.
+    assert "FULL_STATE_DICT" in str(plugin.state_dict_type)
+    assert plugin.state_dict_config.rank0_only
+    assert "SHARDED_STATE_DICT" in str(FullyShardedDataParallelPlugin(fsdp_version=2).state_dict_type)
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    assert FullyShardedDataParallelPlugin().state_dict_type == StateDictType.SHARDED_STATE_DICT
     assert not isinstance(plugin.cpu_offload, CPUOffloadPolicy)
     assert plugin.auto_wrap_policy is None
     assert plugin.activation_checkpointing is False

@@ -98,7 +98,11 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
             configs = (self.state_dict_config, self.optim_state_dict_config)
             words = {type(config).__name__.partition("State")[0].removesuffix("Optim") for config in configs}
             kinds = [kind.name for kind in StateDictType if kind.name.partition("_")[0].title() in words]
-            self.state_dict_type: Any = StateDictType[kinds[0] if kinds else options.STATE_DICT_TYPE]
+            # 1.x has version 1, and so its type, where no version is given. transformers' Trainer saves
+            # weights only under the full one, and else nothing, without a word.
+            is_named = loaded.origins["fsdp_version"][0].source != "default"
+            default = (options if is_named else fsdp1_options).STATE_DICT_TYPE
+            self.state_dict_type: Any = StateDictType[kinds[0] if kinds else default]
             self.set_state_dict_type()
         else:
             self.set_state_dict_type(self.state_dict_type)
