@@ -261,14 +261,12 @@ def find_layer_classes(
         UnknownNameError: no model has a module of a class that was named.
     """
     classes = {type(part).__name__: type(part) for part in model.modules()}
+    for name in names or ():
+        if name not in classes and name not in elsewhere:
+            raise UnknownNameError(
+                "class to wrap", name, classes, where=f"in the model {type(model).__name__}"
+            )
     if names is None:
-        names = getattr(model, "_no_split_modules", None) or {
-            name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()
-        }
-    else:
-        for name in names:
-            if name not in classes and name not in elsewhere:
-                raise UnknownNameError(
-                    "class to wrap", name, classes, where=f"in the model {type(model).__name__}"
-                )
-    return {classes[name] for name in names if name in classes}
+        own: Any = getattr(model, "_no_split_modules", None)
+        names = own or {n for part in model.modules() for n in getattr(part, "_no_split_modules", None) or ()}
+    return {classes[name] for name in names or () if name in classes}
