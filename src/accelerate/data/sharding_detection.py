@@ -380,9 +380,9 @@ def compare_ranks(
     if world is not None and world.is_closed:  # data in order are evaluated after end_training, too
         return
     data, name = loader.dataset, describe_loader(loader)
-    sampler, watch = outer_sampler(loader), watchdog.current()
+    sampler, watch = outer_sampler(loader), None if number is None else watchdog.current()
     is_in_order = slicer_for(sampler) is not None and not is_random(inner_sampler(sampler))
-    is_waiting = number is None or watch is None or how != "sharded" or not is_in_order
+    is_waiting = watch is None or how != "sharded" or not is_in_order
     seen = {"how it is used": how if is_waiting else _IN_ORDER}
     if how == "dispatched" and isinstance(data, IterableDataset):
         is_rank0_read, _read_by_rank0[data] = is_rank0_read or data in _read_by_rank0, None
@@ -390,8 +390,8 @@ def compare_ranks(
     seen |= shuffle_facts(data) if how == "sharded" else {}
     # Of one number, a loader of another length and another batch size may be another one.
     keys = [f"{type(data).__qualname__}/{_length_text(data)}", *([] if is_waiting else [name])]
-    for key in keys if number is not None and watch is not None else ():
-        if first := watch.store.put_if_absent(f"loader/{number}/{key}", json.dumps([watch.rank, seen])):
+    for key in (f"loader/{number}/{key}" for key in keys):
+        if watch and (first := watch.store.put_if_absent(key, json.dumps([watch.rank, seen]))):
             rank, facts = json.loads(first)
             if _IN_ORDER in (seen["how it is used"], facts["how it is used"]):
                 _refuse_differences(name, {rank: facts, watch.rank: seen})
