@@ -398,7 +398,7 @@ def omitted_step_before_a_save(folder: str) -> None:
     # Without accumulate() it may be the first of several backwards, which the program adds up.
     accelerator, model, _ = engine(ASKED["2"])
     accelerator.backward(loss_of(model, share(next(batches(1)), accelerator.process_index, 2)))
-    with pytest.warns(UserWarning, match="never called: the checkpoint is of the state before it"):
+    with pytest.warns(UserWarning, match="never called: the checkpoint is without that step"):
         accelerator.save_state(f"{folder}/by_hand")
     assert torch.equal(model.module.embed.weight, tiny().embed.weight)
     assert list(Path(folder, "by_hand").glob("open_gradients*"))
