@@ -155,9 +155,9 @@ class PartialState(ProcessMixin):
     _shared_state = _PartialStateDictDescriptor()
     _unpickled_world: World | None = None  # that of the process which pickled this instance
 
-    def __init__(self, cpu: bool = False, *, _opens: bool = False, **kwargs: Any) -> None:
-        before = worlds.current()
-        if before is not None and before.is_closed and not (_opens or cpu or kwargs):
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        before, must_open = worlds.current(), kwargs.pop("_must_open", False)
+        if before is not None and before.is_closed and not (must_open or cpu or kwargs):
             return
         kwargs.pop("_use_sagemaker_dp", None)
         if getattr(self._prepare_backend, "__func__", None) is not _PREPARE_BACKEND:  # a program's
@@ -370,7 +370,7 @@ class AcceleratorState(ProcessMixin):
                 fix="create Accelerator() first, or use PartialState() for ranks and devices",
             )
         state = super().__new__(cls)
-        state._partial, opened = PartialState(cpu=cpu, _opens=True, **kwargs), worlds.current()
+        state._partial, opened = PartialState(cpu=cpu, _must_open=True, **kwargs), worlds.current()
         assert opened is not None
         state._world = opened
         # Scripts log ``accelerator.state.__dict__``. The properties of these names do not read it.

@@ -291,9 +291,10 @@ class TrainLoop:
                 "them separately. Prepare both: model, optimizer = accelerator.prepare(model, optimizer)"
             )
         elif self.monitor is not None and (late := self.monitor.late_parameters(parameters)):
+            models = self.prepared.models  # one that was assigned to a wrapper is not in the model inside
             named: dict[torch.Tensor, str] = {
                 p: name
-                for model in map(self.strategy.unwrap, self.prepared.models)
+                for model in [*models, *map(self.strategy.unwrap, models)]
                 for name, p in model.named_parameters()
             }
             names = [named.get(p, f"a parameter of shape {tuple(p.shape)}") for p in late]

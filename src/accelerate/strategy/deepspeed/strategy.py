@@ -374,11 +374,11 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, Modul
             raise PrepareError(
                 f"clip_grad_norm_ with norm_type={norm_type}", why="DeepSpeed clips by the Euclidean norm"
             )
-        if handle.clip_norm and max_norm not in (handle.clip_norm, float("inf")):
+        if (limit := handle.clip_norm) and max_norm not in (limit, float("inf")):
             is_set = "gradient_clipping" in handle.config
             says = "says gradient_clipping:" if is_set else "has no gradient_clipping, and DeepSpeed takes"
             raise SettingError(
-                f"clip_grad_norm_ has {max_norm}, but the DeepSpeed configuration {says} {handle.clip_norm}",
+                f"clip_grad_norm_ was given {max_norm}, but the DeepSpeed configuration {says} {limit}",
                 why="each of the two would train in another way",
                 fix='write "gradient_clipping": "auto" there' + (", or keep one of them" if is_set else ""),
             )
