@@ -847,7 +847,7 @@ def average_loaded(folder: str) -> float:
     from accelerate import Accelerator
 
     accelerator = Accelerator()
-    model = accelerator.prepare(AveragedModel(nn.Linear(1, 1)))
+    model: Any = accelerator.prepare(AveragedModel(nn.Linear(1, 1)))
     saved = model.module.weight.item()
     path = accelerator.save_state(f"{folder}/c")
     with torch.no_grad():

@@ -691,7 +691,7 @@ def refused_case() -> None:
     loader = torch.utils.data.DataLoader(Rows(range(8)), batch_size=4)
     given = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=batch))
     with pytest.warns(UserWarning, match=r"train_micro_batch_size_per_gpu: 3.*batches of 4"):
-        wrapped, _, taken = given.prepare(loose, adamw(loose), loader)
+        wrapped, _, taken = given.prepare(cast("Any", loose), adamw(loose), loader)
     assert wrapped.train_batch_size() == 3 * given.num_processes
     assert [len(batch) for batch in taken] == [4]
     clipped = {**ASKED["2"], "gradient_clipping": 1.0}
