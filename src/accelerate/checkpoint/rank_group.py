@@ -197,7 +197,7 @@ class WrittenFilesReport:
     shard_infos: dict[str, Any] = field(default_factory=dict)
 
 
-def saves_alone(operation: str, choose_number: Callable[[], int] = int, turns: int = 0) -> int | None:
+def saves_alone(operation: str, choose_number: Callable[[], int] = int, in_turn: bool = False) -> int | None:
     """Return a number of rank 0 if it makes this call alone, else None; a rank that calls gets the same.
 
     In a closed world each rank is alone, and chooses the number itself.
@@ -205,14 +205,13 @@ def saves_alone(operation: str, choose_number: Callable[[], int] = int, turns: i
     Args:
         operation: the call, for errors: ``"save_state"``.
         choose_number: chooses the number of the checkpoint, on rank 0 where it is alone.
-        turns: how many blocks it is in that the ranks run one after another: with any, rank 0 is alone, and
-            each rank chooses the number.
+        in_turn: the ranks make it one after another: rank 0 is alone, and each rank chooses the number.
 
     Raises:
         CheckpointPeerError: rank 0 is elsewhere, a rank failed, or the timeout of the group passed.
     """
     global _detector
-    if turns:
+    if in_turn:
         return choose_number()
     watch = watchdog.current()
     if watch is None:

@@ -169,8 +169,8 @@ class CheckpointManager:
         """
         strategy, prepared, options = self.strategy, self.prepared, dict(engine_options or {})
         is_sharded = strategy.saves_sharded if sharded is None else sharded
-        may_be_solo, turns = not is_sharded and self._may_be_solo, FirstProcessBlock.open_count
-        number = saves_alone("save_state", self._choose_number, turns) if may_be_solo else None
+        may_be_solo, in_turn = not is_sharded and self._may_be_solo, FirstProcessBlock.open_count > 0
+        number = saves_alone("save_state", self._choose_number, in_turn) if may_be_solo else None
         if number is not None and not self.writes_exports:
             self.project.iteration = number
             address, self.project.iteration = save_address(output_dir, self.project), number + 1
@@ -187,7 +187,7 @@ class CheckpointManager:
             if optimizer.fuses_backward:
                 optimizer.warn_of_unsaved_state()
             if strategy.owns_step:
-                optimizer.take_omitted_step("save_state()", by_hand="the checkpoint is without that step")
+                optimizer.take_omitted_step("save_state()", warning="the checkpoint is without that step")
         train_state = self._train_state()
         train_state.gradients = self.window if self.window.is_saved(number is not None) else None
         if replaced_state is not None and not (strategy.shards_params or strategy.owns_step):
@@ -444,8 +444,8 @@ class CheckpointManager:
                 )
         folder = Path(save_directory)
         # Before anything is written: the main process may be the only one that calls.
-        turns = FirstProcessBlock.open_count
-        is_solo = self._may_be_solo and saves_alone("save_model", turns=turns) is not None
+        in_turn = FirstProcessBlock.open_count > 0
+        is_solo = self._may_be_solo and saves_alone("save_model", in_turn=in_turn) is not None
         ranks = CheckpointRankGroup() if is_solo else CheckpointRankGroup.current()
         with ranks.collective_section(f"export the weights to {folder}"):
             if self.writes_exports:

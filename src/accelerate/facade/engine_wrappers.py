@@ -31,10 +31,10 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients, unless they are being accumulated, or wait for a step that the program omits."""
-        self.take_omitted_step("optimizer.zero_grad()", by_hand="optimizer.zero_grad() drops them")
+        self.take_omitted_step("optimizer.zero_grad()", warning="optimizer.zero_grad() drops them")
         strategy: Any = self._strategy
         # The backwards of other engines say nothing of this one's gradients.
-        is_closing = self.gradient_state.closing_at >= 0
+        is_closing = self.gradient_state.last_micro_batch_began_at >= 0
         if strategy is None or not (is_closing and strategy.has_gradients(self.optimizer, complete=False)):
             super().zero_grad(set_to_none)
 
@@ -45,14 +45,14 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
             return False
         return strategy.has_gradients(self.optimizer, models, complete=True)
 
-    def take_omitted_step(self, signal: str, models: Sequence[Any] | None = None, by_hand: str = "") -> None:
+    def take_omitted_step(self, signal: str, models: Sequence[Any] | None = None, warning: str = "") -> None:
         """Take the step of complete gradients for a program that leaves it to ``backward``, as 1.x takes it.
 
         A program that has ever called ``step`` decides by itself when to: it may accumulate by hand.
         """
         # Alike on all ranks, as each step is; a warning may be of one rank alone.
-        if by_hand and not self.gradient_state.uses_accumulate:
-            self.warn_of_omitted_step(by_hand)
+        if warning and not self.gradient_state.uses_accumulate:
+            self.warn_of_omitted_step(warning)
         elif self._omits_step(models):
             self.warn_of_omitted_step(f"it is taken now, at {signal}")
             super().step()

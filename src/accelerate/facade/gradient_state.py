@@ -37,7 +37,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 _WITHOUT_GRADIENTS: dict[str, Any] = {
     "sync_gradients": True,
     "uses_accumulate": False,
-    "closing_at": -1,
+    "last_micro_batch_began_at": -1,
     "step": 0,
     "window": None,
     "abandoned_window": "",
@@ -60,8 +60,8 @@ class GradientState:
     Attributes:
         sync_gradients: gradients are complete after this backward, so the optimizer may step.
         uses_accumulate: under DeepSpeed or Megatron-LM, ``accumulate()`` was entered.
-        closing_at: the number of backwards before the last block ``accumulate()`` of a window of several, as
-            long as it is open; else -1.
+        last_micro_batch_began_at: the ``backward_count`` at which the block ``accumulate()`` of the last of
+            several micro-batches began, as long as it is open; else -1.
         plugin_kwargs: the options that were given, by name.
         backward_count: backwards since it was created.
     """
@@ -71,7 +71,7 @@ class GradientState:
 
     sync_gradients: bool
     uses_accumulate: bool
-    closing_at: int
+    last_micro_batch_began_at: int
     plugin_kwargs: dict[str, Any]
     loaders: ActiveLoaders
     step: int

@@ -274,7 +274,8 @@ class AcceleratedOptimizer(Optimizer):
         gradients = self.gradient_state
         if not gradients.sync_gradients or self.fuses_backward:
             return
-        if gradients.closing_at == gradients.backward_count:  # all gradients are of earlier micro-batches
+        # All gradients are of earlier micro-batches.
+        if gradients.last_micro_batch_began_at == gradients.backward_count:
             if self._engine is not None:
                 return
             self._warn_of_dropped_gradients()
@@ -318,7 +319,7 @@ class AcceleratedOptimizer(Optimizer):
         if not gradients.sync_gradients or self.fuses_backward:
             return None
         if self._engine is None:  # DeepSpeed knows which gradients it has
-            gradients.closing_at = -1
+            gradients.last_micro_batch_began_at = -1
         if gradients.abandoned_window:
             gradients.refuse_abandoned("optimizer.step()")
         if self._first_step_checks:
@@ -361,14 +362,14 @@ class AcceleratedOptimizer(Optimizer):
             self._run_pending()
         return result
 
-    def take_omitted_step(self, signal: str, models: Sequence[Any] | None = None, by_hand: str = "") -> None:
+    def take_omitted_step(self, signal: str, models: Sequence[Any] | None = None, warning: str = "") -> None:
         """Take the step that a program leaves to ``backward``: only under DeepSpeed there is such a program.
 
         Args:
             signal: the call that shows that no step will come.
             models: those whose gradients count; None for all.
-            by_hand: what it warns of instead where the program may still accumulate by hand, since it does
-                not use ``accumulate()``.
+            warning: what it tells instead where the program does not use ``accumulate()``, and may still
+                accumulate by hand.
         """
 
     def warn_of_omitted_step(self, consequence: str) -> None:

@@ -391,7 +391,7 @@ class AccumulationContext(AbstractContextManager[None]):
                 optimizer.take_omitted_step("the next accumulate()", models)
         is_open = not gradients.sync_gradients
         is_last = gradients.advance()
-        gradients.closing_at = gradients.backward_count if is_open and is_last else -1
+        gradients.last_micro_batch_began_at = gradients.backward_count if is_open and is_last else -1
         sync = is_last or gradients.plugin_kwargs.get("sync_each_batch", False)
         if self.loop.accumulated_ids != (ids := tuple(map(id, models))):
             self.loop.note_accumulated(models, ids)
@@ -407,7 +407,7 @@ class AccumulationContext(AbstractContextManager[None]):
             self.inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self.loop.gradients.closing_at = -1
+        self.loop.gradients.last_micro_batch_began_at = -1
         if self.inner is not NO_CONTEXT:
             self.inner.__exit__(*error)
 
