@@ -482,3 +482,45 @@ def test_a_registered_optimizer_keeps_the_state_of_each_rank(
 ) -> None:
     """FSDP2 put rank 0's moments on all ranks; FSDP1 could not load what it had saved."""
     assert same_on_all(ranks(2, resume_registered_optimizer, kind, str(tmp_path / "state")))
+
+
+def save_by_functions_of_torch(options: dict[str, Any]) -> dict[str, Any]:
+    """Train and read the weights as programs of 1.x do that use torch's class."""
+    from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(**options))
+    model = tiny()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    accelerator.backward(loss_of(model, next(batches(1))))
+    optimizer.step()
+    configs = FullStateDictConfig(rank0_only=False), FullOptimStateDictConfig(rank0_only=False)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
+        weights = model.state_dict()
+        moments = FSDP.optim_state_dict(model, optimizer)["state"]
+    with FSDP.summon_full_params(model, writeback=False):
+        seen = {name: p.detach().clone() for name, p in model.named_parameters()}
+    assert isinstance(model, FSDP)
+    return {
+        "weights": {name: value.clone() for name, value in weights.items()},
+        "seen": {name.replace("_fsdp_wrapped_module.", ""): value for name, value in seen.items()},
+        "moments": len(moments),
+    }
+
+
+@pytest.mark.parametrize(
+    "options", [{"sharding_strategy": "FULL_SHARD"}, {"use_orig_params": True, "sync_module_states": True}]
+)
+def test_a_program_for_fsdp1_that_gives_no_version(ranks: RankServer, options: dict[str, Any]) -> None:
+    """Its calls of torch's class read the whole weights of the one model."""
+    result = same_on_all(ranks(2, save_by_functions_of_torch, options))
+    model = tiny()
+    optimizer = adamw(model)
+    loss_of(model, next(batches(1))).backward()
+    optimizer.step()
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(result["weights"][name], value.detach(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(result["seen"][name], value.detach(), rtol=0, atol=1e-5)
+    assert result["moments"] == len(optimizer.state)

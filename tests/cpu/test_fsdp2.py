@@ -283,6 +283,7 @@ distributed_type: FSDP
 use_cpu: true
 num_processes: 2
 fsdp_config:
+  fsdp_version: 2
   fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
   fsdp_sharding_strategy: SHARD_GRAD_OP
   fsdp_backward_prefetch: BACKWARD_PRE

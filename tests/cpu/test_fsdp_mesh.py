@@ -18,6 +18,7 @@ from tests.support.ranks import RanksError, RankServer, same_on_all
 from tests.support.sharded_models import adamw, batches, loss_of, plain, share, tiny, whole
 
 HYBRID: dict[str, Any] = {
+    "fsdp_version": 2,
     "auto_wrap_policy": "transformer_based_wrap",
     "sharding_strategy": "HYBRID_SHARD",
     "replicate_size": 2,
@@ -40,7 +41,7 @@ def of_copies(size: int, **options: Any) -> tuple[Any, Any, Any]:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     chosen = HYBRID if size == 4 else {"auto_wrap_policy": "transformer_based_wrap"}
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **chosen, **options)
+    plugin = FullyShardedDataParallelPlugin(**{"fsdp_version": 2, **chosen}, **options)
     accelerator = Accelerator(fsdp_plugin=plugin)
     model = tiny(accelerator.process_index)
     return accelerator, *accelerator.prepare(model, adamw(model))

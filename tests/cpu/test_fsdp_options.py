@@ -46,7 +46,7 @@ def run(each: bool, formats: dict[str, Any]) -> dict[str, Any]:
 
     options = {
         **AHEAD, "activation_checkpointing": True, "activation_checkpointing_offload": True,
-        "sharding_strategy": "SHARD_GRAD_OP", "mixed_precision_policy": formats,
+        "fsdp_version": 2, "sharding_strategy": "SHARD_GRAD_OP", "mixed_precision_policy": formats,
     }  # fmt: skip
     accelerator = Accelerator(
         fsdp_plugin=FullyShardedDataParallelPlugin(**options),
@@ -123,7 +123,7 @@ def implied(policy: str) -> list[tuple[str, str]]:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     buffers = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
-    more: dict[str, Any] = {"mixed_precision_policy": buffers} if policy == "buffers" else {}
+    more: dict[str, Any] = {"fsdp_version": 2, "mixed_precision_policy": buffers} if policy == "buffers" else {}
     accelerator = Accelerator(
         fsdp_plugin=FullyShardedDataParallelPlugin(**LAYERS, **more), mixed_precision="bf16"
     )

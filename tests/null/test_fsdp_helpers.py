@@ -25,7 +25,7 @@ from accelerate.world.world import World
 
 
 def grid(size: int, nodes: int, **options: Any) -> tuple[int, int]:
-    plugin = FullyShardedDataParallelPlugin(**options)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **options)
     chosen: Any = choose_strategy(StrategyRequest(World.fake(size, nodes=nodes), (plugin,)))
     return chosen._mesh_shape
 

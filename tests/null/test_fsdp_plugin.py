@@ -79,7 +79,46 @@ def test_its_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_its_fields_mean(options: dict[str, Any], name: str, value: Any) -> None:
-    assert getattr(FullyShardedDataParallelPlugin(**options), name) == value
+    assert getattr(FullyShardedDataParallelPlugin(fsdp_version=2, **options), name) == value
+
+
+@pytest.mark.parametrize(
+    ("options", "version"),
+    [
+        ({"sharding_strategy": "FULL_SHARD"}, 1),
+        ({"backward_prefetch": "NO_PREFETCH"}, 1),
+        ({"use_orig_params": False}, 1),
+        ({"sync_module_states": True}, 1),
+        ({"forward_prefetch": False}, 1),
+        ({"limit_all_gathers": False}, 1),
+        ({"state_dict_type": "LOCAL_STATE_DICT"}, 1),
+        ({"reshard_after_forward": "FULL_SHARD"}, 1),
+        ({"cpu_offload": CPUOffload()}, 1),
+        ({"mixed_precision_policy": MixedPrecision()}, 1),
+        ({"mixed_precision_policy": {"buffer_dtype": "bf16"}}, 1),
+        ({"state_dict_config": FullStateDictConfig()}, 1),
+        ({"optim_state_dict_config": ShardedOptimStateDictConfig()}, 1),
+        ({"fsdp_version": 2, "sharding_strategy": "FULL_SHARD"}, 2),
+        ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": True}, 2),
+        ({"sharding_strategy": "FULL_SHARD", "mixed_precision_policy": MixedPrecisionPolicy()}, 2),
+        ({"use_orig_params": True, "cpu_offload": CPUOffloadPolicy()}, 2),
+        ({"cpu_offload": True, "state_dict_type": "FULL_STATE_DICT", "auto_wrap_policy": "NO_WRAP"}, 2),
+        ({"mixed_precision_policy": {"param_dtype": "bf16"}, "min_num_params": 4}, 2),
+        ({"activation_checkpointing": True, "ignored_modules": "head", "replicate_size": 2}, 2),
+    ],
+)
+def test_a_version_that_is_not_given_is_that_of_the_options(options: dict[str, Any], version: int) -> None:
+    """Programs written for FSDP1, the version of 1.x, call functions that FSDP2 lacks."""
+    assert FullyShardedDataParallelPlugin(**options).fsdp_version == version
+
+
+def test_a_file_of_fsdp1_without_a_version_means_fsdp1(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older files have no version."""
+    text = "distributed_type: FSDP\nfsdp_config: {fsdp_backward_prefetch: BACKWARD_PRE}\n"
+    for name, told in config(text).script_variables().items():
+        monkeypatch.setenv(name, told)
+    assert FullyShardedDataParallelPlugin().fsdp_version == 1
+    assert FullyShardedDataParallelPlugin(fsdp_version=2).fsdp_version == 2
 
 
 def test_fields_that_are_not_given_take_their_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +155,7 @@ def test_fields_that_are_not_given_take_their_variable(monkeypatch: pytest.Monke
 )
 def test_what_it_refuses(options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error) as caught:
-        FullyShardedDataParallelPlugin(**options)
+        FullyShardedDataParallelPlugin(**({"fsdp_version": 2} | options))
     assert words in str(caught.value)
 
 
@@ -254,7 +293,7 @@ def test_what_a_file_cannot_say_of_resharding(
 ) -> None:
     monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", value)
     with pytest.raises(SettingError, match="reshard_after_forward") as caught:
-        FullyShardedDataParallelPlugin()
+        FullyShardedDataParallelPlugin(fsdp_version=2)
     assert words in str(caught.value)
 
 
@@ -306,12 +345,14 @@ def test_the_methods_in_fsdp1() -> None:
 
 
 def test_options_of_fsdp1_that_mean_nothing_are_said() -> None:
-    plugin = FullyShardedDataParallelPlugin(use_orig_params=False, limit_all_gathers=False)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, use_orig_params=False, limit_all_gathers=False
+    )
     said = [effect for effect in fsdp_statuses(plugin) if effect.is_failure]
     assert sorted(effect.option for effect in said) == ["fsdp_use_orig_params", "limit_all_gathers"]
     assert all("FSDP1" in effect.why for effect in said)
     plugin = FullyShardedDataParallelPlugin(
-        backward_prefetch="BACKWARD_PRE", use_orig_params=True, sync_module_states=True
+        fsdp_version=2, backward_prefetch="BACKWARD_PRE", use_orig_params=True, sync_module_states=True
     )
     assert not [effect for effect in fsdp_statuses(plugin) if effect.not_applied]
 

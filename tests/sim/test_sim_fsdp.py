@@ -184,7 +184,7 @@ def test_inputs_of_recomputed_blocks_wait_on_the_host(ranks: RankServer) -> None
 
 
 def copies() -> Any:
-    return trained({**LAYERS, "sharding_strategy": "HYBRID_SHARD", "replicate_size": 2})
+    return trained({**LAYERS, "fsdp_version": 2, "sharding_strategy": "HYBRID_SHARD", "replicate_size": 2})
 
 
 def test_hsdp_replicas_train_to_the_numbers_of_one_cpu_process(ranks: RankServer) -> None:

@@ -26,6 +26,8 @@ _BY_NUMBER = {
 }
 # An option that is off unless somebody gives it ``true``; its field takes an object too.
 _OFF: dict[str, Any] = {"type": bool, "switch": False, "fallback": False}
+# Options of one version of FSDP alone, which say the version where it is not given.
+_FSDP1, _FSDP2 = {"version": 1}, {"version": 2}
 
 
 @frozen_dataclass
@@ -68,7 +70,8 @@ class FSDPSettings:
         type=int,
         choices=(1, 2),
         fallback=2,
-        help="2, the default, is FSDP2 (fully_shard); 1 is FSDP1 (FullyShardedDataParallel)",
+        help="2 is FSDP2 (fully_shard); 1 is FSDP1 (FullyShardedDataParallel), the default where an option of "
+        "FSDP1 is given",
         question="FSDP version?",
     )
     sharding_strategy: Any = setting(
@@ -77,6 +80,7 @@ class FSDPSettings:
         choices=STRATEGIES,
         # Torch writes an underscore before the name of an unstable member.
         aliases={**_BY_NUMBER[STRATEGIES], "_hybrid_shard_zero2": "HYBRID_SHARD_ZERO2"},
+        details=_FSDP1,
         help="of FSDP1: what is sharded; in FSDP2 see fsdp_reshard_after_forward",
     )
     reshard_after_forward: Any = setting(
@@ -94,6 +98,7 @@ class FSDPSettings:
         choices=PREFETCHES,
         aliases=_BY_NUMBER[PREFETCHES],
         fallback="BACKWARD_PRE",
+        details=_FSDP1,
         help="all-gather the next unit before or after the gradients of this one, or no prefetch",
     )
     mixed_precision_policy: Any = None
@@ -135,6 +140,7 @@ class FSDPSettings:
         None,
         switch=False,
         fallback=True,
+        details=_FSDP1,
         help="of FSDP1: keep the user's own parameters (true), so that frozen ones and several groups of an "
         "optimizer may share a unit; always so in FSDP2",
     )
@@ -143,12 +149,14 @@ class FSDPSettings:
         None,
         switch=False,
         fallback=True,
+        details=_FSDP1,
         help="of FSDP1: begin with the weights of rank 0 (true); false saves the broadcast where all ranks "
         "have read the same weights, which is checked; always true in FSDP2",
     )
     forward_prefetch: Any = setting(
         None,
         **_OFF,
+        details=_FSDP1,
         help="all-gather the next unit while one computes",
     )
     activation_checkpointing: Any = setting(
@@ -160,6 +168,7 @@ class FSDPSettings:
     activation_checkpointing_offload: Any = setting(
         None,
         **_OFF,
+        details=_FSDP2,
         help="keep the checkpointed inputs in the memory of the host",
     )
     cpu_ram_efficient_loading: Any = setting(

@@ -263,7 +263,7 @@ class DeviceMeshStrategy(FSDP2Strategy, DataSharding):
             raise SettingError(
                 "parallelism_config needs FSDP2, and fsdp_version is 1",
                 why="only FSDP2 shards over a device mesh of several dimensions",
-                fix="leave fsdp_version out, or make it 2",
+                fix="fsdp_version=2 (--fsdp_version 2): options of FSDP1 imply version 1 where none is given",
             )
         for dimension in self.dimensions:
             dimension.check()

@@ -17,7 +17,9 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    OptimStateDictConfig,
     ShardingStrategy,
+    StateDictConfig,
     StateDictType,
 )
 
@@ -38,6 +40,8 @@ from accelerate.strategy.sharding.fsdp2_options import (
 )
 
 STATE_DICT_TYPE = "FULL_STATE_DICT"
+# The classes of torch for FSDP1 in fields of the plugin.
+CLASSES = (CPUOffload, MixedPrecision, StateDictConfig, OptimStateDictConfig)
 _FIELDS = (
     "param_dtype",
     "reduce_dtype",
@@ -99,17 +103,19 @@ def _parse_strategy(loaded: SettingsWithOrigins[FSDPSettings]) -> ShardingStrate
     A launcher's ``true`` or ``false`` there means the strategy that does so, unless one is named. Code uses
     the words of its version.
     """
-    value, other = loaded.value.sharding_strategy, loaded.value.reshard_after_forward
+    name, value = "sharding_strategy", loaded.value.sharding_strategy
+    other = loaded.value.reshard_after_forward
     if isinstance(other, bool) and loaded.origin("fsdp_reshard_after_forward").source == "code":
         raise fsdp2_option_error(
             loaded,
             "reshard_after_forward",
             f"sharding_strategy={'FULL_SHARD' if other else 'SHARD_GRAD_OP'!r} says it in FSDP1",
         )
-    if value is None:
-        default = "SHARD_GRAD_OP" if other is False else "FULL_SHARD"
-        value = other if isinstance(other, str) else default
-    return _STRATEGIES[parse_enum_name(value, ShardingStrategy, "sharding_strategy")]
+    if value is None and isinstance(other, str):
+        name, value = "reshard_after_forward", other
+    elif value is None:
+        value = "SHARD_GRAD_OP" if other is False else "FULL_SHARD"
+    return _STRATEGIES[parse_enum_name(value, ShardingStrategy, name)]
 
 
 def state_dict_configs(kind: StateDictType) -> tuple[Any, Any]:

@@ -86,6 +86,8 @@ def parse_policy_fields(policy: dict[Any, Any], fields: tuple[str, ...]) -> dict
 
 
 STATE_DICT_TYPE = "SHARDED_STATE_DICT"
+# The classes of torch for FSDP2 in fields of the plugin.
+CLASSES = (OffloadPolicy, MixedPrecisionPolicy)
 _FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 
 

@@ -7,7 +7,7 @@ The options are declared in ``launch_settings/fsdp.py``; their meaning stands in
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from accelerate.core import environ
 from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import SettingError, UnknownNameError, warn_user
-from accelerate.core.setting import describe_fields, load_fields
+from accelerate.core.setting import SettingsWithOrigins, declared_settings, describe_fields, load_fields
 from accelerate.strategy.launch_settings.fsdp import POLICIES, FSDPSettings
 from accelerate.strategy.sharding import fsdp1_options, fsdp2_options
 from accelerate.strategy.sharding.fsdp2_options import parse_enum_name
@@ -80,6 +80,8 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
         # Of ``transformer_cls_names_to_wrap``, the classes of some model that was prepared.
         self._layer_names: set[str] = set()
         self._models_without_layers: set[str] = set()
+        if not loaded.is_given("fsdp_version"):
+            self.fsdp_version = self._imply_version(loaded)
         options = _VERSIONS[self.fsdp_version]
         options.apply_settings(self, loaded)
         if isinstance(self.auto_wrap_policy, str):
@@ -100,12 +102,34 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
             kinds = [kind.name for kind in StateDictType if kind.name.partition("_")[0].title() in words]
             # 1.x has version 1, and so its type, where no version is given. transformers' Trainer saves
             # weights only under the full one, and else nothing, without a word.
-            is_named = loaded.origins["fsdp_version"][0].source != "default"
-            default = (options if is_named else fsdp1_options).STATE_DICT_TYPE
+            default = (options if loaded.is_given("fsdp_version") else fsdp1_options).STATE_DICT_TYPE
             self.state_dict_type: Any = StateDictType[kinds[0] if kinds else default]
             self.set_state_dict_type()
         else:
             self.set_state_dict_type(self.state_dict_type)
+
+    def _imply_version(self, loaded: SettingsWithOrigins[FSDPSettings]) -> int:
+        """Return 1 where an option or an object of FSDP1 is given, and none of FSDP2; else 2.
+
+        1.x has version 1 where none is given. What was written for it may call FSDP1's own functions
+        (``FullyShardedDataParallel.state_dict_type``, ``summon_full_params``).
+        """
+        rows = [row for row in declared_settings(FSDPSettings) if loaded.is_given(row.name)]
+        versions = {row.details.get("version") for row in rows}
+        if (resharding := loaded.value.reshard_after_forward) is not None:
+            versions.add(1 if isinstance(resharding, str) else 2)
+        policy = self.mixed_precision_policy
+        objects = (self.cpu_offload, policy, self.state_dict_config, self.optim_state_dict_config)
+        for version, options in _VERSIONS.items():
+            if any(isinstance(value, options.CLASSES) for value in objects):
+                versions.add(version)
+        if (
+            self.state_dict_type == "LOCAL_STATE_DICT"
+            or not self.limit_all_gathers
+            or (isinstance(policy, Mapping) and "buffer_dtype" in policy)
+        ):
+            versions.add(1)
+        return 1 if 1 in versions and 2 not in versions else 2
 
     @property
     def offloads_params(self) -> bool:
