@@ -486,8 +486,12 @@ def test_a_registered_optimizer_keeps_the_state_of_each_rank(
 
 def save_by_functions_of_torch(options: dict[str, Any]) -> dict[str, Any]:
     """Train and read the weights as programs of 1.x do that use torch's class."""
-    from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import (
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        FullyShardedDataParallel,
+        StateDictType,
+    )
 
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
@@ -497,12 +501,12 @@ def save_by_functions_of_torch(options: dict[str, Any]) -> dict[str, Any]:
     accelerator.backward(loss_of(model, next(batches(1))))
     optimizer.step()
     configs = FullStateDictConfig(rank0_only=False), FullOptimStateDictConfig(rank0_only=False)
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
         weights = model.state_dict()
-        moments = FSDP.optim_state_dict(model, optimizer)["state"]
-    with FSDP.summon_full_params(model, writeback=False):
+        moments = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
         seen = {name: p.detach().clone() for name, p in model.named_parameters()}
-    assert isinstance(model, FSDP)
+    assert isinstance(model, FullyShardedDataParallel)
     return {
         "weights": {name: value.clone() for name, value in weights.items()},
         "seen": {name.replace("_fsdp_wrapped_module.", ""): value for name, value in seen.items()},

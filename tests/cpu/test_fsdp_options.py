@@ -123,7 +123,9 @@ def implied(policy: str) -> list[tuple[str, str]]:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     buffers = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
-    more: dict[str, Any] = {"fsdp_version": 2, "mixed_precision_policy": buffers} if policy == "buffers" else {}
+    more: dict[str, Any] = (
+        {"fsdp_version": 2, "mixed_precision_policy": buffers} if policy == "buffers" else {}
+    )
     accelerator = Accelerator(
         fsdp_plugin=FullyShardedDataParallelPlugin(**LAYERS, **more), mixed_precision="bf16"
     )

@@ -345,9 +345,7 @@ def test_the_methods_in_fsdp1() -> None:
 
 
 def test_options_of_fsdp1_that_mean_nothing_are_said() -> None:
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, use_orig_params=False, limit_all_gathers=False
-    )
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, use_orig_params=False, limit_all_gathers=False)
     said = [effect for effect in fsdp_statuses(plugin) if effect.is_failure]
     assert sorted(effect.option for effect in said) == ["fsdp_use_orig_params", "limit_all_gathers"]
     assert all("FSDP1" in effect.why for effect in said)

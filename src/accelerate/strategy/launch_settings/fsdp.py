@@ -70,8 +70,8 @@ class FSDPSettings:
         type=int,
         choices=(1, 2),
         fallback=2,
-        help="2 is FSDP2 (fully_shard); 1 is FSDP1 (FullyShardedDataParallel), the default where an option of "
-        "FSDP1 is given",
+        help="2 is FSDP2 (fully_shard); 1 is FSDP1 (FullyShardedDataParallel), the default where an option "
+        "of FSDP1 is given",
         question="FSDP version?",
     )
     sharding_strategy: Any = setting(
