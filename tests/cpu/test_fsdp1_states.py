@@ -528,3 +528,30 @@ def test_a_program_for_fsdp1_that_gives_no_version(ranks: RankServer, options: d
         torch.testing.assert_close(result["weights"][name], value.detach(), rtol=0, atol=1e-5)
         torch.testing.assert_close(result["seen"][name], value.detach(), rtol=0, atol=1e-5)
     assert result["moments"] == len(optimizer.state)
+
+
+def train_as_launched() -> tuple[str, bool, str, float]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    model = tiny()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    loss = loss_of(model, next(batches(1)))
+    accelerator.backward(loss)
+    optimizer.step()
+    plugin = accelerator.state.fsdp_plugin
+    is_wrapped = isinstance(model, FullyShardedDataParallel)
+    return type(accelerator.strategy).name, is_wrapped, type(plugin.cpu_offload).__name__, loss.item()
+
+
+def test_a_launch_with_options_of_fsdp1_and_no_version(ranks: RankServer) -> None:
+    """By variables alone, as from a file that was written for 1.x, in another precision and offloaded."""
+    told = {
+        "ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "bf16",
+        "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE", "FSDP_OFFLOAD_PARAMS": "true",
+    }  # fmt: skip
+    name, is_wrapped, offload, loss = same_on_all(ranks(2, train_as_launched, env=told))
+    assert (name, is_wrapped, offload) == ("fsdp1", True, "CPUOffload")
+    assert loss == pytest.approx(loss_of(tiny(), next(batches(1))).item(), rel=0.02)

@@ -19,7 +19,7 @@ from accelerate.core.errors import PrepareError
 from accelerate.core.option_report import OptionStatus
 from accelerate.core.setting import load_settings
 from accelerate.strategy.base import ModuleWrapping, PrepareBundle, StrategyRequest, StrategySelection
-from accelerate.strategy.launch_settings.fsdp import FSDPSettings
+from accelerate.strategy.launch_settings.fsdp import FSDPSettings, implied_versions
 from accelerate.strategy.protocol.gradient_sync import ZeroBackward, graph_leaves, run_with_zero_gradients
 from accelerate.strategy.sharding.sharded_strategy import FSDP_SELECTION, ShardedStrategy
 from accelerate.world import collective
@@ -52,8 +52,13 @@ class FSDP1Strategy(ShardedStrategy, ModuleWrapping):
     @classmethod
     def claims(cls, request: StrategyRequest) -> bool:
         """Return whether there are several ranks, and the plugin or the launcher asks for version 1."""
-        options = cls.selection.plugins(request) or [load_settings(FSDPSettings).value]
-        return super().claims(request) and options[0].fsdp_version == 1
+        if not super().claims(request):
+            return False
+        if plugins := cls.selection.plugins(request):
+            return bool(plugins[0].fsdp_version == 1)
+        loaded = load_settings(FSDPSettings)
+        version = loaded.value.fsdp_version
+        return version == 1 or (version is None and implied_versions(loaded) == {1})
 
     def option_statuses(self, models: Sequence[nn.Module]) -> Iterator[OptionStatus]:
         """Return the status of each option; see ``fsdp1_options.py``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from accelerate.core.setting import SettingOrigin, setting
+from accelerate.core.setting import SettingOrigin, SettingsWithOrigins, declared_settings, setting
 from accelerate.core.value_types import Count, NonNegativeInt, frozen_dataclass, mutable_dataclass
 
 Origins = Callable[[str], tuple[SettingOrigin, ...]]
@@ -215,6 +215,20 @@ class FSDPSettings:
         if policy.value == _SIZE_BASED and least.source == "default":
             variables["FSDP_MIN_NUM_PARAMS"] = str(_LEAST_UNIT_SIZE)
         return variables
+
+
+def implied_versions(loaded: SettingsWithOrigins[FSDPSettings]) -> set[int]:
+    """Return the versions of FSDP that alone have some of the options that were given.
+
+    1.x has version 1 where none is given. What was written for it may call FSDP1's own functions
+    (``FullyShardedDataParallel.state_dict_type``, ``summon_full_params``): where no version is given, it is 1
+    if this says 1 and not 2.
+    """
+    rows = [row for row in declared_settings(FSDPSettings) if loaded.is_given(row.name)]
+    versions: set[int] = {row.details["version"] for row in rows if "version" in row.details}
+    if (resharding := loaded.value.reshard_after_forward) is not None:
+        versions.add(1 if isinstance(resharding, str) else 2)
+    return versions | ({1} if loaded.value.state_dict_type == "LOCAL_STATE_DICT" else set())
 
 
 PLUGIN = (UseFSDPSetting, FSDPSettings)

@@ -19,8 +19,8 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from accelerate.core import environ
 from accelerate.core.argument_checks import check_arguments
 from accelerate.core.errors import SettingError, UnknownNameError, warn_user
-from accelerate.core.setting import SettingsWithOrigins, declared_settings, describe_fields, load_fields
-from accelerate.strategy.launch_settings.fsdp import POLICIES, FSDPSettings
+from accelerate.core.setting import SettingsWithOrigins, describe_fields, load_fields
+from accelerate.strategy.launch_settings.fsdp import POLICIES, FSDPSettings, implied_versions
 from accelerate.strategy.sharding import fsdp1_options, fsdp2_options
 from accelerate.strategy.sharding.fsdp2_options import parse_enum_name
 
@@ -109,25 +109,14 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
             self.set_state_dict_type(self.state_dict_type)
 
     def _imply_version(self, loaded: SettingsWithOrigins[FSDPSettings]) -> int:
-        """Return 1 where an option or an object of FSDP1 is given, and none of FSDP2; else 2.
-
-        1.x has version 1 where none is given. What was written for it may call FSDP1's own functions
-        (``FullyShardedDataParallel.state_dict_type``, ``summon_full_params``).
-        """
-        rows = [row for row in declared_settings(FSDPSettings) if loaded.is_given(row.name)]
-        versions = {row.details.get("version") for row in rows}
-        if (resharding := loaded.value.reshard_after_forward) is not None:
-            versions.add(1 if isinstance(resharding, str) else 2)
+        """Return 1 where an option or an object of FSDP1 is given, and none of FSDP2; else 2."""
+        versions = implied_versions(loaded)
         policy = self.mixed_precision_policy
         objects = (self.cpu_offload, policy, self.state_dict_config, self.optim_state_dict_config)
         for version, options in _VERSIONS.items():
             if any(isinstance(value, options.CLASSES) for value in objects):
                 versions.add(version)
-        if (
-            self.state_dict_type == "LOCAL_STATE_DICT"
-            or not self.limit_all_gathers
-            or (isinstance(policy, Mapping) and "buffer_dtype" in policy)
-        ):
+        if not self.limit_all_gathers or (isinstance(policy, Mapping) and "buffer_dtype" in policy):
             versions.add(1)
         return 1 if 1 in versions and 2 not in versions else 2
 
