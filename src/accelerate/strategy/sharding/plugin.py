@@ -80,7 +80,7 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
         # Of ``transformer_cls_names_to_wrap``, the classes of some model that was prepared.
         self._layer_names: set[str] = set()
         self._models_without_layers: set[str] = set()
-        if not loaded.is_given("fsdp_version"):
+        if loaded.value.fsdp_version is None:
             self.fsdp_version = self._imply_version(loaded)
         options = _VERSIONS[self.fsdp_version]
         options.apply_settings(self, loaded)
@@ -102,7 +102,7 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
             kinds = [kind.name for kind in StateDictType if kind.name.partition("_")[0].title() in words]
             # 1.x has version 1, and so its type, where no version is given. transformers' Trainer saves
             # weights only under the full one, and else nothing, without a word.
-            default = (options if loaded.is_given("fsdp_version") else fsdp1_options).STATE_DICT_TYPE
+            default = (fsdp1_options if loaded.value.fsdp_version is None else options).STATE_DICT_TYPE
             self.state_dict_type: Any = StateDictType[kinds[0] if kinds else default]
             self.set_state_dict_type()
         else:
