@@ -48,6 +48,8 @@ def attributes() -> tuple[object, ...]:
     model = accelerator.prepare(user)
     assert accelerator.prepare(user) is model
     assert accelerator.unwrap_model(model) is user
+    # Programs compare the classes of an online and a target network.
+    assert type(accelerator.prepare(Net())) is type(model)
     model.note = "set"
     model.eval()
     assert not user.training, "both are one model"

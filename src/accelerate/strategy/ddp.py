@@ -244,13 +244,13 @@ class DDP(OpenGradients, Strategy, ReductionMonitor, WrapperNames):
 
     def _renew_replica(self, view: Any) -> None:
         """Make torch's reducer anew, over the process group and the trained parameters of now."""
-        kind, devices = type(view), view._replica.device_ids
-        kind._replica = None
+        devices = view._replica.device_ids
+        view.set_replica(None)
         gc.collect()  # the reducer before takes its hooks from the parameters
         options = {"device_ids": devices, "output_device": devices and devices[0]}
-        kind._replica = DistributedDataParallel(view._user_module, **options, **self.handler.to_kwargs())
-        kind._progress.follow(kind._replica)
-        self._unfinished.discard(kind._progress)
+        view.set_replica(DistributedDataParallel(view._user_module, **options, **self.handler.to_kwargs()))
+        view._progress.follow(view._replica)
+        self._unfinished.discard(view._progress)
         self.handler.register_comm_hook(view)
 
     # --- the loop

@@ -96,9 +96,15 @@ class ReplicatedModule:
     A copied or pickled replica is a plain module: the copy is not replicated.
     """
 
-    _replica: ClassVar[DistributedDataParallel]
-    _progress: ClassVar[ReplicaProgress]
-    _user_module: ClassVar[nn.Module]
+    # Slots of the classes of views, whose ``__dict__`` is the user's.
+    _replica: DistributedDataParallel
+    _progress: ReplicaProgress
+    _user_module: nn.Module
+    _wrapper_names: ClassVar[frozenset[str]]
+
+    def set_replica(self, replica: DistributedDataParallel | None) -> None:
+        """Use another object of torch; ``nn.Module`` would register it as a part of the model."""
+        object.__setattr__(self, "_replica", replica)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward between DDP's work before and after it.
@@ -264,21 +270,24 @@ def replicate(module: nn.Module, **options: Any) -> nn.Module:
         module: the model, on its device; equal on all ranks afterwards (rank 0's values).
         options: arguments of ``torch.nn.parallel.DistributedDataParallel``.
     """
-    module_class = type(module)
-    names = {name: getattr(module_class, name) for name in ("__module__", "__qualname__", "__doc__")}
-    replica = DistributedDataParallel(module, **options)
-    parts = {"_replica": replica, "_progress": ReplicaProgress().follow(replica), "_user_module": module}
     # What torch's wrapper has, unless the model has something of that name itself.
-    wrapper_members = {name: each for name, each in _WRAPPER_MEMBERS.items() if not hasattr(module, name)}
-    members = {**wrapper_members, **names, **parts, "forward": _synchronized_forward(module_class)}
-    kind = type(module_class.__name__, (ReplicatedModule, module_class), members)
-    view: Any = object.__new__(kind)
+    names = frozenset(name for name in _WRAPPER_MEMBERS if not hasattr(module, name))
+    replica = DistributedDataParallel(module, **options)
+    view: Any = object.__new__(_replicated_class(type(module), names))
     view.__dict__ = module.__dict__
-    # A class lives until a garbage collection; what it holds is the model and its gradient buckets.
-    weakref.finalize(view, _empty_class, kind, tuple(parts)).atexit = False
+    view.set_replica(replica)
+    object.__setattr__(view, "_progress", ReplicaProgress().follow(replica))
+    object.__setattr__(view, "_user_module", module)
     return view
 
 
-def _empty_class(kind: type, names: tuple[str, ...]) -> None:
-    for name in names:
-        delattr(kind, name)
+def _replicated_class(module_class: type[nn.Module], names: frozenset[str]) -> type[ReplicatedModule]:
+    """Return the one class of views of modules of a class that have these members of torch's wrapper."""
+    for kind in module_class.__subclasses__():
+        if vars(kind).get("_wrapper_names") == names:
+            return kind  # type: ignore[return-value]
+    members = {name: getattr(module_class, name) for name in ("__module__", "__qualname__", "__doc__")}
+    members |= {name: _WRAPPER_MEMBERS[name] for name in names}
+    members |= {"__slots__": ("_replica", "_progress", "_user_module"), "_wrapper_names": names}
+    members["forward"] = _synchronized_forward(module_class)
+    return type(module_class.__name__, (ReplicatedModule, module_class), members)
