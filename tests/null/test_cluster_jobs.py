@@ -209,6 +209,20 @@ def test_torchruns_own_variables_describe_a_machine() -> None:
     assert (request.settings.main_process_ip, request.settings.main_process_port) == ("head", 2345)
 
 
+@pytest.mark.parametrize("each", ["auto", "1"])
+def test_typed_processes_win_over_those_of_the_operator(tmp_path: Path, each: str) -> None:
+    """Kubeflow's operator writes a number for each pod, "auto" by default: 16 is not "autoauto"."""
+    env = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": each, "PET_MASTER_ADDR": "head"}
+    for request in (
+        asked(env, num_processes="16"),
+        asked({**env, "ACCELERATE_NUM_PROCESSES": "16"}, num_machines="2"),
+    ):
+        assert (request.machines, request.local_processes.value) == ((2, 2), 8)
+    (tmp_path / "a.yaml").write_text("num_processes: 16\n")
+    local = asked(env, read_config(tmp_path / "a.yaml")).local_processes
+    assert local.value == (8 if each == "auto" else 1), "a number of the scheduler wins over a file"
+
+
 # --- what a rank is told
 
 

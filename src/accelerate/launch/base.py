@@ -193,6 +193,9 @@ def requested_options(request: LaunchRequest, kind: Any, plan: LaunchPlan) -> tu
         name: f"it is for launches of the kind {' or '.join(others)}; this one is {kind.name!r}"
         for name, others in readers.items()
     } | dict(plan.unused_settings)
+    total = request.origin("num_processes")
+    if total.source in ("flag", "environment") and request.origin("nproc_per_node").source == "scheduler":
+        unused["nproc_per_node"] = f"{total.where} counts the processes"
     options: list[LaunchOptionOrigin] = []
     for cls, loaded in request.loaded.items():
         for row in declared_settings(cls):

@@ -142,7 +142,7 @@ def _read_torchrun_nodes(env: Mapping[str, str]) -> JobSchedulerContext:
     settings = {
         name: ClusterSchedulerValue(env[variable], variable)
         for name, variable in names.items()
-        if env.get(variable)
+        if env.get(variable, "") not in ("", "auto")  # PET_NPROC_PER_NODE=auto is Kubeflow's default
     }
     most = env["PET_NNODES"].rpartition(":")[2]
     size, rank = (int(text) if text.isdecimal() else 0 for text in (most, env.get("PET_NODE_RANK", "")))

@@ -271,7 +271,8 @@ class LaunchRequest:
         least, most = self.machines
         if each.value is not None and SOURCES.index(each.source) < SOURCES.index(total.source):
             return each
-        if each.value is not None and (least != most or total.value != each.value * most):
+        is_contradicted = least != most or total.value != (each.value or 0) * most
+        if each.value is not None and each.source == total.source and is_contradicted:
             raise SettingError(
                 f"{total.where} is {total.value}, but {each.where} is {each.value}",
                 why=f"the first counts the processes of all machines together, and there are {most}",
