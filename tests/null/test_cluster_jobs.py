@@ -111,6 +111,7 @@ def test_a_copied_file_is_overruled_in_words(tmp_path: Path) -> None:
         (environments("srun -N1 -n1 : -N1 -n2")[0], {}, True),
         (environments("mpirun (MPICH) -np 2")[1], {}, True),
         (TORCHRUN, {}, True),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, {}, True),
         (environments(EACH)[1], {}, True),
         (environments(EACH)[1], {"num_processes": "2"}, True),
         (environments(EACH)[1], {"num_processes": "4"}, False),
@@ -221,6 +222,41 @@ def test_typed_processes_win_over_those_of_the_operator(tmp_path: Path, each: st
     (tmp_path / "a.yaml").write_text("num_processes: 16\n")
     local = asked(env, read_config(tmp_path / "a.yaml")).local_processes
     assert local.value == (8 if each == "auto" else 1), "a number of the scheduler wins over a file"
+
+
+# --- RANK, WORLD_SIZE and LOCAL_RANK that job scripts and Azure set in front of a launcher
+
+LOCAL = {**LEFT, "LOCAL_RANK": "0", "MASTER_ADDR": "node0"}
+AZURE = {"NODE_RANK": "1", "AZUREML_NODE_COUNT": "2"}
+
+
+@pytest.mark.parametrize(
+    ("env", "machines", "address"),
+    [
+        ({**LOCAL, **AZURE}, (2, 2), "node0"),
+        ({**LOCAL, **environments(EACH)[1], "WORLD_SIZE": "8"}, (2, 2), "node0"),
+        ({**LOCAL, **environments(EACH)[1], "WORLD_SIZE": "8", "LOCAL_RANK": ""}, (2, 2), "node0"),
+        ({**LOCAL, **environments("srun -N1 -n1")[0], "LOCAL_RANK": ""}, (2, 2), "node0"),
+        ({**LOCAL, "PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "pod0"}, (2, 2), "pod0"),
+    ],
+    ids=["azure", "slurm", "slurm-no-local", "step-each", "kubeflow"],
+)
+def test_a_local_rank_that_no_launcher_has_set(
+    env: dict[str, str], machines: tuple[int, int], address: str
+) -> None:
+    """They make no rank of it: it starts the processes of its machine."""
+    request = asked(env, num_processes="8")
+    assert (request.machines, request.get("machine_rank"), request.notes) == (machines, 1, ())
+    assert (request.local_processes.value, request.settings.main_process_ip) == (4, address)
+    assert choose_kind(request) is not scheduled_rank.PLUGIN
+
+
+@pytest.mark.parametrize("address", ["localhost", "node0"])
+def test_exported_ranks_that_count_no_machines_are_passed_over(address: str) -> None:
+    env = {**LOCAL, "WORLD_SIZE": "4", "MASTER_ADDR": address}
+    request = asked(env, num_processes="16", num_machines="2", machine_rank="0", main_process_ip="node0")
+    assert (request.scheduler, request.machines, request.get("machine_rank")) == (None, (2, 2), 0)
+    assert "RANK=1 and WORLD_SIZE=4 of the environment are not used" in request.notes[0]
 
 
 # --- what a rank is told

@@ -67,8 +67,9 @@ class JobSchedulerContext:
 def detect_scheduler(env: Mapping[str, str]) -> JobSchedulerContext | None:
     """Detect the scheduler that started this launcher; None without one.
 
-    torchrun's protocol without a local rank counts machines for a launcher, whoever wrote it: a process that
-    could be a rank would have a local rank.
+    ``RANK`` and ``WORLD_SIZE`` without a local rank count machines for a launcher, whoever wrote them: a
+    process that could be a rank would have a local rank. With one they are a rank's where torchrun or a
+    scheduler says so too: job scripts export all three in front of a launcher that starts the ranks itself.
 
     Args:
         env: the environment.
@@ -76,15 +77,22 @@ def detect_scheduler(env: Mapping[str, str]) -> JobSchedulerContext | None:
     Raises:
         WorldError: its variables are incomplete or contradict each other.
     """
-    if env.get("PET_NNODES") and not env.get("LOCAL_RANK"):
+    # torchrun and DeepSpeed's launcher tell each rank how many its machine has.
+    marks = ("TORCHELASTIC_RUN_ID", *clusters.TorchrunEnvironment.local_size_names)
+    is_rank = env.get("LOCAL_RANK") and any(env.get(name) for name in marks)
+    if env.get("PET_NNODES") and not is_rank:
         context = _read_torchrun_nodes(env)
         return context if context.size > 1 else None
     cluster, torchrun = clusters.find_scheduler(env), clusters.TorchrunEnvironment(env)
-    is_under_torchrun = torchrun.rank is not None and torchrun.size is not None
-    if is_under_torchrun and (
+    is_complete = torchrun.rank is not None and torchrun.size is not None
+    if is_complete and (
         cluster is None or "TORCHELASTIC_RUN_ID" in env or not clusters.is_same_place(cluster, torchrun)
     ):
-        cluster = torchrun if env.get("LOCAL_RANK") else clusters.TorchrunNodeRankEnvironment(env)
+        nodes = clusters.read_number(env, *clusters.NODES)
+        if is_rank:
+            cluster = torchrun
+        elif (cluster is None or cluster.size == 1) and (not env.get("LOCAL_RANK") or nodes == torchrun.size):
+            cluster = clusters.TorchrunNodeRankEnvironment(env)
     context = None if cluster is None else _read_cluster(cluster)
     return context if context is not None and context.size > 1 else None
 
@@ -114,6 +122,10 @@ def detect_surrounding_job(
         place = env[OUTER_LAUNCH_VARIABLE]
         return None, f"started inside {place} of another launch: a job of its own" if place else ""
     context = detect_scheduler(env)
+    torchrun = clusters.TorchrunEnvironment(env)
+    unused = f"RANK={torchrun.rank} and WORLD_SIZE={torchrun.size} of the environment are not used"
+    if context is None and env.get("LOCAL_RANK") and torchrun.rank is not None and (torchrun.size or 1) > 1:
+        return None, f"{unused}: LOCAL_RANK stands without LOCAL_WORLD_SIZE, which torchrun sets for a rank"
     if context is None or context.is_rank:
         return context, ""
     machines = flags.get("num_machines")
@@ -123,8 +135,7 @@ def detect_surrounding_job(
     says_several = any(count is not None and str(count) != "1" for count in counts)
     if says_several or flags.get("main_process_ip") or not clusters.is_left_from_local_job(env):
         return context, ""
-    variables = f"RANK={env['RANK']} and WORLD_SIZE={env['WORLD_SIZE']} of the environment"
-    return None, f"{variables} are not used: MASTER_ADDR={env['MASTER_ADDR']} is this machine alone"
+    return None, f"{unused}: MASTER_ADDR={env['MASTER_ADDR']} is this machine alone"
 
 
 def _read_torchrun_nodes(env: Mapping[str, str]) -> JobSchedulerContext:
