@@ -460,14 +460,11 @@ value, its source and what it overrides. The flags of a launch may follow it.
 first of these that there is:
 
 1. the file that `--config_file` or `ACCELERATE_CONFIG_FILE` names
-2. `accelerate.yaml` in the working folder
-3. `accelerate/default_config.yaml` in `$HF_HOME`, by default `~/.cache/huggingface`; not with `--cpu`
+2. `accelerate/default_config.yaml` in `$HF_HOME`, by default `~/.cache/huggingface`; not with `--cpu`
 
-A file that was found and not named is announced in one line. An unknown key is an error that
-gives its line and the nearest known key; in a nested table, where Accelerate 1.x reads past it, one that is
-near no other is told in a line. An `accelerate.yaml` that nobody named may be the file of another
-tool: where it is no valid configuration, one line says why, and it is passed over. `python script.py` and
-`torchrun script.py` read no file. A number may stand between quotes.
+A file that was not named is announced in one line. An unknown key is an error that gives its line and the
+nearest known key; in a nested table, where Accelerate 1.x reads past it, one that is near no other is told
+in a line. `python script.py` and `torchrun script.py` read no file. A number may stand between quotes.
 
 A key with a dot, `dynamo_config.dynamo_backend`, is a key of a nested table. There the prefix `dynamo_` may
 be left out."""

@@ -419,7 +419,7 @@ def test_rank_0_can_listen_on_the_port_that_was_kept_for_it() -> None:
 
 
 def test_a_default_file_is_used_only_with_one_line_that_says_so(tmp_path: Path) -> None:
-    """F6: --config_file and accelerate.yaml in the working folder win over it."""
+    """F6: --config_file wins over it."""
     default = tmp_path / "home/accelerate/default_config.yaml"
     default.parent.mkdir(parents=True)
     default.write_text("mixed_precision: bf16\n")
@@ -432,11 +432,6 @@ def test_a_default_file_is_used_only_with_one_line_that_says_so(tmp_path: Path) 
 
     assert run() == ("bf16", f"accelerate launch: settings from {default} (--config_file names another)\n")
     assert run("--quiet") == ("bf16", "")
-    (tmp_path / "accelerate.yaml").write_text("mixed_precision: fp16\n")
-    assert run() == (
-        "fp16",
-        "accelerate launch: settings from accelerate.yaml (--config_file names another)\n",
-    )
     (tmp_path / "mine.yaml").write_text("mixed_precision: 'no'\n")
     assert run("--config_file", "mine.yaml") == ("no", "")
 

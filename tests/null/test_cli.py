@@ -230,16 +230,14 @@ def test_env_tells_what_a_report_needs(cli: Run, tmp_path: Path, monkeypatch: py
         env, "_ASK_TORCH", 'print(\'{"version": "9.9", "type": "cpu", "count": 0, "names": []}\')'
     )
     monkeypatch.setenv("ACCELERATE_TESTS", "1")
-    (tmp_path / "accelerate.yaml").write_text("num_processes: 2")
+    (tmp_path / "accelerate.yaml").write_text("num_processes: 2")  # nobody named it
     told = dict(re.findall(r"^- `(.+?)`: (.*)$", cli("env").out, re.MULTILINE))
     assert told["accelerate version"] == "2.0.0"
     assert told["PyTorch version"] == "9.9"
     gpus = machine(tmp_path / "gpus", ["dev/nvidia0", "dev/nvidia1"], build={})
     monkeypatch.setattr(env, "DeviceProbeHost", lambda: gpus)
     assert "- `devices of this machine`: 2 cuda\n" in cli("env").out, "also beside a torch for CPUs"
-    assert told["configuration file"] == "accelerate.yaml"
-    (tmp_path / "accelerate.yaml").write_text("services: {}")
-    assert "accelerate.yaml of this folder is not used: it is no valid configuration" in cli("env").out
+    assert told["configuration file"].startswith("none (looked for ")
     (tmp_path / "job.yaml").write_text("num_processes: 2")
     monkeypatch.setenv("ACCELERATE_CONFIG_FILE", "job.yaml")
     assert "- `configuration file`: job.yaml\n" in cli("env").out
@@ -258,12 +256,11 @@ def test_explain_shows_every_source_of_every_setting(
     cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """F4: the value, where it comes from, and all that it overrides."""
-    (tmp_path / "accelerate.yaml").write_text(
-        "debug: true\nmixed_precision: fp16\ndynamo_config: {mode: default}"
-    )
+    (tmp_path / "job.yaml").write_text("debug: true\nmixed_precision: fp16\ndynamo_config: {mode: default}")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     lines = cli(
-        "env", "--explain", "--mixed_precision", "no", "-n", "2", "train.py", "--lr", "1"
+        *("env", "--explain", "--config_file", "job.yaml", "--mixed_precision", "no", "-n", "2"),
+        *("train.py", "--lr", "1"),
     ).out.splitlines()
     cells = [re.split(r"\s{2,}", line) for line in lines]
     table = {name: rest for name, *rest in cells}
@@ -272,9 +269,9 @@ def test_explain_shows_every_source_of_every_setting(
         "no",
         "--mixed_precision",
         "bf16 (the environment variable ACCELERATE_MIXED_PRECISION); "
-        "fp16 (accelerate.yaml, line 2: mixed_precision); None (default)",
+        "fp16 (job.yaml, line 2: mixed_precision); None (default)",
     ]
-    assert table["dynamo_mode"][:2] == ["default", "accelerate.yaml, line 3: dynamo_config.dynamo_mode"]
+    assert table["dynamo_mode"][:2] == ["default", "job.yaml, line 3: dynamo_config.dynamo_mode"]
     assert table["num_machines"] == ["1", "default", "-"]
     assert not [line for line in lines if "\t" in line]
     starts = {line.index(row[1], len(row[0])) for line, row in zip(lines, cells, strict=True)}

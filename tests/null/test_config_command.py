@@ -270,11 +270,6 @@ def test_a_file_that_nobody_named_is_announced_in_one_line(tmp_path: Path) -> No
     assert value == "precision bf16"
     assert len(lines) == 1
     assert str(home / "default_config.yaml") in lines[0]
-    (tmp_path / "accelerate.yaml").write_text("mixed_precision: 'no'\nuse_cpu: true\n")
-    value, lines = run_it()
-    assert value == "precision no"
-    assert len(lines) == 1
-    assert "accelerate.yaml" in lines[0]
     (tmp_path / "named.yaml").write_text("use_cpu: true\n")
     assert run_it("--config_file", "named.yaml") == ("precision None", [])
 

@@ -35,10 +35,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 # ---------------------------------------------------------------- which file
 
 
-def test_the_named_file_wins_over_the_one_here_and_that_over_the_default(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """F6: a file that nobody named is used only from its two places, and known to be unnamed."""
+def test_the_named_file_wins_over_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F6: a file that nobody named is used only from its place, and known to be unnamed."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     assert launch_plans.config_file(None) is None
@@ -47,39 +45,33 @@ def test_the_named_file_wins_over_the_one_here_and_that_over_the_default(
     assert found is not None
     assert (found.path, found.is_explicit, found.values["num_processes"]) == (default, False, 3)
     assert launch_plans.config_file(None, use_default=False) is None
-    write(tmp_path / "accelerate.yaml", "num_processes: 2")
-    found = launch_plans.config_file(None)
-    assert found is not None
-    assert (found.is_explicit, found.values["num_processes"]) == (False, 2)
     found = launch_plans.config_file(str(write(tmp_path / "mine.yaml", "num_processes: 1")))
     assert found is not None
     assert (found.is_explicit, found.values["num_processes"]) == (True, 1)
 
 
-@pytest.mark.parametrize("text", ["services:\n  web: {}\n", "debug: auto\n", "a: [1\n", "- 1\n"])
-def test_a_file_here_that_is_no_configuration_is_passed_over(
+@pytest.mark.parametrize("text", ["services:\n  web: {}\n", "a: [1\n", "num_processes: 2\nuse_cpu: true\n"])
+def test_a_file_here_that_nobody_named_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    """Other tools have files of that name; the default file counts then. One that is named is an error."""
+    """Repositories have an ``accelerate.yaml`` for one of several ways to train, and 1.x never reads it."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     here = write(tmp_path / "accelerate.yaml", text)
+    line = "accelerate.yaml lies here and is not used: --config_file accelerate.yaml uses it"
     request = launch_plans.request()
-    (note,) = request.notes
-    assert note.startswith("the file accelerate.yaml of this folder is not used: ")
-    assert (request.file, "\n" in note) == (None, False)
+    assert (request.file, request.get("use_cpu"), request.notes) == (None, False, (line,))
     write(tmp_path / "home/accelerate/default_config.yaml", "num_processes: 3")
     assert launch_plans.request().get("num_processes") == 3
-    assert launch_plans.request(use_cpu=True).file is None
-    with pytest.raises(SettingError):
-        launch_plans.request_of_file(here)
-    with pytest.raises(SettingError, match="--num_processes is"):  # a flag is not the file's fault
-        launch_plans.request(num_processes="many")
-    write(here, "num_processes: 2")
-    assert (launch_plans.request().get("num_processes"), launch_plans.request().notes) == (2, ())
-    write(here, "num_processes: 2\nuse_cpu: true")
-    with pytest.raises(SettingError, match="--num_processes is"):
-        launch_plans.request(num_processes="many")
+    assert launch_plans.request(use_cpu=True).notes == (line,)
+    for name in (here, write(tmp_path / "mine.yaml", "num_processes: 1")):
+        monkeypatch.setenv("ACCELERATE_CONFIG_FILE", str(name))
+        if "num_processes" not in name.read_text():
+            with pytest.raises(SettingError):
+                launch_plans.request()
+        else:
+            request = launch_plans.request()
+            assert (request.file is not None, request.notes) == (True, ())
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def request_of_file(path: Path, **flags: Any) -> LaunchRequest:
 
 def config_file(named: str | None, *, use_default: bool = True) -> ConfigFile | None:
     """The configuration file of a launch for which ``named`` was typed."""
-    return find_config(named, options.SCRIPT_SETTINGS, use_default=use_default)[0]
+    return find_config(named, use_default=use_default)
 
 
 def default_file() -> Path:

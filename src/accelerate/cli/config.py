@@ -102,9 +102,6 @@ def _warn_about_file(path: Path) -> None:
     problem = config_editor.find_refusal(values, path, on_this_machine=True)
     if problem is not None:
         click.echo(f"note: with this file alone, accelerate launch refuses here: {problem}", err=True)
-    working_file = Path(config_files.WORKING_NAME)
-    if path == config_files.default_file() and working_file.is_file():
-        click.echo(f"note: in this folder {working_file} is used instead", err=True)
 
 
 @_config.command("default", short_help="Write a file for all devices of this machine.")

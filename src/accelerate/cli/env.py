@@ -111,11 +111,11 @@ def _count_machine_devices(machine: DeviceProbeHost) -> str:
 
 def _config_file_text(named: str | None) -> str:
     try:
-        file, note = find_config(named, SCRIPT_SETTINGS)
+        file = find_config(named)
     except AccelerateError as error:
         return str(error)
     if file is None:
-        return note or f"none (looked for ./{config_files.WORKING_NAME} and {config_files.default_file()})"
+        return f"none (looked for {config_files.default_file()})"
     lines = [f"{key}: {value}" for key, value in file.values.items()]
     return "\n".join([str(file.path), *(f"    - {line}" for line in lines)])
 

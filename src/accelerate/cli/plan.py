@@ -27,7 +27,7 @@ MODEL is a folder with config.json, a name on the hub, or module:factory. No wei
 
 \b
 accelerate plan ./my-model --gpus 8x80GB
-accelerate plan ./my-model --gpus 4x8x80GB --batch 4 --length 4096 --write accelerate.yaml
+accelerate plan ./my-model --gpus 4x8x80GB --batch 4 --length 4096 --write sharded.yaml
 """
 
 

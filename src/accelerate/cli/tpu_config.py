@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from accelerate.cli.main import WordListCommand, command_parser, flag_spellings
-from accelerate.cli.options import SCRIPT_SETTINGS
 from accelerate.core.errors import SettingError
 from accelerate.launch.kinds.tpu import check_gcloud_installed, worker_command
 from accelerate.launch.launch_request import find_config
@@ -45,7 +44,7 @@ def build_program(given: dict[str, Any]) -> tuple[str, ...]:
     Raises:
         SettingError: there is nothing to run, or no TPU is named, or a file cannot be read.
     """
-    file, _ = find_config(given["config_file"], SCRIPT_SETTINGS)
+    file = find_config(given["config_file"])
     file_values = dict(file.values) if file is not None else {}
     commands = _read_commands(given, file_values)
     if given["install_accelerate"]:

@@ -18,7 +18,6 @@ from accelerate.core.errors import SettingError, nearest
 from accelerate.core.setting import declared_settings
 from accelerate.core.value_types import convert_to, frozen_dataclass
 
-WORKING_NAME = "accelerate.yaml"
 DEFAULT_NAME = "default_config.yaml"
 # Types of the group that name neither accelerators nor a strategy.
 _NO_ACCELERATORS = ("NO", "MULTI_CPU")
@@ -33,7 +32,7 @@ class ConfigFile:
         values: its keys and values as they stand there, old formats made new.
         lines: the line of each key, by path: ``("mixed_precision",)``, ``("fsdp_config", "fsdp_version")``;
             empty for JSON.
-        is_explicit: the user named it; otherwise it was found where such files lie.
+        is_explicit: the user named it; otherwise it is the default file.
         problems: a sentence for each thing in it that has no effect. Files of 1.x have such things: a launch
             says them, and refuses them in strict mode.
         leftovers: paths of the keys that were taken out of ``values`` because they have no effect.
@@ -84,7 +83,7 @@ class ConfigFile:
 
 
 def default_file() -> Path:
-    """The file that is used when nobody names one and the working folder has none.
+    """The file that is used when nobody names one.
 
     It lies in ``$HF_HOME/accelerate``, else in the user's cache.
     """

@@ -417,46 +417,30 @@ def read_request(
         UnknownNameError: a key of the configuration file is unknown at any depth.
     """
     # `--cpu` is how one says "never mind how this machine is set up": it leaves the default file alone.
-    file, note = find_config(flags.get("config_file"), script_settings, use_default=not flags.get("use_cpu"))
+    file = find_config(flags.get("config_file"), use_default=not flags.get("use_cpu"))
     request = build_request(file, flags, program, script_settings)
-    return replace(request, notes=(note, *request.notes)) if note else request
+    if (file is None or not file.is_explicit) and Path("accelerate.yaml").is_file():
+        note = "accelerate.yaml lies here and is not used: --config_file accelerate.yaml uses it"
+        request = replace(request, notes=(note, *request.notes))
+    return request
 
 
-def find_config(
-    named: str | None, script_settings: Sequence[type[Any]], *, use_default: bool = True
-) -> tuple[ConfigFile | None, str]:
-    """Find the configuration file: the named one, else ``accelerate.yaml`` here, else the default one.
-
-    Other tools have files ``accelerate.yaml`` too: one in the working folder that is no valid configuration
-    is passed over.
+def find_config(named: str | None, *, use_default: bool = True) -> ConfigFile | None:
+    """Find the configuration file: the named one, else the default one; None without one.
 
     Args:
         named: what the user typed; None for the one that ``ACCELERATE_CONFIG_FILE`` names, if any.
-        script_settings: as for ``read_request``.
         use_default: whether the file in the cache folder may be used.
-
-    Returns:
-        The file, and a sentence about the one that is passed over, "" without.
 
     Raises:
         SettingError: the named file is missing, or the file cannot be read.
     """
     named = named or environ.get("ACCELERATE_CONFIG_FILE")
     if named is not None:
-        return config_files.read_config(Path(named).expanduser()), ""
-    working_file, note = Path(config_files.WORKING_NAME), ""
-    if working_file.is_file():
-        try:
-            file = config_files.read_config(working_file, is_explicit=False)
-            build_request(file, {}, (), script_settings, env={})
-        except SettingError as error:
-            note = f"the file {working_file} of this folder is not used: it is no valid configuration"
-            note += f": {error.what}"
-        else:
-            return file, ""
+        return config_files.read_config(Path(named).expanduser())
     default = config_files.default_file()
     is_used = use_default and default.is_file()
-    return config_files.read_config(default, is_explicit=False) if is_used else None, note
+    return config_files.read_config(default, is_explicit=False) if is_used else None
 
 
 def build_request(
