@@ -23,6 +23,7 @@ from accelerate.launch.kinds.local import shared_variables, torchrun_variables
 from accelerate.launch.launch_request import LaunchRequest, all_settings, read_request
 from accelerate.launch.launcher import check_request, choose_kind, launch
 from accelerate.launch.logs import RankLogSettings
+from tests.support.devices import machine
 
 
 def cards(root: Path, count: int, **env: str) -> DeviceProbeHost:
@@ -132,10 +133,7 @@ def test_devices_are_named_by_uuid(asks: Any, tmp_path: Path, ids: str) -> None:
         ({"gpu_ids": "GPU-1b2c,GPU-1b2c"}, ["--gpu_ids", "'GPU-1b2c,GPU-1b2c'"]),
         ({"gpu_ids": "GPU-1,GPU-2,GPU-3"}, ["--gpu_ids", "2 cuda devices"]),
         ({"file": "num_processes: 8"}, ["8 processes", "job.yaml, line 1: num_processes", "2 cuda"]),
-        (
-            {"file": "distributed_type: MULTI_NPU"},
-            ["line 1: distributed_type", "MULTI_NPU", "no such device"],
-        ),
+        ({"file": "distributed_type: XLA"}, ["line 1: distributed_type", "XLA", "no such device"]),
         ({"file": "distributed_type: MULTI_GPUS"}, ["'MULTI_GPUS'", "job.yaml, line 1"]),
     ],
 )
@@ -147,6 +145,24 @@ def test_what_does_not_fit_names_both_places(
         allocate_devices(request, cards(tmp_path, 2))
     assert [word for word in words if word not in error.value.what] == []
     assert error.value.why or error.value.fix
+
+
+def test_another_accelerator_than_that_of_the_file_serves_too(
+    asks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 1.x every such type starts several processes, which find their devices."""
+    machines = {"MULTI_GPU": machine(tmp_path / "npu", ["dev/davinci0", "dev/davinci1"], build={})}
+    machines["MULTI_NPU"] = cards(tmp_path, 2)
+    for kind, here in machines.items():
+        monkeypatch.setattr("accelerate.launch.kinds.local.DeviceProbeHost", lambda here=here: here)
+        request = asks(f"distributed_type: {kind}", strict=True, dry_run=True)
+        device = "npu" if kind == "MULTI_GPU" else "cuda"
+        assert where(request, here) == (device, 2, None)
+        line = f"line 1: distributed_type has no effect: it is {kind}, but the devices .* of type {device}"
+        with pytest.raises(SettingError, match=line):
+            launch(request)
+        with pytest.raises(SettingError, match="this machine has no such device"):
+            allocate_devices(request, DeviceProbeHost(tmp_path / "none", {}, dict))
 
 
 def test_too_many_processes_for_the_visible_devices_names_the_variable(asks: Any, tmp_path: Path) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import accelerate.device as devices
 from accelerate.core.errors import SettingError, UnknownNameError
-from accelerate.core.setting import SettingOrigin
 from accelerate.core.value_types import frozen_dataclass
 from accelerate.device import Device, DeviceProbeHost, count_cores
 from accelerate.launch.launch_request import NOT_DISTRIBUTED, LaunchRequest
@@ -45,7 +44,7 @@ def allocate_devices(request: LaunchRequest, machine: DeviceProbeHost) -> Launch
     device, count, ids = select_devices(request, machine)
     processes = request.local_processes.value
     if processes is None and not request.settings.multi_gpu:
-        alone = _is_type(request.origin("distributed_type"), NOT_DISTRIBUTED)
+        alone = str(request.get("distributed_type")).upper() == NOT_DISTRIBUTED
         # On Windows one process is what can be started.
         processes = 1 if alone or sys.platform == "win32" else max(1, count)
     elif not isinstance(processes, int):
@@ -71,10 +70,10 @@ def select_devices(
     Raises:
         SettingError: it is not there, or a number names none.
     """
-    kind = request.origin("distributed_type")
-    if request.get("use_cpu") or (_is_type(kind, CPU_GROUP) and not request.settings.multi_gpu):
+    kind = request.get("distributed_type")
+    if request.get("use_cpu") or (str(kind).upper() == CPU_GROUP and not request.settings.multi_gpu):
         return devices.get("cpu"), 0, None
-    selected = _device_of_type(request, machine) if kind.value else None
+    selected = _device_of_type(request, machine) if kind else None
     device, count = selected or devices.probe_devices(machine)
     if request.settings.multi_gpu and not count:
         raise SettingError(
@@ -95,29 +94,40 @@ def _why_no_accelerator(machine: DeviceProbeHost) -> str:
     return "none was found on this machine"
 
 
-def _is_type(kind: SettingOrigin, word: str) -> bool:
-    return str(kind.value).upper() == word
-
-
 def _device_of_type(request: LaunchRequest, machine: DeviceProbeHost) -> tuple[Device, int] | None:
-    """The device that ``distributed_type`` stands for; None where it stands for none in particular."""
-    kind = request.origin("distributed_type")
+    """The device that ``distributed_type`` stands for; None where it stands for none in particular.
+
+    Files of 1.x travel between machines: there every such type starts several processes, and each finds its
+    device. So another accelerator serves too (``unused_type`` says it).
+    """
+    origin = request.origin("distributed_type")
+    kind = str(origin.value).upper()
     devices_by_type: dict[str, list[Device]] = {}
     for device in devices.accelerators():
         devices_by_type.setdefault(device.distributed_type, []).append(device)
-    if _is_type(kind, NOT_DISTRIBUTED) or str(kind.value).upper() in request.distributed_types:
+    if kind == NOT_DISTRIBUTED or kind in request.distributed_types:
         return None
-    if str(kind.value).upper() not in devices_by_type:
+    if kind not in devices_by_type:
         values = (NOT_DISTRIBUTED, CPU_GROUP, *devices_by_type, *request.distributed_types)
-        raise UnknownNameError("distributed_type", str(kind.value), values, where=f"in {kind.where}")
-    counts = ((device, device.probe_count(machine)) for device in devices_by_type[str(kind.value).upper()])
-    for device, count in counts:
-        if count:
+        raise UnknownNameError("distributed_type", str(origin.value), values, where=f"in {origin.where}")
+    for device in devices_by_type[kind]:
+        if count := device.probe_count(machine):
             return device, count
+    device, count = devices.probe_devices(machine)
+    if count and kind.startswith("MULTI_") and device.distributed_type.startswith("MULTI_"):
+        return device, count
     raise SettingError(
-        f"{kind.where} is {kind.value}, but this machine has no such device",
+        f"{origin.where} is {origin.value}, but this machine has no such device",
         fix="use the CPU: accelerate launch --cpu ...; or leave distributed_type out",
     )
+
+
+def unused_type(request: LaunchRequest, device: Device) -> Iterator[tuple[str, str]]:
+    """Yield ``distributed_type`` where it names other devices; see ``LaunchPlan.unused_settings``."""
+    kind = str(request.get("distributed_type")).upper()
+    is_accelerator = kind.startswith("MULTI_") and kind != CPU_GROUP
+    if is_accelerator and device.type != "cpu" and device.distributed_type != kind:
+        yield "distributed_type", f"it is {kind}, but the devices of this machine are of type {device.type}"
 
 
 def _parse_device_ids(request: LaunchRequest, device: Device, present: int) -> Sequence[int | str] | None:

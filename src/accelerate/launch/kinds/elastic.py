@@ -11,7 +11,7 @@ from accelerate.core.setting import setting
 from accelerate.core.value_types import Index, PositiveNumber, frozen_dataclass
 from accelerate.device import DeviceProbeHost
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, Variables, print_line
-from accelerate.launch.device_selection import LaunchDeviceSelection, allocate_devices
+from accelerate.launch.device_selection import LaunchDeviceSelection, allocate_devices, unused_type
 from accelerate.launch.kinds.local import (
     script_command,
     shared_variables,
@@ -145,7 +145,7 @@ class ElasticLaunch(LaunchKind[ElasticLaunchPlan]):
             allocation=allocation,
             endpoint=endpoint,
             conf=conf,
-            unused_settings=tuple(_unused_settings(request)),
+            unused_settings=(*_unused_settings(request), *unused_type(request, allocation.device)),
         )
 
     def run(self, request: LaunchRequest, plan: ElasticLaunchPlan, *, replace: bool) -> None:

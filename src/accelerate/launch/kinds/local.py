@@ -22,7 +22,7 @@ from accelerate.launch.base import (
     explain_start_error,
     print_line,
 )
-from accelerate.launch.device_selection import LaunchDeviceSelection, allocate_devices
+from accelerate.launch.device_selection import LaunchDeviceSelection, allocate_devices, unused_type
 from accelerate.launch.launch_request import LaunchRequest
 from accelerate.launch.logs import RankLogSettings
 from accelerate.world import clusters
@@ -125,7 +125,9 @@ class LocalLaunch(LaunchKind[LaunchPlan]):
 def _unused_settings(request: LaunchRequest, where: LaunchDeviceSelection) -> Iterator[tuple[str, str]]:
     """Yield the settings without use on one machine; see ``LaunchPlan.unused_settings``."""
     yield from UNUSED_ON_ONE_MACHINE
-    if not where.count:
+    if where.count:
+        yield from unused_type(request, where.device)
+    else:
         yield "gpu_ids", f"the processes run on the {where.device.type.upper()}"
     if where.processes == 1 and not asks_for_group(request):
         yield "role", "one process is in no group"

@@ -21,7 +21,7 @@ from accelerate.core.setting import setting
 from accelerate.core.value_types import frozen_dataclass
 from accelerate.device import DeviceProbeHost, count_cores
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, Variables, explain_start_error
-from accelerate.launch.device_selection import LaunchDeviceSelection, select_devices
+from accelerate.launch.device_selection import LaunchDeviceSelection, select_devices, unused_type
 from accelerate.launch.kinds.local import script_command, shared_variables
 from accelerate.launch.launch_request import MULTI_MACHINE, LaunchRequest
 from accelerate.world.network import DEFAULT_PORT, JOB_PORT_COUNT, ReservedPort
@@ -180,6 +180,7 @@ class MpiLaunch(LaunchKind[MPILaunchPlan]):
                 ("machine_rank", "one command starts the ranks of all machines"),
                 ("stop_timeout", "mpirun stops the ranks"),
                 ("gpu_ids", "the ranks are spread over the machines of the file"),
+                *unused_type(request, allocation.device),
             ),
             setting_effects=(("num_processes", f"{size} processes on {len(hosts)} machines"),),
             path=path,

@@ -17,7 +17,7 @@ from accelerate.core import environ
 from accelerate.core.errors import LaunchError, SettingError
 from accelerate.device import DeviceProbeHost, count_cores
 from accelerate.launch.base import LaunchKind, LaunchPlan, PlannedCommand, Variables
-from accelerate.launch.device_selection import LaunchDeviceSelection, select_devices
+from accelerate.launch.device_selection import LaunchDeviceSelection, select_devices, unused_type
 from accelerate.launch.job_scheduler import JobSchedulerContext
 from accelerate.launch.kinds.local import replace_process, script_command, shared_variables
 from accelerate.launch.launch_request import LaunchRequest
@@ -63,6 +63,7 @@ class ScheduledRankLaunch(LaunchKind[LaunchPlan]):
             },
             commands=(PlannedCommand(f"rank {scheduler.rank}", script_command(request), variables),),
             notes=() if scheduler.rank else (note,),
+            unused_settings=tuple(unused_type(request, device)),
             setting_effects=tuple(_setting_effects(request, scheduler)),
         )
 
