@@ -138,6 +138,15 @@ def test_what_a_static_rendezvous_does_not_read_is_said(asks: Any, between: str)
     assert launch_plans.join_timeout(request) == 9
 
 
+@pytest.mark.parametrize(("backend", "seconds"), [("static", 60), ("c10d", 600)])
+def test_timeout_is_a_key_of_the_static_rendezvous(asks: Any, backend: str, seconds: int) -> None:
+    """As in torch, whose c10d rendezvous reads ``join_timeout``."""
+    request = asks(num_machines="2", rdzv_backend=backend, rdzv_conf="timeout=60", **MEET)
+    assert launch_plans.join_timeout(request) == seconds
+    line = "--rdzv_conf sets timeout, which a c10d rendezvous does not read: it reads join_timeout"
+    assert launch_plans.plan(request, "elastic").notes == ((line,) if backend == "c10d" else ())
+
+
 def test_where_machines_meet(asks: Any) -> None:
     def meets(**flags: Any) -> tuple[str, int]:
         found = launch_plans.meeting_point(asks(num_machines="2", **flags))

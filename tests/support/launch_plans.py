@@ -107,7 +107,7 @@ def meeting_point(asked: LaunchRequest) -> elastic.RendezvousEndpoint:
 
 def join_timeout(asked: LaunchRequest) -> float:
     """The seconds that a machine waits for the others."""
-    return elastic.parse_join_timeout(elastic.parse_rdzv_conf(asked))
+    return elastic.parse_join_timeout(asked, elastic.parse_rdzv_conf(asked))
 
 
 def hosts_of(asked: LaunchRequest) -> list[tuple[str, int | None]]:

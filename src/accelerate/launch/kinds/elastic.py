@@ -164,7 +164,7 @@ class ElasticLaunch(LaunchKind[ElasticLaunchPlan]):
             "port": plan.endpoint.port,
             "id": options.rdzv_id,
             "conf": plan.conf,
-            "join": parse_join_timeout(plan.conf),
+            "join": parse_join_timeout(request, plan.conf),
             "least": least,
             "most": most,
             "machine_rank": request.settings.machine_rank,
@@ -230,29 +230,32 @@ def parse_rdzv_conf(request: LaunchRequest) -> dict[str, str]:
     unread = next(_unread_conf(request, conf), "")
     if unread and "strict" in request.origins and request.get("strict"):
         raise SettingError(unread, why=f"{request.origin('strict').where} asks for an error")
-    parse_join_timeout(conf, location)
+    parse_join_timeout(request, conf)
     return conf
 
 
 def _unread_conf(request: LaunchRequest, conf: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line about what a static rendezvous does not read: job scripts in use pass it."""
-    if request.values_of(ElasticLaunchSettings).rdzv_backend == STATIC:
-        keys = [key for key in conf if key not in ("timeout", "join_timeout", "rank")]
-        if keys:
-            where = request.origin("rdzv_conf").where
-            yield (
-                f"{where} sets {', '.join(keys)}, which a static rendezvous does not read: "
-                "it reads join_timeout; --rdzv_backend c10d reads more"
-            )
+    """Yield a line about what a rendezvous of torch does not read: job scripts in use pass it."""
+    backend = request.values_of(ElasticLaunchSettings).rdzv_backend
+    unread = {STATIC: conf.keys() - {"timeout", "join_timeout", "rank"}, DYNAMIC: conf.keys() & {"timeout"}}
+    if keys := sorted(unread.get(backend, ())):
+        more = "; --rdzv_backend c10d reads more" if backend == STATIC else ""
+        yield (
+            f"{request.origin('rdzv_conf').where} sets {', '.join(keys)}, which a {backend} rendezvous does "
+            f"not read: it reads join_timeout{more}"
+        )
 
 
-def parse_join_timeout(conf: Mapping[str, str], where: str = "--rdzv_conf") -> float:
-    """Seconds that the machines wait for each other.
+def parse_join_timeout(request: LaunchRequest, conf: Mapping[str, str]) -> float:
+    """Seconds that the machines wait for each other; torch's static rendezvous calls them ``timeout``.
 
     Raises:
         SettingError: it is no number.
     """
-    text = conf.get("join_timeout", conf.get("timeout", str(DEFAULT_JOIN_TIMEOUT)))
+    is_c10d = request.values_of(ElasticLaunchSettings).rdzv_backend == DYNAMIC
+    names = ("join_timeout",) if is_c10d else ("join_timeout", "timeout")
+    text = next((conf[name] for name in names if name in conf), str(DEFAULT_JOIN_TIMEOUT))
+    where = request.origin("rdzv_conf").where
     try:
         return float(text)
     except ValueError as error:

@@ -98,7 +98,7 @@ class RayLaunch(LaunchKind[LaunchPlan]):
             address=options.ray_address,
             uses_cpu=bool(request.get("use_cpu")),
             max_restarts=request.get("max_restarts"),
-            join_timeout=parse_join_timeout(parse_rdzv_conf(request)),
+            join_timeout=parse_join_timeout(request, parse_rdzv_conf(request)),
             print_line=lambda line: print_line(request, line),
         ).run_script((*marks, *iterate_flags(request)), request.program, plan.variables)
 
