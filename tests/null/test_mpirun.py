@@ -92,6 +92,15 @@ def test_the_forms_of_a_file_of_machines(folder: Path) -> None:
     assert launch_plans.hosts_of(asked()) == [("a", 2), ("b", 3), ("c", None)]
 
 
+def test_a_machine_on_several_lines_is_one(folder: Path) -> None:
+    """PBS_NODEFILE has a line for each slot, and Open MPI refused fewer processes for each machine."""
+    (folder / "hosts").write_text("a\na\nb:1\nb\n")
+    assert launch_plans.hosts_of(asked()) == [("a", 2), ("b", 2)]
+    plan = planned(nproc_per_node="2")
+    assert (plan.size, [host.name for host in plan.hosts]) == (4, ["a", "b"])
+    assert "-np 4 --map-by ppr:2:node" in " ".join(planned().commands[0].program)
+
+
 def test_a_configuration_file_may_ask_for_it(folder: Path) -> None:
     """The old key mpirun_ccl is read and does nothing."""
     (folder / "a.yaml").write_text("mpirun_config:\n  mpirun_hostfile: hosts\n  mpirun_ccl: '1'\n")

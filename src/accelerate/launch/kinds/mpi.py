@@ -53,7 +53,7 @@ class MpirunSettings:
 
 @frozen_dataclass
 class HostSlots:
-    """One line of a file of machines.
+    """One machine of a file of machines.
 
     Attributes:
         name: of the machine.
@@ -259,13 +259,17 @@ def read_hosts(request: LaunchRequest) -> tuple[HostSlots, ...]:
 
 
 def _parse_hosts(text: str) -> Iterator[HostSlots]:
+    """Yield the machines. mpirun adds up lines with one name: PBS and LSF write a line for each slot."""
+    machines: dict[str, int | None] = {}
     for line in text.splitlines():
         tokens = line.partition("#")[0].split()
         if not tokens:
             continue
         name, _, count = tokens[0].partition(":") if tokens[0].count(":") == 1 else (tokens[0], "", "")
         slots = next((token.partition("=")[2] for token in tokens[1:] if token.startswith("slots=")), count)
-        yield HostSlots(name, int(slots) if slots.isdecimal() else None)
+        number = int(slots) if slots.isdecimal() else None
+        machines[name] = (machines[name] or 1) + (number or 1) if name in machines else number
+    yield from (HostSlots(name, number) for name, number in machines.items())
 
 
 def _count_processes(request: LaunchRequest, hosts: Sequence[HostSlots]) -> int:
