@@ -1109,6 +1109,12 @@ class Accelerator(ProcessMixin):
 
     # --- checkpoints
 
+    def wait_for_everyone(self) -> None:
+        """Wait until every process is here, with the steps under DeepSpeed that the program leaves out."""
+        for optimizer in self._optimizers:
+            optimizer.take_omitted_step("wait_for_everyone()")
+        super().wait_for_everyone()
+
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the model's full state dict, keyed by the names of the user's module.
 

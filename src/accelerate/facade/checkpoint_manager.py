@@ -187,7 +187,7 @@ class CheckpointManager:
             if optimizer.fuses_backward:
                 optimizer.warn_of_unsaved_state()
             if strategy.owns_step:
-                optimizer.take_omitted_step("save_state()", warning="the checkpoint is without that step")
+                optimizer.take_omitted_step("save_state()")
         train_state = self._train_state()
         train_state.gradients = self.window if self.window.is_saved(number is not None) else None
         if replaced_state is not None and not (strategy.shards_params or strategy.owns_step):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakMethod
 
 from accelerate.core.errors import warn_user
 from accelerate.facade.optimizer import AcceleratedOptimizer
@@ -22,40 +23,57 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
         self.__has_overflow__: bool = hasattr(optimizer, "overflow")
-        self._is_stepped_by_program = self._has_warned_of_steps = False
+        self._has_warned_of_steps = False
+
+    def bind(self, *args: Any, **kwargs: Any) -> AcceleratedOptimizer:
+        """Bind it to one ``Accelerator``, and take the steps that the program leaves out."""
+        super().bind(*args, **kwargs)
+        strategy: Any = self._strategy
+        strategy.set_step_owner(self.optimizer, WeakMethod(self._take_step_before_use))
+        return self
 
     def step(self) -> None:  # type: ignore[override]
         """Take DeepSpeed's step, unless gradients are being accumulated."""
-        self._is_stepped_by_program = True
+        self.is_stepped_by_program = True
         super().step()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients, unless they are being accumulated, or wait for a step that the program omits."""
-        self.take_omitted_step("optimizer.zero_grad()", warning="optimizer.zero_grad() drops them")
+        self.take_omitted_step("optimizer.zero_grad()")
         strategy: Any = self._strategy
         # The backwards of other engines say nothing of this one's gradients.
         is_closing = self.gradient_state.last_micro_batch_began_at >= 0
-        if strategy is None or not (is_closing and strategy.has_gradients(self.optimizer, complete=False)):
-            super().zero_grad(set_to_none)
+        if strategy is not None and (
+            (is_closing and strategy.has_partial_gradients(self.optimizer)) or self._waiting_backwards()
+        ):
+            return
+        super().zero_grad(set_to_none)
+
+    def _waiting_backwards(self, models: Sequence[Any] | None = None) -> int:
+        """Return how many backwards of ``models`` wait for a step, if no ``step`` was ever called."""
+        strategy: Any = self._strategy
+        if self.is_stepped_by_program or strategy is None or not self.gradient_state.sync_gradients:
+            return 0
+        return strategy.waiting_backwards(self.optimizer, models)
 
     def _omits_step(self, models: Sequence[Any] | None) -> bool:
-        """Return whether complete gradients of ``models`` wait, and the program has never called ``step``."""
-        strategy: Any = self._strategy
-        if self._is_stepped_by_program or strategy is None or not self.gradient_state.sync_gradients:
-            return False
-        return strategy.has_gradients(self.optimizer, models, complete=True)
+        """Return whether a step is due, and the program has never called ``step``."""
+        gradients = self.gradient_state
+        return self._waiting_backwards(models) >= (1 if gradients.uses_accumulate else gradients.num_steps)
 
-    def take_omitted_step(self, signal: str, models: Sequence[Any] | None = None, warning: str = "") -> None:
+    def take_omitted_step(self, signal: str, models: Sequence[Any] | None = None) -> None:
         """Take the step of complete gradients for a program that leaves it to ``backward``, as 1.x takes it.
 
         A program that has ever called ``step`` decides by itself when to: it may accumulate by hand.
         """
-        # Alike on all ranks, as each step is; a warning may be of one rank alone.
-        if warning and not self.gradient_state.uses_accumulate:
-            self.warn_of_omitted_step(warning)
-        elif self._omits_step(models):
+        if self._omits_step(models):
             self.warn_of_omitted_step(f"it is taken now, at {signal}")
             super().step()
+
+    def _take_step_before_use(self, use: str) -> None:
+        # A micro-batch of accumulate() may have several forwards.
+        if not (self.gradient_state.uses_accumulate and use == "the next forward"):
+            self.take_omitted_step(use)
 
     def warn_of_omitted_step(self, consequence: str) -> None:
         """Warn once of complete gradients for which the program has never called ``step``."""
@@ -65,7 +83,8 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         warn_user(
             f"the gradients of a backward are complete and optimizer.step() was never called: {consequence}. "
             "Accelerate 1.x takes DeepSpeed's step in accelerator.backward(loss), and here optimizer.step() "
-            "takes it: call it under DeepSpeed too"
+            "takes it: call it under DeepSpeed too. Once it was called, no other call steps, and backwards "
+            "add up until it; accelerator.accumulate(model) adds them up from the beginning"
         )
 
     @property

@@ -63,6 +63,7 @@ class AcceleratedOptimizer(Optimizer):
         fuses_backward: it updates weights during ``Accelerator.lomo_backward``, and does not step.
         host_copies: host copies of parameters, by parameter, if it steps these; its own hooks copy each
             gradient during the backward.
+        is_stepped_by_program: under DeepSpeed, the program has called ``step``.
 
     Args:
         optimizer: the user's.
@@ -101,9 +102,9 @@ class AcceleratedOptimizer(Optimizer):
         self._partial_reads: Any = None  # until a step is taken, and on if that has read such numbers
         self._monitor: ReductionMonitor | None = None
         self._unreduced: set[torch.Tensor] = set()
-        # Of a lazy device: it runs what the step has recorded.
-        self._run_pending: Callable[[], None] | None = None
-        self._is_accelerate_prepared, self._has_warned_of_drop = True, False
+        self._run_pending: Callable[[], None] | None = None  # runs what a lazy device has recorded
+        self._is_accelerate_prepared = True
+        self._has_warned_of_drop = self.is_stepped_by_program = False
 
     def bind(
         self,
@@ -362,14 +363,12 @@ class AcceleratedOptimizer(Optimizer):
             self._run_pending()
         return result
 
-    def take_omitted_step(self, signal: str, models: Sequence[Any] | None = None, warning: str = "") -> None:
+    def take_omitted_step(self, signal: str, models: Sequence[Any] | None = None) -> None:
         """Take the step that a program leaves to ``backward``: only under DeepSpeed there is such a program.
 
         Args:
             signal: the call that shows that no step will come.
             models: those whose gradients count; None for all.
-            warning: what it tells instead where the program does not use ``accumulate()``, and may still
-                accumulate by hand.
         """
 
     def warn_of_omitted_step(self, consequence: str) -> None:

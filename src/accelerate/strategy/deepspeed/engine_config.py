@@ -242,6 +242,29 @@ def refuse_second_schedule(scheduler: Any, config: Mapping[str, Any]) -> None:
         )
 
 
+def check_nvme(config: Mapping[str, Any]) -> None:
+    """Refuse offload to NVMe where DeepSpeed's ``async_io`` is missing.
+
+    Raises:
+        SettingError: it is not installed, and cannot be built.
+    """
+    parts = ("offload_optimizer", "offload_param")
+    nvme_parts = [
+        part for part in parts if config_tree.get_key(config, f"zero_optimization.{part}.device") == "nvme"
+    ]
+    if not nvme_parts:
+        return
+    from deepspeed.git_version_info import installed_ops  # type: ignore[import-not-found]
+    from deepspeed.ops.op_builder import AsyncIOBuilder  # type: ignore[import-not-found]
+
+    if not installed_ops.get(AsyncIOBuilder.NAME) and not AsyncIOBuilder().is_compatible(verbose=False):
+        raise SettingError(
+            f"{nvme_parts[0]}: DeepSpeed cannot use NVMe on this machine",
+            why="its async_io is compiled when it is used, and libaio or its headers are missing",
+            fix="apt install libaio-dev, or offload to the host: device 'cpu'",
+        )
+
+
 _SIZES = {
     "reduce_bucket_size": lambda hidden: hidden * hidden,
     "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from accelerate.core import environ, tree
-from accelerate.core.errors import PrepareError, SettingError, list_first, warn_user
+from accelerate.core.errors import PrepareError, list_first, warn_user
 from accelerate.strategy.deepspeed import reduced_gradients
 from accelerate.strategy.deepspeed.config_tree import DummyOptim, DummyScheduler, as_param_groups
 from accelerate.strategy.deepspeed.config_tree import get_key as config_value
+from accelerate.strategy.deepspeed.omitted_steps import OmittedStepWatch
 from accelerate.strategy.protocol.replicated_buffers import broadcast_tensors, sync_buffers
 from accelerate.world import call_site, watchdog
 from accelerate.world.world import World
@@ -49,6 +50,7 @@ class EngineHandle:
         reduced: the gradients of complete backwards, while another one runs.
         hooks: the hooks on the module besides DeepSpeed's own.
         trained: of the parameters in ``groups``, which trained when DeepSpeed took them.
+        omitted_steps: notices steps that the program leaves out.
     """
 
     engine: Any
@@ -64,9 +66,15 @@ class EngineHandle:
     reduced: reduced_gradients.ReducedGradients = field(default_factory=dict)
     hooks: list[Any] = field(default_factory=list)
     trained: list[bool] = field(init=False)
+    omitted_steps: OmittedStepWatch = field(init=False)
 
     def __post_init__(self) -> None:
         self.trained = list(map(_REQUIRES_GRAD, chain(*self.groups)))
+        self.omitted_steps = OmittedStepWatch(self.engine, lambda: self._is_trainability_changed)
+
+    @property
+    def _is_trainability_changed(self) -> bool:
+        return list(map(_REQUIRES_GRAD, chain(*self.groups))) != self.trained
 
     @property
     def trained_params(self) -> set[torch.Tensor]:
@@ -96,6 +104,7 @@ class EngineHandle:
         Raises:
             PrepareError: it comes after a complete one, and the gradients of both cannot be added up.
         """
+        self.omitted_steps.pause()
         if self.has_gradients and self.window_complete:
             self.reduced = reduced_gradients.take_reduced(self.engine_optimizer)
         reduced_gradients.begin_backward(self.engine_optimizer)
@@ -109,6 +118,8 @@ class EngineHandle:
         if complete and self.reduced:
             reduced_gradients.add_reduced(self.engine_optimizer, self.reduced)
             self.reduced = {}
+        if complete:
+            self.omitted_steps.note_complete_backward()
 
     def step(self) -> None:
         """Take the step, and clear gradients.
@@ -117,7 +128,7 @@ class EngineHandle:
             PrepareError: the last backward was not the last of its window, or parameters were frozen or
                 unfrozen after ``prepare``.
         """
-        if list(map(_REQUIRES_GRAD, chain(*self.groups))) != self.trained:
+        if self._is_trainability_changed:
             self._refuse_changed()
         if self.has_gradients and not self.window_complete:
             raise PrepareError(
@@ -140,6 +151,7 @@ class EngineHandle:
             self.engine.step()
         reduced_gradients.clear_reduced(self.engine_optimizer)
         self.has_gradients, self.grad_factor = False, 1.0
+        self.omitted_steps.reset()
         self.set_clipping(self.clip_norm)
 
     @contextmanager
@@ -171,6 +183,7 @@ class EngineHandle:
         if not self.has_gradients:
             return
         self.has_gradients, self.grad_factor, self.reduced = False, 1.0, {}
+        self.omitted_steps.reset()
         inner = self.engine_optimizer
         if hasattr(inner, "averaged_gradients"):
             inner.zero_grad(set_to_none=True)
@@ -260,29 +273,6 @@ def init_deepspeed(world: World) -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
-
-
-def check_nvme(config: Mapping[str, Any]) -> None:
-    """Refuse offload to NVMe where DeepSpeed's ``async_io`` is missing.
-
-    Raises:
-        SettingError: it is not installed, and cannot be built.
-    """
-    parts = ("offload_optimizer", "offload_param")
-    nvme_parts = [
-        part for part in parts if config_value(config, f"zero_optimization.{part}.device") == "nvme"
-    ]
-    if not nvme_parts:
-        return
-    from deepspeed.git_version_info import installed_ops  # type: ignore[import-not-found]
-    from deepspeed.ops.op_builder import AsyncIOBuilder  # type: ignore[import-not-found]
-
-    if not installed_ops.get(AsyncIOBuilder.NAME) and not AsyncIOBuilder().is_compatible(verbose=False):
-        raise SettingError(
-            f"{nvme_parts[0]}: DeepSpeed cannot use NVMe on this machine",
-            why="its async_io is compiled when it is used, and libaio or its headers are missing",
-            fix="apt install libaio-dev, or offload to the host: device 'cpu'",
-        )
 
 
 def make_engine(model: nn.Module, config: Mapping[str, Any], optimizer: Any, scheduler: Any) -> EngineHandle:

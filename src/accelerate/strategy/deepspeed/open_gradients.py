@@ -13,7 +13,7 @@ and ``bf16_optimizer.py``:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,8 @@ from accelerate.strategy.deepspeed.reduced_gradients import STAGE3_PARTITIONS, i
 from accelerate.strategy.protocol.gradient_sync import GradientPiece, OpenGradients, whole_piece
 
 if TYPE_CHECKING:
+    from weakref import WeakMethod
+
     from accelerate.strategy.deepspeed.engine_handle import DeepSpeedEngineRegistry, EngineHandle
     from accelerate.strategy.deepspeed.full_state import ParamFragment
 
@@ -34,6 +36,29 @@ class DeepSpeedOpenGradients(OpenGradients):
         engines: DeepSpeedEngineRegistry
 
         def trained_engines(self, models: Iterable[nn.Module]) -> list[EngineHandle]: ...
+
+    def set_step_owner(self, optimizer: Any, owner: WeakMethod[Callable[[str], None]]) -> None:
+        """Offer ``owner`` each step that the program leaves out."""
+        if (handle := self.engines.find_by_optimizer(optimizer)) is not None:
+            handle.omitted_steps.owner = owner
+
+    def has_partial_gradients(self, optimizer: Any) -> bool:
+        """Return whether the optimizer has gradients of a window that is not complete."""
+        handle = self.engines.find_by_optimizer(optimizer)
+        return handle is not None and handle.has_gradients and not handle.window_complete
+
+    def waiting_backwards(self, optimizer: Any, models: Sequence[Any] | None = None) -> int:
+        """Return the number of complete backwards whose gradients wait for a step.
+
+        Args:
+            optimizer: the user's.
+            models: those whose gradients count; None for all.
+        """
+        handle = self.engines.find_by_optimizer(optimizer)
+        if handle is None or not handle.has_gradients or not handle.window_complete:
+            return 0
+        is_named = models is None or any(self.engines.find(model) is handle for model in models)
+        return handle.omitted_steps.backwards if is_named else 0
 
     @property
     def has_readable_gradients(self) -> bool:

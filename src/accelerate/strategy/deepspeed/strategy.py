@@ -200,10 +200,10 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, Modul
             yield PrepareStep("place", f"the weights go to {self.world.device}", self._move_to_device)
 
     def _make_engine(self, bundle: PrepareBundle, job: EngineSpec) -> None:
-        from accelerate.strategy.deepspeed import engine_handle
+        from accelerate.strategy.deepspeed import engine_config, engine_handle
 
         engine_handle.init_deepspeed(self.world)
-        engine_handle.check_nvme(job.engine_config.config)
+        engine_config.check_nvme(job.engine_config.config)
         before = self.engines.find(job.model)
         module = self.unwrap(job.model)
         if before is not None:
@@ -294,19 +294,6 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, Modul
         for handle in self.engines.trained_engines():
             if handle.has_gradients and not handle.window_complete:
                 handle.grad_factor = factor
-
-    def has_gradients(self, optimizer: Any, models: Sequence[Any] | None = None, *, complete: bool) -> bool:
-        """Return whether the optimizer has gradients of a window that is complete, or of one that is not.
-
-        Args:
-            optimizer: the user's.
-            models: those whose gradients count; None for all.
-            complete: which of the two.
-        """
-        handle = self.engines.find_by_optimizer(optimizer)
-        if handle is None or not handle.has_gradients or handle.window_complete is not complete:
-            return False
-        return models is None or any(self.engines.find(model) is handle for model in models)
 
     def optimizer_params(self, optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
         """Return the user's parameters: DeepSpeed's optimizer has flat vectors of its own."""
