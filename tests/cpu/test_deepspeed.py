@@ -641,6 +641,40 @@ def stand_ins() -> None:
     assert rates[0] < rates[-1] == 0.01
 
 
+def configured_optimizer() -> None:
+    """DeepSpeed makes the optimizer of its configuration for a model without one; a reference gets none."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.utils import DummyOptim
+
+    params = {"lr": 0.01, "weight_decay": 0.1, "betas": [0.8, 0.9]}
+    config = {**ASKED["2"], "optimizer": {"type": "AdamW", "params": params}}
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    frozen, evaluated = tiny().requires_grad_(False), accelerator.prepare_model(tiny(), evaluation_mode=True)
+    assert accelerator.prepare(frozen).optimizer is None  # type: ignore[attr-defined]
+    assert not hasattr(evaluated, "optimizer")
+    unknown = object()
+    assert "engine" in str(accelerator.plan(cast("Any", tiny()), unknown, None))
+    model, same, nothing = accelerator.prepare(cast("Any", tiny()), unknown, None)
+    assert (same is unknown, nothing, len(accelerator._optimizers)) == (True, None, 1)
+    assert accelerator.prepare(cast("Any", tiny(1))).optimizer is None
+    reference = tiny()
+    plain = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], **params)
+    for words in batches(3):
+        accelerator.backward(loss_of(model, share(words, accelerator.process_index, 2)))
+        loss_of(reference, words).backward()
+        plain.step()
+        plain.zero_grad()
+    accelerator.wait_for_everyone()  # with the last step, which this program leaves out
+    for ours, theirs in zip(model.module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    # Beside a trained one a model has none.
+    accelerator, raw = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config)), tiny()
+    model, other, _ = accelerator.prepare(
+        cast("Any", raw), cast("Any", tiny(1)), DummyOptim(raw.parameters(), lr=0.01, weight_decay=0.1)
+    )
+    assert (model.optimizer is None, other.optimizer) == (False, None)
+
+
 def total_of_a_schedule() -> None:
     """``total_num_steps`` counts as for a schedule of torch, which two processes advance twice in a step."""
     from accelerate import Accelerator, DeepSpeedPlugin
@@ -731,7 +765,7 @@ def refused_case() -> None:
 USES = (
     *(omitted_steps, accumulate_by_hand, step_without_backward, zero_grad_first),
     *(bf16, windows, drop_gradients, two_models, two_accelerators, reference_model, apart, prepare_again),
-    *(engine_of_the_accelerator, stand_ins, total_of_a_schedule, refused_case),
+    *(engine_of_the_accelerator, stand_ins, configured_optimizer, total_of_a_schedule, refused_case),
 )
 
 

@@ -44,7 +44,8 @@ class PrepareBundle:
     """The objects of one ``prepare``, in the order of the call.
 
     Attributes:
-        objects: the objects; steps replace items in place, and append models that they prepare anew.
+        objects: the objects; steps replace items in place, and append models that they prepare anew,
+            and the plan the optimizer of DeepSpeed's configuration.
         kinds: the kind of each.
         training: False when the models are only evaluated.
         place_on_device: per object, whether it is moved to the device.

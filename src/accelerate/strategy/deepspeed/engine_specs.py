@@ -11,6 +11,7 @@ from torch import nn
 
 from accelerate.core.errors import PrepareError
 from accelerate.strategy.base import PrepareBundle
+from accelerate.strategy.deepspeed import config_tree
 from accelerate.strategy.deepspeed.config_tree import DummyOptim, as_param_groups, get_key
 from accelerate.strategy.deepspeed.engine_config import (
     DeepSpeedConfigInputs,
@@ -92,6 +93,24 @@ def engine_specs(
         handle = engines.find_by_optimizer(_user_optimizer(getattr(scheduler, "optimizer", None)))
         if handle is not None and getattr(scheduler, "scheduler", scheduler) is not handle.scheduler:
             refuse_second_schedule(scheduler, handle.config)
+
+
+def add_configured_optimizer(
+    bundle: PrepareBundle, engines: DeepSpeedEngineRegistry, config: Mapping[str, Any]
+) -> None:
+    """Add a stand-in for the optimizer of the configuration to a model without one, as 1.x does.
+
+    Not to a model beside one that trains, such as a reference model. Where values of the optimizer are
+    ``"auto"``, the program prepares the ``DummyOptim`` that has them.
+    """
+    section, models = config.get("optimizer"), _unique(bundle.objects_of("model"))
+    is_alone = len(models) == 1 and not bundle.objects_of("optimizer") and not engines.trained_engines()
+    if section and is_alone and not any(config_tree.auto_keys(section)):
+        params = [p for p in models[0].parameters() if p.requires_grad]
+        if params:
+            bundle.objects.append(DummyOptim(params))
+            bundle.kinds.append("optimizer")
+            bundle.place_on_device.append(False)
 
 
 def _pair_optimizers(bundle: PrepareBundle, engines: DeepSpeedEngineRegistry) -> list[tuple[Any, Any]]:

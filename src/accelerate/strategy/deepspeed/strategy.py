@@ -180,8 +180,10 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, Modul
 
     def prepare_steps(self, bundle: PrepareBundle) -> Iterator[PrepareStep]:
         """Return a step for each engine: a model with its optimizer and DeepSpeed's own schedule."""
-        from accelerate.strategy.deepspeed.engine_specs import engine_specs
+        from accelerate.strategy.deepspeed.engine_specs import add_configured_optimizer, engine_specs
 
+        if bundle.training:
+            add_configured_optimizer(bundle, self.engines, self.plugin.config_template())
         host, advances = self.world.device.type == "cpu", bundle.schedule_advances(self.data_shard.count)
         specs = engine_specs(
             bundle,
