@@ -188,6 +188,9 @@ OLD_FILES = {
     "distributed_type: DEEPSPEED\ndeepspeed_config:\n  overlap_comm: true\n": (
         "line 3: overlap_comm has no effect: it is a key of DeepSpeed's own configuration"
     ),
+    "distributed_type: DEEPSPEED\ndeepspeed_config:\n  gradient_checkpointing: true\n": (
+        "line 3: gradient_checkpointing has no effect: DeepSpeed has no such option; the script turns it on"
+    ),
     "deepspeed_config: {offload_param_pin_memory: 1, fp32_reduce_scatter: 1}\n": (
         "line 1: offload_param_pin_memory has no effect: it is a key of DeepSpeed's own configuration",
         "line 1: fp32_reduce_scatter has no effect: deepspeed_config has no such option",

@@ -193,7 +193,12 @@ COUNTERPARTS: dict[str, tuple[str, Any]] = {
 class DeepSpeedSettings(DeepSpeedOptions):
     """The options of DeepSpeed, and of its own launcher for several machines."""
 
-    __without_effect__: ClassVar[Mapping[str, str]] = dict.fromkeys(_JSON_KEYS.split(), _JSON_KEY_REASON)
+    __without_effect__: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(_JSON_KEYS.split(), _JSON_KEY_REASON),
+        # Not a slip for gradient_clipping, to which it is near.
+        "gradient_checkpointing": "DeepSpeed has no such option; the script turns it on, as by "
+        "model.gradient_checkpointing_enable()",
+    }
 
     deepspeed_multinode_launcher: str | None = setting(
         None,
