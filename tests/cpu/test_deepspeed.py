@@ -458,11 +458,25 @@ def zero_grad_first() -> None:
 
 
 def step_without_backward() -> None:
-    """The gradients of a plain ``loss.backward()`` are not DeepSpeed's, and the step says that."""
+    """The gradients of a plain ``loss.backward()`` are not DeepSpeed's, and the step says that.
+
+    It adds nothing for a program that drives the engine by itself.
+    """
     _, model, optimizer = engine(ASKED["2"])
     loss_of(model, next(batches(1))).backward()
     with pytest.warns(UserWarning, match=r"before any accelerator.backward\(loss\)"):
         optimizer.step()
+    accelerator, model, optimizer = engine({**ASKED["2"], "gradient_clipping": 0.5})
+    inner, losses = accelerator.deepspeed_engine_wrapped.engine, []
+    for words in batches(3):
+        loss = loss_of(model, share(words, accelerator.process_index, 2))
+        inner.backward(loss)
+        inner.step()
+        with pytest.warns(match=r"engine.step\(\) alone") if not losses else nullcontext():
+            optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    same_losses({"losses": losses})
 
 
 def two_models() -> None:

@@ -26,9 +26,9 @@ from accelerate.world.world import World
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _NO_BACKWARD = (
-    "optimizer.step() before any accelerator.backward(loss): DeepSpeed has no gradients to step with, and "
-    "changes nothing. Those of loss.backward() and of engine.backward(loss) are not used: call "
-    "accelerator.backward(loss)"
+    "optimizer.step() before any accelerator.backward(loss): it has no gradients to step with, and changes "
+    "nothing. Those of loss.backward() are not used, and those of engine.backward(loss) by engine.step() "
+    "alone: call accelerator.backward(loss)"
 )
 
 
