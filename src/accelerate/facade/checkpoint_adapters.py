@@ -371,9 +371,6 @@ class OpenWindow:
                 self.strategy.resume_window(model, *own.get("micro_batches", (0, 1)))
         gradients.sync_gradients, gradients.has_unweighted_grads = own["sync_gradients"], weighting is None
         gradients.resumed_window = own["window"]
-        # Only a program that steps by itself leaves complete gradients, to which its next backwards add.
-        for optimizer in self.prepared.optimizers if own["sync_gradients"] and not own["window"] else ():
-            optimizer.is_stepped_by_program = True
 
     def _load_weighting(
         self, states: Sequence[Mapping[str, Any]], own: Mapping[str, Any], is_same: bool

@@ -34,7 +34,9 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
     def step(self) -> None:  # type: ignore[override]
         """Take DeepSpeed's step, unless gradients are being accumulated."""
-        self.is_stepped_by_program = True
+        strategy: Any = self._strategy
+        if strategy is not None:
+            strategy.note_own_step(self.optimizer)
         super().step()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -52,7 +54,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
     def _waiting_backwards(self, models: Sequence[Any] | None = None) -> int:
         """Return how many backwards of ``models`` wait for a step, if no ``step`` was ever called."""
         strategy: Any = self._strategy
-        if self.is_stepped_by_program or strategy is None or not self.gradient_state.sync_gradients:
+        if strategy is None or not self.gradient_state.sync_gradients:
             return 0
         return strategy.waiting_backwards(self.optimizer, models)
 

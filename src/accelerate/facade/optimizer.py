@@ -63,7 +63,6 @@ class AcceleratedOptimizer(Optimizer):
         fuses_backward: it updates weights during ``Accelerator.lomo_backward``, and does not step.
         host_copies: host copies of parameters, by parameter, if it steps these; its own hooks copy each
             gradient during the backward.
-        is_stepped_by_program: under DeepSpeed, the program has called ``step``.
 
     Args:
         optimizer: the user's.
@@ -102,9 +101,9 @@ class AcceleratedOptimizer(Optimizer):
         self._partial_reads: Any = None  # until a step is taken, and on if that has read such numbers
         self._monitor: ReductionMonitor | None = None
         self._unreduced: set[torch.Tensor] = set()
-        self._run_pending: Callable[[], None] | None = None  # runs what a lazy device has recorded
-        self._is_accelerate_prepared = True
-        self._has_warned_of_drop = self.is_stepped_by_program = False
+        # Of a lazy device: it runs what the step has recorded.
+        self._run_pending: Callable[[], None] | None = None
+        self._is_accelerate_prepared, self._has_warned_of_drop = True, False
 
     def bind(
         self,

@@ -64,6 +64,7 @@ class DeepSpeedEngineCheckpointer:
         if self.world.rank == 0:
             ties = tied_names(self.handle.module)
             facts = {**self._layout, "optimizer": _describe_optimizer(self.handle), "tied": ties}
+            facts["is_stepped_by_program"] = self.handle.omitted_steps.is_over
             (tag_folder / MARK_FILE).write_text(json.dumps(facts), encoding="utf-8")
         return self._own_file_names(folder)
 
@@ -139,6 +140,7 @@ class DeepSpeedEngineCheckpointer:
         # In stage 3 each rank has saved its own.
         replicate_buffers(self.handle.module)
         self.handle.clear_gradients()
+        self.handle.omitted_steps.is_over |= bool(facts.get("is_stepped_by_program"))
 
     def _load_resharded(self, checkpoint: ZeroCheckpoint) -> None:
         """Load this rank's shards out of the files of all ranks."""

@@ -21,12 +21,13 @@ class OmittedStepWatch:
         owner: a weak reference to the function that takes a step which is left out; its argument names the
             call that shows it.
         backwards: the number of complete backwards since gradients were used or cleared.
+        is_over: the program has called ``optimizer.step()``, and leaves no step out.
     """
 
     def __init__(self, engine: Any, is_frozen: Callable[[], bool]) -> None:
         self.module: nn.Module = engine.module
         self.owner: Callable[[], Callable[[str], None] | None] = lambda: None
-        self.backwards = 0
+        self.backwards, self.is_over = 0, False
         self._is_frozen, self._hook = is_frozen, None
         for name in ("save_checkpoint", "save_16bit_model"):
             setattr(engine, name, self._offer_before(getattr(engine, name)))
@@ -37,6 +38,8 @@ class OmittedStepWatch:
         Not during a backward, in which a checkpointed forward runs again.
         """
         self.backwards += 1
+        if self.is_over:
+            return
 
         def before_forward(module: nn.Module, _: Any) -> None:
             # The reference model may be the trained one, whose adapters are off, and frozen, for so long.

@@ -42,20 +42,27 @@ class DeepSpeedOpenGradients(OpenGradients):
         if (handle := self.engines.find_by_optimizer(optimizer)) is not None:
             handle.omitted_steps.owner = owner
 
+    def note_own_step(self, optimizer: Any) -> None:
+        """Note that the program takes the steps of an optimizer, and leaves none out."""
+        if (handle := self.engines.find_by_optimizer(optimizer)) is not None:
+            handle.omitted_steps.is_over = True
+
     def has_partial_gradients(self, optimizer: Any) -> bool:
         """Return whether the optimizer has gradients of a window that is not complete."""
         handle = self.engines.find_by_optimizer(optimizer)
         return handle is not None and handle.has_gradients and not handle.window_complete
 
     def waiting_backwards(self, optimizer: Any, models: Sequence[Any] | None = None) -> int:
-        """Return the number of complete backwards whose gradients wait for a step.
+        """Return the number of complete backwards that wait for a step which the program leaves out.
 
         Args:
             optimizer: the user's.
             models: those whose gradients count; None for all.
         """
         handle = self.engines.find_by_optimizer(optimizer)
-        if handle is None or not handle.has_gradients or not handle.window_complete:
+        if handle is None or handle.omitted_steps.is_over:
+            return 0
+        if not handle.has_gradients or not handle.window_complete:
             return 0
         is_named = models is None or any(self.engines.find(model) is handle for model in models)
         return handle.omitted_steps.backwards if is_named else 0
