@@ -412,6 +412,15 @@ def omitted_step_before_a_save(folder: str) -> None:
         assert torch.equal(model.module.embed.weight, before)
         save(f"{folder}/by_engine")
         assert not torch.equal(model.module.embed.weight, before)
+    accelerator.backward(loss_of(model, mine))
+    model.load_checkpoint(f"{folder}/by_engine")
+    loaded = model.module.embed.weight.clone()
+    loss_of(model, mine)
+    assert torch.equal(model.module.embed.weight, loaded)
+    module, hooks = model.module, {*model.module._forward_pre_hooks}
+    accelerator.backward(loss_of(model, mine))
+    accelerator.free_memory()
+    assert module._forward_pre_hooks.keys() <= hooks
 
 
 def accumulate_by_hand() -> None:

@@ -472,6 +472,7 @@ def release_engine(handle: EngineHandle) -> None:
     engine = handle.engine
     for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook, *handle.hooks):
         hook.remove()
+    handle.omitted_steps.reset()
     if hasattr(engine.optimizer, "destroy"):
         engine.optimizer.destroy()
 

@@ -11,7 +11,7 @@ from torch import nn
 
 
 class OmittedStepWatch:
-    """Offers the step of complete gradients to its owner, before the next forward and before DeepSpeed saves.
+    """Offers the step of complete gradients to its owner, before the next forward, save or load of DeepSpeed.
 
     Args:
         engine: the ``DeepSpeedEngine``.
@@ -29,7 +29,8 @@ class OmittedStepWatch:
         self.owner: Callable[[], Callable[[str], None] | None] = lambda: None
         self.backwards, self.is_over = 0, False
         self._is_frozen, self._hook = is_frozen, None
-        for name in ("save_checkpoint", "save_16bit_model"):
+        # A load would otherwise be followed by a step with gradients of the weights before it.
+        for name in ("save_checkpoint", "save_16bit_model", "load_checkpoint"):
             setattr(engine, name, self._offer_before(getattr(engine, name)))
 
     def note_complete_backward(self) -> None:
@@ -68,10 +69,10 @@ class OmittedStepWatch:
         if (take_step := self.owner()) is not None:
             take_step(signal)
 
-    def _offer_before(self, save: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(save)
-        def save_after_step(*args: Any, **kwargs: Any) -> Any:
-            self._offer(f"{save.__name__}()")
-            return save(*args, **kwargs)
+    def _offer_before(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call_after_step(*args: Any, **kwargs: Any) -> Any:
+            self._offer(f"{method.__name__}()")
+            return method(*args, **kwargs)
 
-        return save_after_step
+        return call_after_step
