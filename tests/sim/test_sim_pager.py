@@ -668,14 +668,18 @@ def test_a_module_of_two_parents_gets_a_new_weight() -> None:
 
 
 @pytest.mark.usefixtures("_pins_memory")
-@pytest.mark.parametrize("how", ["stand-in", "by hand"])
+@pytest.mark.parametrize("how", ["stand-in", "by hand", "assigned"])
 def test_a_weight_that_is_changed_after_it_was_prefetched(how: str) -> None:
     """As adapters are merged in the forward of the layer before."""
 
     class Doubling(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
-            with nullcontext() if how == "stand-in" else align_module_device(self.next):
-                self.next.weight.data *= 2
+            if how == "assigned" and is_offloaded(self.next.weight):
+                weight = self.next._hf_hook.weights_map["weight"]
+                weight.data = weight.data * 2
+            else:
+                with align_module_device(self.next) if how == "by hand" else nullcontext():
+                    self.next.weight.data *= 2
             return super().forward(input)
 
     plain: Any = nn.Sequential(Doubling(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).requires_grad_(False)

@@ -195,6 +195,27 @@ def test_values_are_replaced_in_the_map() -> None:
     assert same(model, expected)
 
 
+@pytest.mark.parametrize("kind", ["new", "cast", "transposed"])
+def test_values_of_an_entry_of_the_map_are_assigned(kind: str) -> None:
+    """AMD Quark: ``weights_map[name].data`` is set to the quantized values of a layer."""
+    model, expected = cpu_offload(net(), SIM), net()
+    assert same(model)
+    weight: Any = model.last._hf_hook.weights_map["weight"]
+    weight.data = {
+        "new": torch.eye(4),
+        "cast": torch.eye(4, dtype=torch.float64),
+        "transposed": weight.data.t(),
+    }[kind]
+    expected.last.weight.data = weight.data.float().clone()
+    assert same(model, expected)
+    assert torch.equal(model.last._hf_hook.weights_map["weight"], expected.last.weight)
+    weight.data = torch.zeros(1, 4)
+    with pytest.raises(RuntimeError, match=r"last\.weight have the shape \[1, 4\]"):
+        out(model)
+    weight.data = torch.zeros(4, 4)
+    assert torch.equal(out(model), net().last.bias.expand(2, 4))
+
+
 def test_values_of_another_dtype_are_put_in_the_map() -> None:
     """They are copied in the dtype of the weight, as they are when the layer runs."""
     model, expected = dispatch_model(net(), {"first": 0, "middle": 0, "last": "cpu"}), net()

@@ -67,8 +67,8 @@ class TensorSource:
         return type(self).write is not TensorSource.write if self.whole is None else self.whole.in_memory
 
     @property
-    def changes(self) -> int:
-        """The number of changes of the values; a copy of fewer is out of date."""
+    def changes(self) -> Any:
+        """The number of changes of the values, and where they are: a copy of others is out of date."""
         return self._changes if self.whole is None else self.whole.changes
 
     def count_change(self) -> None:
@@ -99,6 +99,22 @@ class TensorSource:
         )
 
 
+def _fit_value(source: TensorSource, value: torch.Tensor) -> torch.Tensor:
+    """Return a value that a program may have assigned, in the dtype of its source.
+
+    Raises:
+        OffloadError: it has another shape.
+    """
+    if value.shape != source.shape:
+        raise OffloadError(
+            f"the offloaded values of {source.name} have the shape {list(value.shape)}, "
+            f"and the module expects {list(source.shape)}",
+            why="they belong to another version of the model",
+        )
+    same = value.dtype == source.dtype or not value.is_floating_point()
+    return value if same else value.to(source.dtype)
+
+
 class HostMemoryWeightSource(TensorSource):
     """A weight that lies in host memory, as a tensor of its own or as a view of a pinned block."""
 
@@ -106,9 +122,18 @@ class HostMemoryWeightSource(TensorSource):
         self.name, self.tensor = name, tensor
         self.shape, self.dtype = tensor.shape, tensor.dtype
 
+    @property
+    def changes(self) -> Any:
+        """The number of changes, and the memory of the tensor: programs assign ``tensor.data``."""
+        return self._changes, self.tensor.data_ptr(), self.tensor.stride()
+
     def host_tensor(self) -> torch.Tensor:
-        """Return the tensor itself."""
-        return self.tensor
+        """Return the tensor itself; one that a program has given another dtype is cast.
+
+        Raises:
+            OffloadError: it has been given another shape.
+        """
+        return _fit_value(self, self.tensor)
 
     def write(self, value: torch.Tensor) -> None:
         """Copy ``value`` into the tensor."""
@@ -220,15 +245,7 @@ class MappingSource(TensorSource):
         Raises:
             OffloadError: it has no such entry, or one of another shape.
         """
-        value = self._read_entry()
-        if value.shape != self.shape:
-            raise OffloadError(
-                f"the offloaded values of {self.name} have the shape {list(value.shape)}, "
-                f"and the module expects {list(self.shape)}",
-                why="they belong to another version of the model",
-            )
-        same = value.dtype == self.dtype or not value.is_floating_point()
-        return value if same else value.to(self.dtype)
+        return _fit_value(self, self._read_entry())
 
     def write(self, value: torch.Tensor) -> None:
         """Copy ``value`` into the mapping's tensor, if that is memory and not a file.

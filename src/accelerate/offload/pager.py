@@ -88,7 +88,7 @@ class ResidentPage:
         buffer: its bytes.
         copy_event: the event of the copy; a future of it while a thread reads the page; None: it is there.
         stream: where the buffer was allocated.
-        changes: of the weights, when they were read.
+        changes: those of the weights when they were read.
         users: how many open blocks have weights of it.
         is_ready: a stream waits for the copy.
     """
@@ -96,7 +96,7 @@ class ResidentPage:
     buffer: torch.Tensor
     copy_event: Any
     stream: Any
-    changes: int
+    changes: list[Any]
     users: int = 0
     is_ready: bool = False
 
@@ -299,6 +299,8 @@ class Pager:
         """Begin to copy a page to the device."""
         self._start_copying()
         changes = page.changes
+        if page.host is not None and changes != page.home_changes:
+            changes = self._bring_home(page)
         self.stats.copies += 1
         self.stats.bytes_copied += page.nbytes
         begin = time.perf_counter()
@@ -319,6 +321,19 @@ class Pager:
             assert self._reader is not None
             event = self._reader.submit(self._read_and_copy, page, [buffer], free)
             return ResidentPage(buffer, event, stream, changes)
+
+    def _bring_home(self, page: WeightPage) -> list[Any]:
+        """Copy values that a program has assigned to weights into the memory that the page is copied from.
+
+        Returns:
+            The changes of the page.
+        """
+        assigned = page.assigned_entries()
+        if assigned:
+            self.driver.synchronize(self.device.index)  # an earlier copy may still read it
+        with torch.inference_mode(False), torch.no_grad():
+            page.bring_home(assigned)
+        return page.home_changes
 
     def _start_copying(self) -> None:
         """Create the copy stream and the reading thread; the first copy is the first use of the device."""

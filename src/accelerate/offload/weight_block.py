@@ -51,13 +51,17 @@ class PagedWeight:
 
     Attributes:
         stand_in: what stands for it in the modules while its values are not on the device.
+        source: the source of the values as the page has them; the stand-in may get a cast of it later.
         offset: where it begins in the page, in bytes.
         stride: of the tensor on the device; dense tensors keep theirs.
+        home: its values in the host memory of the page, if that has some.
     """
+
+    home: torch.Tensor
 
     def __init__(self, stand_in: OffloadedTensor, offset: int) -> None:
         self.stand_in, self.offset = stand_in, offset
-        source = stand_in.source
+        self.source = source = stand_in.source
         self.dtype, self.size, self.nbytes = source.dtype, source.shape, source.nbytes
         # A dense tensor in memory keeps its strides, such as channels_last.
         tensor = source.tensor if isinstance(source, HostMemoryWeightSource) else None
@@ -72,6 +76,7 @@ class WeightPage:
     Attributes:
         nbytes: of all of them, with the gaps between them.
         host: the bytes in host memory, or None if the values are read from their sources each time.
+        home_changes: the ``changes`` when ``host`` was last seen to have the values.
         shared: several blocks have weights of it.
     """
 
@@ -82,6 +87,7 @@ class WeightPage:
             self.entries.append(PagedWeight(stand_in, self.nbytes))
             self.nbytes += -(-self.entries[-1].nbytes // ALIGNMENT) * ALIGNMENT
         self.host: torch.Tensor | None = None
+        self.home_changes: list[Any] = []
         self.shared = shared
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightPage:
@@ -96,9 +102,9 @@ class WeightPage:
         return tuple(id(entry.stand_in) for entry in self.entries)
 
     @property
-    def changes(self) -> int:
-        """The number of changes of its weights."""
-        return sum(entry.stand_in.source.changes for entry in self.entries)
+    def changes(self) -> list[Any]:
+        """The changes of its weights' values; a copy that was made before another one is out of date."""
+        return [entry.source.changes for entry in self.entries]
 
     def views(self, buffer: torch.Tensor) -> Iterator[tuple[PagedWeight, torch.Tensor]]:
         """Return each entry with its weight as a view of ``buffer``, the bytes of the page on some device."""
@@ -117,28 +123,47 @@ class WeightPage:
         """
         self.host = memory.region_of(self.entries[0].stand_in)
         if self.host is not None and self._is_in(self.host):
+            for entry in self.entries:
+                entry.home = entry.source.host_tensor().detach()
+            self.home_changes = self.changes
             return
         self.host = region = memory.allocate(self.nbytes)
         if region is None:
             return
         raw = region.numpy()
         for entry in self.entries:
-            source = entry.stand_in.source
             # A storage of its own over the same bytes: who saves or copies the weight gets no more than it.
             flat = torch.from_numpy(raw[entry.offset : entry.offset + entry.nbytes]).view(entry.dtype)
-            home = flat.as_strided(entry.size, entry.stride)
-            home.copy_(source.host_tensor().detach())
-            assert isinstance(source, HostMemoryWeightSource)
-            source.tensor.data = home  # the same object: mappings of weights have it too
+            entry.home = flat.as_strided(entry.size, entry.stride)
+        self.bring_home(self.entries)
         keys = {(memory.device.type, region.data_ptr() + entry.offset) for entry in self.entries}
         _regions.update(dict.fromkeys(keys, region))
         weakref.finalize(raw, lambda: [_regions.pop(key) for key in keys])  # the weights hold it
+
+    def assigned_entries(self) -> list[PagedWeight]:
+        """Return weights whose values are not in the page's host memory: programs assign ``tensor.data``."""
+
+        def is_home(values: torch.Tensor, home: torch.Tensor) -> bool:
+            return values.data_ptr() == home.data_ptr() and values.stride() == home.stride()
+
+        return [e for e in self.entries if not is_home(e.source.host_tensor(), e.home)]
+
+    def bring_home(self, entries: Iterable[PagedWeight]) -> None:
+        """Copy the values of weights into the page's host memory, which has them from now on."""
+        for entry in entries:
+            source = entry.source
+            assert isinstance(source, HostMemoryWeightSource)
+            values = source.host_tensor().detach()
+            # Assigned values may be a view of those before, such as their transpose.
+            entry.home.copy_(values.clone() if values.data_ptr() == entry.home.data_ptr() else values)
+            source.tensor.data = entry.home  # the same object: mappings of weights have it too
+        self.home_changes = self.changes
 
     def _is_in(self, region: torch.Tensor) -> bool:
         """Return True when the values lie in a region as the page has them."""
         begin = region.data_ptr()
         return region.numel() == self.nbytes and all(
-            address_of(entry.stand_in.source.host_tensor()) == begin + entry.offset for entry in self.entries
+            address_of(entry.source.host_tensor()) == begin + entry.offset for entry in self.entries
         )
 
 
@@ -249,7 +274,7 @@ class StagingBuffers:
 def read_page(page: WeightPage, buffer: torch.Tensor) -> None:
     """Read the values of a page into ``buffer``, on the host or on a device, one weight after the other."""
     for entry, view in page.views(buffer):
-        view.copy_(entry.stand_in.source.host_tensor().detach())
+        view.copy_(entry.source.host_tensor().detach())
 
 
 # ---------------------------------------------------------------------------------------------------- blocks
