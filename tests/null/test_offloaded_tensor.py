@@ -138,6 +138,40 @@ def test_changes_in_place_reach_the_memory() -> None:
     assert torch.equal(values, torch.full((2, 2), 6.0))
 
 
+def test_values_that_are_assigned_reach_the_memory() -> None:
+    values = torch.arange(4.0).reshape(2, 2)
+    weight = stand_in(values)
+    weight.data = weight.data.T
+    assert values.tolist() == [[0, 2], [1, 3]]
+    weight.data = torch.ones(2, 2, device="meta")
+    weight.data = weight.data + 1
+    assert values.tolist() == [[1, 3], [2, 4]]
+    for other in (torch.zeros(2), torch.zeros(2, 2, dtype=torch.int8)):
+        with pytest.raises(OffloadError, match="and cannot become"):
+            weight.data = other
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_a_weight_is_cast_by_an_assignment(is_file: bool) -> None:
+    """The tutorials of peft: ``param.data = param.data.to(torch.float32)``. The values stay as they are."""
+    values = torch.tensor([1.0, 1 / 3])
+    source = Frozen(values) if is_file else HostMemoryWeightSource("weight", values)
+    weight: Any = nn.Parameter(OffloadedTensor(source, CPU))
+    for dtype in (torch.float64, torch.float16, torch.float32):
+        weight.data = weight.data.to(dtype)
+        assert (weight.dtype, weight.data.dtype, weight.device.type) == (dtype, dtype, "meta")
+    assert torch.equal(weight.cpu(), values.half().float())
+    weight.data = torch.empty(2, dtype=torch.float16, device="meta")
+    assert torch.equal(weight.cpu(), values.half())
+    assert values.dtype == torch.float32
+    if is_file:
+        with pytest.raises(OffloadError, match="cannot be changed in place"):
+            weight.data = torch.ones(2)
+    else:
+        weight.data = torch.ones(2, dtype=torch.float64)
+        assert torch.equal(values, torch.ones(2))
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_changes_of_a_view_reach_the_memory(mode: Any) -> None:
     values = torch.zeros(3, 2)

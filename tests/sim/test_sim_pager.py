@@ -485,6 +485,21 @@ def test_data_that_a_forward_assigns_stays(kind: str) -> None:
         model[0].weight.data = torch.ones(1, WIDTH, device=SIM)
 
 
+@kinds
+def test_weights_are_cast_by_assignments_of_their_data(kind: str, tmp_path: Path) -> None:
+    """The tutorials of peft cast norms so, before and after a forward, and some programs all weights."""
+    plain: Any = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)).requires_grad_(False).half()
+    model = offloaded(copy.deepcopy(plain), kind, tmp_path)
+    with torch.no_grad():
+        for dtype in (torch.float32, torch.float64, torch.float16):
+            for net in (plain, model):
+                for parameter in net.parameters():
+                    parameter.data = parameter.data.to(dtype)
+            assert is_offloaded(model[0].weight)
+            x = inputs().to(dtype)
+            torch.testing.assert_close(model(x).cpu(), plain(x), atol=1e-3, rtol=1e-3)
+
+
 def test_weights_in_a_file_cannot_be_changed_in_place(tmp_path: Path) -> None:
     """A checkpoint is never written to, and no change is lost in silence."""
     model = nn.Sequential(Learning(), Layer())

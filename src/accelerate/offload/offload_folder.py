@@ -22,7 +22,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from accelerate.core.errors import OffloadError, PrepareError, warn_user
-from accelerate.offload.offloaded_tensor import HostMemoryWeightSource, TensorSource, in_memory
+from accelerate.offload.offloaded_tensor import (
+    HostMemoryWeightSource,
+    TensorSource,
+    check_replacement,
+    in_memory,
+)
 
 INDEX = "index.json"
 Folder: TypeAlias = "str | os.PathLike[str]"
@@ -290,18 +295,10 @@ class HostWeights(dict[str, torch.Tensor]):
         entry = self.get(name)
         if entry is None:
             super().__setitem__(name, value)
-        elif entry.shape == value.shape and (
-            entry.dtype == value.dtype or (entry.is_floating_point() and value.is_floating_point())
-        ):
+        else:
+            check_replacement(name, entry, value)
             with torch.no_grad():
                 entry.copy_(value)
-        else:
-            raise OffloadError(
-                f"{name} is offloaded as {entry.dtype} of shape {list(entry.shape)}, "
-                f"and cannot become {value.dtype} of shape {list(value.shape)}",
-                why="it has its place in memory that is copied to the device as one",
-                fix="take the hooks off, change the weight, and dispatch the model again",
-            )
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):

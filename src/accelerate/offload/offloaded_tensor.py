@@ -35,6 +35,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # The attribute of a tensor that is mapped from a file. It describes its memory: copies do not get it.
 FILE_MAPPING = "_mapped_from"
 _aten: Any = torch.ops.aten
+_TENSOR_DATA: Any = torch.Tensor.data
 _VIEWS_OF_ALL = (_aten.detach.default, _aten.alias.default)
 
 
@@ -111,8 +112,19 @@ def _fit_value(source: TensorSource, value: torch.Tensor) -> torch.Tensor:
             f"and the module expects {list(source.shape)}",
             why="they belong to another version of the model",
         )
-    same = value.dtype == source.dtype or not value.is_floating_point()
-    return value if same else value.to(source.dtype)
+    return value.to(source.dtype) if value.is_floating_point() else value
+
+
+def check_replacement(name: str, old: TensorSource | torch.Tensor, new: torch.Tensor) -> None:
+    """Raise OffloadError unless a weight can get the values of a tensor: of its shape and kind of numbers."""
+    is_alike = old.dtype == new.dtype or (old.dtype.is_floating_point and new.is_floating_point())
+    if old.shape != new.shape or not is_alike:
+        raise OffloadError(
+            f"{name} is offloaded as {old.dtype} of shape {list(old.shape)}, "
+            f"and cannot become {new.dtype} of shape {list(new.shape)}",
+            why="it has its place in memory that is copied to the device as one",
+            fix="take the hooks off, change the weight, and dispatch the model again",
+        )
 
 
 class HostMemoryWeightSource(TensorSource):
@@ -184,8 +196,7 @@ class CastSource(TensorSource):
     """
 
     def __init__(self, whole: TensorSource, dtype: torch.dtype) -> None:
-        self.name, self.shape, self.dtype = whole.name, whole.shape, dtype
-        self.whole = whole
+        self.name, self.shape, self.dtype, self.whole = whole.name, whole.shape, dtype, whole
 
     def host_tensor(self) -> torch.Tensor:
         """Return the values, cast."""
@@ -307,11 +318,7 @@ def unchanged_source(tensor: torch.Tensor) -> TensorSource | None:
 
 def has_same_bytes(value: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True when two tensors have the same bytes; NaN is equal to itself."""
-    return torch.equal(_bytes_of(value), _bytes_of(other))
-
-
-def _bytes_of(value: torch.Tensor) -> torch.Tensor:
-    return value.contiguous().reshape(-1).view(torch.uint8)
+    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (value, other)))
 
 
 # ------------------------------------------------------------------------------------------------- stand-ins
@@ -358,14 +365,35 @@ class OffloadedTensor(torch.Tensor):
         stand_in.source, stand_in.execution_device = source, device
         return stand_in
 
+    @property
+    def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The weight without its history; the same values in another dtype can be set, or others.
+
+        Where only the dtype differs, the values stay as they are and are cast when they are read. Others are
+        written to where the weight is, in the dtype that it is kept in. A meta tensor sets the dtype alone.
+        """
+        return _TENSOR_DATA.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        own = self.source
+        check_replacement(own.name, own, value)
+        source = cast_source(own, value.dtype)
+        if source_of(value) is not own and not value.is_meta:
+            value = value.detach().cpu()
+            if not has_same_bytes(value, source.host_tensor().detach()):
+                source.write(value.clone())  # it may be a view of the values before
+                source.count_change()
+        _TENSOR_DATA.__set__(self, OffloadedTensor(source, self.execution_device))
+        self.source = source
+
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"OffloadedTensor({self.source.name!r}, {tuple(self.shape)}, {self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         # The memo keeps a hook's mapping and the stand-ins over it together; files are not copied.
-        stand_in = memo[id(self)] = make_stand_in(
-            self, copy.deepcopy(self.source, memo), self.execution_device
-        )
+        source = copy.deepcopy(self.source, memo)
+        stand_in = memo[id(self)] = make_stand_in(self, source, self.execution_device)
         return stand_in
 
     def __setitem__(self, index: Any, value: Any) -> None:

@@ -29,7 +29,12 @@ from accelerate.offload.module_tensors import (
     restore_stand_ins,
     tensor_slots,
 )
-from accelerate.offload.offloaded_tensor import HostMemoryWeightSource, OffloadedTensor, make_stand_in
+from accelerate.offload.offloaded_tensor import (
+    CastSource,
+    HostMemoryWeightSource,
+    OffloadedTensor,
+    make_stand_in,
+)
 from accelerate.world import world as worlds
 
 ALIGNMENT = 512  # bytes between the starts of two weights; kernels like it, and every dtype divides it
@@ -466,7 +471,7 @@ class WeightBlock:
             views = [
                 pair for page, buffer in zip(self.pages, buffers, strict=True) for pair in page.views(buffer)
             ]
-            values = [(entry.stand_in, view) for entry, view in views]
+            values = [(entry.stand_in, _as_stand_in(view, entry)) for entry, view in views]
             values += [(s, s.source.host_tensor().to(s.execution_device)) for s in self.wrappers]
         for stand_in, view in values:
             view = view.data  # with a version of its own: a buffer may be changed in place beside weights
@@ -490,6 +495,15 @@ class WeightBlock:
             OffloadError: values were changed that are stored in a file.
         """
         return restore_stand_ins(self._materialized)
+
+
+def _as_stand_in(view: torch.Tensor, entry: PagedWeight) -> torch.Tensor:
+    """Return a weight of a page in the dtype that its stand-in has been given since the page was made."""
+    source = entry.stand_in.source
+    if source is entry.source:
+        return view
+    is_cast = isinstance(source, CastSource) and source.whole is entry.source
+    return view.to(source.dtype) if is_cast else source.read(view.device)
 
 
 def _make_parameter(stand_in: Any, view: torch.Tensor, gradients: bool) -> torch.Tensor:
