@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 from collections import UserDict
 from collections.abc import Generator
@@ -813,16 +814,21 @@ def test_layers_are_compiled_whole(places: dict[str, Any]) -> None:
     assert len(counts) <= 3, counts
 
 
-def test_layers_may_be_compiled_one_by_one() -> None:
+@pytest.mark.parametrize("home", ["cpu", 0])
+def test_layers_may_be_compiled_one_by_one(home: Any) -> None:
     model, x, graphs = built(), inputs(), list[int]()
     expected = model(x)
-    dispatch_model(model, {"inp": 0, "layers": "cpu", "out": 0})
+    torch._dynamo.reset()
+    dispatch_model(model, {"inp": "cpu", "layers": home, "out": 0})
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected)
+    layer: Any = model.layers[0]  # type: ignore[index]
+    assert isinstance(layer.up.forward, functools.partial), "clients look for it, until something is compiled"
 
     def count(graph: Any, _: Any) -> Any:
         graphs.append(len(graph.graph.nodes))
         return graph.forward
 
-    torch._dynamo.reset()
     for place, layer in enumerate(list(model.layers)):
         model.layers[place] = torch.compile(layer, backend=count)
     with torch.no_grad():

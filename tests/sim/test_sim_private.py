@@ -6,6 +6,7 @@ As in ``tests/clients/test_big_private.py`` for hooks that compute on the CPU; h
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import inspect
 from collections.abc import Generator
@@ -291,6 +292,10 @@ def test_what_clients_set_inside_of_a_block_is_called(how: str, homes: Any, monk
     dispatch_model(model, homes, main_device=SIM, force_hooks=True)
     layer: Any = model[0][0].last
     counting, hook, old = Counting(), layer._hf_hook, layer._old_forward
+    # DeepCompressor and TensorRT-Edge-LLM know a dispatched layer by these.
+    assert isinstance(layer.forward, functools.partial)
+    assert layer.forward.__wrapped__ is old
+    assert inspect.signature(layer.forward) == inspect.signature(net().last.forward)
     if how == "old forward":
         layer._old_forward = lambda x: old(counting.pre_forward(layer, x)[0][0]) * 2
     elif how == "hook":

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import sys
+import types
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 
 from accelerate.core.errors import OffloadError
@@ -42,6 +46,7 @@ class DispatchHook(AlignDevicesHook):
         block: the weights that are needed while the module runs.
         enclosing_block: the block that this module is a part of.
         is_inner: it has nothing to do while a module around it runs.
+        is_compiled: a program compiles the model, or a part of it.
     """
 
     def __init__(
@@ -59,7 +64,8 @@ class DispatchHook(AlignDevicesHook):
         self._watched_children: list[tuple[dict[str, Any], str, nn.Module]] = []
         self.block: WeightBlock | None = None
         self.enclosing_block: WeightBlock | None = None
-        self.is_inner = False
+        self.is_inner = self.is_compiled = False
+        self._backends = _count_backends()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DispatchHook:
         twin = memo[id(self)] = copy.copy(self)
@@ -327,9 +333,14 @@ def hook_of(module: nn.Module) -> DispatchHook | None:
 
 def _dispatched_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a dispatched module; ``torch.compile`` does not trace into it."""
+    hook = hook_of(module)
     if "torch._dynamo" in sys.modules:
         _skip_in_compiler()
-    hook = hook_of(module)
+        if hook is not None and not hook.is_compiled:
+            # The compiler takes what this thread calls now, or will take parts of the model, one by one.
+            hook.is_compiled = bool(get_eval_frame_callback()) or _count_backends() != hook._backends
+            if hook.is_compiled:
+                _share_forwards(module)
     if hook is None:
         return _hooked_forward(module, *args, **kwargs)
     return hook.run_forward(module, args, kwargs)
@@ -354,3 +365,51 @@ def _skip_in_compiler() -> None:
 
     for name in _SKIPPED_IN_COMPILER.split():
         rules.add(f"accelerate.{name}")
+
+
+def _count_backends() -> int:
+    """Return how many backends programs have compiled with: each ``torch.compile`` by name adds one."""
+    eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
+    # That of functions which are not to be compiled is None.
+    return 0 if eval_frame is None else sum(map(bool, eval_frame.cached_backends.values()))
+
+
+# ------------------------------------------------------------------------------------------- inner forwards
+
+# Forward of a class -> the function that stands for it. It has no reference to its key.
+_FORWARDS: weakref.WeakKeyDictionary[types.FunctionType, types.FunctionType] = weakref.WeakKeyDictionary()
+
+
+class InnerForward(functools.partial[Any]):
+    """The forward of a module that has an inner hook, while nothing is compiled.
+
+    Clients look for a ``functools.partial`` with ``__wrapped__``, and then replace ``_old_forward``.
+    """
+
+
+def _share_forwards(module: nn.Module) -> None:
+    """Make methods of the inner forwards in a module, which a compiler is about to trace.
+
+    It compares methods by their functions, and partials by identity: now layers of a class share one graph.
+    """
+    for part in module.modules():
+        attributes = attributes_of(part)
+        forward, original = (
+            attributes.get("forward"),
+            getattr(attributes.get("_old_forward"), "__func__", None),
+        )
+        if isinstance(forward, InnerForward) and isinstance(original, types.FunctionType):
+            part.forward = types.MethodType(_forward_of_class(original, forward.func), part)
+
+
+def _forward_of_class(original: types.FunctionType, inner: Any) -> types.FunctionType:
+    """Return the function that stands for the forward of a class, with its name and signature."""
+    forward = _FORWARDS.get(original)
+    if forward is None:
+        # Compiled graphs belong to the code of a function, and there are few for each.
+        code = inner.__code__.replace(co_name=original.__qualname__)
+        forward: Any = functools.update_wrapper(types.FunctionType(code, inner.__globals__), original)
+        del forward.__wrapped__
+        forward.__signature__ = inspect.signature(original)
+        _FORWARDS[original] = forward
+    return forward

@@ -8,9 +8,6 @@ a pager copies to it in turn.
 from __future__ import annotations
 
 import functools
-import inspect
-import types
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +19,7 @@ from torch import nn
 from accelerate.core.errors import DeviceError
 from accelerate.offload.dispatch_hook import (
     DispatchHook,
+    InnerForward,
     _dispatched_forward,
     attach_hook,
     show_hook,
@@ -484,9 +482,6 @@ def _device_changes(
 # The hooks of modules inside of a block, or of a resident part, have nothing to do while a module around them
 # runs. ``torch.compile`` traces these functions into its graphs, and none of the files that move weights.
 
-# Forward of a class -> the function that stands for it. It has no reference to its key.
-_FORWARDS: weakref.WeakKeyDictionary[types.FunctionType, types.FunctionType] = weakref.WeakKeyDictionary()
-
 
 def attach_inner_hook(module: Any, hook: DispatchHook) -> None:
     """Attach the hook of a module inside of a block, or of a resident part of the model.
@@ -498,26 +493,7 @@ def attach_inner_hook(module: Any, hook: DispatchHook) -> None:
     show_hook(module, hook)
     if attributes_of(module).get("_hf_hook") is not hook or not is_callable(module):
         return
-    # Methods are compared by their functions, partials by identity: layers of a class share one graph.
-    original = getattr(module._old_forward, "__func__", None)
-    if isinstance(original, types.FunctionType):
-        module.forward = types.MethodType(_forward_of_class(original), module)
-    else:
-        forward = functools.partial(_inner_forward, module)
-        module.forward = functools.update_wrapper(forward, module._old_forward)
-
-
-def _forward_of_class(original: types.FunctionType) -> types.FunctionType:
-    """Return the function that stands for the forward of a class, with its name and signature."""
-    forward = _FORWARDS.get(original)
-    if forward is None:
-        # Compiled graphs belong to the code of a function, and there are few for each.
-        code = _inner_forward.__code__.replace(co_name=original.__qualname__)
-        forward: Any = functools.update_wrapper(types.FunctionType(code, globals()), original)
-        del forward.__wrapped__
-        forward.__signature__ = inspect.signature(original)
-        _FORWARDS[original] = forward
-    return forward
+    module.forward = functools.update_wrapper(InnerForward(_inner_forward, module), module._old_forward)
 
 
 def _inner_forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
