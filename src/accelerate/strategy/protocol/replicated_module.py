@@ -100,7 +100,7 @@ class ReplicatedModule:
     _replica: DistributedDataParallel
     _progress: ReplicaProgress
     _user_module: nn.Module
-    _wrapper_names: ClassVar[frozenset[str]]
+    _wrapper_names: ClassVar[Any]
 
     def set_replica(self, replica: DistributedDataParallel | None) -> None:
         """Use another object of torch; ``nn.Module`` would register it as a part of the model."""
@@ -238,6 +238,7 @@ _FORWARDED_MEMBERS = (
     # Of torch.distributed.algorithms.Join.
     *("join_hook", "join_device", "join_process_group", "_join_config"),
 )
+_CLASS_NAMES = ("__module__", "__qualname__", "__doc__")
 _WRAPPER_MEMBERS: dict[str, Any] = {name: _replica_property(name) for name in _FORWARDED_MEMBERS} | {
     "no_sync": _no_sync,
     "module": property(_module),
@@ -271,23 +272,20 @@ def replicate(module: nn.Module, **options: Any) -> nn.Module:
         options: arguments of ``torch.nn.parallel.DistributedDataParallel``.
     """
     # What torch's wrapper has, unless the model has something of that name itself.
-    names = frozenset(name for name in _WRAPPER_MEMBERS if not hasattr(module, name))
-    replica = DistributedDataParallel(module, **options)
-    view: Any = object.__new__(_replicated_class(type(module), names))
-    view.__dict__ = module.__dict__
-    view.set_replica(replica)
-    object.__setattr__(view, "_progress", ReplicaProgress().follow(replica))
-    object.__setattr__(view, "_user_module", module)
-    return view
-
-
-def _replicated_class(module_class: type[nn.Module], names: frozenset[str]) -> type[ReplicatedModule]:
-    """Return the one class of views of modules of a class that have these members of torch's wrapper."""
+    members = {name: each for name, each in _WRAPPER_MEMBERS.items() if not hasattr(module, name)}
+    replica, module_class = DistributedDataParallel(module, **options), type(module)
+    # One class for all modules of a class: programs compare the classes of two prepared models.
     for kind in module_class.__subclasses__():
-        if vars(kind).get("_wrapper_names") == names:
-            return kind  # type: ignore[return-value]
-    members = {name: getattr(module_class, name) for name in ("__module__", "__qualname__", "__doc__")}
-    members |= {name: _WRAPPER_MEMBERS[name] for name in names}
-    members |= {"__slots__": ("_replica", "_progress", "_user_module"), "_wrapper_names": names}
-    members["forward"] = _synchronized_forward(module_class)
-    return type(module_class.__name__, (ReplicatedModule, module_class), members)
+        if vars(kind).get("_wrapper_names") == members.keys():
+            break
+    else:
+        own: dict[str, Any] = {name: getattr(module_class, name) for name in _CLASS_NAMES}
+        own |= {"_wrapper_names": members.keys(), "forward": _synchronized_forward(module_class)}
+        own["__slots__"] = ("_replica", "_progress", "_user_module")
+        kind = type(module_class.__name__, (ReplicatedModule, module_class), members | own)
+    view: Any = object.__new__(kind)
+    view.__dict__ = module.__dict__
+    parts = {"_replica": replica, "_progress": ReplicaProgress().follow(replica), "_user_module": module}
+    for name, part in parts.items():
+        object.__setattr__(view, name, part)  # nn.Module would register modules as parts of the model
+    return view
