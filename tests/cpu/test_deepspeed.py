@@ -579,6 +579,45 @@ def engine_of_the_accelerator() -> None:
     assert not hasattr(accelerator, "deepspeed_config")
 
 
+def engine_wrappers_of_a_program() -> None:
+    """Its ``backward`` is called, and may step; None makes the next ``prepare`` build a new engine."""
+    from accelerate.core.errors import PrepareError
+    from accelerate.utils import DeepSpeedEngineWrapper
+
+    class CountingWrapper(DeepSpeedEngineWrapper):
+        calls = 0
+
+        def backward(self, loss: Any, sync_gradients: bool = True, **kwargs: Any) -> None:
+            self.calls += 1
+            super().backward(loss, sync_gradients, **kwargs)
+
+    endless = float("inf")
+    accelerator, model, optimizer = engine(ASKED["2"], window=2)
+    wrapper = accelerator.deepspeed_engine_wrapped = CountingWrapper(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*optimizer.step.. before any")
+        losses = loop(accelerator, model, optimizer, clip=endless)["losses"]
+    assert losses == pytest.approx(alone(2, endless)["losses"], abs=1e-5)
+    assert accelerator.deepspeed_engine_wrapped is wrapper
+    assert wrapper.calls == STEPS
+    with pytest.raises(PrepareError, match="num_items"):
+        accelerator.backward(loss_of(model, next(batches(1))), num_items=1)
+    # Trainers that choose other layers in the middle of a run, as LMFlow's does for LISA.
+    model.destroy()
+    accelerator.deepspeed_engine_wrapped = None
+    assert accelerator.deepspeed_engine_wrapped is None
+    with pytest.raises(PrepareError, match="DeepSpeedEngine was released"):
+        accelerator.deepspeed_engine_wrapped = wrapper
+    module = model.module
+    module.load_state_dict(tiny().state_dict())
+    _, optimizer = accelerator.prepare(module, adamw(module))
+    same_losses(loop(accelerator, model, optimizer, steps=4), window=2)
+    accelerator.deepspeed_engine_wrapped = own = DeepSpeedEngineWrapper(model)
+    accelerator.backward(loss_of(model, next(batches(1))))
+    assert accelerator.deepspeed_engine_wrapped is own
+    assert accelerator.clip_grad_norm_(model.parameters(), endless) > 0
+
+
 def apart() -> None:
     """A model alone, then its optimizer; both stay the objects that the script has."""
     for stage in ("2", "3"):
@@ -788,7 +827,8 @@ def refused_case() -> None:
 USES = (
     *(omitted_steps, accumulate_by_hand, step_without_backward, zero_grad_first),
     *(bf16, windows, drop_gradients, two_models, two_accelerators, reference_model, apart, prepare_again),
-    *(engine_of_the_accelerator, stand_ins, configured_optimizer, total_of_a_schedule, refused_case),
+    *(engine_of_the_accelerator, engine_wrappers_of_a_program, stand_ins, configured_optimizer),
+    *(total_of_a_schedule, refused_case),
 )
 
 

@@ -350,6 +350,14 @@ class Accelerator(ProcessMixin):
         lambda self, handler: setattr(self.strategy, "handler", handler),
         doc="The options of DDP: those that the next ``prepare`` uses, or that were given where none does.",
     )
+    deepspeed_engine_wrapped: ComponentAttribute[Any] = ComponentAttribute(
+        "strategy.deepspeed_engine_wrapped",
+        """The wrapper of the first DeepSpeed engine (``.engine``); None before ``prepare``.
+
+        ``backward`` calls that of a wrapper that is assigned. None releases all engines, as ``free_memory``
+        does, so that the next ``prepare`` makes new ones. Without DeepSpeed there is no such attribute.
+        """,
+    )
     _models = ComponentAttribute[list[nn.Module]]("_prepared.models", "The prepared models.")
     _optimizers = ComponentAttribute[list[AcceleratedOptimizer]](
         "_prepared.optimizers", "The prepared optimizers."
@@ -513,20 +521,6 @@ class Accelerator(ProcessMixin):
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The selected DeepSpeed plugin; None without DeepSpeed."""
         return self.state.deepspeed_plugin
-
-    @property
-    def deepspeed_engine_wrapped(self) -> Any:
-        """The wrapper of the first DeepSpeed engine (``.engine``); None before ``prepare``.
-
-        Raises:
-            AttributeError: this ``Accelerator`` does not use DeepSpeed.
-        """
-        from accelerate.facade.engine_wrappers import DeepSpeedEngineWrapper
-
-        strategy: Any = self.strategy
-        if strategy.name != "deepspeed":
-            raise AttributeError("deepspeed_engine_wrapped: this Accelerator does not use DeepSpeed")
-        return next((DeepSpeedEngineWrapper(handle.engine) for handle in strategy.engines), None)
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class DeepSpeedEngineWrapper:
     """The wrapper of a DeepSpeed engine made by hand: backward, and the step when gradients are complete.
 
     An ``Accelerator`` shows it as ``deepspeed_engine_wrapped``, and does not use it: there the step is taken
-    in ``optimizer.step()``.
+    in ``optimizer.step()``. A program that assigns an object with another ``backward`` has that one called.
 
     Args:
         engine: the DeepSpeed engine.

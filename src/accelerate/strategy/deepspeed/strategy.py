@@ -22,19 +22,18 @@ from accelerate.core.packages import is_installed
 from accelerate.strategy.base import (
     EarlyPartitioning,
     EngineCheckpoint,
-    EngineStrategy,
     ModuleWrapping,
     PrepareBundle,
     PrepareStep,
     StrategyRequest,
     StrategySelection,
 )
+from accelerate.strategy.deepspeed.backward import DeepSpeedBackward
 from accelerate.strategy.deepspeed.open_gradients import DeepSpeedOpenGradients
 from accelerate.strategy.launch_settings import deepspeed as deepspeed_settings
 from accelerate.strategy.protocol.gradient_sync import (
     NO_CONTEXT,
     ZeroBackward,
-    graph_leaves,
     run_with_zero_gradients,
 )
 
@@ -68,7 +67,7 @@ def GatheredParameters(  # noqa: N802 - DeepSpeed's own name for it
         yield
 
 
-class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, ModuleWrapping):
+class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, DeepSpeedBackward, ModuleWrapping):
     """Training by DeepSpeed, with one engine for each model."""
 
     name: ClassVar[str] = "deepspeed"
@@ -82,6 +81,7 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, Modul
     _wrapper_classes: ClassVar[Mapping[str, str]] = {
         "optimizer": "accelerate.facade.engine_wrappers:DeepSpeedOptimizerWrapper",
         "scheduler": "accelerate.facade.engine_wrappers:DeepSpeedSchedulerWrapper",
+        "engine": "accelerate.facade.engine_wrappers:DeepSpeedEngineWrapper",
     }
 
     def __init__(self, request: StrategyRequest) -> None:
@@ -235,6 +235,7 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, Modul
 
     def forget(self) -> None:
         """Release the engines; a model may be prepared again."""
+        del self.deepspeed_engine_wrapped
         self.engines.clear()
 
     def advances_scheduler(self, scheduler: Any) -> bool:
@@ -242,40 +243,6 @@ class DeepSpeed(DeepSpeedOpenGradients, EarlyPartitioning, EngineStrategy, Modul
         return any(handle.scheduler is scheduler for handle in self.engines if handle.scheduler is not None)
 
     # --- the loop
-
-    def should_divide_loss(self, kwargs: dict[str, Any]) -> bool:
-        """Return False where ``scale_wrt_gas=False`` says that the loss is divided already."""
-        return bool(kwargs.pop("scale_wrt_gas", True))
-
-    def backward(self, loss: torch.Tensor, *, sync_gradients: bool = True, **kwargs: Any) -> None:
-        """Run the backward through the engine whose model computed the loss.
-
-        Raises:
-            PrepareError: it comes from no trained engine, or from several.
-        """
-        handle = self._engine_of_loss(loss)
-        complete = sync_gradients and id(handle.engine) not in self._no_sync_engines
-        handle.backward(loss, complete=complete, **kwargs)
-
-    def _engine_of_loss(self, loss: torch.Tensor) -> EngineHandle:
-        trained = self.engines.trained_engines()
-        if len(trained) == 1:
-            return trained[0]
-        if not trained:
-            raise PrepareError(
-                "backward before a model was prepared with its optimizer",
-                fix="model, optimizer = accelerator.prepare(model, optimizer)",
-            )
-        below = graph_leaves(loss)
-        matches = [handle for handle in trained if not below.isdisjoint(handle.module.parameters())]
-        if len(matches) == 1:
-            return matches[0]
-        names = ", ".join(type(handle.module).__name__ for handle in matches) or "none of them"
-        raise PrepareError(
-            f"backward of a loss that comes from {len(matches)} of {len(trained)} prepared models",
-            why=f"each DeepSpeed engine runs the backward of its own model; this loss reaches {names}",
-            fix="detach() what comes from the other models, or prepare one module that contains them",
-        )
 
     def accumulation_context(self, models: Iterable[nn.Module], *, sync: bool) -> AbstractContextManager[Any]:
         """Return a context in which backwards do not complete the window where ``sync`` is False."""
