@@ -15,7 +15,14 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+)
 
 from accelerate.core.errors import PrepareError
 from tests.support.ranks import RankServer, same_on_all
@@ -783,6 +790,28 @@ def gradient_of_own_rank() -> tuple[str, float]:
 
 def test_a_program_may_keep_gradients_from_being_reduced(ranks: RankServer) -> None:
     assert ranks(2, gradient_of_own_rank) == [("NO", 0.0), ("NO", 1.0)]
+
+
+def read_on_rank_zero() -> list[int]:
+    """Trainers that prune a model evaluate it on rank 0 alone, and put the number back afterwards."""
+    from accelerate import Accelerator, DataLoaderConfiguration
+
+    sharing = DataLoaderConfiguration(dispatch_batches=True)
+    accelerator = Accelerator(cpu=True, rng_types=["torch"], dataloader_config=sharing)
+    data, rows = TensorDataset(torch.arange(4)), list[int]()
+    with pytest.warns(UserWarning, match=r"was set to 1: a loader that is prepared now is not sharded"):
+        accelerator.state.num_processes = 1
+    if accelerator.is_main_process:
+        loaders = DataLoader(data, batch_size=2), DataLoader(data, sampler=DistributedSampler(data))
+        whole, own = accelerator.prepare(*loaders)
+        rows = [row for (batch,) in whole for row in batch.tolist()] + [len(own), whole.total_batch_size]
+    accelerator.wait_for_everyone()
+    accelerator.state.num_processes = 2
+    return rows + [row for (batch,) in accelerator.prepare(DataLoader(data, 2)) for row in batch.tolist()]
+
+
+def test_rank_zero_alone_reads_a_whole_loader(ranks: RankServer) -> None:
+    assert ranks(2, read_on_rank_zero) == [[0, 1, 2, 3, 2, 2, 0, 1], [2, 3]]
 
 
 def own_answer() -> list[Any]:

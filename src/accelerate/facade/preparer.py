@@ -40,6 +40,7 @@ from accelerate.strategy.base import (
     ObjectKind,
     PrepareBundle,
     PrepareStep,
+    RankDataShard,
 )
 
 logger = logging.getLogger(__name__)
@@ -432,9 +433,12 @@ class Preparer:
         more: dict[str, Any] = {"shard": config.shard} if config.shard != "auto" else {}
         if config.legacy_random_numbers:
             more["legacy_random_numbers"] = True
-        share = strategy.data_shard
-        slicer = None
-        if isinstance(strategy, DataSharding):
+        share, slicer = strategy.data_shard, None
+        # A program that assigns 1 to ``num_processes`` may go on alone: no rank waits for another here.
+        is_whole = world.reported.get("num_processes") == 1 and share.count == world.size > 1
+        if is_whole:
+            share, more["shard"] = RankDataShard(1, 0), False
+        elif isinstance(strategy, DataSharding):
             share, slicer = strategy.data_shard_for(loader), strategy.batch_slicer_for(loader)
         if share.micro_batches > 1 and not isinstance(loader, DataLoaderShard):
             loader = join_batches(loader, share.micro_batches)
@@ -450,8 +454,8 @@ class Preparer:
             process_index=share.index,
             split_batches=config.split_batches,
             put_on_device=place,
-            rng_types=self.options.rng_types,
-            dispatch_batches=config.dispatch_batches,
+            rng_types=None if is_whole else self.options.rng_types,
+            dispatch_batches=None if is_whole else config.dispatch_batches,
             even_batches=config.even_batches,
             use_seedable_sampler=config.use_seedable_sampler,
             data_seed=config.data_seed,
@@ -459,7 +463,7 @@ class Preparer:
             use_stateful_dataloader=config.use_stateful_dataloader,
             **more,
         )
-        if share.count < world.size and isinstance(shard, DataLoaderShard):
+        if share.count < world.size and not is_whole and isinstance(shard, DataLoaderShard):
             shard.set_data_shard(share.count, share.index)
         loaders, hardware = runtime.gradients.loaders, world.hardware
         loaders.run_pending = hardware.run_pending if hardware.is_lazy else None

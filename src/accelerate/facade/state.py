@@ -65,9 +65,12 @@ def _report_assignments(owner: type, name: str, field: str) -> None:
         if value == true_value:
             return
         state.world.reported[name] = value
+        is_alone = name == "num_processes" and value == 1
+        effect = "a loader that is prepared now is not sharded, but for a device mesh. Collectives"
         warn_user(
-            f"{owner.__name__}().{name} was set to {value}: it only reads so. Loaders and collectives go on "
-            f"with {true_value}, that of the process group: start processes by accelerate launch"
+            f"{owner.__name__}().{name} was set to {value}: "
+            f"{effect if is_alone else 'it only reads so. Loaders and collectives'} go on with {true_value}, "
+            "that of the process group: start processes by accelerate launch"
         )
 
     def delete(state: Any) -> None:
