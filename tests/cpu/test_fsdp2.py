@@ -755,6 +755,24 @@ def test_a_program_that_wraps_the_step_before_sharding_changes_the_model(ranks: 
     assert same_on_all(ranks(2, wrapped_before_sharding)) == ["torch.float32", "torch.float32"]
 
 
+def further_models() -> list[bool]:
+    """Distillation trainers shard a copy in place; tests of axolotl take the tuple."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    accelerator: Any = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    copy, model = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
+    (alone,) = accelerator._prepare_fsdp2(copy)
+    prepared, optimizer = accelerator._prepare_fsdp2(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(prepared(torch.ones(2, 4)).sum())
+    optimizer.step()
+    sharded = [type(each.weight).__name__ == "DTensor" for each in (copy, model)]
+    return [alone is copy, prepared is model, *sharded, accelerator._models == [copy, model]]
+
+
+def test_a_program_may_call_the_step_before_sharding_itself(ranks: RankServer) -> None:
+    assert same_on_all(ranks(2, further_models)) == [True] * 5
+
+
 def sharded_by_the_program(replaced: bool, precision: str) -> tuple[Numbers, int]:
     import accelerate.accelerator as public
     from accelerate.utils import fsdp_utils

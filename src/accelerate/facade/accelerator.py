@@ -202,6 +202,7 @@ class Accelerator(ProcessMixin):
     strategy: Strategy
     precision: Precision
     gradient_state: GradientState
+    _is_preparing = False  # the objects of ``prepare`` are being adapted
 
     def __init__(
         self,
@@ -612,7 +613,11 @@ class Accelerator(ProcessMixin):
                 run is strict; nothing is changed then.
         """
         if isinstance(self.strategy, CustomSharding):
-            args = self._prepare_fsdp2(*args)
+            self._is_preparing = True
+            try:
+                args = self._prepare_fsdp2(*args)
+            finally:
+                self._is_preparing = False
         shards_itself = getattr(self._prepare_cp, "__func__", None) is not _PREPARE_CP  # the program
         if shards_itself and (config := self.parallelism_config) is not None and config.cp_enabled:
             args = tuple(self._prepare_cp(*args))
@@ -637,7 +642,12 @@ class Accelerator(ProcessMixin):
         return bundle.objects[0] if len(args) == 1 else tuple(bundle.objects[: len(args)])
 
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
-        """Return the objects that ``prepare`` gets under FSDP2; some programs wrap it, to change a model."""
+        """Return the prepared objects as a tuple; inside of ``prepare``, those that it gets under FSDP2.
+
+        Some programs call it for a further model, and some wrap it, to change a model before it is sharded.
+        """
+        if not self._is_preparing:
+            return self._prepare_deepspeed(*args)
         strategy: Any = self.strategy
         return strategy.adapt_objects(self, args)
 
