@@ -30,8 +30,8 @@ NAME_SOURCES: dict[str, dict[str, NameSource]] = {
     | exports("offload.empty_init: init_empty_weights init_on_device")
     | exports("facade.big_model_loading: load_checkpoint_and_dispatch"),
     "accelerate.checkpointing": exports(
-        "checkpoint.accelerator_state: load_accelerator_state load_custom_state save_accelerator_state "
-        "save_custom_state"
+        "checkpoint.accelerator_state: load_accelerator_state load_custom_state load_model "
+        "save_accelerator_state save_custom_state"
     ),
     "accelerate.data_loader": exports("data.loader: DataLoaderAdapter DataLoaderShard")
     | {"_PYTORCH_DATALOADER_KWARGS": LazyCall("data.prepare:default_loader_options")}

@@ -110,6 +110,29 @@ def test_prepare_calls_methods_that_a_program_has_put_in_place(monkeypatch: pyte
     assert len(accelerator._models) == 1
 
 
+def test_a_program_may_prepare_single_objects_its_own_way() -> None:
+    """As in 1.15, where ``prepare`` goes twice over its objects, and schedulers are of the second time."""
+    accelerator: Any = Accelerator()
+    model, optimizer, schedule = parts()
+    assert accelerator._prepare_one(schedule, first_pass=True) is schedule
+    assert accelerator._prepare_one(optimizer) is optimizer
+    own, seen = accelerator._prepare_one, list[Any]()
+
+    def prepare_one(obj: Any, *args: Any, **options: Any) -> Any:
+        seen.append(obj)
+        return obj if obj is optimizer else own(obj, *args, **options)
+
+    accelerator._prepare_one = prepare_one
+    loader = DataLoader(TensorDataset(torch.ones(4, 3)))
+    prepared = accelerator.prepare(model, optimizer, loader, schedule, 5)
+    assert all(obj is given for obj, given in zip(seen, (model, optimizer, loader, schedule, 5), strict=True))
+    assert prepared[1] is optimizer
+    assert prepared[4] == 5
+    assert (prepared[2], prepared[3]) == (accelerator._dataloaders[0], accelerator._schedulers[0])
+    assert accelerator._models == [model]
+    assert accelerator._optimizers == []
+
+
 def test_saves_call_a_get_state_dict_that_a_program_has_put_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

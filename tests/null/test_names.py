@@ -72,6 +72,9 @@ def test_a_name_is_the_same_object_wherever_it_is_imported_from():
 
 def test_private_names_that_other_programs_import():
     """optimum-habana, evaluation scripts and trainers with loaders of their own use these."""
+    import safetensors.torch
+
+    from accelerate.checkpointing import load_model
     from accelerate.data_loader import _PYTORCH_DATALOADER_KWARGS
     from accelerate.utils.operations import _gpu_broadcast, _gpu_gather, _gpu_gather_object
 
@@ -83,6 +86,7 @@ def test_private_names_that_other_programs_import():
     assert torch.equal(_gpu_gather(value), value)
     assert torch.equal(_gpu_broadcast(value, src=0), value)
     assert _gpu_gather_object([1]) == [1]
+    assert load_model is safetensors.torch.load_model
 
 
 def test_torch_is_reached_through_the_module_of_the_accelerator():

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_model as load_model
+
 from accelerate.checkpoint import layout, torch_files
 from accelerate.checkpoint.layout import KINDS, CheckpointContents
 from accelerate.checkpoint.load import resolve_map_location

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast, overload
@@ -47,7 +47,13 @@ from accelerate.facade.micro_batch_windows import GradientAccumulationWindows
 from accelerate.facade.optimizer import AcceleratedOptimizer
 from accelerate.facade.option_report import OptionReporter
 from accelerate.facade.preemption import Preemption
-from accelerate.facade.preparer import PreparedObjects, PrepareOptions, PreparePlan, Preparer
+from accelerate.facade.preparer import (
+    PreparedObjects,
+    PrepareOptions,
+    PreparePlan,
+    Preparer,
+    object_kind,
+)
 from accelerate.facade.processes import ProcessMixin
 from accelerate.facade.run_recorder import start_recorder
 from accelerate.facade.scheduler import AcceleratedScheduler
@@ -628,6 +634,8 @@ class Accelerator(ProcessMixin):
             for kind, own in _PREPARE_METHODS.items()
             if getattr(method := getattr(self, own.__name__), "__func__", None) is not own
         }
+        if getattr(prepare_one := self._prepare_one, "__func__", None) is not _PREPARE_ONE:
+            replaced = {kind: partial(prepare_one, first_pass=kind != "scheduler") for kind in bundle.kinds}
         # A strategy that shards models or owns the step needs all objects at once, but for the loaders.
         needs_all = self.strategy.shards_params or self.strategy.owns_step
         for index, kind in enumerate(bundle.kinds if replaced else ()):
@@ -650,6 +658,17 @@ class Accelerator(ProcessMixin):
             return self._prepare_deepspeed(*args)
         strategy: Any = self.strategy
         return strategy.adapt_objects(self, args)
+
+    def _prepare_one(self, obj: Any, first_pass: bool = False, device_placement: bool | None = None) -> Any:
+        """Return one object prepared: a scheduler in the second pass of 1.x, any other object in the first.
+
+        ``prepare`` calls it, once for each object, where a program has replaced it.
+        """
+        kind = object_kind(obj, self.strategy.owns_step)
+        if kind not in _PREPARE_METHODS or first_pass is (kind == "scheduler"):
+            return obj
+        options = {} if kind == "scheduler" else {"device_placement": device_placement}
+        return getattr(self, _PREPARE_METHODS[kind].__name__)(obj, **options)
 
     def _prepare_device_mesh(self) -> DeviceMesh | None:
         """Return the mesh that programs with a ``prepare_data_loader`` of their own share data out by."""
@@ -1441,6 +1460,7 @@ _PREPARE_METHODS: dict[ObjectKind, Any] = {
     "loader": Accelerator.prepare_data_loader,
 }
 _GET_STATE_DICT, _PREPARE_CP = Accelerator.get_state_dict, Accelerator._prepare_cp
+_PREPARE_ONE = Accelerator._prepare_one
 _FROM_THE_START = "it was used when this Accelerator was made"
 _FP8 = (
     "layers are converted to 8-bit floats, or not, as the Accelerator was asked to when it was made",
