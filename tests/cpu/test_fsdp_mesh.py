@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
+from accelerate.core.errors import PrepareError
 from tests.cpu.test_fsdp2 import prepared
 from tests.support.long_run import long_run_param
 from tests.support.numbers import close
@@ -297,3 +301,83 @@ def test_divided_layers_are_cut_further(ranks: RankServer) -> None:
         torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=1e-5)
     assert found["same"]
     assert "_S" in found["placed"]["layers.0.up.weight"] or "Strided" in found["placed"]["layers.0.up.weight"]
+
+
+class Experts(nn.Module):
+    """Two experts of a program that shards them over the ranks, and averages their gradients itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight: Any = self.weight
+        if isinstance(weight, DTensor):
+            weight = weight.full_tensor(grad_placements=[Partial("avg")])
+        return x @ weight[0] @ weight[1]
+
+
+def train_mixture(version: int, kind: str, folder: str) -> list[float]:
+    """The greatest difference to one plain process: of norms, of weights, and of those after a load."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type=kind)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 4), Experts(), nn.Linear(4, 1))
+    one_process = copy.deepcopy(model)
+    mesh, rank = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)), accelerator.process_index
+    experts = model[1]
+    experts.weight = nn.Parameter(distribute_tensor(experts.weight.detach(), mesh, [Shard(0)]))
+    accelerator.state.fsdp_plugin.ignored_modules = [experts]  # type: ignore[attr-defined]
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    plain_optimizer, differences = adamw(one_process), list[float]()
+    rows = torch.randn(3, 2, 2, 3, 4)  # windows, micro-batches, ranks
+
+    def train(window: torch.Tensor, save: bool) -> float:
+        for micro, parts in enumerate(window):
+            mine = parts[rank, : 1 + micro + rank]  # each time another number of rows
+            with accelerator.accumulate(model):
+                accelerator.backward(model(mine).square().mean(), num_items=len(mine))
+                if save and not micro:
+                    accelerator.save_state(folder)
+                    accelerator.load_state(folder)
+                norm = accelerator.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+        return norm.item()
+
+    for window in rows[:2]:
+        used = torch.cat([window[m, r, : 1 + m + r] for m in (0, 1) for r in (0, 1)])
+        one_process(used).square().mean().backward()
+        norm = nn.utils.clip_grad_norm_(one_process.parameters(), 0.1)
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+        differences.append(abs(train(window, save=True) - norm.item()))
+    accelerator.save_state(folder)
+
+    def distance() -> float:
+        state, expected = accelerator.get_state_dict(model), one_process.state_dict()
+        return max((float((state[n] - expected[n]).abs().max()) for n in state), default=0.0)
+
+    differences.append(distance())
+    train(rows[2], save=False)
+    accelerator.load_state(folder)
+    differences.append(distance())
+    with pytest.raises(PrepareError, match="DTensors in ignored modules"):
+        accelerator.backward(model(rows[0, 0, 0]).mean(), num_items=0)
+    empty = DTensor.from_local(torch.empty(1, 4, 4, device="meta"), mesh, [Shard(0)], run_check=False)
+    experts.weight = nn.Parameter(empty)
+    with pytest.raises(PrepareError, match="DTensors on the meta device"):
+        accelerator.prepare(nn.Sequential(nn.Linear(4, 4), experts))
+    return differences
+
+
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_experts_that_a_program_shards_train_beside_fsdp(
+    ranks: RankServer, tmp_path: Path, version: int, kind: str
+) -> None:
+    """fms-acceleration shards them over a mesh of its own, and puts them into ``ignored_modules``."""
+    for differences in ranks(2, train_mixture, version, kind, str(tmp_path / "state")):
+        assert max(differences) < 1e-5, differences

@@ -103,7 +103,9 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
 
         meshes, checkpoints = self._replicated_meshes, model not in self._checkpointed
         sharder = Sharder(self._shard_mesh, self.plugin, self.world.device, meshes, checkpoints=checkpoints)
-        sharder.shard(model, self._plan_layout(model), optimizers, self._replaced_params)
+        layout = self._plan_layout(model)
+        sharder.shard(model, layout, optimizers, self._replaced_params)
+        self._ignored_params.update(dict.fromkeys(layout.ignored))
         state: Any = model._get_fsdp_state()  # type: ignore[operator]
         calls = MethodCalls(state, state._pre_forward, state._post_forward)
         state._pre_forward, state._post_forward = calls.pre_forward, calls.post_forward
@@ -228,8 +230,14 @@ class FSDP2Strategy(ShardedStrategy, SubclassGathering, CustomSharding):
         }
 
     def backward_zero(self, zero: ZeroBackward) -> None:
-        """Run the whole backward with zero gradients: other ranks wait for each of its collectives."""
+        """Run the whole backward with zero gradients: other ranks wait for each of its collectives.
+
+        Raises:
+            PrepareError: there are parameters that the program has sharded.
+        """
         from accelerate.strategy.sharding.grads import fsdp_params, unsharded_param
+
+        self._refuse_program_sharded(zero.parameters)
 
         unsharded = [unsharded_param(each) for each in fsdp_params(self.models).values()]
         run_with_zero_gradients([each for each in unsharded if each is not None], zero.loss.backward)

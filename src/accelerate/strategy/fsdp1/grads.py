@@ -6,10 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from accelerate.strategy.fsdp1.flat_parameter_layout import FlatParam, FlatSlot
 from accelerate.strategy.fsdp1.model_state_dict import FSDP1WrappedModel
 from accelerate.strategy.protocol.gradient_sync import GradientPiece, clip_sharded_norm, whole_piece
+from accelerate.strategy.sharding.full_state import distribute
+from accelerate.strategy.sharding.grads import local_grad, sharded_pieces, shards_by_groups
 
 
 def optimizer_parameters(wrapped_model: FSDP1WrappedModel) -> list[torch.Tensor]:
@@ -43,7 +46,7 @@ def local_gradients(
         else:
             pairs = zip(trained, unit.slots, strict=True)
             gradients += [_param_grad(unit, slot, gradient) for is_trained, slot in pairs if is_trained]
-    return gradients + [p.grad for p in left if p.grad is not None]
+    return gradients + [local_grad(p.grad) for p in left if p.grad is not None]
 
 
 def _param_grad(unit: FlatParam, slot: FlatSlot, gradient: torch.Tensor) -> torch.Tensor:
@@ -70,7 +73,7 @@ def gradient_pieces(wrapped_model: FSDP1WrappedModel, ranks: int) -> dict[str, l
                 pieces[slot.names[0]] = [GradientPiece(part.detach(), tuple(slot.shape), (start,), 0)]
     for name, parameter in wrapped_model.parameters():
         if name not in in_units and parameter.grad is not None:
-            pieces[name] = [whole_piece(parameter.grad, ranks)]
+            pieces[name] = sharded_pieces(parameter.grad, ranks)
     return pieces
 
 
@@ -97,7 +100,8 @@ def load_gradients(wrapped_model: FSDP1WrappedModel, gradients: Mapping[str, tor
                 parameter.grad = piece.view(parameter.shape) if piece.numel() else None
     for name, parameter in wrapped_model.parameters():
         if name not in in_units and name in gradients:
-            parameter.grad = gradients[name].to(parameter.device, parameter.dtype, copy=True)
+            whole = gradients[name].to(parameter.device, parameter.dtype, copy=True)
+            parameter.grad = distribute(whole, parameter) if isinstance(parameter, DTensor) else whole
 
 
 def clear_gradients(wrapped_models: Iterable[FSDP1WrappedModel], wanted: Iterable[torch.Tensor]) -> None:
@@ -147,7 +151,8 @@ def clip_norm(
                 counted += [unit.local_piece(slot, grad) for slot in unit.slots] if is_padded else [grad]
         elif parameter.grad is not None:
             other.append(parameter.grad)
-    return clip_sharded_norm([(groups, counted), ((), other)], [*cut, *other], limit, p, device)
+    parts = [(groups, counted), *shards_by_groups(other)]
+    return clip_sharded_norm(parts, [*cut, *map(local_grad, other)], limit, p, device)
 
 
 def reached_parameters(

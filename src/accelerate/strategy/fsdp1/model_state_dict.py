@@ -20,7 +20,7 @@ from accelerate.strategy.fsdp1.flat_parameter_layout import (
     unwrap_module,
     walk_modules,
 )
-from accelerate.strategy.sharding.full_state import distribute, gather_whole
+from accelerate.strategy.sharding.full_state import distribute, distribute_leaves, gather_whole
 
 # The name of a flat parameter in torch's wrapper module.
 _FLAT = "_flat_param"
@@ -112,6 +112,8 @@ class FSDP1WrappedModel:
         for prefix, module in walk_modules(self.module):
             module._save_to_state_dict(state, prefix, keep_vars=take in (as_distributed, None))
             state.pop(f"{prefix}{_FLAT}", None)
+        if take in (to_host, discard_value):  # a program's own DTensors, in ignored modules
+            state = {n: gather_whole(v) if isinstance(v, DTensor) else v for n, v in state.items()}
         if take is to_host:
             state = {n: v.cpu().clone() if isinstance(v, torch.Tensor) else v for n, v in state.items()}
         for unit in self.flat_params:
@@ -170,7 +172,8 @@ class FSDP1WrappedModel:
         wrapped = {name for unit in self.flat_params for slot in unit.slots for name in slot.names}
         used_names: set[str] = set()
         for prefix, module in walk_modules(self.module):
-            module_state = {n: v for n, v in state.items() if n.startswith(prefix)}
+            like = {f"{prefix}{name}": p for name, p in module._parameters.items()}
+            module_state = distribute_leaves({n: v for n, v in state.items() if n.startswith(prefix)}, like)
             lacks: list[str] = []
             metadata = dict(versions.get(prefix[:-1], {}))
             module._load_from_state_dict(module_state, prefix, metadata, False, lacks, [], wrong)
@@ -222,9 +225,17 @@ class WrappedModelView:
         """Return this rank's pieces of the parameters, each of one dimension, and the saved buffers."""
         wrapped_model = self.wrapped_model
         values = {n: v for n, v in wrapped_model.buffers() if n in wrapped_model.order}
+        values.update({n: p.to_local() for n, p in self._ignored_dtensors()})
         for unit in wrapped_model.flat_params:
             values.update({s.names[0]: unit.local_piece(s, unit.local_values()).clone() for s in unit.slots})
         return {name: value.detach().cpu() for name, value in values.items()}
+
+    def _ignored_dtensors(self) -> Iterator[tuple[str, DTensor]]:
+        """Yield (name, parameter) of those that the program has sharded."""
+        stand_ins = {id(slot.stand_in) for unit in self.wrapped_model.flat_params for slot in unit.slots}
+        for name, parameter in self.wrapped_model.parameters():
+            if isinstance(parameter, DTensor) and id(parameter) not in stand_ins:
+                yield name, parameter
 
     def check_pieces(self, pieces: Mapping[str, torch.Tensor]) -> None:
         """Refuse pieces of another model, or of one that was wrapped in another way.
@@ -249,9 +260,10 @@ class WrappedModelView:
             unit.reshard()
             for slot in unit.slots:
                 unit.local_piece(slot, unit.local_values()).copy_(pieces[slot.names[0]])
-        for name, buffer in self.wrapped_model.buffers():
+        ignored = ((name, parameter.to_local()) for name, parameter in self._ignored_dtensors())
+        for name, tensor in (*self.wrapped_model.buffers(), *ignored):
             if name in pieces:
-                buffer.copy_(pieces[name])
+                tensor.copy_(pieces[name])
         return _IncompatibleKeys([], [])
 
     def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from accelerate.core.errors import PrepareError, warn_user
 from accelerate.strategy.fsdp1.flat_parameter_layout import FlatParam, FlatSlot
 from accelerate.strategy.fsdp1.model_state_dict import FSDP1WrappedModel, TakeValue, as_distributed
-from accelerate.strategy.sharding.full_state import gather_whole
+from accelerate.strategy.sharding.full_state import distribute, gather_whole
 from accelerate.world import collective
 
 # Optimizers that compute with whole parameters, by the names of their classes; pieces of one dimension are
@@ -229,7 +229,7 @@ def _unwrapped_state(value: Any, take: TakeValue) -> Any:
     """Return the state of a parameter that is not wrapped."""
     if not isinstance(value, torch.Tensor) or take is as_distributed:
         return value
-    return value.to("cpu", copy=True)
+    return (gather_whole(value) if isinstance(value, DTensor) else value).to("cpu", copy=True)
 
 
 def _put_local_part(entry: OptimizerParam, values: Mapping[str, Any], made: dict[str, Any]) -> None:
@@ -239,6 +239,9 @@ def _put_local_part(entry: OptimizerParam, values: Mapping[str, Any], made: dict
         # All ranks gather, also those that have nothing of the parameter.
         full: Any = gather_whole(value).to(value.device) if isinstance(value, DTensor) else value
         if _is_absent(entry):
+            continue
+        if isinstance(entry.param, DTensor):  # in an ignored module
+            made[name] = distribute(full, entry.param)
             continue
         if unit is None or slot is None or not isinstance(full, torch.Tensor) or full.shape != slot.shape:
             made.setdefault(name, full.clone() if isinstance(full, torch.Tensor) else full)
@@ -351,7 +354,7 @@ def remap_optimizer(
         return
     for values in state["state"].values() if sync else ():
         for value in values.values():
-            if isinstance(value, torch.Tensor) and value.dim():
+            if isinstance(value, torch.Tensor) and value.dim() and not isinstance(value, DTensor):
                 dist.broadcast(value, src=0)
     FSDP1Optimizer(optimizer, wrapped_models, orders.get(optimizer, ())).load_state(state)
 

@@ -133,7 +133,9 @@ class FSDP1Strategy(ShardedStrategy, ModuleWrapping):
         from accelerate.strategy.fsdp1.wrap import FSDP1Wrapper
 
         wrapper = FSDP1Wrapper(self._shard_mesh, self.plugin, self._sharding_strategy, self.world.device)
-        wrapped_model, renewed = wrapper.wrap(model, self._plan_layout(model))
+        layout = self._plan_layout(model)
+        wrapped_model, renewed = wrapper.wrap(model, layout)
+        self._ignored_params.update(dict.fromkeys(layout.ignored))
         self._replaced_params.update(renewed)
         self._register(wrapped_model.root)
         return wrapped_model.root
@@ -214,7 +216,9 @@ class FSDP1Strategy(ShardedStrategy, ModuleWrapping):
         """Return the trained parameters that no flat parameter holds."""
         units = (unit for wrapped_model in self._wrapped_models() for unit in wrapped_model.flat_params)
         flat = {p for unit in units for p in unit.parameters}
-        return [p for p in parameters if p.requires_grad and p.grad is not None and p not in flat]
+        # A DTensor is reduced by what has sharded it.
+        late = (p for p in parameters if p not in flat and not hasattr(p, "device_mesh"))
+        return [p for p in late if p.requires_grad and p.grad is not None]
 
     def _wrapped_models(self) -> list[FSDP1WrappedModel]:
         from accelerate.strategy.fsdp1.wrap import wrapped_model_of
@@ -299,7 +303,12 @@ class FSDP1Strategy(ShardedStrategy, ModuleWrapping):
         return reached_parameters(self._wrapped_models(), graph_leaves(loss))
 
     def backward_zero(self, zero: ZeroBackward) -> None:
-        """Run the whole backward with zero gradients: other ranks wait for each of its collectives."""
+        """Run the whole backward with zero gradients: other ranks wait for each of its collectives.
+
+        Raises:
+            PrepareError: there are parameters that the program has sharded.
+        """
+        self._refuse_program_sharded(zero.parameters)
         units = (unit for wrapped_model in self._wrapped_models() for unit in wrapped_model.flat_params)
         run_with_zero_gradients([unit.flat for unit in units], zero.loss.backward)
 

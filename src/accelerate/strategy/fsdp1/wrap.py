@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, FlatParameter, ShardingStrategy
+from torch.distributed.tensor import DTensor
 
 from accelerate.core.errors import PrepareError, warn_user
 from accelerate.strategy.fsdp1.flat_parameter_layout import walk_modules
@@ -297,7 +298,12 @@ class FSDP1Wrapper:
             if empty and initialize is not None:
                 unwritten.update(map(id, run_param_init_fn(initialize, module, fresh)))
         tables = [(m, table) for m in modules for table in (m._parameters, m._buffers)]
-        tensors = {id(t): t for _, table in tables for t in table.values() if t is not None}
+        tensors = {
+            id(t): t
+            for _, table in tables
+            for t in table.values()
+            if t is not None and not (t in layout.ignored and isinstance(t, DTensor))  # of the program's
+        }
         if self.plugin.sync_module_states:
             for tensor in tensors.values():
                 broadcast_over_mesh(tensor.data, self.mesh)

@@ -134,7 +134,7 @@ class Sharder:
             unwritten = self._materialize(
                 modules, layout, (WeakIdKeyDictionary(), buffers), initialize, values
             )
-            self._broadcast_values(modules, values)
+            self._broadcast_values(modules, values, layout.ignored)
             # The tables and names of the tensors that the broadcast did not fill either.
             left = {id(tensor) for tensor in unwritten if is_unwritten(tensor)}
             tables: Any = [table for m in modules for table in (m._parameters, m._buffers)] if left else ()
@@ -202,12 +202,16 @@ class Sharder:
                 unwritten += run_param_init_fn(initialize, module, fresh)
         return unwritten
 
-    def _broadcast_values(self, modules: list[nn.Module], values: InitialWeights) -> None:
+    def _broadcast_values(
+        self, modules: list[nn.Module], values: InitialWeights, ignored: set[nn.Parameter]
+    ) -> None:
         """Broadcast the values of a unit from the first rank, but for those that are elsewhere."""
         tensors = [t for m in modules for table in (m._parameters, m._buffers) for t in table.values()]
         for tensor in {id(t): t for t in tensors if t is not None}.values():
             if tensor.is_meta or tensor in values.sources:
                 continue
+            if isinstance(tensor, DTensor) and tensor in ignored:
+                continue  # each rank has another shard, of the program's
             local = tensor.detach()
             if isinstance(local, DTensor):
                 local = local.to_local()

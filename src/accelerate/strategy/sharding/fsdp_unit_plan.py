@@ -247,7 +247,8 @@ def _find_ignored(model: nn.Module, ignored_modules: Iterable[nn.Module] | str) 
 
     Raises:
         SettingError: the expression is invalid, or matches no module.
-        PrepareError: they hold trained parameters, whose gradients nobody would reduce.
+        PrepareError: they hold trained parameters that are no DTensors, whose gradients nobody would reduce,
+            or DTensors without values.
     """
     if isinstance(ignored_modules, str):
         try:
@@ -266,18 +267,24 @@ def _find_ignored(model: nn.Module, ignored_modules: Iterable[nn.Module] | str) 
     else:
         tops = list(ignored_modules)
     ignored = {part for top in tops for part in top.modules()}
-    trained = [
-        name
+    inside = [
+        (name, p)
         for path, part in model.named_modules()
         if part in ignored
         for name, p in part.named_parameters(prefix=path, recurse=False)
-        if p.requires_grad
     ]
-    if trained:
+    # A DTensor is the program's: it has sharded it, with its values, and reduces its gradient.
+    if trained := [name for name, p in inside if p.requires_grad and not isinstance(p, DTensor)]:
         raise PrepareError(
             f"ignored modules hold trained parameters: {list_first(trained)}",
             why="gradients of unsharded parameters are not reduced: every rank would train its own",
             fix="freeze them (requires_grad_(False)), or take them out of ignored_modules",
+        )
+    if empty := [name for name, p in inside if p.is_meta and isinstance(p, DTensor)]:
+        raise PrepareError(
+            f"ignored modules hold DTensors on the meta device: {list_first(empty)}",
+            why="each rank has another shard of them, so that the values of rank 0 are of no use",
+            fix="load their values before prepare",
         )
     return ignored
 

@@ -239,7 +239,7 @@ def gradient_pieces(model: nn.Module, ranks: int) -> dict[str, list[GradientPiec
     for name, parameter, fsdp_param in _named_params(model):
         held = pieces.setdefault(name, [])
         if parameter.grad is not None:
-            held += _sharded_pieces(_reduce_partial(parameter.grad), 0 if fsdp_param is not None else ranks)
+            held += sharded_pieces(_reduce_partial(parameter.grad), 0 if fsdp_param is not None else ranks)
         waiting: list[torch.Tensor | None] = []
         if fsdp_param is not None and not _grad_stays_at_param(fsdp_param):
             waiting.append(fsdp_param.unsharded_accumulated_grad)
@@ -247,7 +247,7 @@ def gradient_pieces(model: nn.Module, ranks: int) -> dict[str, list[GradientPiec
             waiting.append(whole.grad)
         for gradient in waiting:
             if gradient is not None:
-                held += _sharded_pieces(_spread_as_param(gradient, fsdp_param), ranks)
+                held += sharded_pieces(_spread_as_param(gradient, fsdp_param), ranks)
     return {name: held for name, held in pieces.items() if held}
 
 
@@ -316,7 +316,7 @@ def _spread_as_param(gradient: Any, fsdp_param: Any) -> Any:
     )
 
 
-def _sharded_pieces(gradient: Any, ranks: int) -> list[GradientPiece]:
+def sharded_pieces(gradient: Any, ranks: int) -> list[GradientPiece]:
     """Return the piece of this rank in a gradient; none where its shard is empty."""
     if not isinstance(gradient, DTensor):
         return [whole_piece(gradient, ranks)]
@@ -358,12 +358,17 @@ def clip_norm(
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not grads and not stages:
         return torch.zeros((), device=device)
-    by_axes: dict[Any, list[torch.Tensor]] = {}
     others = {id(parameter.grad) for parameter in elsewhere}
-    for grad in map(_reduce_partial, (grad for grad in grads if id(grad) not in others)):
-        by_axes.setdefault(_shard_axes(grad), []).append(local_grad(grad))
-    counted = [([over[0].get_group(axis) for axis in over[1:]], shards) for over, shards in by_axes.items()]
+    counted = shards_by_groups(grad for grad in grads if id(grad) not in others)
     return clip_sharded_norm(counted, map(local_grad, grads), limit, float(p), device, stages)
+
+
+def shards_by_groups(gradients: Iterable[Any]) -> list[tuple[list[Any], list[torch.Tensor]]]:
+    """Return the local shards of gradients with the process groups over which they are sharded."""
+    by_axes: dict[Any, list[torch.Tensor]] = {}
+    for grad in map(_reduce_partial, gradients):
+        by_axes.setdefault(_shard_axes(grad), []).append(local_grad(grad))
+    return [([over[0].get_group(axis) for axis in over[1:]], shards) for over, shards in by_axes.items()]
 
 
 def _reduce_partial(gradient: Any) -> Any:

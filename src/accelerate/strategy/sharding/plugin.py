@@ -37,8 +37,9 @@ class FullyShardedDataParallelPlugin(FSDPSettings):
     """The options of FSDP; a field that is None takes its environment variable, then its default.
 
     Beside texts, fields take torch's own objects: members of its enumerations, a policy of
-    ``torch.distributed.fsdp.wrap``, an offload policy, and the ignored modules themselves, which are frozen.
-    In FSDP2 ``sharding_strategy`` sets ``reshard_after_forward``, and HYBRID is HSDP.
+    ``torch.distributed.fsdp.wrap``, an offload policy, and the ignored modules themselves, which are frozen
+    or hold DTensors of the program. In FSDP2 ``sharding_strategy`` sets ``reshard_after_forward``, and
+    HYBRID is HSDP.
 
     Attributes:
         limit_all_gathers: of FSDP1: prefetch only a few units.

@@ -78,6 +78,8 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor, ParamReplacemen
         self.models_without_forward: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # New parameters by the replaced ones, which optimizers may still hold.
         self._replaced_params: Any = WeakIdKeyDictionary()
+        # Parameters of ignored modules, as a set.
+        self._ignored_params: Any = WeakIdKeyDictionary()
         # Models whose activations a program checkpoints by its own function.
         self._checkpointed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._has_unreduced = False
@@ -287,6 +289,20 @@ class ShardedStrategy(OpenGradients, Strategy, ReductionMonitor, ParamReplacemen
             self._no_sync_models.difference_update(outermost)
             for model in outermost:
                 self._set_gradient_sync(model, True)
+
+    def _refuse_program_sharded(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Refuse a zero backward with ignored DTensors: the program has sharded them.
+
+        Raises:
+            PrepareError: there is one.
+        """
+        if any(p in self._ignored_params and hasattr(p, "device_mesh") for p in parameters):
+            raise PrepareError(
+                "backward(loss, num_items=0) of a model with DTensors in ignored modules",
+                why="the program reduces their gradients inside of the backward, so that a mean over nothing "
+                "(NaN) would reach every rank",
+                fix="give each rank an item in every micro-batch, or leave num_items out",
+            )
 
     @staticmethod
     @abstractmethod
