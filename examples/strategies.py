@@ -157,8 +157,11 @@ def main() -> None:
 
     losses = []
     for batch in loader:
-        loss = loss_of(model, batch)
-        accelerator.backward(loss)
+        # Shards sequences under context parallelism; under Ulysses the loader has, and elsewhere nothing does.
+        dims = [1] * len(batch)
+        with accelerator.maybe_context_parallel(buffers=list(batch.values()), buffer_seq_dims=dims):
+            loss = loss_of(model, batch)
+            accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(accelerator.mean_loss(loss.detach()).item())

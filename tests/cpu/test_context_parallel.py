@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from tests.support.long_run import long_run_param
 from tests.support.ranks import RankServer
-from tests.support.sequences import RING, Jobs, same, shared_all
+from tests.support.sequences import CUT, RING, Jobs, same, shared_all
 from tests.support.torch_versions import is_torch
 
 HAS_RING = is_torch(">=2.10")
@@ -22,10 +22,11 @@ PRELOAD = ("transformers.models.llama.modeling_llama",)
 
 # In every second batch one process has no label.
 JOBS: Jobs = [
-    ("llama", {"cp_size": 2}, 2, 1, True),
-    ("gpt2", {"cp_size": 2}, 4, 2, False),
-    ("mistral", {"cp_size": 2}, 2, 2, True),
-    ("plain", {"cp_size": 2}, 2, 1, False),
+    ("llama", CUT, 2, 1, True),
+    ("llama", {"cp_size": 2}, 4, 2, False),
+    ("gpt2", CUT, 4, 2, False),
+    ("mistral", CUT, 2, 2, True),
+    ("plain", CUT, 2, 1, False),
     *([("llama", RING, 4, 2, False), ("plain", RING, 2, 1, False)] if HAS_RING else []),
 ]
 
@@ -39,7 +40,7 @@ def test_two_processes_train_to_the_numbers_of_one(ranks: RankServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes", [long_run_param({"cp_size": 2, "dp_shard_size": 2}), {"cp_size": 2, "dp_replicate_size": 2}]
+    "sizes", [long_run_param({**CUT, "dp_shard_size": 2}), {**CUT, "dp_replicate_size": 2}]
 )
 def test_two_pairs_train_to_the_numbers_of_one(ranks: RankServer, sizes: dict[str, Any]) -> None:
     jobs: Jobs = [("llama", sizes, 4, 2, True), ("plain", sizes, 2, 1, False)]

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from tests.support.long_run import LONG_RUN, long_run_param
 from tests.support.ranks import RankServer, same_on_all
 from tests.support.sequences import (
+    CUT,
     IGNORED,
     RING,
     ROWS,
@@ -43,10 +44,14 @@ Batch = dict[str, torch.Tensor]
 
 
 def opened(size: str, stages: int = 1, **more: Any) -> Any:
-    """Two processes share sequences; under ``"ring"`` their keys go around. Beside them, stages of layers."""
+    """Two processes share sequences; under ``"ring"`` their keys go around. Beside them, stages of layers.
+
+    A loader that is prepared with a model gives parts.
+    """
     from accelerate import Accelerator, ParallelismConfig
 
-    sizes: dict[str, Any] = {**(RING if size == "ring" else {size: 2}), "pp_size": stages}
+    sizes: dict[str, Any] = {"cp_size": CUT, "ring": RING}.get(size, {size: 2})
+    sizes = {**sizes, "pp_size": stages}
     return Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes), **more)
 
 
@@ -391,7 +396,8 @@ def read(size: str) -> dict[str, Any]:
         return [row.tolist() for batch in loader for row in batch["input_ids"]]
 
     data = [{"input_ids": torch.arange(8) + 10 * row} for row in range(4)]
-    accelerator = opened(size)
+    default: dict[str, Any] = {size: 2}
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**default))
     model, together = accelerator.prepare(llama(), DataLoader(data, batch_size=1))  # type: ignore[arg-type]
     apart = accelerator.prepare(DataLoader(data, batch_size=1))  # type: ignore[arg-type]
     adapted = accelerator.deepspeed_ulysses_dl_adapter(apart, None)
@@ -407,9 +413,18 @@ def read(size: str) -> dict[str, Any]:
     with mock.patch("torch.distributed.all_gather_object") as exchange:  # not in every step
         shard(torch.arange(8).view(1, 8))
     assert not exchange.called
+    if size == "cp_size":
+        (tokens, *_), own = (batch["input_ids"] for batch in apart), accelerator.prepare(Counting())
+        model.train()
+        uses = [lambda: model(tokens), lambda: model(tokens + 0), lambda: own(tokens)]
+        found["training"] = [said(use) for use in uses]
+        with torch.no_grad():
+            model(tokens)
+        with accelerator.maybe_context_parallel():
+            model(tokens)
     # Whole sequences, as long as the parts of others before them.
     short = accelerator.prepare(DataLoader([torch.arange(4)], batch_size=1))  # type: ignore[arg-type]
-    for batch in short:
+    for batch in short if size == "sp_size" else ():
         expected = llama().eval()(batch).logits
         torch.testing.assert_close(model.eval()(batch).logits, expected)
         with pytest.raises(ValueError, match="none of a prepared loader's"):
@@ -424,14 +439,18 @@ def read(size: str) -> dict[str, Any]:
     return found
 
 
-def test_a_loader_that_comes_with_a_model_gives_parts(ranks: RankServer) -> None:
+def test_loaders_give_whole_sequences_under_context_parallelism(ranks: RankServer) -> None:
+    """As in 1.x, where only the block shards; training on them outside of one would share nothing."""
     whole = [[10 * row + token for token in range(8)] for row in range(4)]
     parts = [[0, 1, 6, 7], [2, 3, 4, 5]]
     for place, found in enumerate(ranks(2, read, "cp_size")):
         mine = [[row[token] for token in parts[place]] for row in whole]
         assert found.pop("lengths") == [4, 4, 4]
         assert found.pop("block") == "nothing"
-        asked = {"together": mine, "apart": whole, "adapted": whole}
+        *calls, own = found.pop("training")
+        assert calls == ["LlamaForCausalLM trains on whole sequences"] * 2
+        assert own == "Counting trains on whole sequences"
+        asked = {"together": whole, "apart": whole, "adapted": whole}
         assert found == {**asked, "True": mine, "False": whole, "{'input_ids': 1}": mine}
 
 
@@ -496,9 +515,9 @@ def test_numbers_of_parts_are_those_of_the_whole(ranks: RankServer) -> None:
     """
     (alone,) = ranks(1, measured, {})
     assert alone["loss"][0] == alone["loss"][1]
-    layouts: list[tuple[dict[str, int], int]] = [
-        *(({"sp_size": 2}, 2), ({"cp_size": 2, "dp_shard_size": 2}, 4), ({}, 2)),
-        *([({"cp_size": 2}, 2)] if LONG_RUN else []),
+    layouts: list[tuple[dict[str, Any], int]] = [
+        *(({"sp_size": 2}, 2), ({**CUT, "dp_shard_size": 2}, 4), ({}, 2)),
+        *([(CUT, 2)] if LONG_RUN else []),
     ]
     for sizes, n in layouts:
         found = same_on_all(ranks(n, measured, sizes))

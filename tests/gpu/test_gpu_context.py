@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from accelerate.device.base import Device
 from tests.support import sim
 from tests.support.ranks import RankServer
-from tests.support.sequences import RING, Jobs, alone, close, shared_all
+from tests.support.sequences import CUT, RING, Jobs, alone, close, shared_all
 
 JOBS: Jobs = [
-    ("llama", {"cp_size": 2}, 8, 4, False),
-    ("llama", {"cp_size": 2}, 4, 1, True),
+    ("llama", CUT, 8, 4, False),
+    ("llama", CUT, 4, 1, True),
     ("mistral", {"sp_size": 2}, 4, 2, True),
     ("plain", {"sp_size": 2}, 4, 1, False),
     # A simulated device has no attention kernel of its own that a ring could be made of.

@@ -21,7 +21,7 @@ from accelerate.utils import is_deepspeed_available
 from tests.support.long_run import LONG_RUN, hypothesis_settings, long_run_param
 from tests.support.parity import PLAN, ROWS, STEPS, Numbers, adamw, close, decoder, loader, loss_of, plain
 from tests.support.ranks import RankServer
-from tests.support.sequences import RING
+from tests.support.sequences import CUT, RING
 from tests.support.strategies import strategy_names
 
 # What the rank server imports once for this module.
@@ -55,16 +55,16 @@ WAYS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "layers": (2, "parallelism", {"tp_size": 2}),
     "layers x shards": (4, "parallelism", {"tp_size": 2, "dp_shard_size": 2}),
     "layers x copies": (4, "parallelism", {"tp_size": 2, "dp_replicate_size": 2}),
-    "sequences, keys": (2, "parallelism", {"cp_size": 2}),
-    "sequences, keys x shards": (4, "parallelism", {"cp_size": 2, "dp_shard_size": 2}),
+    "sequences, keys": (2, "parallelism", CUT),
+    "sequences, keys x shards": (4, "parallelism", {**CUT, "dp_shard_size": 2}),
     "sequences, heads": (2, "parallelism", {"sp_size": 2}),
     "sequences, heads x shards": (4, "parallelism", {"sp_size": 2, "dp_shard_size": 2}),
-    "sequences, keys x layers": (4, "parallelism", {"cp_size": 2, "tp_size": 2}),
+    "sequences, keys x layers": (4, "parallelism", {**CUT, "tp_size": 2}),
     "sequences, heads x layers": (4, "parallelism", {"sp_size": 2, "tp_size": 2}),
     "sequences, ring": (2, "parallelism", RING),
     "stages": (2, "parallelism", {"pp_size": 2}),
     "stages x shards": (4, "parallelism", {"pp_size": 2, "dp_shard_size": 2}),
-    "stages x sequences, keys": (4, "parallelism", {"pp_size": 2, "cp_size": 2}),
+    "stages x sequences, keys": (4, "parallelism", {"pp_size": 2, **CUT}),
     "stages x sequences, heads": (4, "parallelism", {"pp_size": 2, "sp_size": 2}),
     "ZeRO 1": (2, "deepspeed", {"zero": 1}),
     "ZeRO 2": (2, "deepspeed", {"zero": 2}),

@@ -14,9 +14,11 @@ from tests.support.parity import Decoder, decoder
 
 WORDS, LENGTH, ROWS = 32, 16, 4
 IGNORED = -100
+# Loaders give parts; by default `maybe_context_parallel` makes parts of whole sequences.
+CUT: dict[str, Any] = {"cp_size": 2, "cp_handler": TorchContextParallelConfig(cut=True)}
 RING: dict[str, Any] = {
     "cp_size": 2,
-    "cp_handler": TorchContextParallelConfig(cp_comm_strategy="alltoall"),
+    "cp_handler": TorchContextParallelConfig(cp_comm_strategy="alltoall", cut=True),
 }
 SDPA: dict[str, Any] = {"attn_implementation": "sdpa"}
 Numbers = tuple[list[float], list[float], dict[str, torch.Tensor]]
@@ -97,6 +99,17 @@ def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets(batch).flatten())
 
 
+def loss_of_buffers(accelerator: Any, model: Any, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+    """The loss and its number of labels, as the guide of 1.x shards whole sequences; then backward."""
+    shift = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:].contiguous()
+    with accelerator.maybe_context_parallel(buffers=[ids, shift], buffer_seq_dims=[1, 1]):
+        logits = model(ids).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), shift.flatten())
+        count = (shift != IGNORED).sum()
+        accelerator.backward(loss, num_items=count)
+    return loss, count
+
+
 def targets(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """What is learned at each token."""
     if "shift_labels" in batch:
@@ -139,11 +152,15 @@ def shared(
     loader = DataLoader(texts(steps, padded), batch_size=rows)  # type: ignore[arg-type]
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses, norms = [], []
+    in_block = sizes.get("cp_size", 1) > 1 and "cp_handler" not in sizes
     for batch in loader:
         with accelerator.accumulate(model):
-            count = (targets(batch) != IGNORED).sum()
-            loss = loss_of(model, batch)
-            accelerator.backward(loss, num_items=count)
+            if in_block:
+                loss, count = loss_of_buffers(accelerator, model, batch["input_ids"], batch["labels"])
+            else:
+                count = (targets(batch) != IGNORED).sum()
+                loss = loss_of(model, batch)
+                accelerator.backward(loss, num_items=count)
             if accelerator.sync_gradients:
                 norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
             optimizer.step()

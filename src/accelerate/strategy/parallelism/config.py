@@ -38,8 +38,9 @@ class TorchContextParallelConfig(ContextParallelSettings):
     """The options of context parallelism: how processes exchange keys and values.
 
     Attributes:
-        cut: which loaders give parts of sequences: those that are prepared together with a model (None), all,
-            none, or all, by the names of keys and the dimensions of their tokens: ``{"tokens": 1}``.
+        cut: whether loaders give parts of sequences: all (True), or all by the names of keys and the
+            dimensions of their tokens: ``{"tokens": 1}``. By default they give whole sequences, which
+            ``maybe_context_parallel`` shards.
 
     Raises:
         UnknownNameError: another word.
@@ -75,7 +76,8 @@ class DeepSpeedSequenceParallelConfig(SequenceParallelSettings):
     """The options of Ulysses sequence parallelism (arXiv:2309.14509).
 
     Attributes:
-        cut: as for ``TorchContextParallelConfig``.
+        cut: which loaders give parts of sequences: those that are prepared together with a model (None), all,
+            none, or all, by the names of keys and the dimensions of their tokens: ``{"tokens": 1}``.
 
     Raises:
         SettingError: sequences are equally long, and nothing says how long.

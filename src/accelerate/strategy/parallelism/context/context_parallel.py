@@ -381,6 +381,11 @@ class ContextParallel(SequenceParallelMeshDimension):
     title: ClassVar[str] = "context parallelism"
     balanced: ClassVar[bool] = True
 
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy)
+        # Programs shift labels and count tokens of whole sequences before maybe_context_parallel shards them.
+        self._option = self._option or False
+
     @property
     def attention_class(self) -> type[SequenceShardedAttention]:
         """The attention class that ``cp_comm_strategy`` selects."""

@@ -85,7 +85,7 @@ class SequenceParallelMeshDimension(MeshDimension):
         self._positions: Any = WeakIdKeyDictionary()
         # Shards of labels, with those of the same labels shifted.
         self._shift_labels: Any = WeakIdKeyDictionary()
-        # Those of loaders whose batches stay whole.
+        # Those of loaders whose batches stay whole, and whether they are of sequences.
         self._whole_tensors: Any = WeakIdKeyDictionary()
         # Lengths of the shards that loaders gave, and of those inside the context; None outside of one.
         self._shard_lengths: set[int] = set()
@@ -162,9 +162,10 @@ class SequenceParallelMeshDimension(MeshDimension):
         return self.slice_batch if self.shards_loader(loader) else self._keep_whole
 
     def _keep_whole(self, batch: Any) -> Any:
+        has_tokens = self.sharder.has_tokens(batch)
         for _, leaf in tree.iterate_leaves(batch):
             if isinstance(leaf, torch.Tensor):
-                self._whole_tensors[leaf] = True
+                self._whole_tensors[leaf] = has_tokens
         return batch
 
     def slice_batch(self, batch: Any) -> Any:
@@ -310,7 +311,8 @@ class SequenceParallelMeshDimension(MeshDimension):
         return PrepareError(
             f"{name} got labels, and no shift_labels",
             why=f"it has a part of each sequence ({self.title}), and the next token may be in another",
-            fix="give it batch['shift_labels'] too, or compute the loss from its logits and those",
+            fix="give it batch['shift_labels'] too, or compute the loss from its logits and those; in "
+            "maybe_context_parallel, labels that were shifted before it are one of its buffers",
         )
 
     def _check_positions(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
@@ -336,15 +338,28 @@ class SequenceParallelMeshDimension(MeshDimension):
             return self._active_lengths
         if self._shard_lengths and (model.training or not any(t in self._whole_tensors for t in tensors)):
             self._check_unsharded(model, tensors)
-        elif self.name == "cp" and model.training and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{self.size} processes compute the same whole sequences: nothing has cut them. Prepare the "
-                "loader together with the model, or put accelerator.maybe_context_parallel(buffers=..., "
-                "buffer_seq_dims=...) around forward and backward",
-                stacklevel=2,
-            )
+        elif self.name == "cp" and model.training and torch.is_grad_enabled():
+            self._check_whole(model, tensors)
         return _WHOLE
+
+    def _check_whole(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
+        """Refuse to train on whole sequences that nothing will shard; warn where they may be none.
+
+        Raises:
+            PrepareError: the model takes tokens, or the tensors are those of a loader's sequences.
+        """
+        why = f"under {self.title} all {self.size} processes would compute all tokens of the same sequences"
+        fix = (
+            "put `with accelerator.maybe_context_parallel(buffers=[...], buffer_seq_dims=[...]):` around "
+            "forward and backward, or let loaders shard: TorchContextParallelConfig(cut=True); for whole "
+            "sequences the same with no buffers"
+        )
+        is_tokens = any(name in TOKENS for name in inspect.signature(model.forward).parameters)
+        if is_tokens or any(self._whole_tensors.get(tensor) for tensor in tensors):
+            raise PrepareError(f"{self._models[model]} trains on whole sequences", why=why, fix=fix)
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"{why}: {fix}", stacklevel=2)
 
     def _check_unsharded(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
         """Refuse tensors that are no known shards, where loaders give shards.
