@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any, ClassVar
 
@@ -38,8 +39,11 @@ class TrackioTracker(ProjectTracker):
         self.run.log(pictures, step=step, **kwargs)
 
     @on_main_process
-    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
-        """Store a file as an artifact of its name, of the type ``file``."""
+    def log_artifact(self, local_path: Any, artifact_path: str | None = None) -> None:
+        """Store a file as an artifact of its name, of the type ``file``; an artifact as it is."""
+        if not isinstance(local_path, str | os.PathLike):
+            self.run.log_artifact(local_path)
+            return
         name = re.sub(r"[^\w.-]", "-", join_name(artifact_path, local_path))
         self.run.log_artifact(local_path, name=name, type="file")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any, ClassVar
 
@@ -37,8 +38,11 @@ class WandBTracker(ProjectTracker):
         self.run.config.update(to_json_config(values), allow_val_change=True)
 
     @on_main_process
-    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
-        """Store a file in an artifact of its name, of the type ``file``."""
+    def log_artifact(self, local_path: Any, artifact_path: str | None = None) -> None:
+        """Store a file in an artifact of its name, of the type ``file``; a ``wandb.Artifact`` as it is."""
+        if not isinstance(local_path, str | os.PathLike):
+            self.run.log_artifact(local_path)
+            return
         name = join_name(artifact_path, local_path)
         artifact = self._library.Artifact(re.sub(r"[^\w.-]", "-", name), type="file")
         artifact.add_file(local_path, name=name)
