@@ -330,6 +330,7 @@ def test_scripts_functions_refuse_and_say_what_to_do() -> None:
         megatron_lm.MegatronLMDummyDataLoader(split="1").set_megatron_data_args,
         lambda: megatron_lm.prepare_data_loader(None, megatron_lm.MegatronLMDummyDataLoader()),
         lambda: T5TrainStep(None, None),
+        lambda: megatron_lm.MegatronEngine.megatron_generate(None, torch.ones(1, 4)),  # type: ignore[arg-type]
     ):
         with pytest.raises(FeatureNotBuiltError) as caught:
             call()

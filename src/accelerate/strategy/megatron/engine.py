@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accelerate.core.errors import PrepareError
+from accelerate.core.errors import FeatureNotBuiltError, PrepareError
 from accelerate.strategy.megatron.layout import MegatronLayout, share_rng_state
 from accelerate.strategy.megatron.train_step import GPTTrainStep, check_batch
 
@@ -264,6 +264,14 @@ class MegatronEngine(nn.Module):
     def load_checkpoint(self, input_dir: Any) -> None:
         """Refused: ``accelerator.load_state`` loads the whole training."""
         raise PrepareError("MegatronEngine.load_checkpoint", fix="accelerator.load_state(input_dir)")
+
+    def megatron_generate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Refused: Megatron-LM's text generation lies in its repository."""
+        raise FeatureNotBuiltError(
+            "megatron_generate does not generate text",
+            why="Megatron-LM's text generation lies in its repository, not in the package megatron-core",
+            fix="state = accelerator.get_state_dict(model), and generate(...) of transformers' model with it",
+        )
 
     def log_eval_results(self) -> None:
         """Nothing: losses are returned, and ``accelerator.log`` takes them."""
