@@ -497,6 +497,8 @@ def two_models() -> None:
     accelerator = Accelerator(cpu=True, deepspeed_plugins=plugins)
     state = AcceleratorState()
     assert state.deepspeed_plugin is plugins["one"] is accelerator.deepspeed_plugin
+    assert str(state).startswith("Distributed environment: DistributedType.DEEPSPEED  Backend: gloo\n")
+    assert str(state).endswith(f"\nds_config: {plugins['one'].deepspeed_config}\n")
     first, second = tiny(0), tiny(1)
     first, optimizer = accelerator.prepare(cast("Any", first), adamw(first))
     state.select_deepspeed_plugin("two")

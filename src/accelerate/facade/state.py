@@ -409,7 +409,11 @@ class AcceleratorState(ProcessMixin):
         return getattr(self._partial, name)
 
     def __repr__(self) -> str:
-        return f"{self._partial!r}\nMixed precision type: {self.mixed_precision}\n"
+        text = f"{self._partial!r}\nMixed precision type: {self.mixed_precision}\n"
+        if (plugin := self.deepspeed_plugin) is None:
+            return text
+        text = text.replace(str(self._partial.distributed_type), str(self.distributed_type), 1)
+        return f"{text}ds_config: {plugin.deepspeed_config}\n"
 
     @property
     def world(self) -> World:
