@@ -220,22 +220,20 @@ def test_a_function_of_the_notebook_runs_with_what_it_uses(cells: dict[str, Cell
     assert cell.out.endswith("[True, True] [15, 18]\n")
 
 
-def test_whole_lines_arrive_with_their_rank(cells: dict[str, Cell]) -> None:
+def test_whole_lines_arrive_of_both_ranks(cells: dict[str, Cell]) -> None:
     cell = cells["values"]
-    for rank in range(2):
-        assert f"[rank {rank}] start 5" in cell.lines()
-        assert f"[rank {rank}] no newline at the end" in cell.lines()
+    for line in ("start 5", "no newline at the end"):
+        assert cell.lines().count(line) == 2
     # Triton built by nanobind, as with torch 2.15, may print what it leaks when a process ends.
-    written = re.sub(r"\[rank \d\] (nanobind:| - |See https://nanobind).*\n?", "", cell.err)
-    assert sorted(written.splitlines()) == ["[rank 0] to stderr", "[rank 1] to stderr"]
+    written = re.sub(r"(nanobind:| - |See https://nanobind).*\n?", "", cell.err)
+    assert sorted(written.splitlines()) == ["to stderr", "to stderr"]
 
 
 def test_a_progress_bar_overwrites_its_own_line(cells: dict[str, Cell]) -> None:
     cell = cells["bar"]
     assert cell.error == "", cell.text
     pieces = cell.out.replace("\r", "\n").splitlines()
-    for rank in range(2):
-        assert any(piece.startswith(f"[rank {rank}] 100%") for piece in pieces)
+    assert sum(piece.startswith("100%") for piece in pieces) >= 2
 
 
 def test_a_training_leaves_the_same_weights_on_all_ranks(cells: dict[str, Cell]) -> None:
@@ -270,7 +268,8 @@ def test_what_cannot_be_sent_runs_in_copies_of_the_kernel(cells: dict[str, Cell]
     assert cells["copies"].error == "", cells["copies"].text
     said = "the variable 'lock', which locked() uses, (lock) cannot be pickled"
     assert said in cells["copies"].out
-    assert {"[rank 0] holds it", "[rank 1] holds it", "['0', '1']"} <= set(cells["copies"].lines())
+    assert cells["copies"].lines().count("holds it") == 2
+    assert "['0', '1']" in cells["copies"].lines()
 
 
 def test_an_exception_of_a_copy_is_raised_in_the_cell(cells: dict[str, Cell]) -> None:
@@ -444,7 +443,7 @@ def test_a_test_runs_a_function_on_two_ranks(capsys: pytest.CaptureFixture[str])
     before = dict(os.environ), [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     values = debug_launcher(add, (1,))
     assert values == [("cpu", 3.0, "MULTI_CPU")] * 2
-    assert "[rank 0] from rank 0 alone\n" in capsys.readouterr().out
+    assert "from rank 0 alone\n" in capsys.readouterr().out
     after = dict(os.environ), [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert before == after
 
@@ -618,6 +617,6 @@ def test_two_machines_call_the_same_function() -> None:
     ]
     for node, done in enumerate([machine.wait() for machine in machines]):
         assert done.returncode == 0, done.output
-        assert f"[rank {node}] rank {node} of 2\n" in done.stdout
+        assert f"\nrank {node} of 2\n" in done.stdout
         assert done.stdout.endswith("[3.0]\n")
         assert not done.survivors()

@@ -77,7 +77,7 @@ class FunctionLauncher:
     variables: Variables = field(default_factory=dict)
     port: int = 0
     max_restarts: int = 0
-    prefix: str = "[rank ${rank}] "
+    prefix: str = ""
     why_no_fork: str = ""
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
@@ -198,7 +198,7 @@ def call_on_machines(
         payload.write_payload(folder / "parcel", function, args)
         # No file of the user's says more than this call does.
         (folder / "settings.yaml").write_text("{}\n", encoding="utf-8")
-        own_flags = ("--config_file", f"{name}/settings.yaml", "--tee", "3", "--stop_timeout", STOP_TIMEOUT)
+        own_flags = ("--config_file", f"{name}/settings.yaml", "--stop_timeout", STOP_TIMEOUT)
         script = (rank_reports.RANK_SCRIPT, "function", f"{name}/parcel", name)
         program = map(str, (sys.executable, "-m", "accelerate", "launch", *own_flags, *flags, *script))
         env = environ.make_child_environment({**variables, OUTER_LAUNCH_VARIABLE: None})

@@ -65,8 +65,9 @@ def notebook_launcher(
         max_restarts: how often all processes are started again after a failure.
         monitor_interval: seconds between two looks at the processes of several machines; those of one machine
             tell by themselves.
-        log_line_prefix_template: what stands before each printed line, by default ``"[rank ${rank}] "``; also
-            ``${local_rank}`` and ``${role_name}``.
+        log_line_prefix_template: what stands before each printed line, as ``"[rank ${rank}] "``; also
+            ``${local_rank}`` and ``${role_name}``. By default nothing does. On several machines any text
+            stands for ``"[rank ${rank}] "``.
 
     Returns:
         What the function returned on each process of this machine, in the order of their ranks; tensors on
@@ -113,6 +114,7 @@ def notebook_launcher(
             **({"--rdzv_endpoint": rdzv_endpoint} if rdzv_endpoint else {}),
             **({"--rdzv_id": rdzv_id} if rdzv_id != "none" else {}),
             **({"--rdzv_conf": conf} if conf else {}),
+            **({"--tee": 3} if log_line_prefix_template else {}),
         }
         words = [word for pair in flags.items() for word in pair] + ["--cpu"] * (device.type == "cpu")
         return call_on_machines(function, call, words, processes=processes, variables=variables)
@@ -124,7 +126,7 @@ def notebook_launcher(
         variables={**variables, **_thread_variables(processes)},
         port=port,
         max_restarts=max_restarts,
-        prefix=log_line_prefix_template or ("[rank ${rank}] " if processes > 1 else ""),
+        prefix=log_line_prefix_template or "",
         why_no_fork=f"but it has used its {device.type} device already" if device.is_initialized() else "",
     )
     return crew.call(function, call)
