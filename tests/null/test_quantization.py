@@ -294,7 +294,10 @@ def test_a_quantized_model_is_saved_and_loaded(name: str, after_a_forward: bool,
     torch.save(model.state_dict(), tmp_path / "file.bin")
     expected = model(inputs())
     for source in (tmp_path / "folder", tmp_path / "file.bin"):
-        for target in (empty(), net()):
+        other = net()
+        for weight in other.parameters():
+            weight.data.neg_()
+        for target in (empty(), net(), load_and_quantize_model(other, config(name))):
             loaded = load_and_quantize_model(target, config(name), source)
             assert kinds(loaded) == kinds(model)
             torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)

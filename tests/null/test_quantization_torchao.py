@@ -65,6 +65,8 @@ def test_a_quantized_model_is_saved_and_loaded(scheme: str, tmp_path: Path) -> N
         for source in (tmp_path / "folder", tmp_path / "file.bin"):
             loaded = load_and_quantize_model(empty(), config(scheme), source)
             assert torch.equal(loaded(inputs()), expected)
+            assert load_and_quantize_model(loaded, config(scheme), source) is loaded
+            assert torch.equal(loaded(inputs()), expected)
             torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
         torch.manual_seed(5)
         other = load_and_quantize_model(type(net())().eval(), config(scheme))

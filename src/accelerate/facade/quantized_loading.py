@@ -24,6 +24,7 @@ from accelerate.facade.big_model_loading import (
     refuse_dispatched,
 )
 from accelerate.offload.dispatch import dispatch_model
+from accelerate.offload.hooks import remove_hook_from_submodules
 from accelerate.offload.module_sizes import Dtype
 from accelerate.offload.module_tensors import has_offloaded_params
 from accelerate.offload.quantization.base import (
@@ -33,6 +34,7 @@ from accelerate.offload.quantization.base import (
     matches_module,
     record_trainable,
     replace_layers,
+    restore_linear_layers,
     unquantized_modules,
 )
 
@@ -52,7 +54,8 @@ def load_and_quantize_model(
     """Quantize the linear layers of a model, with the weights that it has or those of a checkpoint.
 
     Args:
-        model: the model, usually made under ``init_empty_weights``; it is changed.
+        model: the model, usually made under ``init_empty_weights``; it is changed. One that this library has
+            quantized takes the weights of ``weights_location`` instead of its own.
         bnb_quantization_config: the options, ``BnbQuantizationConfig`` or those of another library.
         weights_location: see ``load_checkpoint_in_model``; None takes the weights that the model has. Weights
             that were saved in the same format are loaded as they are.
@@ -69,12 +72,13 @@ def load_and_quantize_model(
     Raises:
         MissingExtraError: the library is not installed.
         SettingError: the model has no weights and none are given; the map leaves a module out.
-        PrepareError: the model is quantized or dispatched already, or has no layer to quantize.
+        PrepareError: the model is dispatched already, is quantized and no weights are given, or has no layer
+            to quantize.
         CheckpointError: see ``load_checkpoint_in_model``.
     """
     config = bnb_quantization_config
     quantizer = config.make_quantizer()
-    _refuse_unusable(model, quantizer, weights_location)
+    _make_unquantized(model, quantizer, weights_location)
     unquantized = unquantized_modules(model, config)
     places = get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
     layers = replace_layers(model, quantizer, unquantized)
@@ -148,15 +152,18 @@ def _weight_formats(model: nn.Module, config: QuantizationConfig) -> dict[str, D
     return formats
 
 
-def _refuse_unusable(
+def _make_unquantized(
     model: nn.Module, quantizer: Quantizer, weights_location: str | os.PathLike[str] | None
 ) -> None:
-    """Refuse a model that is quantized or dispatched, and one without weights."""
+    """Undo an earlier quantization if weights are given; refuse a model that has none or is dispatched."""
     quantized = next((n for n, module in model.named_modules() if quantizer.is_quantized_layer(module)), None)
-    if quantized is not None:
+    if quantized and weights_location is not None:
+        remove_hook_from_submodules(model)
+        restore_linear_layers(model, quantizer)
+    elif quantized is not None:
         raise PrepareError(
             f"the model is quantized already: {quantized or 'it'} is a layer of {quantizer.library}",
-            fix="give the model as it is defined, with layers of nn.Linear",
+            fix="give the model as it is defined, with layers of nn.Linear, or weights_location as well",
         )
     refuse_dispatched(model)
     empty = next((name for name, p in model.named_parameters() if p.device.type == "meta"), None)

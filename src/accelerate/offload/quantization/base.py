@@ -204,6 +204,18 @@ def replace_layers(
     return replaced
 
 
+def restore_linear_layers(model: nn.Module, quantizer: Quantizer) -> None:
+    """Replace the quantized layers of a model by ``nn.Linear`` without values, shared ones by one."""
+    made: dict[int, nn.Module] = {}
+    for name, layer in list[tuple[str, Any]](model.named_modules(remove_duplicate=False)):
+        if quantizer.is_quantized_layer(layer):
+            bias = layer.bias is not None
+            linear = nn.Linear(layer.in_features, layer.out_features, bias, device="meta")
+            owner, _, attribute = name.rpartition(".")
+            model.get_submodule(owner)._modules[attribute] = made.setdefault(id(layer), linear)
+            made[id(layer)].train(layer.training)
+
+
 # ------------------------------------------------------------------------------------------------- training
 
 # Each quantized model, with the names of the parameters that require gradients as it is loaded.
