@@ -157,7 +157,7 @@ def main() -> None:
 
     losses = []
     for batch in loader:
-        # Shards sequences under context parallelism; under Ulysses the loader has, and elsewhere nothing does.
+        # Shards sequences under context parallelism; under Ulysses the loader has done it.
         dims = [1] * len(batch)
         with accelerator.maybe_context_parallel(buffers=list(batch.values()), buffer_seq_dims=dims):
             loss = loss_of(model, batch)

@@ -234,7 +234,7 @@ def test_files_arrive_or_are_left_out_by_name(name: str, library: Fake, tmp_path
     arrived = " ".join(map(str, library.since(0)))
     assert ("w.bin" in arrived or "w-bin" in arrived) != any(f"{name} has no files" in each for each in said)
     if name in ("wandb", "trackio"):  # and their own artifacts
-        artifact = object()
+        artifact: Any = object()
         tracker.log_artifact(artifact)
         assert any(value is artifact for value in library.calls[-1].arguments.values())
     count = len(arrived)

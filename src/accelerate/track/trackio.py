@@ -44,7 +44,7 @@ class TrackioTracker(ProjectTracker):
         if not isinstance(local_path, str | os.PathLike):
             self.run.log_artifact(local_path)
             return
-        name = re.sub(r"[^\w.-]", "-", join_name(artifact_path, local_path))
+        name = re.sub(r"[^\w.-]", "-", join_name(artifact_path, os.fspath(local_path)))
         self.run.log_artifact(local_path, name=name, type="file")
 
 

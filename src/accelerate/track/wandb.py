@@ -43,7 +43,7 @@ class WandBTracker(ProjectTracker):
         if not isinstance(local_path, str | os.PathLike):
             self.run.log_artifact(local_path)
             return
-        name = join_name(artifact_path, local_path)
+        name = join_name(artifact_path, os.fspath(local_path))
         artifact = self._library.Artifact(re.sub(r"[^\w.-]", "-", name), type="file")
         artifact.add_file(local_path, name=name)
         self.run.log_artifact(artifact)
